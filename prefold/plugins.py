@@ -15,10 +15,11 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from threading import RLock
+from typing import Any
 
 from .errors import CheckpointError
 
-__all__ = ["add_plugins", "load_plugins", "plugins"]
+__all__ = ["add_plugins", "load_plugins", "named_class", "plugins"]
 
 ROOMS = ("images", "looped", "shifted")
 VARIABLE = "PREFOLD_PLUGINS"
@@ -53,6 +54,12 @@ def load_plugins() -> None:
                     _loaded.discard(name)
                     message = f"the plugin {name} (--plugin or {VARIABLE}) cannot be imported"
                     raise CheckpointError(f"{message}: {type(error).__name__}: {error}") from error
+
+
+def named_class(name: str) -> Any:
+    """Returns the class that a table names as "module:Class", which is imported now."""
+    module, _, kind = name.partition(":")
+    return getattr(import_module(module), kind)
 
 
 def _import(name: str) -> None:

@@ -10,8 +10,8 @@ import torch
 from ..checkpoint import Checkpoint
 from ..errors import UnsupportedModelError
 from ..model.config import ModelConfig
-from ..model.layers import Norm
-from ..model.weights import Weight, check_memory, check_tensors, fill_all, linear_weights, wanted_shapes
+from ..model.layers import Norm, Weight, linear_weights
+from ..model.weights import check_memory, check_tensors, fill_all, wanted_shapes
 from .config import tower_of
 from .tower import Tower, TowerLayer
 from .tower_config import TowerConfig

@@ -11,12 +11,11 @@ from torch import Tensor
 from ..device import send
 from ..errors import InputError
 from ..model.config import ModelConfig
-from ..model.layers import Linear
+from ..model.layers import Linear, Weight, linear_weights
 from ..model.lora import NO_ADAPTERS, RowAdapters
 from ..model.ops import Ops
 from ..model.parallel import ALONE, Alone
 from ..model.transformer import Attend, CausalLM, Pass
-from ..model.weights import Weight, linear_weights
 from ..schedule.steps import SlotStep, StreamStep
 from .config import LoopedConfig
 from .exits import RowExits, visits_at_exit

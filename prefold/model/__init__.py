@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import ModelConfig, Plane, RopeConfig
+from .config import MlpKind, ModelConfig, Plane, RopeConfig, add_mlp
 from .decoders import decoder
 from .families import config_from, register_family, supported_architectures
 from .names import Names
@@ -24,11 +24,13 @@ __all__ = [
     "Adapter",
     "CausalLM",
     "MediaRows",
+    "MlpKind",
     "ModelConfig",
     "Names",
     "Plane",
     "RopeConfig",
     "RowAdapters",
+    "add_mlp",
     "config_from",
     "decoder",
     "load_adapter",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from ..errors import UnsupportedModelError
 from .names import Names
 
-__all__ = ["ModelConfig", "Plane", "RopeConfig"]
+__all__ = ["MlpKind", "ModelConfig", "Plane", "RopeConfig", "add_mlp"]
 
 
 SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_positions")
@@ -41,6 +41,24 @@ class Plane:
     rope: RopeConfig | None = None
 
 
+# By the name of a linear: its inputs, and the modules that lie side by side in it, with their outputs.
+Linears = Mapping[str, tuple[int, Sequence[tuple[str, int]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class MlpKind:
+    """An MlpKind says what the MLP of a layer is; `ModelConfig.mlp` names it.
+
+    module   the module and the class of what is built, which has the face of `prefold.model.mlp.Mlp`
+    linears  returns the linears that every row goes through, of a config; adapters may add to them
+    others   returns how many weights there are beside these in a layer, and how many of them a row meets
+    """
+
+    module: str
+    linears: Callable[[ModelConfig], Linears]
+    others: Callable[[ModelConfig], tuple[int, int]] = lambda config: (0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A ModelConfig describes a decoder, whose layers norm what they read of the residual stream.
@@ -52,7 +70,8 @@ class ModelConfig:
 
     rope           rotary settings; None: nothing is rotated, and each of max_positions has an embedding
     norm           of the residual stream: RMS norm, or LayerNorm with a bias
-    gated          whether the MLP has a gate: activation(gate) * up, else activation(up)
+    mlp            the kind of MLP: "gated", activation(gate) * up; "plain", activation(up); or one that was added with
+                   `add_mlp`
     qkv_bias, o_bias, mlp_bias   biases of those linears; qk_bias: of q and k, and not of v
     qk_norm        an RMS norm over head_dim on every query and key head, before the rotation
     out_norms      RMS norms on what attention and the MLP give too, before it is added to the residual stream
@@ -84,7 +103,7 @@ class ModelConfig:
     max_positions: int
     planes: tuple[Plane, ...]
     norm: Literal["rms", "layer"] = "rms"
-    gated: bool = True
+    mlp: str = "gated"
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_bias: bool = False
@@ -109,6 +128,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UnsupportedModelError(f"{name} is {value!r}; it must be a positive integer")
+        if self.mlp not in _MLPS:
+            raise UnsupportedModelError(f"mlp is {self.mlp!r}; it must be one of {', '.join(_MLPS)}")
         if self.heads % self.kv_heads:
             raise UnsupportedModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
         if self.rope is not None and self.head_dim % 2:
@@ -165,21 +186,26 @@ class ModelConfig:
         return self.kv_heads * self.head_dim
 
     @property
-    def mlp_inputs(self) -> int:
-        """Returns how many linears the MLP begins with: gate and up, or up alone."""
-        return 2 if self.gated else 1
+    def mlp_kind(self) -> MlpKind:
+        """Returns what the MLP of each layer is."""
+        return _MLPS[self.mlp]
 
     def fused_sizes(self, names: Sequence[str]) -> list[int]:
         """Returns how many outputs each of these modules has: of those that are stored as one, by their names here or
         those of their tensors."""
         sizes = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
-        sizes |= {"gate_proj": self.intermediate, "up_proj": self.intermediate}
+        sizes |= {module.rpartition(".")[2]: size for _, parts in self._mlp_linears for module, size in parts}
         return [next(size for part, size in sizes.items() if f".{part}" in name) for name in names]
 
     @property
     def layer_weights(self) -> int:
-        """Returns how many weights the linears of one layer have, without biases."""
-        return self.hidden * (2 * self.q_size + 2 * self.kv_size + (self.mlp_inputs + 1) * self.intermediate)
+        """Returns how many weights a row meets in the linears of one layer, without biases."""
+        mlp = sum(inputs * size for inputs, parts in self._mlp_linears for _, size in parts)
+        return self.hidden * (2 * self.q_size + 2 * self.kv_size) + mlp + self.mlp_kind.others(self)[1]
+
+    @property
+    def _mlp_linears(self) -> Sequence[tuple[int, Sequence[tuple[str, int]]]]:
+        return list(self.mlp_kind.linears(self).values())
 
     @property
     def linear_flops(self) -> int:
@@ -195,7 +221,7 @@ class ModelConfig:
             self.qkv_bias * (self.q_size + 2 * self.kv_size)
             + self.qk_bias * (self.q_size + self.kv_size)
             + self.o_bias * self.hidden
-            + self.mlp_bias * (self.mlp_inputs * self.intermediate + self.hidden)
+            + self.mlp_bias * sum(size for _, parts in self._mlp_linears for _, size in parts)
         )
         embeddings = self.vocab_size * self.hidden * (2 if self.lm_head and not self.tie_embeddings else 1)
         if self.rope is None:
@@ -203,4 +229,26 @@ class ModelConfig:
         head = (self.num_labels or 0) * self.hidden
         if self.num_labels and self.head_layers == 2:
             head += self.hidden * self.hidden + self.hidden + self.num_labels
-        return embeddings + self.layers * (self.layer_weights + norms + biases) + norm + head
+        weights, met = self.mlp_kind.others(self)
+        return embeddings + self.layers * (self.layer_weights + weights - met + norms + biases) + norm + head
+
+
+def add_mlp(name: str, kind: MlpKind) -> None:
+    """Adds a kind of MLP, which configs may name."""
+    _MLPS[name] = kind
+
+
+def _gated(config: ModelConfig) -> Linears:
+    modules = [("mlp.gate_proj", config.intermediate), ("mlp.up_proj", config.intermediate)]
+    return {"gate_up": (config.hidden, modules), "down": (config.intermediate, [("mlp.down_proj", config.hidden)])}
+
+
+def _plain(config: ModelConfig) -> Linears:
+    modules = [("mlp.up_proj", config.intermediate)]
+    return {"gate_up": (config.hidden, modules), "down": (config.intermediate, [("mlp.down_proj", config.hidden)])}
+
+
+_MLPS = {
+    "gated": MlpKind("prefold.model.mlp:Mlp", _gated),
+    "plain": MlpKind("prefold.model.mlp:PlainMlp", _plain),
+}

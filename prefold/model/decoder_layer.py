@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..plugins import named_class
 from .config import ModelConfig
-from .layers import ActivatedLinear, GatedLinear, Linear, Norm
+from .layers import Linear, Norm
 from .lora import NO_ADAPTERS, RowAdapters
 from .ops import Ops
 from .parallel import Alone
@@ -54,11 +55,8 @@ class Layer(nn.Module):
         normed = config.out_norms or config.sum_norms
         self.o_norm = norm_of(config, **place) if normed else None
         self.post_norm = norm_of(config, **place)
-        mlp = {"activation": config.activation, "bias": config.mlp_bias}
-        # Up alone where there is no gate.
-        activated = GatedLinear if config.gated else ActivatedLinear
-        self.gate_up = activated(hidden, config.intermediate, **mlp, **place)
-        self.down = Linear(config.intermediate, hidden, bias=config.mlp_bias and first, **place)
+        self.mlp = named_class(config.mlp_kind.module)(config, number, ranks, **place)
+        self._mlp = self.mlp.forward  # to call a module costs more
         self.down_norm = norm_of(config, **place) if normed else None
 
     def forward(
@@ -128,14 +126,6 @@ class Layer(nn.Module):
         """Returns what attention's o [rows, heads, dim] adds to the residual stream, [rows, hidden]."""
         o = o.flatten(1)
         return self.sum(adapters.add(self.o(o), o, self.number, "o"))
-
-    def _mlp(self, h: Tensor, adapters: RowAdapters, ops: Ops) -> Tensor:
-        """Returns what the MLP gives for h [rows, hidden], shaped as h."""
-        if adapters.adapters:
-            h = self.gate_up.activate(adapters.add(self.gate_up(h), h, self.number, "gate_up"), ops)
-        else:
-            h = self.gate_up.activated(h, ops)
-        return self.sum(adapters.add(self.down(h), h, self.number, "down"))
 
 
 class SumNormedLayer(Layer):

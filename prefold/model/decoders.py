@@ -109,7 +109,7 @@ def gpt2(hf: HFConfig) -> ModelConfig:
         head_dim=hidden // heads,
         rotary=False,
         norm="layer",
-        gated=False,
+        mlp="plain",
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,

@@ -1,6 +1,11 @@
-"""The residual stream's norm, and linears."""
+"""The residual stream's norm, linears, and what checkpoints call their parameters."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +15,7 @@ from .. import kernels
 from .ops import ACTIVATIONS, Ops
 from .products import Product, pack
 
-__all__ = ["ActivatedLinear", "GatedLinear", "Linear", "Norm"]
+__all__ = ["ActivatedLinear", "GatedLinear", "Linear", "Norm", "Weight", "linear_weights"]
 
 
 class Norm(nn.Module):
@@ -114,3 +119,40 @@ class GatedLinear(Linear):
 
     def _packed(self, weight: Tensor, pool: kernels.PanelPool | None) -> Product | None:
         return pack(weight, pool, gated=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A Weight is a parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows.
+
+    offset  what is added to the checkpoint's numbers
+    places  which part of each tensor this rank holds; empty: all of all
+    """
+
+    owner: nn.Module
+    attribute: str
+    parts: tuple[tuple[str, int], ...]
+    offset: float = 0.0
+    places: tuple[tuple[slice, ...], ...] = ()
+
+    @property
+    def parameter(self) -> Tensor:
+        return getattr(self.owner, self.attribute)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: (rows, *self.parameter.shape[1:]) for name, rows in self.parts}
+
+
+def linear_weights(
+    linear: Linear, *parts: tuple[str, int], places: Mapping[str, tuple[slice, ...]] = MappingProxyType({})
+) -> Iterator[Weight]:
+    """Yields the weight of a linear, and its bias. parts: the modules that lie side by side in it, with their rows;
+    places: by the last part of a module's name, which part of its tensors this rank holds; empty: all."""
+    where = tuple(places[name.rpartition(".")[2]] for name, _ in parts) if places else ()
+    yield Weight(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts), places=where)
+    if linear.bias is not None:
+        ends = accumulate(rows for _, rows in parts)
+        biased = tuple(part for part, end in zip(parts, ends, strict=True) if end <= len(linear.bias))
+        outputs = tuple(place[:1] for place in where[: len(biased)])
+        yield Weight(linear, "bias", tuple((name + ".bias", rows) for name, rows in biased), places=outputs)

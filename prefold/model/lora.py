@@ -284,13 +284,12 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
 
 def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, slice, int]]]:
     """Returns the modules that are fused in each linear of a layer, as (module, columns of the result, inputs)."""
-    q, kv, mlp, hidden = config.q_size, config.kv_size, config.intermediate, config.hidden
+    q, kv, hidden = config.q_size, config.kv_size, config.hidden
     qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
     linears = {
         **({"q": (hidden, qkv[:1]), "kv": (hidden, qkv[1:])} if last else {"qkv": (hidden, qkv)}),
         "o": (q, [("self_attn.o_proj", hidden)]),
-        "gate_up": (hidden, [("mlp.gate_proj", mlp)] * config.gated + [("mlp.up_proj", mlp)]),
-        "down": (mlp, [("mlp.down_proj", hidden)]),
+        **config.mlp_kind.linears(config),
     }
     placed: dict[str, list[tuple[str, slice, int]]] = {}
     for linear, (inputs, modules) in linears.items():

@@ -3,53 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from importlib import import_module
-from itertools import accumulate
-from types import MappingProxyType
+from dataclasses import replace
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import kernels
 from ..checkpoint import Checkpoint
 from ..device import check_fits
 from ..errors import CheckpointError
+from ..plugins import named_class
 from .config import ModelConfig
 from .decoder_layer import Layer
 from .families import config_from
-from .layers import Linear, Norm
+from .layers import Linear, Norm, Weight, linear_weights
 from .parallel import ALONE, Alone
 from .sources import TensorSource, open_source
 from .transformer import CausalLM
 
-__all__ = ["Weight", "check_memory", "check_tensors", "fill", "linear_weights", "load_model", "wanted_shapes"]
+__all__ = ["check_memory", "check_tensors", "fill", "load_model", "wanted_shapes"]
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A Weight is a parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows.
-
-    offset  what is added to the checkpoint's numbers
-    places  which part of each tensor this rank holds; empty: all of all
-    """
-
-    owner: nn.Module
-    attribute: str
-    parts: tuple[tuple[str, int], ...]
-    offset: float = 0.0
-    places: tuple[tuple[slice, ...], ...] = ()
-
-    @property
-    def parameter(self) -> Tensor:
-        return getattr(self.owner, self.attribute)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: (rows, *self.parameter.shape[1:]) for name, rows in self.parts}
 
 
 def load_model(
@@ -108,13 +83,7 @@ def fill_all(weights: Iterable[Weight], source: TensorSource, device: torch.devi
 
 def _shapes(config: ModelConfig, dtype: torch.dtype, ranks: Alone = ALONE) -> CausalLM:
     """Returns a model whose parameters have shapes and no storage."""
-    return model_class(config)(config, dtype=dtype, device=torch.device("meta"), ranks=ranks)
-
-
-def model_class(config: ModelConfig) -> type[CausalLM]:
-    """Returns the class of the model that a config names."""
-    module, _, name = config.model.partition(":")
-    return getattr(import_module(module), name)
+    return named_class(config.model)(config, dtype=dtype, device=torch.device("meta"), ranks=ranks)
 
 
 def model_weights(model: CausalLM) -> Iterator[Weight]:
@@ -146,7 +115,7 @@ def _head(score: nn.Module | None) -> Iterator[Weight]:
 
 
 def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -> Iterator[Weight]:
-    config, attention, mlp = layer.config, prefix + "self_attn.", prefix + "mlp."
+    config, attention = layer.config, prefix + "self_attn."
     q = (attention + "q_proj", config.q_size)
     k, v = (attention + "k_proj", config.kv_size), (attention + "v_proj", config.kv_size)
     yield from _norm(layer.input_norm, prefix + "input_layernorm", config)
@@ -165,27 +134,13 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
     else:
         yield from linear_weights(layer.qkv, q, k, v, places=places)
     yield from linear_weights(layer.o, (attention + "o_proj", config.hidden), places=places)
-    gate = [(mlp + "gate_proj", config.intermediate)] if config.gated else []
-    yield from linear_weights(layer.gate_up, *gate, (mlp + "up_proj", config.intermediate), places=places)
-    yield from linear_weights(layer.down, (mlp + "down_proj", config.hidden), places=places)
+    yield from layer.mlp.weights(prefix, places)
 
 
 def _norm(norm: Norm, name: str, config: ModelConfig) -> Iterator[Weight]:
     yield Weight(norm, "weight", ((name + ".weight", config.hidden),), config.norm_offset)
     if norm.bias is not None:
         yield Weight(norm, "bias", ((name + ".bias", config.hidden),))
-
-
-def linear_weights(
-    linear: Linear, *parts: tuple[str, int], places: Mapping[str, tuple[slice, ...]] = MappingProxyType({})
-) -> Iterator[Weight]:
-    where = tuple(places[name.rpartition(".")[2]] for name, _ in parts) if places else ()
-    yield Weight(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts), places=where)
-    if linear.bias is not None:
-        ends = accumulate(rows for _, rows in parts)
-        biased = tuple(part for part, end in zip(parts, ends, strict=True) if end <= len(linear.bias))
-        outputs = tuple(place[:1] for place in where[: len(biased)])
-        yield Weight(linear, "bias", tuple((name + ".bias", rows) for name, rows in biased), places=outputs)
 
 
 def wanted_shapes(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from prefold.checkpoint import Checkpoint, resolve
 from prefold.errors import CheckpointError, OutOfMemoryError
 from prefold.model import config_from, load_model
 from prefold.model.rotary import RotaryTables
-from prefold.model.weights import model_class
+from prefold.plugins import named_class
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel"),
@@ -95,7 +95,7 @@ def check(folder, config: dict) -> bool:
         assert len(str(error)) < 1000
         return False
     if made.num_parameters < 10_000_000 and made.layers < 100:
-        model_class(made)(made, dtype=torch.float32, device=torch.device("meta"))
+        named_class(made.model)(made, dtype=torch.float32, device=torch.device("meta"))
         if made.rope is not None and made.head_dim < 10_000:
             RotaryTables(made.ropes, made.head_dim, torch.device("cpu"))(torch.arange(3))
     return True

@@ -136,7 +136,7 @@ def test_gpt2():
     ours = config_from(theirs.to_dict() | {"architectures": ["GPT2LMHeadModel"]})
     assert (ours.hidden, ours.heads, ours.kv_heads, ours.head_dim, ours.layers) == (36, 6, 6, 6, 3)
     assert (ours.intermediate, ours.max_positions, ours.norm_eps, ours.scale) == (144, 1024, 1e-3, 6**-0.5)
-    assert (ours.norm, ours.rope, ours.ropes, ours.gated, ours.activation) == ("layer", None, (), False, "gelu_tanh")
+    assert (ours.norm, ours.rope, ours.ropes, ours.mlp, ours.activation) == ("layer", None, (), "plain", "gelu_tanh")
     assert (ours.qkv_bias, ours.o_bias, ours.mlp_bias, ours.tie_embeddings, ours.lm_head) == (True,) * 5
     assert config(**GPT2).norm_eps == 1e-5
     assert config(**GPT2, n_inner=50).intermediate == 50

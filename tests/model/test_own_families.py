@@ -29,6 +29,7 @@ LLAMA = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")} | {"arch
 @pytest.fixture(autouse=True)
 def registered_here(monkeypatch):
     """What a test registers is forgotten."""
+    plugins.load_plugins()  # prefold's own rooms, for good
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
     monkeypatch.setattr(families, "_REGISTERED", set())
 

@@ -218,13 +218,13 @@ def test_random_weights_are_seeded_and_normal():
     models = [
         load_model(Checkpoint.dummy(config), dtype=torch.float32, device="cpu", pack=False, seed=s) for s in (0, 0, 1)
     ]
-    weights = [m.layers[0].gate_up.weight.detach() for m in models]
+    weights = [m.layers[0].mlp.gate_up.weight.detach() for m in models]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert abs(weights[0].std().item() - 0.02) < 1e-3
     assert abs(weights[0].mean().item()) < 1e-3
     assert torch.equal(models[0].norm.weight.detach(), torch.ones(576))
-    first, second = weights[0], models[0].layers[1].gate_up.weight.detach()
+    first, second = weights[0], models[0].layers[1].mlp.gate_up.weight.detach()
     assert (first - second).abs().mean() > 0.01
     assert hidden(models[0]).isfinite().all()
 

@@ -13,6 +13,7 @@ from tiny import tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.model import MediaRows, load_model
+from prefold.plugins import load_plugins
 from prefold.prefix import MEDIA_BASE
 from prefold.schedule.steps import Message, StreamStep
 from prefold.worker import protocol
@@ -37,6 +38,7 @@ def model(tmp_path):
 
 
 def test_a_feature_adds_messages_facts_and_rows(model, monkeypatch):
+    load_plugins()  # into the table itself
     monkeypatch.setattr(protocol, "_MAKERS", list(protocol._MAKERS))
     values = torch.full((1, model.config.hidden), 0.5)
 

@@ -1,0 +1,108 @@
+"""An MLP of another kind is one file: a mixture of two experts, of which each row goes through the likelier."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import DenseAttend, randomise, tiny_checkpoint
+from torch import nn
+from transformers import AutoConfig, LlamaForCausalLM
+
+from prefold.checkpoint import resolve
+from prefold.errors import UnsupportedModelError
+from prefold.model import MlpKind, add_mlp, config, config_from, families, load_model, register_family
+from prefold.model.decoders import llama
+from prefold.model.layers import Linear, linear_weights
+from prefold.model.mlp import Mlp
+from prefold.plugins import load_plugins
+
+EXPERTS = 2
+
+
+class Experts(nn.Module):
+    def __init__(self, config, number, ranks, *, dtype, device):
+        super().__init__()
+        self.router = Linear(config.hidden, EXPERTS, bias=False, dtype=dtype, device=device)
+        self.experts = nn.ModuleList(
+            Mlp(replace(config, mlp="gated"), number, ranks, dtype=dtype, device=device) for _ in range(EXPERTS)
+        )
+
+    def forward(self, h, adapters, ops):
+        share, chosen = self.router(h).softmax(-1).max(-1)
+        out = torch.empty_like(h)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            out[rows] = expert(h[rows], adapters, ops)
+        return out * share[:, None]
+
+    def weights(self, prefix, places):
+        yield from linear_weights(self.router, (prefix + "mlp.router", EXPERTS))
+        for number, expert in enumerate(self.experts):
+            for weight in expert.weights(prefix, places):
+                parts = ((name.replace("mlp.", f"mlp.experts.{number}."), rows) for name, rows in weight.parts)
+                yield replace(weight, parts=tuple(parts))
+
+
+def others(config):
+    expert, router = 3 * config.hidden * config.intermediate, EXPERTS * config.hidden
+    return EXPERTS * expert + router, expert + router
+
+
+class TheirExperts(nn.Module):
+    """The same for transformers."""
+
+    def __init__(self, mlp, config):
+        super().__init__()
+        self.router = nn.Linear(config.hidden_size, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(type(mlp)(config) for _ in range(EXPERTS))
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        every = torch.stack([expert(x) for expert in self.experts], -2)
+        return (every * (shares * (shares == shares.amax(-1, keepdim=True)))[..., None]).sum(-2)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """A checkpoint of a family that two calls add, and the model of transformers."""
+    load_plugins()  # into the tables themselves
+    monkeypatch.setattr(config, "_MLPS", dict(config._MLPS))
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    monkeypatch.setattr(families, "_REGISTERED", set(families._REGISTERED))
+    add_mlp("experts", MlpKind(f"{__name__}:Experts", lambda config: {}, others))
+    register_family("TwoExpertsForCausalLM", lambda hf: replace(llama(hf), mlp="experts"))
+    folder = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    theirs = LlamaForCausalLM(AutoConfig.from_pretrained(folder))
+    for layer in theirs.model.layers:
+        layer.mlp = TheirExperts(layer.mlp, theirs.config)
+    randomise(theirs, seed=3)
+    theirs.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text()) | {"architectures": ["TwoExpertsForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return resolve(str(folder)), theirs.eval()
+
+
+def test_a_mixture_of_experts_in_one_file(checkpoint):
+    checkpoint, theirs = checkpoint
+    ours = load_model(checkpoint, dtype=torch.float32, device="cpu")
+    tokens = torch.arange(40) * 7 % 300
+    with torch.inference_mode():
+        found = ours.logits(ours(tokens, torch.arange(40), DenseAttend(ours.config)))
+        torch.testing.assert_close(found, theirs(tokens[None]).logits[0], rtol=1e-4, atol=1e-4)
+        chosen = ours.layers[0].mlp.router(torch.randn(100, ours.config.hidden)).argmax(-1)
+    assert set(chosen.tolist()) == {0, 1}
+    assert ours.config.num_parameters == sum(p.numel() for p in theirs.parameters())
+    linears = [m for n, m in theirs.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    unmet = [m for n, m in theirs.named_modules() if isinstance(m, nn.Linear) and "experts.1." in n]
+    assert ours.config.linear_flops == 2 * sum(m.weight.numel() for m in linears) - 2 * sum(
+        m.weight.numel() for m in unmet
+    )
+
+
+def test_a_kind_that_was_not_added_is_an_error(checkpoint):
+    found = config_from(checkpoint[0].config)
+    with pytest.raises(UnsupportedModelError, match="mlp is 'mixture'; it must be one of gated, plain, experts"):
+        replace(found, mlp="mixture")
