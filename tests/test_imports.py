@@ -39,7 +39,6 @@ UNOPENED = {
     "face/running.py": ["images"],
     "integrations/on_ray.py": ["images"],
     "llm.py": ["images", "shifted"],
-    "looped/engine.py": ["shifted"],
     "records/tables.py": ["images"],
     "serve/desk.py": ["images"],
     "serve/short.py": ["images"],

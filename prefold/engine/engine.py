@@ -16,7 +16,8 @@ from ..errors import InputError
 from ..images.desk import ImageDesk
 from ..images.steps import ImageFacts
 from ..images.table import MediaTable
-from ..looped.engine import check_shifted, check_visits, visits_of
+from ..looped.engine import check_visits, visits_of
+from ..schedule.kinds import check_schedulers
 from ..stream import Window
 from ..text import Tokenizer
 from ..types import Exits, Generated, Readout, Request, Result, Sharing, Stats
@@ -57,7 +58,7 @@ class Engine(EngineLoop):
         self.options = options
         self.meter = Meter()
         self._visits = visits_of(worker.facts, options.generation)
-        check_shifted(worker.facts, options.generation, options.sharing)
+        check_schedulers(worker.facts, options.generation, options.sharing)
         self.media = MediaTable() if media is None else media
         takes_images = worker.facts.of(ImageFacts) is not None
         self.images = ImageDesk(worker, self.media, options.media_memory, self.meter) if takes_images else None

@@ -21,10 +21,11 @@ import numpy as np
 from ..errors import InputError
 from ..images.desk import ImageDesk
 from ..images.queue import ImageQueue
-from ..looped.engine import make_scheduler, visits_of
+from ..looped.engine import visits_of
 from ..looped.steps import VisitResult
 from ..schedule.admission import InOrder
 from ..schedule.generate_step import NOBODY, GenerateStep, Running
+from ..schedule.kinds import make_scheduler
 from ..shifted.engine import may_shift, send_moves
 from ..shifted.scheduler import ShiftingScheduler
 from ..text import Tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..model.families import add_families
+from ..schedule.kinds import add_scheduler
 from ..worker.protocol import WorkerPart, add_part
 from .config import LoopedConfig
 from .families import huginn, looped, ouro
@@ -27,3 +28,10 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
     from .worker import looped_part
 
     return looped_part(model)
+
+
+@add_scheduler
+def _make(*given: Any) -> Any:
+    from .engine import visit_scheduler
+
+    return visit_scheduler(*given)

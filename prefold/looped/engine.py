@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ..cache import SlotPool
 from ..engine.options import GenerateOptions
 from ..errors import InputError
-from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import Held
-from ..schedule.steps import MakeStore
-from ..shifted.scheduler import ShiftingScheduler
-from ..shifted.steps import ShiftedFacts
-from ..types import Exits, Sharing
+from ..types import Exits
 from ..worker.protocol import Facts, Worker
 from .scheduler import VisitOptions, VisitScheduler
 from .steps import LoopedFacts, MakeVisitStore
 
-__all__ = ["check_shifted", "check_visits", "make_scheduler", "visits_of"]
+__all__ = ["check_visits", "visit_scheduler", "visits_of"]
 
 
 def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
@@ -38,43 +33,17 @@ def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
     return replace(visits, keys=keys, **how)  # type: ignore[arg-type]
 
 
-def make_scheduler(
+def visit_scheduler(
     worker: Worker, options: GenerateOptions, max_batch_rows: int, held: Held | None = None
-) -> GenerateScheduler | VisitScheduler:
-    """Returns the scheduler of what is generated, and lets the worker make room for as many slots as it has. held: as
-    of GenerateScheduler."""
-    visits, facts = visits_of(worker.facts, options), worker.facts
-    slots = worker.kv_slots(options.kv_memory, facts.slot_bytes if visits is None else _visit_bytes(facts))
-    limits = {"max_batch_rows": max_batch_rows, "max_running": options.max_running}
-    if visits is None:
-        worker.start(MakeStore(slots + 1)).result()
-        kind: Any = GenerateScheduler if options.cache is None or options.cache.shifted is None else ShiftingScheduler
-        scheduler: GenerateScheduler = kind(
-            SlotPool(slots), **limits, cache=options.cache, slot_bytes=facts.slot_bytes, held=held
-        )
-        return scheduler
+) -> VisitScheduler | None:
+    """Returns the scheduler of rows that go through the model a visit at a time; None where a step is a whole pass."""
+    visits, looped = visits_of(worker.facts, options), worker.facts.of(LoopedFacts)
+    if visits is None or looped is None:
+        return None
+    slots = worker.kv_slots(options.kv_memory, looped.visit_bytes)
     worker.start(MakeVisitStore(slots + 1)).result()
-    return VisitScheduler(SlotPool(slots), visits, **limits, cache=options.cache, slot_bytes=_visit_bytes(facts))
-
-
-def _visit_bytes(facts: Facts) -> int:
-    looped = facts.of(LoopedFacts)
-    assert looped is not None
-    return looped.visit_bytes
-
-
-def check_shifted(facts: Facts, options: GenerateOptions, sharing: Sharing) -> None:
-    """Raises InputError where chunks should be reused at other positions, and cannot be."""
-    if options.cache is None or options.cache.shifted is None:
-        return
-    field = "cache_reuse_shifted"
-    shifted = facts.of(ShiftedFacts)
-    if shifted is not None and shifted.fixed is not None:
-        message = f"rows of this model cannot be reused at other positions: {shifted.fixed}"
-        raise InputError(message, field=field, remedy="leave it out", code="fixed_rows")
-    if sharing != "full":
-        message = f"chunks of other prompts cannot be reused with sharing {sharing!r}"
-        raise InputError(message, field=field, remedy='leave it out, or give sharing="full"', code="fixed_rows")
+    limits = {"max_batch_rows": max_batch_rows, "max_running": options.max_running}
+    return VisitScheduler(SlotPool(slots), visits, **limits, cache=options.cache, slot_bytes=looped.visit_bytes)
 
 
 def check_visits(exits: Exits | None, facts: Facts, visits: VisitOptions | None) -> None:

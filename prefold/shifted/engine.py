@@ -6,11 +6,40 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..engine.meter import Meter
+from ..engine.options import GenerateOptions
 from ..engine.requests import NumberReader, OpenRequest
-from ..worker.protocol import Worker
+from ..errors import InputError
+from ..schedule.generate_step import Held
+from ..schedule.kinds import over_store
+from ..types import Sharing
+from ..worker.protocol import Facts, Worker
 from .scheduler import ShiftingScheduler
+from .steps import ShiftedFacts
 
-__all__ = ["may_shift", "send_moves"]
+__all__ = ["check_shifted", "may_shift", "send_moves", "shifting_scheduler"]
+
+
+def shifting_scheduler(
+    worker: Worker, options: GenerateOptions, max_batch_rows: int, held: Held | None = None
+) -> ShiftingScheduler | None:
+    """Returns the scheduler that reuses chunks of other prompts; None where reuse is exact."""
+    if options.cache is None or options.cache.shifted is None:
+        return None
+    return over_store(ShiftingScheduler, worker, options, max_batch_rows, held)
+
+
+def check_shifted(facts: Facts, options: GenerateOptions, sharing: Sharing) -> None:
+    """Raises InputError where chunks should be reused at other positions, and cannot be."""
+    if options.cache is None or options.cache.shifted is None:
+        return
+    field = "cache_reuse_shifted"
+    shifted = facts.of(ShiftedFacts)
+    if shifted is not None and shifted.fixed is not None:
+        message = f"rows of this model cannot be reused at other positions: {shifted.fixed}"
+        raise InputError(message, field=field, remedy="leave it out", code="fixed_rows")
+    if sharing != "full":
+        message = f"chunks of other prompts cannot be reused with sharing {sharing!r}"
+        raise InputError(message, field=field, remedy='leave it out, or give sharing="full"', code="fixed_rows")
 
 
 def may_shift(one: OpenRequest) -> bool:
