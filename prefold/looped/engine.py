@@ -10,6 +10,7 @@ from ..errors import InputError
 from ..schedule.generate_step import Held
 from ..types import Exits
 from ..worker.protocol import Facts, Worker
+from .requests import check_exits
 from .scheduler import VisitOptions, VisitScheduler
 from .steps import LoopedFacts, MakeVisitStore
 
@@ -54,17 +55,19 @@ def check_visits(exits: Exits | None, facts: Facts, visits: VisitOptions | None)
     if exits is None:
         return
     looped = facts.of(LoopedFacts)
-    if visits is None:
+    if looped is None:
+        check_exits(exits, None)
+    elif visits is None:
         for name in exits.given:
             if name in ("exit_change", "exit_prompts", "exit_visits"):
                 message = f"{name} is given, and rows make all visits"
                 raise InputError(message, field=name, remedy='give the LLM exits="save"', code="no_exits")
-            if name in ("min_visits", "max_visits") and not (looped and looped.gate):
+            if name in ("min_visits", "max_visits") and not looped.gate:
                 message = f"{name} is given, and the model has no gate: its rows are read after the last visit"
                 raise InputError(
                     message, field=name, remedy='leave it out, or give the LLM exits="save"', code="no_gate"
                 )
-        if exits.route is not None and not (looped and looped.routes):
+        if exits.route is not None and not looped.routes:
             message = "a route is given, and the model's blocks differ in windows or rotary settings"
             raise InputError(message, field="route", remedy='give the LLM exits="save"', code="no_exits")
     elif exits.prompts and visits.routed and exits.route is None:
