@@ -364,7 +364,7 @@ def test_from_several_threads(case):
     """Streams and texts on one engine, with room for the rows of one image beside those in use."""
     found, asked, hidden, greedy, tolerance = case
     engine = engine_of(found.llm, rows=40, kv_memory=1 << 22)
-    engine.images._memory = 40 * found.llm.engine.worker.facts.image_row_bytes
+    engine.images._memory = 40 * found.llm.engine.worker.facts.of(ImageFacts).row_bytes
     failures: list[BaseException] = []
 
     def read():
