@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .face.results import Classification, Piece, Ranking, Score
-    from .images.items import Pictured
     from .llm import LLM
     from .text.filled import Filled
+    from .text.media import Pictured
     from .types import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
 
 __version__ = "0.1.0"
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint", "Filled": "text.filled"}
-_MODULES |= {"Pictured": "images.items"}
+_MODULES |= {"Pictured": "text.media"}
 _MODULES |= dict.fromkeys(("Classification", "Piece", "Ranking", "Score"), "face.results")
 _MODULES |= dict.fromkeys(("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "types")
 

@@ -28,6 +28,7 @@ __all__ = [
     "Sharing",
     "Stats",
     "TokenLogprobs",
+    "within",
 ]
 
 Sharing = Literal["full", "mlp", "off"]
@@ -248,3 +249,8 @@ class Generated(Jsonable):
         ended = repr(self.finish_reason) + ("" if self.stop is None else f" at {self.stop!r}")
         what = f"tokens={list(self.tokens)}" if self.text is None else f"{self.text!r}, {len(self.tokens)} tokens"
         return f"Generated({what}, {ended})"
+
+
+def within(namespace: str, salt: str) -> str:
+    """Returns the salt of requests that share nothing outside of a namespace; "" is none."""
+    return f"{namespace}/{salt}" if namespace else salt

@@ -22,9 +22,7 @@ LAYERS = [
 ROOMS = ["images", "looped", "shifted"]
 # Files of the core that still import from a room, and files of a room that import from another.
 UNOPENED = {
-    "__init__.py": ["images"],
     "cli/build.py": ["images"],
-    "cli/direct.py": ["images"],
     "cli/reuse.py": ["shifted"],
     "cluster/fleet.py": ["images"],
     "cluster/fleet_run.py": ["images"],
@@ -35,23 +33,15 @@ UNOPENED = {
     "engine/messages.py": ["looped"],
     "engine/requests.py": ["looped"],
     "engine/stream.py": ["images"],
-    "face/arguments.py": ["images"],
     "face/running.py": ["images"],
     "integrations/on_ray.py": ["images"],
     "llm.py": ["images", "shifted"],
-    "records/tables.py": ["images"],
-    "serve/desk.py": ["images"],
     "serve/short.py": ["images"],
     "tasks/base.py": ["images", "looped"],
-    "tasks/classify.py": ["images"],
     "tasks/conversations.py": ["images"],
-    "tasks/embed.py": ["images"],
     "tasks/generate.py": ["images", "looped"],
     "tasks/make.py": ["images", "looped"],
     "tasks/messages.py": ["images"],
-    "tasks/notes.py": ["images"],
-    "tasks/rerank.py": ["images"],
-    "tasks/score.py": ["images"],
 }
 WITHOUT_TORCH = [
     "prefix", "text", "images", "looped", "shifted", "checkpoint", "stream", "cache", "schedule", "engine", "tasks",

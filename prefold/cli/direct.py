@@ -77,7 +77,7 @@ def _any_path(o: dict[str, Any]) -> Any:
 
 def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:
     """Returns an item with an image before its text. Raises click.UsageError for tasks that have none."""
-    from ..images.items import Pictured
+    from ..text.media import Pictured
 
     if task == "generate":
         chat = item.get("messages")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..images.items import Pictured
+from ..text.media import Pictured
 
 __all__ = ["Ids", "Message", "Prompt", "Text", "Vector"]
 __all__ += ["as_items", "as_prompts", "as_texts", "chats_of", "check_errors", "first_error", "pair_up", "take_adapters"]

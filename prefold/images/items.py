@@ -18,7 +18,8 @@ from ..prefix import MEDIA_BASE
 from ..stream.shelf import Shelf, Shelved
 from ..text import Tokenizer
 from ..text.escaped import Escaping
-from ..types import Medium
+from ..text.media import ImageIds, Picture, too_long
+from ..types import Medium, within
 from .config import tower_of
 from .decode import Allowance, Decoded
 from .image import Image
@@ -30,18 +31,12 @@ from .table import MediaTable
 
 __all__ = [
     "Chat",
-    "ImageIds",
     "ImageInputs",
     "Loading",
-    "Picture",
-    "Pictured",
     "all_images",
     "chat_of",
-    "check_cut",
     "image_inputs",
     "refuse_images",
-    "too_long",
-    "within",
 ]
 
 # Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
@@ -49,32 +44,6 @@ IMAGE_PARTS = ("image_url", "input_image", "image")
 LOAD = "load a model that sees images: a folder of Gemma 3 (4B and larger), Idefics3 or SmolVLM, or its GGUF file with "
 LOAD += "mmproj=FILE (--mmproj FILE), and without images=False; servers (--url) and vLLM (--backend vllm) are sent "
 LOAD += "text alone"
-
-
-@dataclass(frozen=True, eq=False)
-class Pictured:
-    """A Pictured is a text with images, in place of a text.
-
-    text    has the placeholder of the model's images where they belong; where it has none, the images come first
-    images  whatever stands for an image (see `Reader.read`)
-    """
-
-    text: str
-    images: Sequence[Any]
-
-
-class ImageIds(np.ndarray[Any, Any]):
-    """An ImageIds is token ids, int32 [n], with rows of images among them. It holds the media: their rows have these
-    ids as long as somebody does."""
-
-    media: tuple[Medium, ...]
-
-    @classmethod
-    def of(cls, ids: np.ndarray, media: tuple[Medium, ...]) -> ImageIds:
-        """Returns ids that hold these media."""
-        found = ids.view(cls)
-        found.media = media
-        return found
 
 
 @dataclass(eq=False)
@@ -114,29 +83,6 @@ class Loading:
         return self.processor.tiles(self.image())
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A Picture is an image of an item, as far as a prompt must know it.
-
-    size      (height, width)
-    key       by which its rows are known
-    load      gives its tiles
-    field     where in the item it was
-    animated  whether it is the first frame of several
-    """
-
-    size: tuple[int, int]
-    key: bytes
-    load: Loading
-    field: str
-    animated: bool
-
-    @property
-    def note(self) -> str | None:
-        """Returns what is to be said of it."""
-        return f"{self.field} is an animation, of which the first frame is seen" if self.animated else None
-
-
 def image_inputs(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -151,11 +97,6 @@ def image_inputs(
         return None
     processor = load_processor(checkpoint, tower, tokenizer)
     return ImageInputs(processor, tokenizer, table, Reader() if reader is None else reader)
-
-
-def within(namespace: str, salt: str) -> str:
-    """Returns the salt of requests that share nothing outside of a namespace; "" is none."""
-    return f"{namespace}/{salt}" if namespace else salt
 
 
 @dataclass(frozen=True)
@@ -330,22 +271,6 @@ def all_images(chat: Chat, beside: Any) -> list[tuple[Any, str]]:
 
 def _is_place(value: Any) -> bool:
     return isinstance(value, Mapping) and not value
-
-
-def check_cut(ids: np.ndarray, kept: np.ndarray, field: str) -> None:
-    """Raises InputError where rows of images are lost with what is cut off ids; kept: what is left of them."""
-    if np.count_nonzero(kept >= MEDIA_BASE) < np.count_nonzero(ids >= MEDIA_BASE):
-        raise too_long(field)
-
-
-def too_long(field: str) -> InputError:
-    """Returns the error of a prompt from which an image would have to be cut."""
-    return InputError(
-        f"{field!r} is too long, and cutting it would cut an image",
-        field=field,
-        remedy="give fewer images, or a shorter text beside them",
-        code="too_long",
-    )
 
 
 def refuse_images(field: str) -> InputError:

@@ -107,7 +107,7 @@ class _OnRay:
         images = None
         if o.get("images", True):
             reader = Reader(hosts=MediaHosts(frozenset(o.get("allow_media_host") or ())))
-            images = image_inputs(checkpoint, config_from(checkpoint.config).tower, tokenizer, media, reader)
+            images = image_inputs(checkpoint, config_from(checkpoint.config), tokenizer, media, reader)
 
         def make(name: str, options: Mapping[str, Any]) -> Any:
             adapters = tuple(o.get("adapters") or ())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, JobError, record_error
-from ..images.items import Pictured
+from ..text.media import Pictured
 from .adapter import Parsed
 from .fields import Template, as_text, check_utf8, is_empty, lookup, parse_cell
 from .forms import plain

@@ -28,13 +28,12 @@ from ..engine.pace import Pace
 from ..engine.replies import Reply, events_of
 from ..engine.samples import TextPiece
 from ..errors import InputError
-from ..images.items import within
 from ..schedule.fair import FairAdmission
 from ..schedule.generate_step import NOBODY
 from ..tasks import GenerateTask, Work
 from ..tasks.facts import inputs_of
 from ..tasks.run import finish_items
-from ..types import Owner, Request
+from ..types import Owner, Request, within
 from .access import note
 from .echo import PromptTask
 from .keys import Keys

@@ -19,11 +19,12 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ..errors import InputError, record_error
-from ..images.items import ImageIds, ImageInputs, Picture, Pictured, check_cut, refuse_images
+from ..images.items import ImageInputs, refuse_images
 from ..model.config import ModelConfig
 from ..options import Truncate
 from ..prefix import MEDIA_BASE
 from ..text import Filled, Tokenizer
+from ..text.media import ImageIds, Picture, Pictured, check_cut
 from ..text.tokenizer import valid_text
 from ..text.valid import check_said
 from ..types import Generated, Medium, Readout, Request, Result

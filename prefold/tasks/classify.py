@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import InputError
-from ..images.items import Picture, check_cut
 from ..options import Truncate
 from ..text import FewShotPrompt, Filled
+from ..text.media import Picture, check_cut
 from ..text.prompts import CONTENT_FREE
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result

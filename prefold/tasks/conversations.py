@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..images.items import ImageIds, Picture, chat_of
+from ..images.items import chat_of
 from ..options import ConversationOptions
 from ..text.chat import TEMPLATE_SECONDS
 from ..text.escaped import Escaping
+from ..text.media import ImageIds, Picture
 from .base import Inputs
 from .messages import has_system, in_parts, objects, plain_message, variables
 from .tools import as_tools

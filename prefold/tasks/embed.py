@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
-from ..images.items import Picture, Pictured
 from ..options import Truncate
 from ..text import Filled, Tokenizer, instructed_query
+from ..text.media import Picture, Pictured
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, TextBatch, Work, as_item, check_count

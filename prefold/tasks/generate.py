@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..images.items import Chat, Picture, Pictured, all_images, chat_of, check_cut, refuse_images, too_long
+from ..images.items import Chat, all_images, chat_of, refuse_images
 from ..looped.requests import check_exits
 from ..options import GenerationOptions
 from ..prefix import MEDIA_BASE
 from ..text import Filled
 from ..text.chat import THINK
+from ..text.media import Picture, Pictured, check_cut, too_long
 from ..text.schemas import example_of
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..images.items import Picture
+from ..text.media import Picture
 
 __all__ = ["notes_of", "with_notes"]
 

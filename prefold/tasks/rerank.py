@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..images.items import Picture, check_cut
 from ..options import Truncate
 from ..text import RERANK_INSTRUCTION, Filled, RerankPrompt, Tokenizer, rerank_prompt
+from ..text.media import Picture, check_cut
 from ..text.prompts import fields_of, fill
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result

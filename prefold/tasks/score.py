@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..images.items import ImageIds, Picture, check_cut
 from ..options import Truncate
 from ..text import Filled, Tokenizer
+from ..text.media import ImageIds, Picture, check_cut
 from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item, check_count

@@ -19,7 +19,7 @@ from tiny_vision import PLACEHOLDER, drawing, tiny_vision, vision_reference
 from prefold import LLM
 from prefold.cli import main
 from prefold.errors import InputError
-from prefold.images.items import Pictured
+from prefold.text.media import Pictured
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20), (9, 44)])]
 

@@ -20,7 +20,7 @@ from prefold.checkpoint import resolve
 from prefold.errors import InputError
 from prefold.images.decode import Decoded
 from prefold.images.image import Image
-from prefold.images.items import ImageInputs, Pictured
+from prefold.images.items import ImageInputs
 from prefold.images.load import load_processor
 from prefold.images.reading import Reader
 from prefold.images.recent import RecentFiles, RecentImages
@@ -33,6 +33,7 @@ from prefold.tasks import make_task
 from prefold.tasks.embed import EmbedTask
 from prefold.tasks.sentence import ChatSettings, EmbedSettings
 from prefold.text import Filled, instructed_query, load_tokenizer
+from prefold.text.media import Pictured
 from prefold.types import Result
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20), (9, 44)])]
