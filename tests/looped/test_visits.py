@@ -18,6 +18,7 @@ from prefold.cache import CacheOptions
 from prefold.cli.fingerprint import RESULT_OPTIONS
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.errors import UnsupportedModelError
+from prefold.looped.steps import LoopedFacts
 from prefold.types import Exits
 from prefold.worker.local import LocalWorker
 
@@ -45,7 +46,7 @@ def model(request, tmp_path_factory):
 
 def engine_of(llm: LLM, *, rows: int = 1000, slots: int | None = None, **options) -> Engine:
     if slots is not None:
-        options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.visit_bytes
+        options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.of(LoopedFacts).visit_bytes
     options = {"exits": "save"} | options
     return Engine(LocalWorker(llm.model), EngineOptions(max_batch_rows=rows, generation=GenerateOptions(**options)))
 
