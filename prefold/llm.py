@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Hashable, Mapping
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Never, Unpack
