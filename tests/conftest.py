@@ -35,7 +35,53 @@ def pytest_addoption(parser):
     parser.addoption("--shuffle", type=int, metavar="SEED", help="draw the order of modules, and of the tests of each")
 
 
+# Layers of the tests. A file's own entry counts before that of its folder. `unit` tests need neither torch nor another
+# process: `scripts/check` runs them, and imports no other file.
+LAYERS = {
+    "unit": """
+        api cache checkpoint job prefix records report schedule simulate stream tasks text
+        cluster/test_backends.py cluster/test_block_events.py cluster/test_dispatch.py cluster/test_leases.py
+        cluster/test_router.py
+        engine/test_choice.py engine/test_fake_worker.py engine/test_learned_rows.py engine/test_pace.py
+        engine/test_replies.py engine/test_stream.py engine/test_turns.py
+        images/test_media_table.py images/test_pixels.py
+        looped/test_tails.py looped/test_visit_policy.py looped/test_visit_scheduler.py
+        shifted/test_shifting.py test_errors.py test_task_options.py
+    """,
+    "model": """
+        attention benchmarks cli engine face images integrations kernels looped model record shifted train worker
+        test_device.py test_imports.py test_layers.py test_llm.py test_llm_generate.py test_setup.py test_types.py
+        checkpoint/test_stored.py job/test_live_jobs.py
+        schedule/test_prefill_scheduler.py schedule/test_steps.py
+        tasks/test_rerank_task.py tasks/test_score_task.py tasks/test_sentence_transformers.py
+        text/test_broken_files.py text/test_chat.py text/test_grammar_real.py text/test_model_templates.py
+        text/test_sentencepiece.py text/test_tokenizer.py
+    """,
+    "server": "serve",
+    "cluster": "cluster",
+}
+PLACES = {place: layer for layer, places in LAYERS.items() for place in places.split()}
+
+
+def layer_of(path):
+    """Returns the layer of a test file."""
+    place = path.relative_to(Path(__file__).parent)
+    for each in (place, *place.parents):
+        if each.as_posix() in PLACES:
+            return PLACES[each.as_posix()]
+    raise pytest.UsageError(f"tests/{place} has no layer: add it, or its folder, to LAYERS in tests/conftest.py")
+
+
+def pytest_ignore_collect(collection_path, config):
+    # Only the files of unit tests are imported where these tests alone are asked for: others import torch.
+    if config.option.markexpr.startswith("unit") and collection_path.match("test_*.py"):
+        return layer_of(collection_path) != "unit" or None
+    return None
+
+
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        item.add_marker(layer_of(item.path))
     seed = config.getoption("--shuffle")
     if seed is not None:
         draw = random.Random(seed)
@@ -44,16 +90,25 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread():
+def one_thread(request):
     """What more threads change has tests of its own."""
-    import torch
+    if any(item.get_closest_marker("unit") is None for item in request.session.items):
+        import torch
 
-    torch.set_num_threads(1)
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def same_draws():
-    """What a test draws at random does not depend on the tests before it."""
-    import torch
+def same_draws(request):
+    """What a test draws at random does not depend on the tests before it. Unit tests draw nothing with torch: where
+    they run alone, a test that imports it fails."""
+    if request.node.get_closest_marker("unit") is None:
+        import torch
 
-    torch.manual_seed(0)
+        torch.manual_seed(0)
+        yield
+    else:
+        before = "torch" in sys.modules
+        yield
+        if not before and "torch" in sys.modules:
+            pytest.fail("This unit test imports torch: give its file another layer in tests/conftest.py.")
