@@ -52,7 +52,7 @@ LAYERS = {
         attention benchmarks cli engine face images integrations kernels looped model record shifted train worker
         test_device.py test_imports.py test_layers.py test_llm.py test_llm_generate.py test_setup.py test_types.py
         checkpoint/test_stored.py job/test_live_jobs.py
-        schedule/test_prefill_scheduler.py schedule/test_steps.py
+        prefix/test_fold_tensors.py schedule/test_prefill_scheduler.py schedule/test_steps.py
         tasks/test_rerank_task.py tasks/test_score_task.py tasks/test_sentence_transformers.py
         text/test_broken_files.py text/test_chat.py text/test_grammar_real.py text/test_model_templates.py
         text/test_sentencepiece.py text/test_tokenizer.py

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from prefold.cluster.host import ReplicaHost
 from prefold.cluster.replicas import ReplicaFacts, ReplicaLost, ReplicaReady, Replicas
+from prefold.cluster.router import Router
 from tests.job.fakes import FakeEngine
 
 
@@ -120,3 +123,18 @@ class ThreadReplicas(Replicas):
         self.closed = True
         for host in self.hosts.values():
             host.close()
+
+
+def held_by(router: Router, name) -> set[tuple]:
+    """The rows that the router thinks a replica holds."""
+    bit = 1 << router._members[name].number
+    found = set()
+    for place in router.index.places():
+        if place.held & bit:
+            above, at = [], place
+            while at.parent is not None:
+                above.append(at)
+                at = at.parent
+            tokens = tuple(np.frombuffer(b"".join(p.tokens for p in reversed(above)), np.int32).tolist())
+            found |= {(at.namespace, tokens[: i + 1]) for i in range(place.start, place.stop)}
+    return found

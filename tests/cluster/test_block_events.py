@@ -12,7 +12,7 @@ import pytest
 from prefold.cluster.block_events import BlockEvents
 from prefold.cluster.router import Router
 
-from .test_router import held_by
+from .fakes import held_by
 
 BLOCK = 2
 

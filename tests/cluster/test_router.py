@@ -15,6 +15,8 @@ from prefold.cluster.router import Prompt, Router
 from prefold.errors import InputError
 from prefold.schedule.generate import GenerateScheduler
 
+from .fakes import held_by
+
 
 def held_in(scheduler: GenerateScheduler) -> set[tuple]:
     """The rows that a scheduler's tree holds, each as (namespace, the tokens from the root to it)."""
@@ -24,21 +26,6 @@ def held_in(scheduler: GenerateScheduler) -> set[tuple]:
         tokens = tuple(int(t) for one in path for t in one.tokens)
         namespace = path[0].parent.namespace
         found |= {(namespace, tokens[: node.start + i + 1]) for i in range(node.computed)}
-    return found
-
-
-def held_by(router: Router, name) -> set[tuple]:
-    """The rows that the router thinks a replica holds."""
-    bit = 1 << router._members[name].number
-    found = set()
-    for place in router.index.places():
-        if place.held & bit:
-            above, at = [], place
-            while at.parent is not None:
-                above.append(at)
-                at = at.parent
-            tokens = tuple(np.frombuffer(b"".join(p.tokens for p in reversed(above)), np.int32).tolist())
-            found |= {(at.namespace, tokens[: i + 1]) for i in range(place.start, place.stop)}
     return found
 
 

@@ -22,9 +22,8 @@ from prefold.cli import main
 from tests.serve.serving import serving as serving_prefold
 from tests.serve.serving import until
 
-from . import test_vllm
+from . import vllm_engines
 from .servers import Server, serving
-from .test_vllm import engines  # noqa: F401
 
 CONTEXT = 320
 # What a server such as vLLM takes for that which a request leaves out, where generation_config.json says so.
@@ -93,10 +92,10 @@ def vllm(llm):
 
 
 @pytest.fixture
-def tiny_vllm(llm, engines, monkeypatch):  # noqa: F811
+def tiny_vllm(llm, engines, monkeypatch):
     """Puts an engine in vLLM's place that continues prompts as the LLM does."""
 
-    class Engine(test_vllm.FakeEngine):
+    class Engine(vllm_engines.FakeEngine):
         def __init__(self, arguments):
             super().__init__(arguments)
             self.vllm_config.model_config.max_model_len = CONTEXT
@@ -110,7 +109,7 @@ def tiny_vllm(llm, engines, monkeypatch):  # noqa: F811
                                   stop_reason=None, logprobs=None)  # fmt: skip
             yield SimpleNamespace(num_cached_tokens=0, outputs=[one])
 
-    monkeypatch.setattr(test_vllm, "FakeEngine", Engine)
+    monkeypatch.setattr(vllm_engines, "FakeEngine", Engine)
     sys.modules["vllm"].AsyncEngineArgs.__dataclass_fields__ |= {"dtype": None, "tensor_parallel_size": None}
 
 

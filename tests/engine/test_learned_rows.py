@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_fake_worker import FakeWorker, expected
+from fake_worker import FakeWorker, expected
 
 from prefold.engine import Engine, EngineOptions, GenerateOptions, generate
 from prefold.schedule.steps import SlotStep

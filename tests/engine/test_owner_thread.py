@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_worker import FakeWorker, expected
 from tiny import tiny_checkpoint
 
 from prefold import LLM
@@ -21,7 +22,6 @@ from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.calls import serve
 from prefold.errors import ForkedError, OutOfMemoryError, PrefoldError, RankError
 from prefold.types import Request, Sampling
-from tests.engine.test_fake_worker import FakeWorker, expected
 
 
 class Raising(FakeWorker):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_worker import FakeWorker, Ticket, expected
 
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.schedule.steps import StepResult
 from prefold.stream import Spool
 from prefold.types import GenerationStats, Readout, Request, Sampling, Stats
-from tests.engine.test_fake_worker import FakeWorker, Ticket, expected
 
 TRACES = Path(__file__).with_name("stream_traces.py")
 

@@ -10,92 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from generating import AtOnce
+from noting import PIECES, ROWS, TOWER, Noting, desk_of, engine_of, finish, take
 
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.engine.meter import Meter
 from prefold.errors import InputError
-from prefold.images.desk import ImageDesk
 from prefold.images.pace import TowerPace
 from prefold.images.queue import ImageQueue
-from prefold.images.steps import DropImages, Encoded, EncodeImage, ImageFacts
-from prefold.images.table import MediaTable
-from prefold.images.tower_config import TowerConfig
-from prefold.prefix import MEDIA_BASE
-from prefold.schedule.steps import SlotResult, SlotStep
+from prefold.schedule.steps import SlotStep
 from prefold.types import Request, Sampling
-from prefold.worker.protocol import Facts, Worker
-
-# Of one row a patch: six pieces of work, in the two stages of three layers.
-TOWER = TowerConfig("gemma3", 4, 3, 1, 4, image_size=8, patch_size=4, merge=1, output=5)
-PIECES, ROWS = 6, 4
-
-
-class Noting(Worker):
-    """Has the rows that it was told to make, and complains of a step with others."""
-
-    facts = Facts(vocab_size=8, max_positions=200, span_rows=ROWS, features=(ImageFacts(TOWER, 10),))
-
-    def __init__(self) -> None:
-        self.done: dict[int, int] = {}  # pieces of images
-        self.made: dict[int, np.ndarray] = {}
-        self.told: list[tuple[int, int]] = []
-        self.fails: set[int] = set()
-        self.takes = lambda pieces: None
-        self.steps: list[SlotStep] = []
-
-    def start(self, message, prepared=None):
-        if isinstance(message, EncodeImage):
-            return Ticket(self.encode(message))
-        if isinstance(message, DropImages):
-            for first in message.firsts:
-                assert first in self.done or first in self.made
-                self.done.pop(first, None)
-                self.made.pop(first, None)
-        if isinstance(message, SlotStep):
-            there = {i for ids in self.made.values() for i in ids.tolist()}
-            assert {i for i in message.tokens.tolist() if i >= MEDIA_BASE} <= there
-            self.steps.append(message)
-            return Ticket(SlotResult(np.ones(len(message.reads), np.int64)))
-        return Ticket(None)
-
-    def encode(self, message: EncodeImage) -> Encoded:
-        first = int(message.ids[0])
-        assert (message.tiles is not None) == (first not in self.done)
-        assert self.done.get(first, 0) < message.stop <= PIECES
-        self.told.append((first, message.stop - self.done.get(first, 0)))
-        self.takes(self.told[-1][1])
-        self.done[first] = message.stop
-        if message.stop < PIECES:
-            return Encoded(False)
-        del self.done[first]
-        self.made[first] = message.ids
-        return Encoded(True, "made up" if first in self.fails else None)
-
-
-class Ticket:
-    def __init__(self, result):
-        self.result = lambda: result
-
-
-def desk_of(memory: int = 1000) -> tuple[ImageDesk, Noting, MediaTable, Meter]:
-    worker, table, meter = Noting(), MediaTable(), Meter()
-    desk = ImageDesk(worker, table, memory, meter)
-    desk._pool = AtOnce()
-    return desk, worker, table, meter
-
-
-def finish(desk: ImageDesk):
-    """Runs the tower for all that I want, or until it fails."""
-    for _ in range(4 * PIECES):
-        failed = desk.advance("me", 100.0)
-        if failed is not None:
-            return failed
-    return None
-
-
-def take(table: MediaTable, key: str, salt: str = "", load=lambda: np.zeros((1, 3, 2, 2), np.float32)):
-    return table.medium(key.encode(), tiles=1, rows_per_tile=ROWS, span=True, load=load, salt=salt)
 
 
 def test_a_piece_at_a_time():
@@ -393,11 +316,6 @@ def test_an_error_without_a_text_is_called_by_its_type():
 
     desk.want("me", [bad := take(table, "bad", load=load)])
     assert finish(desk) == (bad, "MemoryError")
-
-
-def engine_of(worker: Noting) -> Engine:
-    generation = GenerateOptions(kv_memory=100)
-    return Engine(worker, EngineOptions(max_batch_rows=20, generation=generation))
 
 
 def test_text_goes_on_while_images_wait():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from test_image_desk import ROWS, Noting, desk_of, engine_of, finish, take
+from noting import ROWS, Noting, desk_of, engine_of, finish, take
 
 from prefold.types import Request, Sampling
 

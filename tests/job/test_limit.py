@@ -6,7 +6,7 @@ from prefold.job.run import run_job
 from prefold.report.progress import Progress
 
 from .fakes import fake_llm
-from .test_run import read_lines, table_job, write_records
+from .tables import read_lines, table_job, write_records
 
 
 def test_no_record_behind_the_last_is_waited_for(tmp_path):

@@ -23,6 +23,7 @@ from prefold.records.tables import Columns, TableAdapter
 from prefold.report.progress import Progress
 
 from .fakes import FakeTask, fake_llm
+from .tables import check_complete, table_job, write_records
 
 JOB = {"task": "embed"}
 NAMES = ["out.jsonl", "out.csv", "out.jsonl.gz"]
@@ -213,8 +214,13 @@ def test_a_full_or_closed_standard_output_is_a_job_error(monkeypatch):
 
 HUNG_UP = """
 import sys
-from tests.job.test_run import *
 import os, signal
+from pathlib import Path
+from prefold.job.run import Interrupted, run_job
+from prefold.report.progress import Progress
+from prefold.stream import Spool
+from tests.job.fakes import fake_llm
+from tests.job.tables import table_job
 def before(i):
     if i == 20:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -230,8 +236,6 @@ else:
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal_ends_a_job_cleanly_unless_it_is_to_be_ignored(tmp_path, ignored):
-    from .test_run import check_complete, table_job, write_records
-
     write_records(tmp_path / "in.jsonl", 400)
     root = Path(__file__).parents[2]
     script = HUNG_UP.format(folder=str(tmp_path), source=str(tmp_path / "in.jsonl"), out=str(tmp_path / "out.jsonl"))
@@ -296,8 +300,6 @@ def test_a_signal_within_a_write_parts_no_line_from_its_record(tmp_path):
 
 def test_who_reads_standard_output_leaves_while_lines_are_committed(tmp_path, monkeypatch):
     """The thread that commits says nothing of it: the next line that is written does."""
-    from .test_run import table_job, write_records
-
     write_records(tmp_path / "in.jsonl", 400)
     failed, seen = threading.Event(), []
 

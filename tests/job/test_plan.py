@@ -18,7 +18,7 @@ from prefold.records.tables import Columns, TableAdapter
 from prefold.tasks.base import Work
 from prefold.tasks.run import calibrated, run_items
 from prefold.types import Request, Result
-from tests.report.test_icicle import shape_of
+from tests.report.shapes import shape_of
 
 from .fakes import FakeEngine, FakeGenerateTask, FakeTask, digest
 

@@ -34,41 +34,7 @@ from prefold.report.progress import Progress
 from prefold.stream import Spool
 
 from .fakes import FakeGenerateTask, FakeTask, digest, fake_llm
-
-FINGERPRINT = {"task": "embed"}
-
-
-def write_records(path, count, bad=()):
-    rng = np.random.default_rng(0)
-    with path.open("w") as file:
-        for i in range(1, count + 1):
-            text = f"common {i % 7} part of all prompts {rng.integers(1000)}"
-            record = {"text": None if i in bad else text, "k": f"id{i}"}
-            file.write(json.dumps(record) + "\n")
-
-
-def table_job(source, out, *, limit=None, llm=None, load=None, **options):
-    adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt"), id="k"))
-    output = open_output(OutputOptions(out, limit=limit), FINGERPRINT)
-    load = load or (lambda: llm or fake_llm())
-    return Job(open_source(str(source)), adapter, {"embed": FakeTask()}, load, output, limit=limit, **options)
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def check_complete(source, out):
-    """Every record of the input has one line, with the result its text gives."""
-    lines = {line["record"]: line for line in read_lines(out)}
-    records = read_lines(source)
-    assert len(read_lines(out)) == len(lines) == len(records)
-    for number, record in enumerate(records, 1):
-        assert lines[number]["id"] == record["k"]
-        if record["text"] is None:
-            assert lines[number]["error"]["code"] == "null" and lines[number]["error"]["field"] == "text"
-        else:
-            assert lines[number]["score"] == digest(record["text"].encode())
+from .tables import FINGERPRINT, check_complete, read_lines, table_job, write_records
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 500}, {"window": 500, "streaming": True}, {"window": 1}])
@@ -341,7 +307,10 @@ def test_what_was_done_before_an_engine_fails_is_kept(tmp_path):
 SIGNALS_TOGETHER = """
 import signal, sys
 from pathlib import Path
-from job.test_run import Interrupted, Progress, fake_llm, run_job, table_job
+from job.fakes import fake_llm
+from job.tables import table_job
+from prefold.job.run import Interrupted, run_job
+from prefold.report.progress import Progress
 
 source, out, place = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 calls = 0
@@ -481,7 +450,11 @@ def test_spools_are_closed(tmp_path):
 KILLED = """
 import sys, time
 sys.path.insert(0, {root!r})
-from tests.job.test_run import *
+from pathlib import Path
+from prefold.job.run import run_job
+from prefold.report.progress import Progress
+from tests.job.fakes import fake_llm
+from tests.job.tables import table_job
 llm = fake_llm(before=lambda i: time.sleep(0.001))
 import prefold.job.output as output
 output.COMMIT_SECONDS = 0.02

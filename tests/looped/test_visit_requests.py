@@ -10,7 +10,7 @@ import pytest
 from generating import generate, tokens_of
 from looped_dense import LOOPED, Dense, looped_checkpoint
 from running import as_request, prompts, run
-from test_visits import GATED, check, engine_of, request_of
+from visit_checks import GATED, check, engine_of, request_of
 
 from prefold import LLM, InputError
 from prefold.cache import CacheOptions

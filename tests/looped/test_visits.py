@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from generating import ask, generate, tokens_of
+from generating import generate, tokens_of
 from looped_dense import LOOPED, Dense, looped_adapter, looped_checkpoint
 from running import prompts
 from tiny import tiny_checkpoint
+from visit_checks import GATED, check, engine_of, request_of
 from visit_dense import RowByRow
 
 from prefold import LLM, InputError
@@ -18,11 +19,8 @@ from prefold.cache import CacheOptions
 from prefold.cli.fingerprint import RESULT_OPTIONS
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.errors import UnsupportedModelError
-from prefold.looped.steps import LoopedFacts
 from prefold.types import Exits
-from prefold.worker.local import LocalWorker
 
-GATED = LOOPED["loop"] | {"gate": True}
 PARTS = {"blocks": 2, "order": [1, 0, 1], "prelude": 1, "coda": 1, "between": "inject", "noise": 0.5, "seed": 2**40}
 MODELS = {
     "ouro": ("ouro", {"total_ut_steps": 5}),
@@ -34,7 +32,6 @@ MODELS = {
     "fed": ("looped", {"loop": GATED | {"between": "inject", "noise": 0.5}}),
     "huginn": ("huginn", {"mean_recurrence": 4}),
 }
-NAMES = {name: f"exit_{name}" for name in ("threshold", "change", "prompts", "visits")}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -44,35 +41,12 @@ def model(request, tmp_path_factory):
     return LLM(str(folder), dtype="float32", device="cpu"), Dense(folder)
 
 
-def engine_of(llm: LLM, *, rows: int = 1000, slots: int | None = None, **options) -> Engine:
-    if slots is not None:
-        options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.of(LoopedFacts).visit_bytes
-    options = {"exits": "save"} | options
-    return Engine(LocalWorker(llm.model), EngineOptions(max_batch_rows=rows, generation=GenerateOptions(**options)))
-
-
-def request_of(tokens, exits: Exits, **sampling):
-    given = {NAMES.get(name, name): getattr(exits, name) for name in exits.__dataclass_fields__}
-    return ask(tokens, **{"max_tokens": 5, "ignore_eos": True} | given | sampling)
-
-
 def some_exits(dense: Dense) -> list[Exits]:
     gated = any("gate" in name and "mlp" not in name for name in dense.t)
     found = [Exits(max_visits=2), Exits(change=0.9), Exits(change=0.9, min_visits=2, prompts=True), Exits()]
     if gated:
         found += [Exits(0.4), Exits(0.4, prompts=True), Exits(0.7, 2, 3), Exits(0.6, 1, 3, prompts=True)]
     return found
-
-
-def check(dense: Dense, keys: str, tokens: list[int], made: list[int], exits: Exits) -> list[int]:
-    """Each token is what the rule gives after those before it. Returns after how many visits the rows left."""
-    if exits.threshold is None:
-        exits = replace(exits, threshold=1.0)
-    oracle = RowByRow(dense, keys).run([*tokens, *made[:-1]], len(tokens), exits, exits.route)
-    for step, token in enumerate(made):
-        scores = dense.logits(oracle.hidden[len(tokens) - 1 + step])
-        assert scores[token] > scores.max() - 2e-3, (step, float(scores.max() - scores[token]))
-    return oracle.made
 
 
 @pytest.mark.parametrize(("keys", "rows"), [("save", 2), ("project", 1000)])

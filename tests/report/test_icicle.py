@@ -14,25 +14,9 @@ from prefold.report.icicle import StreamShape, icicle, to_data, walk
 from prefold.report.page import Report, StepLog, write_report
 from prefold.report.picture import trie_picture
 
+from .shapes import shape_of
+
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=60)
-
-
-def shape_of(prompts, pieces=1, **options):
-    """The shape of sorted prompts that come in as several windows of one stream."""
-    prompts = sorted(prompts)
-    shape = StreamShape(**options)
-    last = None
-    for piece in np.array_split(np.arange(len(prompts)), pieces):
-        if not len(piece):
-            continue
-        window = [prompts[i] for i in piece]
-        common = 0
-        while last and common < min(len(last), len(window[0])) and last[common] == window[0][common]:
-            common += 1
-        offsets = np.cumsum([0, *map(len, window)])
-        shape.add(np.concatenate(window).astype(np.int32), offsets, common=common)
-        last = window[-1]
-    return shape
 
 
 def unique_prefixes(prompts):

@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 from batching import client_of
+from browsers import browser  # noqa: F401
 from serving import serving
 from tiny import tiny_checkpoint
 

@@ -100,3 +100,15 @@ class Raw:
 
     def close(self) -> None:
         self.socket.close()
+
+
+KEYS = """
+[[key]]
+key = "one"
+tenant = "first"
+admin = true
+
+[[key]]
+sha256 = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3"
+tenant = "second"
+"""

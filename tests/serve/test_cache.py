@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from serving import serving
-from test_server import KEYS
+from serving import KEYS, serving
 
 CHAT = [{"role": "system", "content": "the one that is pinned"}]
 

@@ -7,7 +7,6 @@ import json
 import httpx
 import pytest
 from starlette.routing import Route
-from test_page import browser  # noqa: F401
 
 from prefold.api import ENDPOINTS, KINDS, anthropic, cohere, tei
 from prefold.api.schema import BODIES, SUMMARIES, body_schema
@@ -118,7 +117,7 @@ def test_every_body_has_its_fields(server):
         assert wrong.status_code in (400, 422) and "no_such" in wrong.text
 
 
-def test_docs_work_without_anything_from_elsewhere(browser, server):  # noqa: F811
+def test_docs_work_without_anything_from_elsewhere(browser, server):
     browser.call("Page.navigate", url=f"{server.url}/docs")
     browser.wait("document.querySelectorAll('details').length > 35")
     assert browser.value("document.documentElement.scrollWidth - innerWidth") <= 0

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from running import no_steps
-from serving import Raw, serving, until
+from serving import KEYS, Raw, serving, until
 
 from prefold.engine import loop
 from prefold.errors import JobError
@@ -195,18 +195,6 @@ def test_who_has_no_room_is_told_before_its_body_is_there(llm):
                 assert b'"count":' in raw.send("/tokenize", {"prompt": "the"}).read_until(b"tokens")
                 raw.close()
         assert b" 200 " in waiting.read_until(b"usage")
-
-
-KEYS = """
-[[key]]
-key = "one"
-tenant = "first"
-admin = true
-
-[[key]]
-sha256 = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3"
-tenant = "second"
-"""
 
 
 def test_keys_and_tenants(llm, tmp_path):

@@ -84,3 +84,15 @@ def result(*values: float, greedy: list[bool] | None = None) -> Result:
 
 def ids(tok: PrefoldTokenizer, text: str) -> list[int]:
     return tok.encode(text, special=False).tolist()
+
+
+CHAT = (
+    "{% if tools %}[{{ tools | length }} tools]{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{{ who or 'assistant' }}\n{% endif %}"
+)
+
+
+def chatty(post=None):
+    plain = tokenizer(post)
+    return PrefoldTokenizer(plain.backend, special_tokens=plain.special_tokens, chat_templates={"default": CHAT})

@@ -7,8 +7,7 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from task_inputs import FakeCheckpoint, tokenizer
-from test_generate_task import chatty
+from task_inputs import FakeCheckpoint, chatty, tokenizer
 
 from prefold.errors import InputError
 from prefold.records.fields import Template

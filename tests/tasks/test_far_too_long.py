@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from task_inputs import FakeCheckpoint, tokenizer
-from test_generate_task import chatty
+from task_inputs import FakeCheckpoint, chatty, tokenizer
 
 from prefold.errors import InputError
 from prefold.tasks import make_task

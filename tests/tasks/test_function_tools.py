@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import pytest
-from task_inputs import FakeCheckpoint
-from test_generate_task import chatty
+from task_inputs import FakeCheckpoint, chatty
 
 from prefold.errors import InputError
 from prefold.tasks import make_task

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from task_inputs import FakeCheckpoint, FakeGguf, ids, tokenizer
+from task_inputs import CHAT, FakeCheckpoint, FakeGguf, chatty, ids, tokenizer
 
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.tasks import GenerateItem, generation_settings, make_task
 from prefold.tasks.run import run_items, run_works, with_seed
 from prefold.text import Tokenizer as PrefoldTokenizer
 from prefold.types import Generated, Grammar, Request, Sampling, Stats, TokenLogprobs
-
-CHAT = (
-    "{% if tools %}[{{ tools | length }} tools]{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>{{ who or 'assistant' }}\n{% endif %}"
-)
-
-
-def chatty(post=None):
-    plain = tokenizer(post)
-    return PrefoldTokenizer(plain.backend, special_tokens=plain.special_tokens, chat_templates={"default": CHAT})
 
 
 def task(tok=None, **options):

@@ -6,8 +6,8 @@ import random
 
 import pytest
 from counts import lines_run
+from letters import letter_by_letter
 from small_tokenizers import TEXTS
-from test_stops import letter_by_letter
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 

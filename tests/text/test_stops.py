@@ -5,18 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from letters import letter_by_letter
 
 from prefold.text.stops import StopFinder
-
-
-def letter_by_letter(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """(text before the stop, the stop): the one that ends first, the longest of those."""
-    for end in range(1, len(text) + 1):
-        ending = [stop for stop in stops if text[:end].endswith(stop)]
-        if ending:
-            stop = max(ending, key=len)
-            return text[: end - len(stop)], stop
-    return text, None
 
 
 def run(parts: list[str], stops: list[str]) -> tuple[str, str | None, list[str]]:

@@ -1,0 +1,1 @@
+from .vllm_engines import engines  # noqa: F401
