@@ -40,20 +40,21 @@ def pytest_addoption(parser):
 LAYERS = {
     "unit": """
         api cache checkpoint job prefix records report schedule simulate stream tasks text
-        cluster/test_backends.py cluster/test_block_events.py cluster/test_dispatch.py cluster/test_leases.py
-        cluster/test_router.py
-        engine/test_choice.py engine/test_fake_worker.py engine/test_learned_rows.py engine/test_pace.py
-        engine/test_replies.py engine/test_stream.py engine/test_turns.py
+        cluster/test_block_events.py cluster/test_dispatch.py cluster/test_leases.py cluster/test_router.py
+        engine/test_choice.py engine/test_learned_rows.py engine/test_pace.py engine/test_replies.py engine/test_turns.py
         images/test_media_table.py images/test_pixels.py
         looped/test_tails.py looped/test_visit_policy.py looped/test_visit_scheduler.py
-        shifted/test_shifting.py test_errors.py test_task_options.py
+        shifted/test_shifting.py test_errors.py
     """,
     "model": """
         attention benchmarks cli engine face images integrations kernels looped model record shifted train worker
-        test_device.py test_imports.py test_layers.py test_llm.py test_llm_generate.py test_setup.py test_types.py
-        checkpoint/test_stored.py job/test_live_jobs.py
+        test_device.py test_imports.py test_layers.py test_llm.py test_llm_generate.py test_setup.py
+        test_task_options.py test_types.py
+        checkpoint/test_resolve.py checkpoint/test_stored.py
+        job/test_live_jobs.py job/test_output.py job/test_plan.py job/test_run.py
         prefix/test_fold_tensors.py schedule/test_prefill_scheduler.py schedule/test_steps.py
-        tasks/test_rerank_task.py tasks/test_score_task.py tasks/test_sentence_transformers.py
+        stream/test_spool_folder.py tasks/test_make_task.py tasks/test_rerank_task.py
+        tasks/test_score_task.py tasks/test_sentence_transformers.py
         text/test_broken_files.py text/test_chat.py text/test_grammar_real.py text/test_model_templates.py
         text/test_sentencepiece.py text/test_tokenizer.py
     """,
