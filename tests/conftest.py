@@ -44,7 +44,7 @@ LAYERS = {
         engine/test_choice.py engine/test_learned_rows.py engine/test_pace.py engine/test_replies.py
         engine/test_turns.py images/test_media_table.py
         looped/test_tails.py looped/test_visit_policy.py looped/test_visit_scheduler.py
-        shifted/test_shifting.py test_errors.py
+        shifted/test_shifting.py test_budgets.py test_errors.py
     """,
     "model": """
         attention benchmarks cli engine face images integrations kernels looped model record shifted train worker

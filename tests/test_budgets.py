@@ -1,0 +1,65 @@
+"""Budgets of lines: a folder that grows makes room, so that what the package is stays small enough to understand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import prefold
+
+PACKAGE = Path(prefold.__file__).parent
+# The most lines of Python that a folder may have, and the number that it is to come down to.
+BUDGETS = {
+    "files of the root": (1700, 1500),
+    "checkpoint": (1150, 1050),
+    "prefix": (900, 800),
+    "text": (2600, 2100),
+    "cache": (1300, 1500),
+    "stream": (1600, 1200),
+    "schedule": (2100, 2000),
+    "kernels": (900, 900),
+    "attention": (2300, 2050),
+    "model": (3350, 2900),
+    "worker": (2200, 1950),
+    "engine": (3700, 2400),
+    "looped": (4700, 3400),
+    "images": (3500, 2700),
+    "shifted": (900, 900),
+    "tasks": (3500, 2800),
+    "face": (1500, 1200),
+    "train": (1000, 1000),
+    "api": (2450, 1500),
+    "records": (2150, 1750),
+    "report": (800, 700),
+    "job": (2500, 2050),
+    "cluster": (5200, 3500),
+    "serve": (5250, 3900),
+    "simulate": (1350, 1150),
+    "integrations": (1150, 800),
+    "cli": (3400, 2500),
+}
+
+
+@pytest.fixture(scope="module")
+def lines() -> dict[str, int]:
+    """Lines of Python by folder; files beside the folders count together, but for the Python face."""
+    counts: dict[str, int] = {}
+    for path in PACKAGE.rglob("*.py"):
+        first = path.relative_to(PACKAGE).parts[0]
+        folder = {"llm.py": "face"}.get(first, "files of the root" if first.endswith(".py") else first)
+        counts[folder] = counts.get(folder, 0) + len(path.read_text(encoding="utf-8").splitlines())
+    return counts
+
+
+def test_every_folder_has_a_budget(lines):
+    assert set(lines) == set(BUDGETS)
+
+
+@pytest.mark.parametrize("folder", BUDGETS)
+def test_a_folder_keeps_to_its_budget(lines, folder):
+    most, target = BUDGETS[folder]
+    assert lines[folder] <= most, (
+        f"prefold/{folder} has {lines[folder]} lines, and its budget is {most} (it is to come down to {target}): "
+        "make room, or raise the budget in this table, with a reason in the message of the commit"
+    )
