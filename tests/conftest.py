@@ -36,19 +36,20 @@ def pytest_addoption(parser):
 
 
 # Layers of the tests. A file's own entry counts before that of its folder. `unit` tests need neither torch nor another
-# process: `scripts/check` runs them, and imports no other file.
+# process, and take few seconds a file: `scripts/check` runs them, and imports no other file.
 LAYERS = {
     "unit": """
         api cache checkpoint job prefix records report schedule simulate stream tasks text
         cluster/test_block_events.py cluster/test_dispatch.py cluster/test_leases.py cluster/test_router.py
-        engine/test_choice.py engine/test_learned_rows.py engine/test_pace.py engine/test_replies.py
+        engine/test_choice.py engine/test_learned_rows.py engine/test_replies.py
         engine/test_turns.py images/test_media_table.py
-        looped/test_tails.py looped/test_visit_policy.py looped/test_visit_scheduler.py
+        looped/test_tails.py looped/test_visit_policy.py
         shifted/test_shifting.py test_budgets.py test_errors.py
     """,
     "model": """
         attention benchmarks cli engine face images integrations kernels looped model record shifted train worker
         images/test_pixels.py
+        stream/test_spool.py text/test_apart.py
         test_device.py test_imports.py test_layers.py test_llm.py test_llm_generate.py test_setup.py
         test_task_options.py test_types.py
         checkpoint/test_resolve.py checkpoint/test_stored.py
