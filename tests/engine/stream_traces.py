@@ -215,6 +215,7 @@ def trace(seed: int) -> None:
         if not goes_on:
             runs.remove(current)
             current.spool.close()
+    engine.call(lambda: None)  # what was asked for before is done
     assert not worker.paths, "a run that has ended leaves no path"
     alone(engine, worker, rng)
 
@@ -243,6 +244,7 @@ def alone(engine: Engine, worker: HashWorker, rng: random.Random) -> None:
         assert stats.unique_tokens == unique <= stats.rows_computed
         if run.max_tokens == 1 << 20:
             assert stats.rows_computed == unique, "every unique token is computed once, in halves too"
+    engine.call(lambda: None)  # what was asked for before is done
     assert not worker.paths and not worker.in_flight
     assert worker.threads.isdisjoint({threading.get_ident()}), "steps are prepared beside the one that runs"
 
