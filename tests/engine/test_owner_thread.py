@@ -81,12 +81,13 @@ def test_a_worker_that_raises_at_any_call_leaves_no_caller_waiting_and_no_slot_i
 
 
 def test_callers_of_an_engine_that_is_closed_get_an_error():
-    engine, entered = engine_of(FakeWorker(random.Random(0), 1, 0.0)), threading.Event()
+    options = EngineOptions(generation=GenerateOptions(kv_memory=10_000))
+    engine, entered = Engine(FakeWorker(random.Random(0), 1, 0.0), options), threading.Event()
     failures = []
 
     def ask() -> None:
         try:
-            windows = [[(0, Request(np.zeros(2, np.int32), sampling=Sampling(max_tokens=10**6)))]]
+            windows = [[(0, Request(np.zeros(2, np.int32), sampling=Sampling(max_tokens=9000)))]]
             list(serve(engine, windows, most=4, on_step=lambda step: entered.set()))
         except Exception as error:
             failures.append(error)
