@@ -21,6 +21,7 @@ from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.calls import serve
 from prefold.errors import ForkedError, OutOfMemoryError, PrefoldError, RankError
+from prefold.schedule.steps import SlotStep
 from prefold.types import Request, Sampling
 
 
@@ -81,14 +82,25 @@ def test_a_worker_that_raises_at_any_call_leaves_no_caller_waiting_and_no_slot_i
 
 
 def test_callers_of_an_engine_that_is_closed_get_an_error():
-    options = EngineOptions(generation=GenerateOptions(kv_memory=10_000))
-    engine, entered = Engine(FakeWorker(random.Random(0), 1, 0.0), options), threading.Event()
+    entered = threading.Event()
     failures = []
+
+    class Waiting(FakeWorker):
+        """Its steps last until the engine is being closed."""
+
+        def start(self, message, prepared=None):
+            if isinstance(message, SlotStep):
+                entered.set()
+                while not engine._inbox.is_closed:
+                    time.sleep(0.001)
+            return super().start(message, prepared)
+
+    engine = engine_of(Waiting(random.Random(0), 1, 0.0))
 
     def ask() -> None:
         try:
-            windows = [[(0, Request(np.zeros(2, np.int32), sampling=Sampling(max_tokens=9000)))]]
-            list(serve(engine, windows, most=4, on_step=lambda step: entered.set()))
+            windows = [[(0, Request(np.zeros(2, np.int32), sampling=Sampling(max_tokens=100)))]]
+            list(serve(engine, windows, most=4))
         except Exception as error:
             failures.append(error)
 
