@@ -228,9 +228,10 @@ class LLM(NumericTasks, Texts):
         return {"model": model_identity(self.checkpoint), "dtype": dtype, "adapters": loaded}
 
     def close(self) -> None:
-        """Ends the processes that hold parts of a split model, after which this object cannot be used any more.
+        """Ends the thread that makes the steps, and the processes that hold parts of a split model. Nothing can be
+        generated afterwards.
 
-        Where the model is not split it does nothing. `with LLM(...) as llm:` closes the LLM at its end.
+        `with LLM(...) as llm:` closes the LLM at its end.
         """
         self.engine.close()
         if self.images is not None:

@@ -90,6 +90,7 @@ def serve(
                         key = engine.new_key()
                         open[key] = tag  # before it is known elsewhere: whatever happens, it is ended
                         engine.add(mailbox, key, request, tokenizer, again=is_again(tag), **how)
+                engine.check_open()
                 if len(open) > before:
                     engine.wake()  # only now, so that all that were taken in are in one step
                 if not open:

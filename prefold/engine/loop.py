@@ -45,6 +45,7 @@ WHOLE = (RankError, OutOfMemoryError)
 MOST_IN_VAIN = 3
 # After an error of its own the thread tries again so much later.
 FAILED_SECONDS = 0.1
+CLOSED = "the engine was closed"
 # The longest that closing waits for a step that is being made.
 CLOSING_SECONDS = 10.0
 
@@ -89,7 +90,22 @@ class _Inbox:
         self.came: SimpleQueue[Any] = SimpleQueue()
         self.is_closed = False
         self.process = os.getpid()
-        self.thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # entered by the thread itself, once it runs
+        self._lock = threading.Lock()
+
+    def enter(self) -> bool:
+        """Returns whether the thread that asks is the only one: an interrupt may leave another just begun."""
+        with self._lock:
+            if self.thread is None:
+                self.thread = threading.current_thread()
+            return self.thread is threading.current_thread()
+
+    def end_called(self) -> None:
+        """Ends the functions that wait to be called, after the thread has ended."""
+        with suppress(Empty):
+            while True:
+                if isinstance(came := self.came.get(block=False), _Called):
+                    came.end(PrefoldError(CLOSED))
 
     def close(self) -> None:
         """Ends the thread, after the step that is being made."""
@@ -149,7 +165,7 @@ class EngineLoop:
         self._live: dict[Reply, None] = {}  # those of them that are no batch's
         self._unbegun: dict[int, Reply] = {}  # by the keys of requests for which no step has worked yet
         self._out: dict[Sink | Reply, list[Any]] = {}
-        self._lock = threading.Lock()  # of making the generator, and of beginning the thread
+        self._lock = threading.Lock()  # of making the generator
         self._is_stepping = False
         self._in_vain = 0  # steps that failed since one did not, or a request was found at fault
         self._inbox = _Inbox()
@@ -249,8 +265,7 @@ class EngineLoop:
             self._added(reply)
         else:
             self._send(parts_of(reading, self))  # type: ignore[arg-type]
-            if reply.is_cancelled:  # before it was among those that wait
-                self._forget(reply)
+            self._added(reply)
 
     def cancel(self, reply: Reply) -> None:
         """Ends what a reply waits for before the next step. The reply is read no more."""
@@ -322,8 +337,13 @@ class EngineLoop:
         return list(self._replies)
 
     def close_loop(self) -> None:
-        """Ends the thread. Whoever waits for an answer gets an error."""
+        """Ends the thread. Requests that have no answer yet are answered with an error."""
         self._end()
+
+    def check_open(self) -> None:
+        """Raises PrefoldError where the engine was closed: nothing would answer."""
+        if self._inbox.is_closed:
+            raise PrefoldError(CLOSED)
 
     def _owner(self) -> Callable[[Callable[[], Any]], Any]:
         """Returns `call` of this engine for what it owns, which must not keep it."""
@@ -337,15 +357,14 @@ class EngineLoop:
 
     def _send(self, what: Any) -> None:
         inbox = self._inbox
-        if inbox.thread is None and not inbox.is_closed:
-            with self._lock:
-                if inbox.thread is None:
-                    arguments = (weakref.ref(self), inbox)
-                    inbox.thread = threading.Thread(target=_run, args=arguments, name="prefold-engine", daemon=True)
-                    inbox.thread.start()
         if inbox.process != os.getpid():
             raise ForkedError(f"this process was forked from process {inbox.process}, which has the engine's thread")
         inbox.came.put(what)
+        if inbox.is_closed:  # perhaps the thread has looked for the last time
+            inbox.end_called()
+        elif inbox.thread is None:
+            arguments = (weakref.ref(self), inbox)
+            threading.Thread(target=_run, args=arguments, name="prefold-engine", daemon=True).start()
 
     def _open(self, reply: Reply) -> None:
         self._replies[reply] = None
@@ -354,6 +373,8 @@ class EngineLoop:
 
     def _added(self, reply: Reply) -> None:
         self.wake()
+        if self._inbox.is_closed:
+            self._answer(reply, PrefoldError(CLOSED))
         if reply.is_cancelled:  # before its requests were there
             self._forget(reply)
             self.cancel_keys(*reply.keys)
@@ -540,6 +561,8 @@ class EngineLoop:
 
 def _run(engine_of: weakref.ref[EngineLoop], inbox: _Inbox) -> None:
     """Lets an engine work whenever something comes, until it is closed or gone."""
+    if not inbox.enter():
+        return
     while not inbox.is_closed:  # else what woke the thread at its end was taken from the inbox while it worked
         came = inbox.came.get()
         engine = engine_of()
@@ -552,13 +575,9 @@ def _run(engine_of: weakref.ref[EngineLoop], inbox: _Inbox) -> None:
             time.sleep(FAILED_SECONDS)
             engine.wake()  # batches that run go on
         del engine, came
-    closed = PrefoldError("the engine was closed")
     if (engine := engine_of()) is not None:
-        engine.end_all(closed)
-    with suppress(Empty):
-        while True:
-            if isinstance(came := inbox.came.get(block=False), _Called):
-                came.end(closed)
+        engine.end_all(PrefoldError(CLOSED))
+    inbox.end_called()
 
 
 def _note_begun(replies: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import subprocess
@@ -110,6 +111,36 @@ def test_callers_of_an_engine_that_is_closed_get_an_error():
     engine.close()
     asking.join(60)
     assert not asking.is_alive() and isinstance(failures[0], PrefoldError) and "closed" in str(failures[0])
+
+
+def test_a_model_that_was_closed_says_so(folder):
+    llm = LLM(folder, dtype="float32", device="cpu", kv_memory=1 << 20)
+    llm.generate("some text", max_tokens=1)
+    llm.close()
+    with pytest.raises(PrefoldError, match="closed"):
+        llm.generate("some text", max_tokens=1)
+    with pytest.raises(PrefoldError, match="closed"):
+        asyncio.run(llm.agenerate("some text", max_tokens=1))
+
+
+def test_an_interrupt_while_the_thread_begins_leaves_one_thread(monkeypatch):
+    """Before it runs, and after."""
+    start = threading.Thread.start
+    for has_begun in (False, True):
+        engine = engine_of(FakeWorker(random.Random(0), 1, 0.0))
+
+        def interrupted(thread, has_begun=has_begun):
+            if has_begun:
+                start(thread)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.call(lambda: None)
+        idents = {engine.call(threading.get_ident) for _ in range(20)}
+        assert len(idents) == 1
+        engine.close()
 
 
 def test_what_a_function_raises_comes_to_its_caller_and_the_thread_goes_on():
