@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 
 import numpy as np
@@ -39,8 +40,14 @@ def generate(engine: Engine, requests: list[Request], tokenizer=None, window: in
         for tag, result in engine.generate(windows, tokenizer, **how):
             assert results[int(tag)] is None
             results[int(tag)] = result
-    engine.generator.scheduler.check()
+    engine.call(engine.generator.scheduler.check)
     return results
+
+
+def until_idle(engine: Engine) -> None:
+    """Waits until the engine's thread has ended all that was cancelled."""
+    while engine.generator.has_work:
+        time.sleep(0.001)
 
 
 class AtOnce:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from adapters import merged, write_adapter
-from generating import reference_tokens
+from generating import reference_tokens, until_idle
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
@@ -83,7 +83,7 @@ def test_stream(llm):
     assert pieces[-1].done.tokens == whole.tokens
     for _ in llm.stream("no the", max_tokens=9, ignore_eos=True):
         break
-    assert not llm.engine.generator.has_work or llm.engine.generator.step() is False
+    until_idle(llm.engine)
     llm.engine.generator.scheduler.check()
 
 
@@ -170,7 +170,7 @@ def test_a_grammar_that_cannot_be_followed_is_an_error(llm, monkeypatch):
     monkeypatch.setattr(Matcher, "is_done", property(lambda self: len(took) > 2))
     with pytest.raises(InputError, match="the grammar could not be followed after 3 tokens: too complex"):
         llm.generate("the", max_tokens=20, grammar={"regex": "[a-z]{30}"})
-    assert not llm.engine.generator.has_work
+    until_idle(llm.engine)
 
 
 def test_a_failed_step_leaves_nothing_of_who_waited(llm, monkeypatch):

@@ -381,7 +381,7 @@ class Generator:
         flight, waiting = self._flights[0], time.perf_counter()
         try:
             result = flight.ticket.result()
-        except Exception:  # what was in flight is lost, and with it the K/V of its rows
+        except BaseException:  # what was in flight is lost, and with it the K/V of its rows
             self._begin_anew()
             raise
         self._meter.add(seconds={"model": time.perf_counter() - waiting})

@@ -570,8 +570,8 @@ def _run(engine_of: weakref.ref[EngineLoop], inbox: _Inbox) -> None:
             return
         try:
             engine.work(came)
-        except Exception as error:  # without this thread every request would wait for ever
-            engine.end_all(error)
+        except BaseException as error:  # without this thread every request would wait for ever
+            engine.end_all(error if isinstance(error, Exception) else PrefoldError(f"a step raised {error!r}"))
             time.sleep(FAILED_SECONDS)
             engine.wake()  # batches that run go on
         del engine, came

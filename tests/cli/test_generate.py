@@ -8,10 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
+from generating import until_idle
 
 from prefold import LLM
 from prefold.cli import main
@@ -275,15 +277,19 @@ def test_text_is_shown_before_the_next_step(model, monkeypatch):
 
     llm = LLM(model, dtype="float32")
     task = llm.task("generate", max_tokens=30, ignore_eos=True)
-    steps, plain = [], llm.engine.generator.step
-    monkeypatch.setattr(llm.engine.generator, "step", lambda: (steps.append(1), plain())[1])
+    steps, plain, is_shown = [], llm.engine.generator.step, threading.Event()
+
+    def step() -> bool:
+        steps.append(1)
+        assert len(steps) != 15 or is_shown.wait(60), "nothing was shown in 14 steps"
+        return plain()
+
+    monkeypatch.setattr(llm.engine.generator, "step", step)
     events = generate_live(llm.engine, task, task.prepare(["the", "yes"]), 0)
-    for _, what in events:
-        if isinstance(what, tuple) and what[1]:
-            assert len(steps) < 15
-            break
+    assert any(isinstance(what, tuple) and what[1] for _, what in events)
+    is_shown.set()
     events.close()
-    assert not llm.engine.generator.has_work
+    until_idle(llm.engine)
 
 
 def test_answers_are_shown_in_order():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from generating import ask, engine_of, generate, reference_tokens, tokens_of
+from generating import ask, engine_of, generate, reference_tokens, tokens_of, until_idle
 from running import prompts
 from tiny import FAMILIES, reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.errors import InputError
+from prefold.errors import InputError, PrefoldError
 
 MAX_TOKENS = 24
 
@@ -129,9 +129,9 @@ def test_a_step_that_fails_leaves_nothing_behind(case, monkeypatch):
         return forward(*args)
 
     monkeypatch.setattr(llm.model, "forward", failing)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(PrefoldError, match="a step raised KeyboardInterrupt"):
         generate(engine, requests_of(asked))
-    assert not engine.generator.has_work
+    until_idle(engine)
     engine.generator.scheduler.check()
     assert tokens_of(generate(engine, requests_of(asked))) == expected
 

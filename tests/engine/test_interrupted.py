@@ -12,6 +12,7 @@ import weakref
 
 import numpy as np
 import pytest
+from generating import until_idle
 from tiny import tiny_checkpoint
 
 from prefold import LLM
@@ -71,13 +72,8 @@ def test_the_next_call_works(tmp_path, interrupts):
             llm.engine.call(llm.engine.generator.scheduler.check)
     finally:
         signal.signal(signal.SIGALRM, before)
-    until_idle(llm)
+    until_idle(llm.engine)
     llm.engine.call(llm.engine.generator.scheduler.check)
-
-
-def until_idle(llm: LLM) -> None:
-    while llm.engine.generator.has_work:
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("steps", range(1, 9))
@@ -94,7 +90,7 @@ def test_a_caller_whose_own_function_fails_after_a_step_harms_no_other(tmp_path,
     with pytest.raises(RuntimeError, match="own"):
         run_items(llm.engine, task, [{"prompt": text} for text in TEXTS], on_step=listen)
     assert generate(llm) == wanted
-    until_idle(llm)
+    until_idle(llm.engine)
     llm.engine.call(llm.engine.generator.scheduler.check)
 
 
@@ -123,4 +119,4 @@ def test_a_call_that_nobody_has_any_more_is_ended(tmp_path):
     assert llm.engine.generator.has_work
     del pieces
     gc.collect()
-    until_idle(llm)
+    until_idle(llm.engine)

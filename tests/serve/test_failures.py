@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import httpx
 import openai
 import pytest
+from generating import until_idle
 from serving import serving, until
 
 from prefold.errors import OutOfMemoryError, RankError
@@ -60,7 +61,7 @@ def test_memory_that_is_too_small(llm, broken):
         assert health(server)[0] == 200
         broken.clear()
         assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 200
-    assert not llm.engine.generator.has_work
+    until_idle(llm.engine)
 
 
 @pytest.mark.parametrize("error", [RankError("rank 1 has died"), OutOfMemoryError("not even one row fits")])

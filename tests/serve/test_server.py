@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from generating import until_idle
 from running import no_steps
 from serving import KEYS, Raw, serving, until
 
@@ -405,7 +406,8 @@ def test_one_request_that_steps_fail_for(llm, poisoned):
     for p, vector in zip(good, vectors, strict=True):
         assert found[p][1].json()["data"][0]["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
     generator = llm.engine.generator
-    assert not generator.has_work and not generator._held
+    until_idle(llm.engine)
+    assert not generator._held
     generator.scheduler.check()
 
 
