@@ -23,8 +23,6 @@ from typing import BinaryIO
 
 from ..errors import CheckpointError
 
-__all__ = ["BUILT_IN", "BuiltIn", "WheelFile", "cache_folder", "fetch"]
-
 DOWNLOAD_SECONDS = 1800
 
 

@@ -19,8 +19,6 @@ from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
 from .settings import Settings
 
-__all__ = ["GEOMETRIES", "TOWERS", "Checkpoint", "read_object", "resolve"]
-
 # {name: the config of a well-known model, as Hugging Face writes it}, for random weights (`--load-format dummy`).
 # A model of the size of "looped-2x4" is trained by examples/looped.py.
 GEOMETRIES: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("geometries.json").read_text())

@@ -20,8 +20,6 @@ import numpy as np
 
 from ..errors import CheckpointError
 
-__all__ = ["GGUFFile", "GGUFTensor"]
-
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9

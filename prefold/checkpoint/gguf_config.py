@@ -8,8 +8,6 @@ from ..errors import CheckpointError, UnsupportedModelError
 from .gguf import GGUFFile
 from .settings import MOST_LAYERS, MOST_POSITIONS, Settings
 
-__all__ = ["config_from_gguf"]
-
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

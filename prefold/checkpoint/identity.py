@@ -9,8 +9,6 @@ from typing import Any
 
 from ..files import sampled_digest
 
-__all__ = ["folder_digest", "model_identity"]
-
 _BLOCKS, _WHOLE = 64, 4 << 20  # 4 MiB of a file are read, also where it lies on a network's disk
 # The files of a folder that say what its model does: its own and those of sentence-transformers' modules, and further
 # chat templates. The former count by their bare names, as they always did, so that a job which was begun by an earlier

@@ -7,8 +7,6 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-__all__ = ["MOST_LAYERS", "MOST_POSITIONS", "MOST_SIZE", "Settings"]
-
 # The largest sizes that are accepted, a hundred times those of the largest models there are. A larger one comes from a
 # damaged file, and is refused before anything of that size is made.
 MOST_SIZE = 2**24

@@ -11,8 +11,6 @@ from pathlib import Path
 from .checkpoint import Checkpoint
 from .gguf import GGUFFile
 
-__all__ = ["stored_as"]
-
 # The names that torch has for the dtypes of safetensors.
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}

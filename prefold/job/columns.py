@@ -15,8 +15,6 @@ from ..records.forms import type_at
 from ..records.record import Source
 from ..records.tables import TableAdapter, reserved_names
 
-__all__ = ["Kind", "TableForm", "cell"]
-
 _MOST_FIELDS = 256  # of a struct; an object with more keys is a map
 _EXACT = 1 << 53  # whole numbers up to here are exact in a float64
 # Columns whose numbers are real numbers, even where all of them happen to be whole.

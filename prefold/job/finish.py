@@ -23,8 +23,6 @@ from ..files import replacing
 from .columns import TableForm, cell
 from .parquet import need_pyarrow, write_parquet
 
-__all__ = ["Finish", "finish_for"]
-
 # A function of (lines file, file to be made) that makes the file and returns notes for the user.
 Finish = Callable[[Path, Path], list[str]]
 

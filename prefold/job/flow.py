@@ -25,8 +25,6 @@ from .live import live_results, takes_ranges, watched
 from .output import Output
 from .reader import Reader, Ready
 
-__all__ = ["Flow", "Job", "run_beside"]
-
 WINDOW_TOKENS = 1 << 20
 
 

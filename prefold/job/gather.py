@@ -16,8 +16,6 @@ from typing import Any
 from ..tasks.run import with_seed
 from ..types import Request
 
-__all__ = ["Done", "Gather", "tagged"]
-
 _HEAD = struct.Struct("<QIIII")  # record, item, items of the record, part, parts of the item
 
 

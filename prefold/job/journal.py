@@ -28,8 +28,6 @@ from typing import Any, BinaryIO
 from ..errors import JobError
 from ..records.recordset import RecordSet, format_ranges, parse_ranges
 
-__all__ = ["Journal", "covers", "differences", "journal_path", "recorded_job"]
-
 _VERSION = 2
 _SEAL = len(',"crc":"01234567"}\n')
 

@@ -12,8 +12,6 @@ from ..engine.requests import PROBED
 from ..stream import LiveInput, LiveWindows
 from ..stream.feed import See
 
-__all__ = ["live_results", "reads_last_rows", "takes_ranges", "watched"]
-
 _STEPS = 2  # an engine is given about what fills so many steps at a time
 _HELD = 0.3  # of a bucket's prefix, from which on the engine counts as holding it
 

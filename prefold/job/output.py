@@ -23,8 +23,6 @@ from .columns import TableForm
 from .finish import finish_for
 from .journal import Journal, covers, journal_path
 
-__all__ = ["FileOutput", "Output", "OutputOptions", "StreamOutput", "open_output"]
-
 COMMIT_SECONDS = 1.0
 COMMIT_BYTES = 1 << 20
 HELD_BYTES = 16 << 20

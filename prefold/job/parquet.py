@@ -11,8 +11,6 @@ from ..errors import JobError, MissingExtraError
 from ..records.forms import restorer
 from .columns import NoType, TableForm, cell, single
 
-__all__ = ["need_pyarrow", "write_parquet"]
-
 _ROWS, _BYTES = 8192, 32 << 20  # the most rows and bytes of a row group
 
 

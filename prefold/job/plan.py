@@ -17,11 +17,6 @@ from ..report.progress import Counts, Progress
 from ..stream import Spool, Window
 from .reader import Reader
 
-__all__ = [
-    "Cost", "JobPlan", "PlacedSegment", "Prefix", "cost_of", "kv_row_bytes", "place", "plan_job", "row_cost",
-    "shared_most",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Cost:

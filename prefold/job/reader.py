@@ -23,8 +23,6 @@ from ..tasks.base import attempt
 from .gather import tagged
 from .output import Output
 
-__all__ = ["Reader", "Ready"]
-
 # Records are tokenised together up to so many texts, and so many bytes: a token takes far more memory than its text.
 CHUNK_TEXTS = 512
 CHUNK_BYTES = 8 << 20

@@ -22,8 +22,6 @@ from .flow import Flow, Job
 from .live import takes_ranges
 from .reader import Ready
 
-__all__ = ["Interrupted", "Job", "Summary", "run_job"]
-
 TICK_SECONDS = 0.25
 WAITING = "the replicas load the model"  # what a job on a fleet does before the first is ready
 ENDING_SECONDS = 1.0

@@ -14,8 +14,6 @@ from ..errors import InputError
 from ..records.adapter import RecordAdapter
 from ..records.record import Record
 
-__all__ = ["NEIGHBOURS", "Difference", "Run", "TextDifference", "compare", "compare_texts", "sample_items"]
-
 NEIGHBOURS = 64
 _BLOCK = 8
 _ROWS = 256

@@ -9,9 +9,6 @@ from typing import Any, ClassVar, Literal
 from ..errors import UnsupportedModelError
 from .names import Names
 
-__all__ = ["MlpKind", "ModelConfig", "Plane", "RopeConfig", "add_mlp"]
-
-
 SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_positions")
 
 

@@ -15,8 +15,6 @@ from .lora import NO_ADAPTERS, RowAdapters
 from .ops import Ops
 from .parallel import Alone
 
-__all__ = ["Layer", "SumNormedLayer", "norm_of"]
-
 
 class Layer(nn.Module):
     """A Layer computes attention and the MLP of one layer, for every row it is given.

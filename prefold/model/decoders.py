@@ -12,8 +12,6 @@ from .config import ModelConfig, Plane
 from .names import GPT2
 from .rope_settings import read_rope
 
-__all__ = ["HFConfig", "decoder", "gemma3", "gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen_windows"]
-
 HFConfig = Mapping[str, Any]
 
 # Activations by the names that configs give them.

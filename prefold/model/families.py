@@ -18,8 +18,6 @@ from .config import ModelConfig
 from .decoders import HFConfig, gemma3, gpt2, llama, mistral, qwen2, qwen3
 from .unread import check_read
 
-__all__ = ["add_families", "config_from", "register_family", "supported_architectures"]
-
 Family = Callable[[HFConfig], ModelConfig]
 
 MOST_LABELS = 2**20

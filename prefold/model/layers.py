@@ -15,8 +15,6 @@ from .. import kernels
 from .ops import ACTIVATIONS, Ops
 from .products import Product, pack
 
-__all__ = ["ActivatedLinear", "GatedLinear", "Linear", "Norm", "Weight", "linear_weights"]
-
 
 class Norm(nn.Module):
     """A Norm gives x + delta [rows, size], and the norm of that. kind: "rms", or "layer", which has a bias."""

@@ -28,8 +28,6 @@ from .config import ModelConfig
 from .parallel import ALONE, Alone
 from .sources import halves_apart
 
-__all__ = ["NO_ADAPTERS", "Adapter", "RowAdapters", "load_adapter"]
-
 TENSOR = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])\.weight")
 MODULE = re.compile(r"layers\.(\d+)\.(\w+\.\w+)")  # by its name here
 # What changes the model in other ways than by B A x, with what to say of it.

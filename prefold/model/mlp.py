@@ -13,8 +13,6 @@ from .lora import RowAdapters
 from .ops import Ops
 from .parallel import Alone
 
-__all__ = ["Mlp", "PlainMlp"]
-
 
 class Mlp(nn.Module):
     """An Mlp is the MLP of one layer: activation(gate) * up, and down. Another kind is made with the same arguments,

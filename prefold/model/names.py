@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["GPT2", "OURO", "Names", "huginn_names", "tower_name"]
-
 # In a checkpoint that has a tower too: what stands before the names of the text model, and of the tower. Versions of
 # transformers wrote them in several ways.
 TEXT = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")

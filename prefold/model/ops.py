@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from .. import kernels
 from ..device import TRITON_DTYPES, runs_triton
 
-__all__ = ["ACTIVATIONS", "PYTORCH", "CompiledOps", "Ops", "TritonOps", "choose_ops", "entropy", "log_sum_exp", "wide"]
-
 # By ModelConfig.activation.
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 

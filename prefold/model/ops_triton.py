@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "gate", "rope"]
-
 HEADS = 16  # worked on at once
 WIDTH = 1024
 

@@ -21,8 +21,6 @@ from ..device import send
 from ..errors import InputError
 from .config import ModelConfig
 
-__all__ = ["ALONE", "Alone", "CollectiveError", "Ranks", "Shard"]
-
 # Columns of an MLP that stay on one rank: kernels take so many at once.
 WIDTH_UNIT = 16
 

@@ -17,18 +17,6 @@ from .. import kernels
 from ..device import available_memory, computes_bf16
 from .ops import wide
 
-__all__ = [
-    "GatePanels",
-    "OneDNN",
-    "Panels",
-    "Product",
-    "pack",
-    "pack_head",
-    "packs_with_onednn",
-    "product_kernels",
-    "wide_product",
-]
-
 LANES = 16  # columns of gate, or of up, that lie side by side in GatePanels
 # Vocabulary entries of an LM head that are widened to float32 at once.
 HEAD_COLUMNS = 4096

@@ -9,8 +9,6 @@ from ..checkpoint.settings import MOST_POSITIONS, Settings
 from ..errors import UnsupportedModelError
 from .config import RopeConfig
 
-__all__ = ["ROPE_KINDS", "read_rope"]
-
 
 def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
     """Returns rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .config import RopeConfig
 
-__all__ = ["RotaryTable", "RotaryTables", "frequencies"]
-
 
 def frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
     """Returns the dim / 2 angles a row turns per position, float32, and what cosines and sines are multiplied with.

@@ -24,8 +24,6 @@ from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
 from .config import ModelConfig
 
-__all__ = ["TensorSource", "open_source"]
-
 
 class TensorSource(Protocol):
     """A TensorSource has tensors by name. Names are those of Llama in transformers, without the prefix "model."."""

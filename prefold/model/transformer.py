@@ -27,8 +27,6 @@ from .parallel import ALONE, Alone
 from .products import Product, pack_head, wide_product
 from .rotary import RotaryTables
 
-__all__ = ["Attend", "CausalLM", "MediaRows", "Pass"]
-
 
 class Attend(Protocol):
     """An Attend computes attention over one plane.

@@ -9,8 +9,6 @@ from typing import Any
 from ..checkpoint.settings import Settings
 from ..errors import UnsupportedModelError
 
-__all__ = ["check_read"]
-
 # What the names of settings contain that change what a model computes, most of them without a tensor more or less:
 # positions, what attention sees and how it weighs, factors, norms, activations, experts, and which layers these are of.
 # The text models of transformers have such keys under these names, and later ones are likely to.

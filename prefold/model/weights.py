@@ -22,8 +22,6 @@ from .parallel import ALONE, Alone
 from .sources import TensorSource, open_source
 from .transformer import CausalLM
 
-__all__ = ["check_memory", "check_tensors", "fill", "load_model", "wanted_shapes"]
-
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 

@@ -13,8 +13,6 @@ from ..errors import InputError
 from .lines import dumps
 from .record import Record
 
-__all__ = ["Parsed", "RecordAdapter", "error_text"]
-
 
 @dataclass(slots=True)
 class Parsed:

@@ -9,9 +9,6 @@ from typing import Any
 from .forms import plain
 from .tables import TableAdapter, bare, reserved_names
 
-__all__ = ["AnswerColumns", "with_columns"]
-
-
 PREFIX = "answer_"
 
 

@@ -21,8 +21,6 @@ from .lines import error_object
 from .record import Record
 from .recordset import TextSet
 
-__all__ = ["OpenAIBatch", "add_usage", "is_batch_line"]
-
 _OTHER_MODELS = 20  # names of other models that are counted one by one; further names are counted together
 _LINE_ERRORS = {
     "duplicate_custom_id", "unknown_url", "invalid_line", "mismatched_url", "batch_expired", "batch_cancelled",

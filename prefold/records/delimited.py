@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from ..errors import InputError
 
-__all__ = ["MAX_CELL_LINES", "TableLine", "read_rows"]
-
 MAX_CELL_LINES = 1000
 MAX_CELL_BYTES = 64 << 20  # of a row that goes over several lines
 _MAX_FIELD = 1 << 30

@@ -17,9 +17,6 @@ from typing import Any
 from ..errors import InputError, JobError
 from ..text.filled import Filled
 
-__all__ = ["Template", "as_text", "as_texts", "check_depth", "check_utf8", "is_empty", "lookup", "parse_cell"]
-__all__ += ["read_argument"]
-
 # The deepest nesting of a record. Code that walks a record by recursion must not reach the end of Python's stack.
 MAX_DEPTH = 200
 _MISSING = object()

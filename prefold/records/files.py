@@ -13,8 +13,6 @@ from .record import Record, Source
 from .source import SUFFIXES, open_source
 from .textual import TableOptions
 
-__all__ = ["expand_names", "holds_records", "open_sources"]
-
 
 def open_sources(
     names: Sequence[str],

@@ -22,8 +22,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["plain", "restorer", "type_at"]
-
 _UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # in a second
 Restore = Callable[[Any], Any]
 

@@ -11,8 +11,6 @@ from .identity import as_noted, content_of, file_identity
 from .record import Source
 from .source import is_gzip
 
-__all__ = ["check_grown"]
-
 
 def check_grown(source: Source, before: dict[str, Any]) -> None:
     """Raises JobError unless the input begins with all it was when it had the identity `before`.

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..files import sampled_digest
 
-__all__ = ["as_noted", "content_of", "file_identity", "input_identity"]
-
 # The digest of a file is made of all of it up to so many bytes; of a larger file, of so many blocks of so many bytes,
 # evenly spread, and of when it was last modified, as an edit may lie between the blocks. All of a file of 100 GB would
 # take minutes before anything is done, also for a try with --limit.

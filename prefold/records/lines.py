@@ -10,8 +10,6 @@ import numpy as np
 
 from ..errors import InputError
 
-__all__ = ["dumps", "error_object"]
-
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": ")).encode
 
 

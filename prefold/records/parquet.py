@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import InputError, JobError, MissingExtraError
 from .record import Record, Source
 
-__all__ = ["ParquetSource"]
-
 _BATCH_BYTES = 4 << 20
 
 

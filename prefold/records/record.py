@@ -10,8 +10,6 @@ from typing import Any
 
 from ..errors import InputError
 
-__all__ = ["FORMATS", "Record", "Source"]
-
 FORMATS = ("jsonl", "csv", "tsv", "parquet")
 
 

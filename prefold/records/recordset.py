@@ -6,8 +6,6 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 
-__all__ = ["RecordSet", "TextSet", "format_ranges", "parse_ranges"]
-
 
 class RecordSet:
     """Holds a set of record numbers, which are 0 or more, in one bit each."""

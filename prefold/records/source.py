@@ -21,8 +21,6 @@ from .record import FORMATS, Source
 from .stdin import open_stdin, standard_input
 from .textual import LineSource, TableOptions, delimiter_of, file_errors
 
-__all__ = ["SUFFIXES", "is_gzip", "open_source"]
-
 SUFFIXES = {".ndjson": "jsonl", ".json": "jsonl"} | {f".{format}": format for format in FORMATS}
 _BUFFER = 1 << 16
 

@@ -13,8 +13,6 @@ from ..errors import JobError
 from .record import Source
 from .textual import LineSource, TableOptions, file_errors
 
-__all__ = ["lines_of", "open_stdin", "standard_input"]
-
 
 def open_stdin(format: str, stream: Iterable[bytes], options: TableOptions) -> Source:
     """Returns the source of the records in `stream`, which are read once. Raises JobError where that cannot be done."""

@@ -14,8 +14,6 @@ from .forms import plain
 from .lines import error_object
 from .record import Record
 
-__all__ = ["Columns", "TableAdapter", "default_columns", "reserved_names"]
-
 # The names in an output line that are not the user's: those of every line (""), and those that each task adds.
 _RESERVED = {
     "": {"record", "id", "error", "results", "num_tokens", "image_notes"},

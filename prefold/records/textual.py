@@ -17,8 +17,6 @@ from .delimited import MAX_CELL_LINES, read_rows
 from .fields import check_depth
 from .record import Record, Source
 
-__all__ = ["LineSource", "TableOptions", "delimiter_of", "file_errors"]
-
 _BOM = b"\xef\xbb\xbf"
 _BROKEN = (EOFError, OSError, zlib.error)
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DrawnNode", "Rest", "StreamShape", "icicle", "to_data", "walk"]
-
 _SAMPLES = 4096
 _SAMPLE_TOKENS = 2048
 

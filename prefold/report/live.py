@@ -10,8 +10,6 @@ import numpy as np
 from ..cache.tree import Node, RadixTree
 from .icicle import DrawnNode, icicle, to_data, walk
 
-__all__ = ["TreeShape"]
-
 TEXT_TOKENS = 32
 
 

@@ -17,8 +17,6 @@ import numpy as np
 from ..files import replacing, writing
 from .icicle import StreamShape, icicle, to_data
 
-__all__ = ["Report", "StepLog", "machine", "merged", "with_drawing", "write_report"]
-
 _MAX_STEPS = 4096
 _MAX_BINS = 320
 

@@ -6,8 +6,6 @@ import numpy as np
 
 from .icicle import StreamShape
 
-__all__ = ["trie_picture"]
-
 _SHADES = "░▒▓█"  # rows that are computed for one prompt, for a few, for many, for most prompts
 
 

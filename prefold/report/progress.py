@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-__all__ = ["Counts", "Progress", "format_bytes", "format_count", "format_seconds", "open_progress"]
-
 
 @dataclass(slots=True)
 class Counts:

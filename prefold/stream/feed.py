@@ -11,8 +11,6 @@ from ..types import Request
 from .order import SpooledRequest, encode
 from .window import Window, Windows
 
-__all__ = ["Feed", "LiveInput", "See"]
-
 See = Callable[[Window], None]
 
 _BOUND = 1 << 16

@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
-__all__ = ["SpoolFolder"]
-
 PREFIX = "prefold-spool-"
 LOCK = "lock"
 

@@ -18,8 +18,6 @@ import numpy as np
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
 
-__all__ = ["Bucket", "LiveWindow", "Waiting"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Waiting:

@@ -14,8 +14,6 @@ from .live import Bucket, LiveWindow
 from .order import SpooledRequest
 from .window import Window, cut_into_windows, shared_by
 
-__all__ = ["LiveWindows", "window_of"]
-
 _WAIT = 0.02
 _AHEAD = 0.05  # a device that computes ahead gives its last results when nothing more is asked of it
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from ..types import Grammar, Sampling
 
-__all__ = ["decode_options", "encode_options"]
-
 _SAMPLING = {field.name: field.default for field in fields(Sampling)}
 
 

@@ -19,11 +19,6 @@ from ..prefix import common_prefix_lengths
 from ..types import Medium, Request
 from .options import encode_options
 
-__all__ = [
-    "FileOrder", "HeldOrder", "Order", "SpooledRequest", "encode", "join", "read_requests", "unique_tokens",
-    "write_request",
-]  # fmt: skip
-
 # What a file has before each request: its number, how many tokens and targets it has (-1: no targets), and how many
 # bytes its tag, its options, the name of its adapter and its salt take.
 _HEADER = struct.Struct("<QIiIIII")

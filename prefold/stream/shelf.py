@@ -11,8 +11,6 @@ from pathlib import Path
 
 from .folder import SpoolFolder
 
-__all__ = ["Shelf", "Shelved"]
-
 MEMORY = 64 << 20
 
 

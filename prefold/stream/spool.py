@@ -21,8 +21,6 @@ from .folder import SpoolFolder
 from .order import FileOrder, HeldOrder, Order, SpooledRequest, encode, read_requests, write_request
 from .window import Windows, cut_into_windows
 
-__all__ = ["Spool"]
-
 _REQUEST_OVERHEAD = 256  # bytes a request takes in memory besides its contents
 _FAN_IN = 64  # runs merged at once: each is an open file
 _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer

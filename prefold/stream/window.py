@@ -14,8 +14,6 @@ from ..types import Medium, Request
 from .options import decode_options
 from .order import Order, SpooledRequest, join
 
-__all__ = ["Window", "Windows", "cut_into_windows", "shared_by"]
-
 _LATEST_SHARE = 4  # a window may end anywhere in its last 1/4
 
 

@@ -30,8 +30,6 @@ from ..text.valid import check_said
 from ..types import Generated, Medium, Readout, Request, Result
 from .cut import columns_of, cut_columns
 
-__all__ = ["TRUNCATE", "Inputs", "Task", "TextBatch", "Work", "as_item", "attempt", "check_count", "prepare_each"]
-
 T = TypeVar("T")
 TRUNCATE = "truncate=True (--truncate)"
 Text = str | np.ndarray

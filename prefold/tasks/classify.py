@@ -26,8 +26,6 @@ from .cut import level
 from .notes import notes_of, with_notes
 from .score import PairOfIds, add_joint, add_pair, leading_ids
 
-__all__ = ["ClassifyHeadTask", "ClassifyItem", "ClassifyTask", "Normalization"]
-
 Normalization = Literal["tokens", "bytes"] | None
 
 

@@ -19,8 +19,6 @@ from .base import Inputs
 from .messages import has_system, in_parts, objects, plain_message, variables
 from .tools import as_tools
 
-__all__ = ["Conversations", "GenerateItem"]
-
 _TOOL = '[{"type": "function", "function": {...}}]'
 _NOT_VARIABLES = {"messages", "template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 _NOT_VARIABLES |= {"template_seconds", "apart"}

@@ -8,8 +8,6 @@ from typing import TypeVar
 from ..text import Tokenizer
 from ..text.filled import Filled
 
-__all__ = ["columns_of", "cut_columns", "level", "part_of"]
-
 T = TypeVar("T")
 TRIES = 16
 

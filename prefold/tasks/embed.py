@@ -19,8 +19,6 @@ from .base import Inputs, TextBatch, Work, as_item, check_count
 from .notes import notes_of, with_notes
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 
-__all__ = ["EmbedItem", "EmbedTask"]
-
 
 @dataclass(frozen=True)
 class EmbedItem:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..text import Tokenizer
 
-__all__ = ["generation_settings", "inputs_of", "labels_of_head", "require_lm_head"]
-
 # What chat templates end a message with. A model whose template has one of them ends its own messages with it too,
 # even where its files name another EOS.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|eot|>")

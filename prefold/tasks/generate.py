@@ -30,8 +30,6 @@ from .sampling import format_grammar, sampling_from
 from .score import leading_ids
 from .tools import as_tools
 
-__all__ = ["AUTO_MAX_TOKENS", "GenerateItem", "GenerateTask"]
-
 # What max_tokens "auto" stands for; it is fewer where the model's context ends.
 AUTO_MAX_TOKENS = 256
 

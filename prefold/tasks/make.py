@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..text import Tokenizer
 
-__all__ = ["TASKS", "make_task"]
-
 
 def make_task(
     name: str,

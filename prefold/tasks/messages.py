@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import InputError
 from ..images.items import chat_of
 
-__all__ = ["has_images", "has_system", "in_parts", "is_cut", "objects", "plain_message", "variables"]
-
 
 def plain_message(message: Any, index: int) -> Any:
     """Returns a message in OpenAI's format as chat templates expect it: parts of text joined, arguments of calls as

@@ -7,8 +7,6 @@ from typing import Any
 
 from ..text.media import Picture
 
-__all__ = ["notes_of", "with_notes"]
-
 KEY = "image_notes"
 
 

@@ -24,8 +24,6 @@ from .notes import notes_of, with_notes
 PAIR = RerankPrompt("", "{query}{document}", "")
 QUERY_TOO_LONG = "shorten the query, since truncation cuts the document only"
 
-__all__ = ["RerankItem", "RerankTask", "sigmoid", "word_id"]
-
 
 @dataclass(frozen=True)
 class RerankItem:

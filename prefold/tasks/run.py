@@ -18,20 +18,6 @@ from ..stream import Spool, Window
 from ..types import Request
 from .base import attempt
 
-__all__ = [
-    "all_finite",
-    "calibrated",
-    "calibrated_by",
-    "checked",
-    "draw_seed",
-    "finish",
-    "finish_items",
-    "results_of",
-    "run_items",
-    "run_works",
-    "with_seed",
-]
-
 _TAG = struct.Struct("<qq")  # number of the work, part of the work
 
 

@@ -22,8 +22,6 @@ from ..types import Grammar, Sampling
 if TYPE_CHECKING:
     from ..text import Tokenizer
 
-__all__ = ["format_grammar", "grammar_from", "sampling_from"]
-
 NAMES = [field.name for field in fields(Sampling)]
 GRAMMARS = ("json_schema", "json", "regex", "choice", "lark")
 # None is a value of these fields. For all others it means that the default holds.

@@ -22,8 +22,6 @@ from .base import Inputs, Text, TextBatch, Work, as_item, check_count
 from .cut import columns_of, cut_columns
 from .notes import notes_of, with_notes
 
-__all__ = ["ScoreItem", "ScoreTask", "add_joint", "add_pair", "leading_ids", "rolling_stretches"]
-
 CONTINUATION_TOO_LONG = "shorten it, since truncation cuts the prompt only"
 PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
 

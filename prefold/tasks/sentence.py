@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..text import Tokenizer
 
-__all__ = [
-    "POOLING_MODES",
-    "ChatSettings",
-    "EmbedSettings",
-    "PairSettings",
-    "Pooling",
-    "embed_settings",
-    "pair_settings",
-]
-
 Pooling = Literal["last", "mean", "first"]
 
 # The pooling modes of sentence-transformers, by their names there. Others are refused.

@@ -10,8 +10,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import InputError
 
-__all__ = ["as_tools"]
-
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _GIVE = 'annotate it with str, int, float, bool, list, dict, Literal or a union with None, or give {"type": "function",'
 _GIVE += ' "function": {...}} in place of the function'

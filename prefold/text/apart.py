@@ -18,8 +18,6 @@ from typing import Any, BinaryIO
 from ..errors import InputError
 from ..helper import Ended, Helper, answer_all, limit_process
 
-__all__ = ["Apart", "main"]
-
 # Bytes that the process may have. Python and what it imports take about a tenth of them.
 MEMORY = 1 << 30
 # Letters that a template may write. No conversation that fits a model has a tenth of them.

@@ -14,8 +14,6 @@ from ..errors import InputError
 from .apart import Apart
 from .valid import valid_text
 
-__all__ = ["TEMPLATE_SECONDS", "THINK", "ChatTemplates"]
-
 # Processor seconds that the template of a request may take for a conversation. Usual ones take below a millisecond.
 TEMPLATE_SECONDS = 10.0
 # How deep objects and lists of a message or a tool may be nested. Real ones have about ten levels.

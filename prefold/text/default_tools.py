@@ -11,8 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["with_tools"]
-
 _TOOLS = """You can call functions. Each line between <tools> and </tools> describes a function in JSON:
 <tools>
 {}

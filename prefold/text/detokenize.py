@@ -22,8 +22,6 @@ from .stops import StopFinder
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "TextStream"]
-
 # Tokens that `_ByWindow` looks back at, and the most that it holds back as an incomplete letter.
 WINDOW = 8
 

@@ -22,8 +22,6 @@ from .chat import DEEPEST
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["Escaping"]
-
 # Two of the code points that Unicode keeps for use inside of programs, and that are no characters.
 SHIELD, MARK = "\ufdd0", "\ufdd1"
 # A template that writes an object as Python or JSON would may write its SHIELDs in these letters.

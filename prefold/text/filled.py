@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from ..errors import InputError
 
-__all__ = ["Filled"]
-
 _FIELD = re.compile(r"\{(\w+)\}")
 
 

@@ -19,8 +19,6 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
-__all__ = ["gguf_tokenizer"]
-
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 

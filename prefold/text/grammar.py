@@ -23,8 +23,6 @@ from .tokenizer import valid_text
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-__all__ = ["GrammarCompiler", "Matcher", "check_grammar"]
-
 # Compiled grammars that are kept. The prompts of a job mostly share one, or have one each.
 CACHED = 256
 # States of a compiled expression that are kept, of 1 to 2 KB each: they are made as texts need them. The library bounds

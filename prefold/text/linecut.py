@@ -24,8 +24,6 @@ from .patterns import LINE_SAFE_PATTERNS
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["LineCut", "keeps_all", "line_cut", "settings_of"]
-
 # Characters that two texts must share. With fewer, encoding the shared part by itself costs more than it saves.
 MIN_SHARED = 192
 MAX_DEPTH = 8

@@ -13,8 +13,6 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
-__all__ = ["folder_templates", "load_tokenizer", "tokenizer_or_none"]
-
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 

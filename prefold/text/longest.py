@@ -16,8 +16,6 @@ from .linecut import keeps_all, settings_of
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["LeastTokens", "least_tokens"]
-
 # NFC writes up to four characters as one (an alpha and three marks), and no other step makes a text shorter.
 NFC_CHARACTERS = 4
 

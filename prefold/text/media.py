@@ -12,8 +12,6 @@ from ..errors import InputError
 from ..prefix import MEDIA_BASE
 from ..types import Medium
 
-__all__ = ["ImageIds", "Picture", "Pictured", "check_cut", "too_long"]
-
 
 @dataclass(frozen=True, eq=False)
 class Pictured:

@@ -5,8 +5,6 @@ They are part of the models' formats: the merges were learned on the words that 
 
 from __future__ import annotations
 
-__all__ = ["GPT2", "LINE_SAFE_PATTERNS", "LLAMA3", "QWEN2", "TEKKEN"]
-
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -17,18 +17,6 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-__all__ = [
-    "CONTENT_FREE",
-    "EMBED_INSTRUCTION",
-    "RERANK_INSTRUCTION",
-    "FewShotPrompt",
-    "RerankPrompt",
-    "fields_of",
-    "fill",
-    "instructed_query",
-    "rerank_prompt",
-]
-
 EMBED_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 RERANK_INSTRUCTION = EMBED_INSTRUCTION
 # Texts without content, whose label probabilities show the prompt's own bias. Zhao et al. 2021.

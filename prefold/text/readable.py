@@ -8,8 +8,6 @@ import numpy as np
 
 from ..prefix import MEDIA_BASE, SPAN_BASE
 
-__all__ = ["readable"]
-
 
 def readable(decode: Callable[[np.ndarray], str]) -> Callable[[np.ndarray], str]:
     """Returns a function that gives the text of token ids as `decode` does, with "[image]" for the rows of an image."""

@@ -23,8 +23,6 @@ from ..errors import InputError
 from .default_tools import with_tools
 from .valid import is_unicode
 
-__all__ = ["compile_template", "write"]
-
 
 def write(name: str, source: str, values: Mapping[str, Any]) -> str:
     """Returns the text, which UTF-8 can hold, that a template writes.

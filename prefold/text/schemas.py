@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["example_of", "with_keywords"]
-
 # Keywords that hold values, and those that hold schemas by names.
 _VALUES = ("const", "enum", "default", "examples")
 _SIMPLE = {"string": "", "integer": 0, "number": 0.0, "boolean": False}

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["SPACE", "sentencepiece_backend"]
-
 SPACE = "▁"
 
 

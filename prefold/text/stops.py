@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["StopFinder"]
-
 
 class StopFinder:
     """Looks for stop texts in a text that comes in parts, and passes on what can no longer be part of one.

@@ -21,8 +21,6 @@ from .valid import valid_text
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["Tokenizer", "valid_text"]
-
 PART_CHARACTERS = 4096
 
 

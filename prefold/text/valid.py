@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..errors import InputError
 
-__all__ = ["check_said", "is_unicode", "valid_text"]
-
 
 def is_unicode(text: str) -> bool:
     """Returns whether UTF-8 can hold `text`: whether it has no half of a surrogate pair."""

@@ -19,8 +19,6 @@ from ..schedule import StreamStep
 from ..types import SHARING_MODES, Sharing
 from ..worker.batch import Batch, prepare
 
-__all__ = ["Examples", "TrainBatch"]
-
 
 @dataclass(frozen=True, eq=False)
 class Examples:

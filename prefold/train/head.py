@@ -12,8 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from ..model.ops import log_sum_exp, wide
 
-__all__ = ["target_logprobs"]
-
 # The most logits that a block has; and the fewest columns that it has, however many rows there are.
 BLOCK = 1 << 22
 MIN_COLUMNS = 512

@@ -35,8 +35,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("transformers", "train", "training a Hugging Face model") from error
 
-__all__ = ["completion_logprobs", "config_of", "folded_inputs", "from_logits", "logprobs", "share"]
-
 # The name of the attention implementation.
 NAME = "prefold"
 LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")

@@ -12,8 +12,6 @@ from ..worker.attend import Path, StepAttend
 from .batch import TrainBatch, dtype_on
 from .head import target_logprobs
 
-__all__ = ["check_trained", "logprobs"]
-
 
 def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
     """Returns log p(target | what comes before it) of all targets, in order of the sequences: float32 [targets], or

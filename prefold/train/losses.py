@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from ..errors import InputError
 from .batch import TrainBatch
 
-__all__ = ["dpo_loss", "dpo_margins", "group_loss", "sft_loss"]
-
 
 def sft_loss(logprobs: Tensor, *, count: int | None = None) -> Tensor:
     """Returns the cross entropy: the mean of -log p over targets."""

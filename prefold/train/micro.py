@@ -15,8 +15,6 @@ from ..prefix import PrefixMap
 from ..types import Sharing
 from .batch import Examples, TrainBatch
 
-__all__ = ["accumulate", "micro_batches"]
-
 
 def micro_batches(
     config: ModelConfig,

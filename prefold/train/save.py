@@ -20,8 +20,6 @@ from ..model.sources import halves_in_turn
 from ..model.weights import model_weights
 from ..text import load_tokenizer
 
-__all__ = ["save_model"]
-
 # Files that lie beside the weights: tokenizer, chat templates, settings of generation.
 COMPANIONS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*.jinja")
 # Files that are not copied: they are written anew, or describe how the weights lay in files before.
