@@ -161,16 +161,15 @@ def folder(tmp_path_factory) -> str:
 
 def test_a_model_is_freed_with_its_last_name(folder):
     """Without a look of the garbage collector: a model is large."""
-    threads = threading.active_count()
     llm = LLM(folder, dtype="float32", device="cpu", kv_memory=1 << 20)
     llm.generate("some text", max_tokens=2)
     llm.embed("some text")
-    model = weakref.ref(llm.model)
+    model, thread = weakref.ref(llm.model), llm.engine.call(threading.current_thread)
     del llm
     until = time.monotonic() + 60
-    while (model() is not None or threading.active_count() > threads) and time.monotonic() < until:
+    while (model() is not None or thread.is_alive()) and time.monotonic() < until:
         time.sleep(0.01)
-    assert model() is None and threading.active_count() == threads
+    assert model() is None and not thread.is_alive()
 
 
 def test_many_models_in_one_process(folder):
