@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     )
     from .face.results import Classification, Piece, Ranking, Score
     from .llm import LLM
-    from .text.filled import Filled
     from .text.media import Pictured
+    from .text.prompts import Filled
     from .types import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
 
 __version__ = "0.1.0"
@@ -58,7 +58,7 @@ __all__ = [
     "__version__",
 ]
 
-_MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint", "Filled": "text.filled"}
+_MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint", "Filled": "text.prompts"}
 _MODULES |= {"Pictured": "text.media"}
 _MODULES |= dict.fromkeys(("Classification", "Piece", "Ranking", "Score"), "face.results")
 _MODULES |= dict.fromkeys(("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "types")

@@ -32,7 +32,7 @@ from .model import config_from, load_adapter, load_model
 from .model.parallel import ALONE
 from .options import check_options
 from .shifted.measured import permitted
-from .tasks.facts import generation_settings
+from .tasks.make import generation_settings
 from .text import Tokenizer, tokenizer_or_none
 from .types import SHARING_MODES, Sharing, Stats
 from .worker.local import LocalWorker

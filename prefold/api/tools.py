@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import InputError
-from ..text.schemas import with_keywords
+from ..text.grammar import with_keywords
 from .asked import flag
 
 __all__ = ["GrowingText", "calls_in", "grammar_of_calls", "read_tools"]

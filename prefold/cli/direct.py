@@ -133,7 +133,7 @@ def _whole(name: str) -> str:
 
 def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
     """Returns the text of a file, or of standard input (`-`; the lines `piped`, if given). Raises JobError."""
-    from ..records.stdin import standard_input
+    from ..records.source import standard_input
 
     what = "standard input" if name == "-" else name
     try:

@@ -72,7 +72,7 @@ def run_command(
 
 def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
     from ..job import Job, OutputOptions, TableForm, open_output
-    from ..records.grown import check_grown
+    from ..records.identity import check_grown
     from ..tasks.run import calibrated
 
     path = None if o["output"] in (None, "-") else Path(o["output"])
@@ -284,7 +284,7 @@ def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> N
     """Writes the page of --report."""
     from ..report import Report, write_report
     from ..report.progress import format_seconds
-    from ..text.readable import readable
+    from ..text.prompts import readable
 
     stats, source, checkpoint, tokenizer = summary.stats, input.source, input.checkpoint, input.tokenizer
     generation = stats.generation

@@ -60,7 +60,7 @@ def plan(**o: Any) -> None:  # fmt: skip
     from ..job.plan import cost_of, kv_row_bytes, place
     from ..model import config_from
     from ..report import open_progress
-    from ..text.readable import readable
+    from ..text.prompts import readable
     from .input import open_input
 
     input = open_input(o["task"], o["input"], o, weights=False)

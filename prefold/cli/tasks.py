@@ -156,7 +156,7 @@ def _start(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
 
 def _peek() -> tuple[Iterator[bytes], bool]:
     """Returns (the lines of standard input, whether they are JSON objects rather than texts)."""
-    from ..records.stdin import lines_of, standard_input
+    from ..records.source import lines_of, standard_input
 
     lines = lines_of(standard_input())
     head = next(lines, b"")

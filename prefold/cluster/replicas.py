@@ -15,8 +15,7 @@ from ..engine.meter import StepInfo
 from ..engine.requests import PROBED
 from ..errors import JobError
 from ..stream import Window
-from ..stream.options import decode_options
-from ..stream.order import SpooledRequest
+from ..stream.order import SpooledRequest, decode_options
 from ..types import Readout, Sharing, Stats
 
 __all__ = [

@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..records.adapter import RecordAdapter
 from ..records.forms import type_at
-from ..records.record import Source
+from ..records.record import RecordAdapter, Source
 from ..records.tables import TableAdapter, reserved_names
 
 _MOST_FIELDS = 256  # of a struct; an object with more keys is a map

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError
-from ..records.adapter import RecordAdapter, error_text
 from ..records.lines import dumps
-from ..records.record import Source
+from ..records.record import RecordAdapter, Source, error_text
 from ..report.progress import Counts
 from ..stream import LiveInput, Spool, Windows
 from ..stream.feed import See

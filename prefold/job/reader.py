@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import InputError, UnsupportedModelError
-from ..records.adapter import Parsed, RecordAdapter, error_text
-from ..records.record import Record, Source
+from ..records.record import Parsed, Record, RecordAdapter, Source, error_text
 from ..report.progress import Counts
 from ..stream import Feed, Spool
 from ..tasks.base import attempt

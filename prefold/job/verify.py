@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..records.adapter import RecordAdapter
-from ..records.record import Record
+from ..records.record import Record, RecordAdapter
 
 NEIGHBOURS = 64
 _BLOCK = 8

@@ -6,11 +6,10 @@ never imports torch, and opens nothing on import.
 
 from __future__ import annotations
 
-from .adapter import Parsed, RecordAdapter
 from .batch import OpenAIBatch
 from .fields import Template
 from .files import open_sources
-from .record import FORMATS, Record, Source
+from .record import FORMATS, Parsed, Record, RecordAdapter, Source
 from .source import open_source
 from .tables import Columns, TableAdapter
 from .textual import TableOptions

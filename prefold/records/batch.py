@@ -15,10 +15,9 @@ from typing import Any
 
 from ..api import ENDPOINTS, KINDS, openai_error, response_body
 from ..errors import InputError, record_error
-from .adapter import Parsed
 from .fields import check_utf8
 from .lines import error_object
-from .record import Record
+from .record import Parsed, Record
 from .recordset import TextSet
 
 _OTHER_MODELS = 20  # names of other models that are counted one by one; further names are counted together

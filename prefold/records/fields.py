@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, JobError
-from ..text.filled import Filled
+from ..text.prompts import Filled
 
 # The deepest nesting of a record. Code that walks a record by recursion must not reach the end of Python's stack.
 MAX_DEPTH = 200

@@ -8,11 +8,10 @@ from typing import Any
 
 from ..errors import InputError, JobError, record_error
 from ..text.media import Pictured
-from .adapter import Parsed
 from .fields import Template, as_text, check_utf8, is_empty, lookup, parse_cell
 from .forms import plain
 from .lines import error_object
-from .record import Record
+from .record import Parsed, Record
 
 # The names in an output line that are not the user's: those of every line (""), and those that each task adds.
 _RESERVED = {

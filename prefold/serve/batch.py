@@ -34,9 +34,8 @@ import msgspec
 
 from ..errors import InputError, JobError
 from ..job import Job, OutputOptions, open_output, run_beside
-from ..records.adapter import error_text
 from ..records.batch import OpenAIBatch, add_usage
-from ..records.record import Source
+from ..records.record import Source, error_text
 from ..types import Owner
 from .batch_input import open_input
 from .desk import Desk, apart

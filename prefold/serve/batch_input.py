@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import JobError
-from ..records.identity import file_identity
+from ..records.identity import file_identity, is_gzip
 from ..records.record import Source
-from ..records.source import is_gzip
 from ..records.textual import LineSource, TableOptions
 
 __all__ = ["open_input"]

@@ -31,7 +31,7 @@ from ..errors import InputError
 from ..schedule.fair import FairAdmission
 from ..schedule.generate_step import NOBODY
 from ..tasks import GenerateTask, Work
-from ..tasks.facts import inputs_of
+from ..tasks.make import inputs_of
 from ..tasks.run import finish_items
 from ..types import Owner, Request, within
 from .access import note

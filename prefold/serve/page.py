@@ -22,7 +22,7 @@ from .. import __version__
 from ..cache.tree import RadixTree
 from ..report.live import TreeShape
 from ..report.page import with_drawing
-from ..text.readable import readable
+from ..text.prompts import readable
 from .http import json_response
 from .keys import Tenant
 from .metrics import hits_of

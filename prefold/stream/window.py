@@ -11,8 +11,7 @@ import numpy as np
 from ..prefix import MEDIA_BASE, common_prefix_lengths
 from ..prefix.ragged import ragged_ranges
 from ..types import Medium, Request
-from .options import decode_options
-from .order import Order, SpooledRequest, join
+from .order import Order, SpooledRequest, decode_options, join
 
 _LATEST_SHARE = 4  # a window may end anywhere in its last 1/4
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from .base import Inputs, Task, Work
 from .classify import ClassifyHeadTask, ClassifyItem, ClassifyTask
 from .embed import EmbedItem, EmbedTask
-from .facts import generation_settings
 from .generate import GenerateItem, GenerateTask
-from .make import TASKS, make_task
+from .make import TASKS, generation_settings, make_task
 from .rerank import RerankItem, RerankTask
 from .score import ScoreItem, ScoreTask
 from .sentence import EmbedSettings, embed_settings

@@ -17,13 +17,12 @@ import numpy as np
 from ..errors import InputError
 from ..options import Truncate
 from ..text import FewShotPrompt, Filled
-from ..text.media import Picture, check_cut
+from ..text.media import Picture, check_cut, notes_of, with_notes
 from ..text.prompts import CONTENT_FREE
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item
 from .cut import level
-from .notes import notes_of, with_notes
 from .score import PairOfIds, add_joint, add_pair, leading_ids
 
 Normalization = Literal["tokens", "bytes"] | None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..text import Tokenizer
-from ..text.filled import Filled
+from ..text.prompts import Filled
 
 T = TypeVar("T")
 TRIES = 16

@@ -12,11 +12,10 @@ import numpy as np
 from ..errors import InputError, UnsupportedModelError
 from ..options import Truncate
 from ..text import Filled, Tokenizer, instructed_query
-from ..text.media import Picture, Pictured
+from ..text.media import Picture, Pictured, notes_of, with_notes
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, TextBatch, Work, as_item, check_count
-from .notes import notes_of, with_notes
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 
 

@@ -18,14 +18,13 @@ from ..options import GenerationOptions
 from ..prefix import MEDIA_BASE
 from ..text import Filled
 from ..text.chat import THINK
-from ..text.media import Picture, Pictured, check_cut, too_long
-from ..text.schemas import example_of
+from ..text.grammar import example_of
+from ..text.media import Picture, Pictured, check_cut, notes_of, too_long, with_notes
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
 from .conversations import Conversations, GenerateItem
 from .cut import columns_of, cut_columns
 from .messages import has_images, is_cut, plain_message
-from .notes import notes_of, with_notes
 from .sampling import format_grammar, sampling_from
 from .score import leading_ids
 from .tools import as_tools

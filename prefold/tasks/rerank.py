@@ -12,14 +12,13 @@ import numpy as np
 from ..errors import InputError
 from ..options import Truncate
 from ..text import RERANK_INSTRUCTION, Filled, RerankPrompt, Tokenizer, rerank_prompt
-from ..text.media import Picture, check_cut
+from ..text.media import Picture, check_cut, notes_of, with_notes
 from ..text.prompts import fields_of, fill
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
 from .base import TRUNCATE, Inputs, Text, TextBatch, Work, as_item, check_count
 from .cut import part_of
 from .embed import is_list_of_texts
-from .notes import notes_of, with_notes
 
 PAIR = RerankPrompt("", "{query}{document}", "")
 QUERY_TOO_LONG = "shorten the query, since truncation cuts the document only"

@@ -15,12 +15,11 @@ import numpy as np
 from ..errors import InputError
 from ..options import Truncate
 from ..text import Filled, Tokenizer
-from ..text.media import ImageIds, Picture, check_cut
+from ..text.media import ImageIds, Picture, check_cut, notes_of, with_notes
 from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
 from .base import Inputs, Text, TextBatch, Work, as_item, check_count
 from .cut import columns_of, cut_columns
-from .notes import notes_of, with_notes
 
 CONTINUATION_TOO_LONG = "shorten it, since truncation cuts the prompt only"
 PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]

@@ -4,9 +4,16 @@ torch."""
 from __future__ import annotations
 
 from .chat import ChatTemplates
-from .filled import Filled
 from .load import load_tokenizer, tokenizer_or_none
-from .prompts import EMBED_INSTRUCTION, RERANK_INSTRUCTION, FewShotPrompt, RerankPrompt, instructed_query, rerank_prompt
+from .prompts import (
+    EMBED_INSTRUCTION,
+    RERANK_INSTRUCTION,
+    FewShotPrompt,
+    Filled,
+    RerankPrompt,
+    instructed_query,
+    rerank_prompt,
+)
 from .tokenizer import Tokenizer
 
 __all__ = [

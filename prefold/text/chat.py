@@ -67,7 +67,7 @@ class ChatTemplates:
         add_generation_prompt   whether to end with what introduces the assistant's next message
         continue_final_message  whether to leave the last message open, so that the model continues it
         tools, documents        passed to the template. Tools are written into the messages for a template that does
-                                not use them (`default_tools.py`); documents are refused then
+                                not use them (`sandbox.with_tools`); documents are refused then
         apart                   whether a template that is given as a text is rendered in a process of its own, with
                                 limits of processor time and memory: for texts that requests bring
         template_seconds        processor time that it may take there

@@ -3,22 +3,28 @@
 For byte-level BPE (tokenizer.ggml.model "gpt2") the file holds tokens, their types and merges. How a text is split
 into words it says only by a name, `tokenizer.ggml.pre`, which stands for the pre-tokenizer of the checkpoint's
 tokenizer.json. For SentencePiece (model "llama") it holds pieces, their types and scores.
+
+SentencePiece joins, again and again, the two neighbours whose joined piece ranks best, whichever way that piece was
+made. The BPE of `tokenizers` joins listed pairs in the order of the list: so every pair that joins to a piece is
+listed, best piece first. Spaces are the letter "▁" (U+2581), and a character without a piece is its UTF-8 bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, UnsupportedModelError
-from . import patterns
-from .sentencepiece import SPACE, sentencepiece_backend
+from .linecut import LLAMA3, QWEN2, TEKKEN
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import tokenizers
+
     from ..checkpoint import Checkpoint
 
+SPACE = "▁"
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
@@ -55,12 +61,12 @@ PRE_TOKENIZERS: dict[str, tuple[Callable[[], Any], bool, bool, bool]] = {
     "default": (_byte_level, False, False, False),
     "gpt-2": (_byte_level, False, False, False),
     "smollm": (_digits, False, False, False),
-    "qwen2": (_split(patterns.QWEN2), True, False, False),
-    "deepseek-r1-qwen": (_split(patterns.QWEN2), True, False, False),
-    "llama-bpe": (_split(patterns.LLAMA3), False, True, True),
-    "llama3": (_split(patterns.LLAMA3), False, True, True),
-    "llama-v3": (_split(patterns.LLAMA3), False, True, True),
-    "tekken": (_split(patterns.TEKKEN), False, True, True),
+    "qwen2": (_split(QWEN2), True, False, False),
+    "deepseek-r1-qwen": (_split(QWEN2), True, False, False),
+    "llama-bpe": (_split(LLAMA3), False, True, True),
+    "llama3": (_split(LLAMA3), False, True, True),
+    "llama-v3": (_split(LLAMA3), False, True, True),
+    "tekken": (_split(TEKKEN), False, True, True),
 }
 
 
@@ -182,3 +188,40 @@ def _templates(checkpoint: Checkpoint) -> dict[str, str]:
     for name in checkpoint.metadata("tokenizer.chat_templates") or []:
         templates[name] = checkpoint.metadata(f"tokenizer.chat_template.{name}")
     return {name: template for name, template in templates.items() if template}
+
+
+def sentencepiece_backend(
+    pieces: Sequence[str], ranks: Sequence[float | None], *, unknown: str | None, prefix_space: bool
+) -> tokenizers.Tokenizer:
+    """Returns a SentencePiece BPE tokenizer without added tokens, made of its pieces.
+
+    pieces        the pieces in the order of their ids, spaces as "▁"
+    ranks         the rank of each piece: the lower, the sooner it is joined; -inf: before all others, and it is a part
+                  of no other piece; None: text is never joined to it
+    unknown       the piece for a character that has neither a piece nor byte pieces
+    prefix_space  whether a text is encoded as if a space stood before it
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    merges = [(left, right) for *_, left, right in sorted(_pairs(pieces, ranks))]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    to_letters, to_spaces = normalizers.Replace(" ", SPACE), decoders.Replace(SPACE, " ")
+    before = [normalizers.Prepend(SPACE)] if prefix_space else []
+    after = [decoders.Strip(" ", 1, 0)] if prefix_space else []
+    backend.normalizer = normalizers.Sequence([*before, to_letters])
+    backend.decoder = decoders.Sequence([to_spaces, decoders.ByteFallback(), decoders.Fuse(), *after])
+    return backend
+
+
+def _pairs(pieces: Sequence[str], ranks: Sequence[float | None]) -> Iterator[tuple[float, int, int, str, str]]:
+    """Yields (rank, ..., left, right) for every pair that joins to a piece; for one rank the longest left part sorts
+    first."""
+    joined = {piece: rank for piece, rank in zip(pieces, ranks, strict=True) if rank is not None}
+    inner = {piece for piece, rank in joined.items() if rank > -math.inf}
+    for piece, rank in joined.items():
+        parts = inner if rank > -math.inf else joined
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in parts and right in parts:
+                yield rank, -cut, cut - len(piece), left, right

@@ -1,8 +1,8 @@
-"""What prompts have beside text: images that stand in an item, and the rows of images among token ids."""
+"""What prompts have beside text: images that stand in an item, rows of images among token ids, notes on images."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,3 +76,18 @@ def too_long(field: str) -> InputError:
         remedy="give fewer images, or a shorter text beside them",
         code="too_long",
     )
+
+
+KEY = "image_notes"
+
+
+def notes_of(seen: Sequence[Picture]) -> dict[str, Any]:
+    """Returns what a Work's note holds of the images that were seen: {"image_notes": [...]}; {} where nothing is to be
+    said."""
+    notes = [picture.note for picture in seen if picture.note is not None]
+    return {KEY: notes} if notes else {}
+
+
+def with_notes(line: dict[str, Any], note: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a line with the notes on images that a Work's note holds."""
+    return line | {KEY: note[KEY]} if KEY in note else line

@@ -7,12 +7,15 @@ they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..errors import InputError
+from ..prefix import MEDIA_BASE, SPAN_BASE
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -126,3 +129,58 @@ class FewShotPrompt:
     def render(self, text: str) -> str:
         """Returns the prompt of one text, up to where its label goes."""
         return self.head + text + self.tail
+
+
+def readable(decode: Callable[[np.ndarray], str]) -> Callable[[np.ndarray], str]:
+    """Returns a function that gives the text of token ids as `decode` does, with "[image]" for the rows of an image."""
+
+    def read(tokens: np.ndarray) -> str:
+        tokens = np.asarray(tokens)
+        if not len(tokens) or tokens.max() < MEDIA_BASE:
+            return decode(tokens)
+        # Ids of one image's rows go up by one; between spans one is unused.
+        kind = (tokens >= MEDIA_BASE).astype(int) + (tokens >= SPAN_BASE)
+        edges = (kind[1:] != kind[:-1]) | ((kind[1:] > 0) & (tokens[1:] != tokens[:-1] + 1))
+        parts = np.split(tokens, np.flatnonzero(edges) + 1)
+        return "".join("[image]" if part[0] >= MEDIA_BASE else decode(part) for part in parts)
+
+    return read
+
+
+class Filled(str):
+    """A Filled is a text made of a template: a str like any other, of which truncate=True cuts the longest column.
+
+    parts   (text, whether it is a column) pairs that make up the whole
+    """
+
+    parts: tuple[tuple[str, bool], ...]
+
+    def __new__(cls, parts: Iterable[tuple[str, bool]]) -> Filled:
+        parts = tuple(parts)
+        made = super().__new__(cls, "".join(text for text, _ in parts))
+        made.parts = parts
+        return made
+
+    @classmethod
+    def of(cls, template: str, **columns: str) -> Filled:
+        """Returns the template with each {column} replaced by its value. Raises InputError for a column of the
+        template without a value, and for a value without a column."""
+        pieces = _FIELD.split(template)
+        names = pieces[1::2]
+        for name in {*names} ^ {*columns}:
+            what = "is missing" if name in names else "is not in the template"
+            raise InputError(f"the column {name!r} {what}", field=name, remedy=f"the template has {', '.join(names)}")
+        return cls((columns[text], True) if i % 2 else (text, False) for i, text in enumerate(pieces))
+
+    @property
+    def columns(self) -> list[str]:
+        """Returns the texts of the columns, in order."""
+        return [text for text, is_column in self.parts if is_column]
+
+    def refilled(self, columns: Sequence[str]) -> str:
+        """Returns the text with other columns: as many as `columns` has, in order."""
+        left = iter(columns)
+        return "".join(next(left) if is_column else text for text, is_column in self.parts)
+
+    def __reduce__(self) -> tuple[type[Filled], tuple[tuple[tuple[str, bool], ...]]]:
+        return Filled, (self.parts,)

@@ -14,8 +14,7 @@ import numpy as np
 
 from .chat import ChatTemplates
 from .escaped import Escaping
-from .linecut import LineCut, line_cut
-from .longest import least_tokens
+from .linecut import cuts_at_lines, encode_batch, least_tokens
 from .valid import valid_text
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class Tokenizer:
         self.vocab_size = 1 + max(vocab.values(), default=-1)
         self._least_tokens = least_tokens(backend, vocab)
         self.prefix_ids, self.suffix_ids = _added_ids(backend)
-        self._line_cut: LineCut | None = line_cut(backend)
+        self._cuts_at_lines = cuts_at_lines(backend)
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
         """Returns the token ids of a text, int32 [n]. Raises InputError for a text that is not valid Unicode.
@@ -83,9 +82,8 @@ class Tokenizer:
         Unicode."""
         for i, text in enumerate(texts):
             valid_text(text, f"texts[{i}]")
-        if self._line_cut is not None:
-            return [self._finish(ids, special) for ids in self._line_cut.encode_batch(list(texts), self._encode_all)]
-        return [self._finish(ids, special) for ids in self._encode_all(list(texts))]
+        ids = encode_batch(list(texts), self._encode_all) if self._cuts_at_lines else self._encode_all(list(texts))
+        return [self._finish(each, special) for each in ids]
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Returns the text of token ids. Ids that the vocabulary does not have are skipped."""

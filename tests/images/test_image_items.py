@@ -28,7 +28,7 @@ from prefold.images.table import MediaTable
 from prefold.model import config_from
 from prefold.prefix import MEDIA_BASE
 from prefold.stream import Spool
-from prefold.stream.shelf import Shelf
+from prefold.stream.folder import Shelf
 from prefold.tasks import make_task
 from prefold.tasks.embed import EmbedTask
 from prefold.tasks.sentence import ChatSettings, EmbedSettings

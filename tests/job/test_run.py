@@ -26,8 +26,7 @@ from prefold.job.run import WAITING, Interrupted, Job, run_job
 from prefold.records.batch import OpenAIBatch
 from prefold.records.fields import Template
 from prefold.records.files import open_sources
-from prefold.records.grown import check_grown
-from prefold.records.identity import file_identity
+from prefold.records.identity import check_grown, file_identity
 from prefold.records.source import open_source
 from prefold.records.tables import Columns, TableAdapter
 from prefold.report.progress import Progress

@@ -9,7 +9,7 @@ import pytest
 from batching import batch_of, client_of, completion, content, ended
 from serving import serving
 
-from prefold.tasks.facts import require_lm_head
+from prefold.tasks.make import require_lm_head
 
 CHAT = {"messages": [{"role": "user", "content": "yes"}], "max_tokens": 1}
 

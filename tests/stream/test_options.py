@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefold.stream import Spool
-from prefold.stream.options import decode_options, encode_options
+from prefold.stream.order import decode_options, encode_options
 from prefold.types import Grammar, Request, Sampling
 
 texts = st.text(max_size=5)

@@ -6,7 +6,7 @@ import errno
 import gc
 from pathlib import Path
 
-from prefold.stream.shelf import Shelf
+from prefold.stream.folder import Shelf
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from prefold.text import Tokenizer
-from prefold.text.longest import least_tokens
+from prefold.text.linecut import least_tokens
 
 # What NFC joins, runs for which there may be long tokens, white space, and what some vocabularies lack.
 PIECES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefold.prefix import MEDIA_BASE, SPAN_BASE
-from prefold.text.readable import readable
+from prefold.text.prompts import readable
 
 
 def test_images_are_named_and_never_decoded():
