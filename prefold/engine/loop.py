@@ -341,9 +341,11 @@ class EngineLoop:
         self._end()
 
     def check_open(self) -> None:
-        """Raises PrefoldError where the engine was closed: nothing would answer."""
+        """Raises PrefoldError where nothing would answer: the engine was closed, or its own thread would wait."""
         if self._inbox.is_closed:
             raise PrefoldError(CLOSED)
+        if threading.current_thread() is self._inbox.thread:
+            raise PrefoldError("the engine's own thread cannot wait for an answer")
 
     def _owner(self) -> Callable[[Callable[[], Any]], Any]:
         """Returns `call` of this engine for what it owns, which must not keep it."""

@@ -145,6 +145,14 @@ def test_an_interrupt_while_the_thread_begins_leaves_one_thread(monkeypatch):
         engine.close()
 
 
+def test_the_engines_thread_does_not_wait_for_itself():
+    engine = engine_of(FakeWorker(random.Random(0), 1, 0.0))
+    windows = [[(0, Request(np.array([0, 1], np.int32), sampling=Sampling(max_tokens=2)))]]
+    with pytest.raises(PrefoldError, match="own thread"):
+        engine.call(lambda: list(serve(engine, windows, most=4)))
+    assert engine.call(threading.current_thread).name == "prefold-engine"
+
+
 def test_what_a_function_raises_comes_to_its_caller_and_the_thread_goes_on():
     engine = engine_of(FakeWorker(random.Random(0), 1, 0.0))
     with pytest.raises(ZeroDivisionError):
