@@ -111,6 +111,7 @@ def test_results_that_are_not_finite_become_errors(tmp_path):
 def test_errors_of_loading_and_of_the_input_end_the_job(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 5000)
+    before = set(threading.enumerate())
 
     def fail():
         raise CheckpointError("no such model")
@@ -125,7 +126,9 @@ def test_errors_of_loading_and_of_the_input_end_the_job(tmp_path):
     output = StreamOutput(sys.stderr)
     with pytest.raises(JobError, match="damaged"):
         run_job(Job(open_source(str(zipped)), adapter, {"embed": FakeTask()}, fake_llm, output), Progress())
-    assert threading.active_count() < 20
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive(), thread
 
 
 def test_a_batch_of_several_urls_runs_lane_by_lane(tmp_path):
