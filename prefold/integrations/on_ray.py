@@ -165,7 +165,7 @@ class _Front:
         """Returns a task, calibrated where it asks for that."""
         _, make = await asyncio.wrap_future(self._opened)
         task = await asyncio.to_thread(make, name, options)
-        items = task.calibration_items() if hasattr(task, "calibration_items") else []
+        items = task.calibration_items()
         return calibrated_by(task, await self._run(task, items)) if items else task
 
     async def _run(self, task: Any, items: Sequence[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ from ..engine.pace import Pace
 from ..engine.replies import Reply, events_of
 from ..engine.samples import TextPiece
 from ..errors import InputError
+from ..options import GenerationOptions
 from ..schedule.fair import FairAdmission
 from ..schedule.generate_step import NOBODY
 from ..tasks import GenerateTask, Work
@@ -227,7 +228,7 @@ class Desk:
         if name == "generate" and not computes and not self.llm.config.lm_head:
             given = {**bounds, **options}
             inputs = inputs_of(self.llm.config, self.llm.tokenizer, given.pop("max_length", None))
-            return GenerateTask(inputs, **given)
+            return GenerateTask(inputs, GenerationOptions(**given))
         task = self.llm.task(name, **bounds, **options)
         if name == "generate":
             task.reasoning_parser = self._parses

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,10 +24,10 @@ from ..model.config import ModelConfig
 from ..options import Truncate
 from ..prefix import MEDIA_BASE
 from ..text import Filled, Tokenizer
-from ..text.media import ImageIds, Picture, Pictured, check_cut
+from ..text.media import ImageIds, Picture, Pictured, check_cut, notes_of
 from ..text.tokenizer import valid_text
 from ..text.valid import check_said
-from ..types import Generated, Medium, Readout, Request, Result
+from ..types import Medium, Readout, Request
 from .cut import columns_of, cut_columns
 
 T = TypeVar("T")
@@ -42,27 +42,6 @@ class Work:
 
     requests: list[Request]
     note: Any = None
-
-
-class Task(Protocol):
-    """A Task prepares the requests of items and makes answers of their results.
-
-    name       the word for the task: "embed", "rerank", "classify", "score", "generate"
-    readout    what the engine reads for every request
-    item_type  the dataclass of an item; `prepare` also takes mappings with its fields
-    example    an answer to an item of one text: the names that all have, with values of the types that these have
-    """
-
-    name: str
-    example: Mapping[str, Any]
-    readout: Readout
-    item_type: type
-
-    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        """Returns a Work for each item, or the InputError of an item that is wrong."""
-
-    def finish(self, note: Any, results: Sequence[Result] | Sequence[list[Generated]]) -> dict[str, Any]:
-        """Returns the answer to an item, by the note of its Work and the results of its requests, in their order."""
 
 
 def attempt(make: Callable[..., T], *args: Any) -> T | InputError:
@@ -330,9 +309,7 @@ class Inputs:
             if over and truncate is True and by_column:
                 ids = self.cut(whole, lambda cut: batch.now(change(cut)), self.max_length - around, ids, left=left)
             elif over and truncate and over < ids.size:
-                kept = ids[over:] if left else ids[: ids.size - over]
-                check_cut(ids, kept, field)
-                ids = kept
+                ids = cut_end(ids, over, field, left=left)
             return self.request(np.concatenate((before, ids, after)), field)
 
         return make
@@ -382,6 +359,44 @@ class Inputs:
         return Request(tokens, targets, media=media)
 
 
+class Task:
+    """A Task prepares the requests of items and makes answers of their results.
+
+    name       the word for the task: "embed", "rerank", "classify", "score", "generate"
+    inputs     checks the texts of items
+    readout    what the engine reads for every request
+    item_type  the dataclass of an item; `prepare` also takes mappings with its fields
+    example    an answer to an item of one text: the names that all answers have, with values of their types
+    """
+
+    name: str
+    inputs: Inputs
+    readout: Readout
+    item_type: type
+    example: Mapping[str, Any]
+
+    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
+        """Returns a Work for each item, or the InputError of an item that is wrong."""
+        return self.inputs.prepare(items, self._plan)
+
+    def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
+        """Checks an item and adds its texts to a batch; returns a function that makes its Work once that is encoded."""
+        raise NotImplementedError
+
+    def finish(self, note: Any, results: Sequence[Any]) -> dict[str, Any]:
+        """Returns the answer to an item, by the note of its Work and the results of its requests, in their order."""
+        raise NotImplementedError
+
+    def calibration_items(self) -> list[Any]:
+        """Returns the items that are to run first, with whose answers the task is then calibrated; mostly none."""
+        return []
+
+
+def work_of(requests: list[Request], seen: Sequence[Picture] = (), **note: Any) -> Work:
+    """Returns the Work of these requests; its note has their tokens, and notes on the images that were seen."""
+    return Work(requests, {"tokens": sum(request.tokens.size for request in requests), **note} | notes_of(seen))
+
+
 def as_item(kind: type[T], value: Any) -> T:
     """Returns `value`, an item of the dataclass `kind` or a mapping with its fields, as such an item. Raises
     InputError."""
@@ -402,6 +417,14 @@ def as_item(kind: type[T], value: Any) -> T:
         if name not in value and field.default is MISSING:
             raise InputError(f"{name!r} is missing", field=name, remedy="give it", code="missing_field")
     return kind(**value)
+
+
+def cut_end(ids: np.ndarray, over: int, field: str, *, left: bool = False) -> np.ndarray:
+    """Returns ids without their last `over` ids, or with `left` without their first. Raises InputError where that would
+    cut an image."""
+    kept = ids[over:] if left else ids[: ids.size - over]
+    check_cut(ids, kept, field)
+    return kept
 
 
 def check_count(value: Any, field: str, *, least: int = 1) -> int:

@@ -10,22 +10,20 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ..errors import InputError
-from ..options import Truncate
+from ..options import ClassifyOptions, Truncate
 from ..text import FewShotPrompt, Filled
-from ..text.media import Picture, check_cut, notes_of, with_notes
+from ..text.media import Picture, with_notes
 from ..text.prompts import CONTENT_FREE
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
-from .base import Inputs, Text, TextBatch, Work, as_item
+from .base import Inputs, Task, Text, TextBatch, Work, as_item, cut_end, work_of
 from .cut import level
 from .score import PairOfIds, add_joint, add_pair, leading_ids
-
-Normalization = Literal["tokens", "bytes"] | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class ClassifyItem:
     adapter: str | None = None
 
 
-class ClassifyTask:
+class ClassifyTask(Task):
     """Classifies by how likely each label is. Items are ClassifyItem, a mapping with its fields, or a bare text.
 
     Result: {"label": the best, "probabilities": {label: p}, "logprobs": {label: log-likelihood},
@@ -61,40 +59,21 @@ class ClassifyTask:
     def __init__(
         self,
         inputs: Inputs,
-        labels: Sequence[str] | Mapping[str, str],
-        *,
-        instructions: str = "",
-        examples: Sequence[Any] = (),
-        template: str = FewShotPrompt.template,
-        separator: str = FewShotPrompt.separator,
-        normalization: Normalization = None,
-        calibrate: bool = False,
-        truncate: Truncate = False,
+        options: ClassifyOptions,
     ):
         """Checks the labels and the examples. Raises InputError for labels that could not be told apart, and bad
-        examples.
-
-        labels         the labels, or {label: how it is written in the prompt}
-        instructions, examples, template, separator   the parts of the prompt, as in FewShotPrompt; examples are
-                       (text, label) pairs or {"text": ..., "label": ...}
-        normalization  "tokens" or "bytes": divide a label's log-likelihood by its number of tokens or of UTF-8 bytes
-        calibrate      whether to ask for contextual calibration, with `calibration_items`
-        truncate       whether to cut texts that make a prompt too long: True the longest column of a text that was made
-                       of a template, else the end; "left" the beginning. Such a text is encoded by itself
-        """
-        if normalization not in (None, "tokens", "bytes"):
-            message = f"normalization (--normalization) is {normalization!r}"
-            raise InputError(message, field="normalization", remedy="give tokens, bytes or nothing")
+        examples."""
         self.inputs = inputs
-        self.labels, self.written = _labels(labels)
+        self.labels, self.written = _labels(options.labels)
         words = dict(zip(self.labels, self.written, strict=True))
-        shots = [_example(example, i, words) for i, example in enumerate(examples)]
-        parts = {"instructions": instructions, "template": template, "separator": separator}
+        shots = [_example(example, i, words) for i, example in enumerate(options.examples)]
+        template = FewShotPrompt.template if options.template is None else options.template
+        parts = {"instructions": options.instructions, "template": template, "separator": options.separator}
         self.prompt = FewShotPrompt(examples=shots, **{name: valid_text(text, name) for name, text in parts.items()})
-        self.normalization = normalization
-        self.calibrate = calibrate
+        self.normalization = options.normalization
+        self.calibrate = options.calibrate
         self.calibration: np.ndarray | None = None
-        self.truncate = truncate
+        self.truncate = options.truncate  # a text that is cut is encoded by itself
         self.readout = Readout("logprobs")
         self._check_label_tokens()
 
@@ -137,9 +116,6 @@ class ClassifyTask:
         task.calibration = mean
         return task
 
-    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        return self.inputs.prepare(items, self._plan)
-
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(ClassifyItem, item if isinstance(item, (ClassifyItem, Mapping)) else ClassifyItem(item))
         if self.calibrate and item.adapter not in (None, self.inputs.adapter):
@@ -171,9 +147,7 @@ class ClassifyTask:
         ids = self._pairs_around(text)
         over = self._over(ids)
         if over and self.truncate and over < text.size:
-            kept = text[over:] if self.truncate == "left" else text[: text.size - over]
-            check_cut(text, kept, "text")
-            ids = self._pairs_around(kept)
+            ids = self._pairs_around(cut_end(text, over, "text", left=self.truncate == "left"))
         return self._finish_work(ids, seen)
 
     @cached_property
@@ -203,7 +177,7 @@ class ClassifyTask:
                 raise InputError(message, field="text", remedy="end the template's text before {label} differently")
             tokens = prompt if label.size == 1 else np.concatenate((prompt, label[:-1]))
             requests.append(self.inputs.request(tokens, "text", label))
-        return Work(requests, {"tokens": sum(request.tokens.size for request in requests)} | notes_of(seen))
+        return work_of(requests, seen)
 
     @property
     def example(self) -> dict[str, Any]:
@@ -233,7 +207,7 @@ class ClassifyTask:
         return np.ones(len(results))
 
 
-class ClassifyHeadTask:
+class ClassifyHeadTask(Task):
     """Classifies by the checkpoint's classification head. Items are those of ClassifyTask; a text is encoded as it is.
 
     Result: {"label": the best, "probabilities": {label: p}, "logits": {label: logit}, "num_tokens"}.
@@ -251,12 +225,6 @@ class ClassifyHeadTask:
         self.truncate = truncate
         self.readout = Readout("head")
 
-    def calibration_items(self) -> list[ClassifyItem]:
-        return []
-
-    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        return self.inputs.prepare(items, self._plan)
-
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(ClassifyItem, item if isinstance(item, (ClassifyItem, Mapping)) else ClassifyItem(item))
         seen: list[Picture] = []
@@ -265,11 +233,7 @@ class ClassifyHeadTask:
         else:
             maker = self.inputs.plan_whole(item.text, "text", batch, seen, truncate=self.truncate)
 
-        def make() -> Work:
-            request = maker()
-            return Work([request], {"tokens": request.tokens.size} | notes_of(seen))
-
-        return make
+        return lambda: work_of([maker()], seen)
 
     def _plan_pair(self, pair: Sequence[str], batch: TextBatch) -> Callable[[], Request]:
         """Returns a function that makes the request of two texts with the special tokens of a pair, once the batch is

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
-from ..options import Truncate
+from ..options import EmbedOptions
 from ..text import Filled, Tokenizer, instructed_query
-from ..text.media import Picture, Pictured, notes_of, with_notes
+from ..text.media import Picture, Pictured, with_notes
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
-from .base import Inputs, TextBatch, Work, as_item, check_count
+from .base import Inputs, Task, TextBatch, Work, as_item, check_count, work_of
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 
 
@@ -35,7 +35,7 @@ class EmbedItem:
     adapter: str | None = None
 
 
-class EmbedTask:
+class EmbedTask(Task):
     """Embeds texts. Items are EmbedItem, a mapping with its fields, or a bare text.
 
     Result of one text: {"embedding": float32 [dimensions], "num_tokens": int}; of a list of texts:
@@ -49,35 +49,23 @@ class EmbedTask:
     def __init__(
         self,
         inputs: Inputs,
+        options: EmbedOptions | None = None,
         settings: EmbedSettings | None = None,
-        *,
-        dimensions: int | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        instruction: str | None = None,
-        hidden: int | None = None,
-        truncate: Truncate = False,
     ):
         """Chooses the prompt. Raises InputError for options that exclude each other, or that the checkpoint does not
         have.
 
-        dimensions   how many leading values to keep, before normalising (Matryoshka models)
-        prompt       a text put before every input
-        prompt_name  the name of one of the checkpoint's prompts
-        instruction  what queries are for, in Qwen3-Embedding's format; documents are embedded without one
-        hidden       the model's width, to refuse larger `dimensions`; None when unknown
-        truncate     whether to cut texts that are too long, as in Inputs.plan_whole; the special tokens are kept
+        settings  how the checkpoint wants to be used, where the options do not say
         """
-        self.inputs = inputs
+        self.inputs, options = inputs, options or EmbedOptions()
         self.settings = settings = settings or EmbedSettings()
         if settings.pooling not in POOLING_MODES.values():
             known = ", ".join(POOLING_MODES.values())
             raise InputError(f"pooling is {settings.pooling!r}", field="pooling", remedy=f"give one of {known}")
         self.readout = Readout(settings.pooling)
-        self.hidden = hidden
-        self.dimensions = None if dimensions is None else self._dimensions(dimensions)
-        self.truncate = truncate
-        self.before, self.instructed = self._prompt(prompt, prompt_name, instruction)
+        self.dimensions = None if options.dimensions is None else self._dimensions(options.dimensions)
+        self.truncate = options.truncate
+        self.before, self.instructed = self._prompt(options.prompt, options.prompt_name, options.instruction)
         if settings.chat is not None and self.instructed:
             message = "the checkpoint embeds chat messages, and an instruction is in Qwen3-Embedding's format"
             raise InputError(
@@ -111,14 +99,12 @@ class EmbedTask:
 
     def _dimensions(self, value: Any) -> int:
         value = check_count(value, "dimensions")
-        if self.hidden is not None and value > self.hidden:
-            message = f"'dimensions' is {value}; the model's vectors have {self.hidden}"
-            remedy = f"give a number up to {self.hidden}"
+        config = self.inputs.config
+        if config is not None and value > config.hidden:
+            message = f"'dimensions' is {value}; the model's vectors have {config.hidden}"
+            remedy = f"give a number up to {config.hidden}"
             raise InputError(message, field="dimensions", remedy=remedy, code="out_of_range")
         return value
-
-    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        return self.inputs.prepare(items, self._plan)
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(EmbedItem, item if isinstance(item, (EmbedItem, Mapping)) else EmbedItem(item))
@@ -131,10 +117,7 @@ class EmbedTask:
         makers = [plan(text, name, batch, seen) for text, name in zip(texts, names, strict=True)]
 
         def make() -> Work:
-            requests = [maker() for maker in makers]
-            num_tokens = sum(request.tokens.size for request in requests)
-            note = {"many": many, "dimensions": dimensions, "tokens": num_tokens}
-            return Work(requests, note | notes_of(seen))
+            return work_of([maker() for maker in makers], seen, many=many, dimensions=dimensions)
 
         return make
 

@@ -19,9 +19,9 @@ from ..prefix import MEDIA_BASE
 from ..text import Filled
 from ..text.chat import THINK
 from ..text.grammar import example_of
-from ..text.media import Picture, Pictured, check_cut, notes_of, too_long, with_notes
+from ..text.media import Picture, Pictured, too_long, with_notes
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
-from .base import TRUNCATE, Inputs, TextBatch, Work, as_item, prepare_each
+from .base import TRUNCATE, Inputs, Task, TextBatch, Work, as_item, cut_end, prepare_each, work_of
 from .conversations import Conversations, GenerateItem
 from .cut import columns_of, cut_columns
 from .messages import has_images, is_cut, plain_message
@@ -33,7 +33,7 @@ from .tools import as_tools
 AUTO_MAX_TOKENS = 256
 
 
-class GenerateTask:
+class GenerateTask(Task):
     """Continues prompts. Items are GenerateItem, a mapping with its fields, a bare prompt (text or token ids), or a
     list of messages.
 
@@ -54,16 +54,12 @@ class GenerateTask:
     item_type = GenerateItem
     reasoning_parser = "auto"  # whether models think: where their chat template says so; "think": all; "none": none
 
-    def __init__(
-        self, inputs: Inputs, options: GenerationOptions | None = None, *, context: int | None = None, **given: Any
-    ):
-        """Checks the options, which are `options` or else `given`. Raises InputError for options that are wrong.
+    def __init__(self, inputs: Inputs, options: GenerationOptions, *, context: int | None = None):
+        """Checks the options. Raises InputError for options that are wrong.
 
         context  tokens of prompt and output together, None for any number
         """
-        o = GenerationOptions(**given) if options is None else options
-        self.inputs = inputs
-        self.context = context
+        o, self.inputs, self.context = options, inputs, context
         self.compact = o.json_space == "compact"
         self.auto_max_tokens = o.max_tokens == "auto"
         asked = {one.name: getattr(o, one.name) for one in fields(Sampling)}
@@ -117,12 +113,12 @@ class GenerateTask:
             made = self._fit(before, get(), field, sampling.max_tokens if asked else None, cut)
             drawn = sampling if asked else self._within_context(sampling, made.tokens.size)
             request = replace(made, sampling=drawn, **beside)
-            note: dict[str, Any] = {"tokens": request.tokens.size}
+            note: dict[str, Any] = {}
             if item.with_ids:
                 note["ids"] = _plain_ids(request)
             if item.with_reasoning and text is not None and self._may_think(item):
                 note["thinks"] = text.rstrip().endswith(THINK[0])
-            return Work([request], note | notes_of(seen))
+            return work_of([request], seen, **note)
 
         return make
 
@@ -239,9 +235,7 @@ class GenerateTask:
             elif not self.truncate or over >= ids.size or (field == "messages" and self.truncate is True):
                 raise self._too_long(size, field, max_tokens, room)
             else:
-                kept = ids[: ids.size - over] if self.truncate == "right" else ids[over:]
-                check_cut(ids, kept, field)
-                ids = kept
+                ids = cut_end(ids, over, field, left=self.truncate != "right")
         return self.inputs.request(np.concatenate((before, ids)), field)
 
     def _within_context(self, sampling: Sampling, size: int) -> Sampling:

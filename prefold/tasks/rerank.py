@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..options import Truncate
+from ..options import RerankOptions
 from ..text import RERANK_INSTRUCTION, Filled, RerankPrompt, Tokenizer, rerank_prompt
-from ..text.media import Picture, check_cut, notes_of, with_notes
+from ..text.media import Picture, check_cut, with_notes
 from ..text.prompts import fields_of, fill
 from ..text.tokenizer import valid_text
 from ..types import Readout, Request, Result
-from .base import TRUNCATE, Inputs, Text, TextBatch, Work, as_item, check_count
+from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, as_item, check_count, work_of
 from .cut import part_of
 from .embed import is_list_of_texts
+from .sentence import PairSettings
 
 PAIR = RerankPrompt("", "{query}{document}", "")
 QUERY_TOO_LONG = "shorten the query, since truncation cuts the document only"
@@ -48,7 +49,7 @@ class RerankItem:
     adapter: str | None = None
 
 
-class RerankTask:
+class RerankTask(Task):
     """Scores documents. Items are RerankItem, a mapping with its fields, or a pair (query, document or list of
     documents).
 
@@ -69,44 +70,31 @@ class RerankTask:
     def __init__(
         self,
         inputs: Inputs,
-        *,
-        instruction: str = RERANK_INSTRUCTION,
-        template: str | RerankPrompt | None = None,
-        words: tuple[str, str] = ("yes", "no"),
-        head: bool = False,
-        pair: bool = False,
-        raw_scores: bool = False,
-        truncate: Truncate = False,
+        options: RerankOptions,
+        settings: PairSettings | None = None,
     ):
         """Checks the template and the words. Raises InputError where they are wrong, or there is no tokenizer.
 
-        instruction  what is wanted of a document
-        template     a prompt with {query}, {document} and, if wanted, {instruction}; None for Qwen3-Reranker's
-        words        the two words whose logits are compared; each must be one token
-        head         whether to score by the checkpoint's classification head instead
-        pair         without a template: no prompt, but query and document with the special tokens of a pair
-        truncate     whether to cut documents that make a prompt too long: True the longest column of a document that
-                     was made of a template, else the end; "left" the beginning
+        settings  how the checkpoint's classification head wants its pairs; None: the logits of the words are compared
         """
         if inputs.tokenizer is None:
             raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
         self.inputs = inputs
-        self.instruction = valid_text(instruction, "instruction")
-        if not isinstance(template, (RerankPrompt, type(None))):
-            template = RerankPrompt.from_template(valid_text(template, "template"))
-        self.pair = pair and template is None
-        self.prompt = template or (PAIR if self.pair else rerank_prompt(inputs.tokenizer))
+        wanted = RERANK_INSTRUCTION if options.instruction is None else options.instruction
+        self.instruction = valid_text(wanted, "instruction")
+        prompt = None if settings is None else settings.prompt
+        if options.template is not None:
+            prompt = RerankPrompt.from_template(valid_text(options.template, "template"))
+        self.pair = settings is not None and prompt is None
+        self.prompt = prompt or (PAIR if self.pair else rerank_prompt(inputs.tokenizer))
         if self.pair:
             self.prefix, self.between, self.suffix = inputs.tokenizer.pair_ids()
         else:
             self.prefix = inputs.tokenizer.encode(self.prompt.prefix, special=False)
             self.suffix = inputs.tokenizer.encode(self.prompt.suffix, special=False)
-        self.raw_scores = raw_scores
-        self.truncate = truncate
-        self.readout = Readout("head") if head else Readout("logits", word_ids(inputs, words))
-
-    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        return self.inputs.prepare(items, self._plan)
+        self.raw_scores = options.raw_scores or (settings is not None and settings.raw)
+        self.truncate = options.truncate
+        self.readout = Readout("logits", word_ids(inputs, options.words)) if settings is None else Readout("head")
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(RerankItem, _named(item))
@@ -130,24 +118,18 @@ class RerankTask:
             makers.append(partial(self._request, get, fields, name))
 
         def make() -> Work:
-            requests = [maker() for maker in makers]
-            note: dict[str, Any] = {"tokens": sum(request.tokens.size for request in requests)} | notes_of(seen)
-            if item.document is None:
-                note |= {"list": True, "top_n": top_n}
-                if item.return_documents:
-                    note["documents"] = [_json_text(_text_of(value)) for value in documents]
-            return Work(requests, note)
+            note: dict[str, Any] = {} if item.documents is None else {"list": True, "top_n": top_n}
+            if item.documents is not None and item.return_documents:
+                note["documents"] = [_json_text(_text_of(value)) for value in documents]
+            return work_of([maker() for maker in makers], seen, **note)
 
         return make
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
         """Returns one item made of several that have one document each and the same query, so that they are ranked
         together."""
-        requests = [request for work in works for request in work.requests]
         top_n = None if top_n is None else check_count(top_n, "top_n")
-        return Work(
-            requests, {"tokens": sum(request.tokens.size for request in requests), "list": True, "top_n": top_n}
-        )
+        return work_of([request for work in works for request in work.requests], list=True, top_n=top_n)
 
     def _first(self, document: Text, most: int, name: str) -> Text:
         """Returns the first `most` tokens of a document."""

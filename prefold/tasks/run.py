@@ -124,7 +124,7 @@ def run_items(engine: Any, task: Any, items: Sequence[Any], **run: Any) -> list[
 
 def calibrated(engine: Any, task: Any, **run: Any) -> Any:
     """Returns the task, which for a classification that asks for it is calibrated first. run: as in `run_works`."""
-    items = task.calibration_items() if hasattr(task, "calibration_items") else []
+    items = task.calibration_items()
     return calibrated_by(task, run_items(engine, task, items, **run)) if items else task
 
 

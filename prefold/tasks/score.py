@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..options import Truncate
+from ..options import ScoreOptions
 from ..text import Filled, Tokenizer
 from ..text.media import ImageIds, Picture, check_cut, notes_of, with_notes
 from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
-from .base import Inputs, Text, TextBatch, Work, as_item, check_count
+from .base import Inputs, Task, Text, TextBatch, Work, as_item, check_count
 from .cut import columns_of, cut_columns
 
 CONTINUATION_TOO_LONG = "shorten it, since truncation cuts the prompt only"
@@ -40,7 +40,7 @@ class ScoreItem:
     adapter: str | None = None
 
 
-class ScoreTask:
+class ScoreTask(Task):
     """Scores items: ScoreItem, a mapping with its fields, a pair (prompt, continuation), or a bare text (rolling).
 
     Result: {"logprob": sum, natural logarithm, "logprobs": one for each token, "greedy": whether every
@@ -61,22 +61,15 @@ class ScoreTask:
     example: Mapping[str, Any] = {"logprob": 0.0, "logprobs": [0.0], "greedy": True, "num_tokens": 0}
     item_type = ScoreItem
 
-    def __init__(self, inputs: Inputs, *, prefix_token: int | None = None, truncate: Truncate = False):
-        """Chooses the prefix token.
-
-        prefix_token  the token id that stands for an empty prompt; None: the tokenizer's BOS, else EOS
-        truncate      whether to cut prompts that are too long: True the longest column of a prompt that was made of a
-                      template, else the beginning; "right" the end
-        """
+    def __init__(self, inputs: Inputs, options: ScoreOptions):
+        """Chooses the prefix token. Raises InputError where the options have one that is no token id."""
         self.inputs = inputs
-        self.truncate = truncate
-        self.prefix_token = None if prefix_token is None else check_count(prefix_token, "prefix_token", least=0)
-        if prefix_token is None and inputs.tokenizer is not None:
+        self.truncate = options.truncate
+        wanted = options.prefix_token
+        self.prefix_token = None if wanted is None else check_count(wanted, "prefix_token", least=0)
+        if wanted is None and inputs.tokenizer is not None:
             self.prefix_token = inputs.tokenizer.eos_id if inputs.tokenizer.bos_id is None else inputs.tokenizer.bos_id
         self.readout = Readout("logprobs")
-
-    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        return self.inputs.prepare(items, self._plan)
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         item = as_item(ScoreItem, _named(item))

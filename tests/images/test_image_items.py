@@ -209,7 +209,7 @@ def test_embedding_puts_its_prompt_before_a_text_with_images(made, family):
     for options in ({"instruction": "find"}, {"prompt": instruction}):
         (work,) = made("embed", **options)[0].prepare([value])
         assert work.requests[0].tokens.tolist() == plain.requests[0].tokens.tolist()
-    task = EmbedTask(made("embed")[0].inputs, EmbedSettings(chat=ChatSettings()))
+    task = EmbedTask(made("embed")[0].inputs, settings=EmbedSettings(chat=ChatSettings()))
     (found,) = task.prepare([value])
     assert isinstance(found, InputError) and found.code == "unsupported" and "has images" in str(found)
 

@@ -9,6 +9,7 @@ import pytest
 from task_inputs import FakeCheckpoint, FakeGguf, backend, ids, result, tokenizer
 
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
+from prefold.options import EmbedOptions
 from prefold.tasks import EmbedSettings, EmbedTask, Inputs, embed_settings, make_task
 from prefold.types import Readout
 
@@ -58,7 +59,7 @@ def test_prompts():
     inputs = Inputs(TOK, 512)
 
     def text(**options) -> str:
-        (work,) = EmbedTask(inputs, settings, **options).prepare(["hi"])
+        (work,) = EmbedTask(inputs, EmbedOptions(**options), settings).prepare(["hi"])
         return TOK.decode(work.requests[0].tokens, skip_special=True)
 
     assert text() == "Q: hi"
@@ -66,23 +67,23 @@ def test_prompts():
     assert text(prompt="P ") == "P hi"
     assert text(prompt="") == "hi"
     assert text(instruction="Find {it}") == "Instruct: Find {it}\nQuery:hi"
-    (work,) = EmbedTask(inputs, settings).prepare([[9, 9]])
+    (work,) = EmbedTask(inputs, settings=settings).prepare([[9, 9]])
     assert work.requests[0].tokens.tolist() == [9, 9]
     with pytest.raises(InputError, match=r"no prompt 'passage'.*query, document"):
-        EmbedTask(inputs, settings, prompt_name="passage")
+        EmbedTask(inputs, EmbedOptions(prompt_name="passage"), settings)
     with pytest.raises(InputError, match="prompt_name and instruction exclude"):
-        EmbedTask(inputs, settings, prompt_name="query", instruction="x")
+        EmbedTask(inputs, EmbedOptions(prompt_name="query", instruction="x"), settings)
 
 
 def test_a_prompt_left_out_of_pooling_is_refused_where_it_matters():
     inputs = Inputs(TOK, 512)
     for pooling in ("mean", "first"):
         settings = EmbedSettings(pooling=pooling, pool_prompt=False)
-        assert EmbedTask(inputs, settings).readout == Readout(pooling)
+        assert EmbedTask(inputs, settings=settings).readout == Readout(pooling)
         for options in ({"prompt": "x"}, {"instruction": "x"}):
             with pytest.raises(UnsupportedModelError, match="include_prompt"):
-                EmbedTask(inputs, settings, **options)
-    assert EmbedTask(inputs, EmbedSettings(pool_prompt=False), prompt="x").readout == Readout("last")
+                EmbedTask(inputs, EmbedOptions(**options), settings)
+    assert EmbedTask(inputs, EmbedOptions(prompt="x"), EmbedSettings(pool_prompt=False)).readout == Readout("last")
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
