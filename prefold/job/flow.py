@@ -6,14 +6,13 @@ has the process to itself, or a server, whose engine answers others at the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError
 from ..records.lines import dumps
-from ..records.record import RecordAdapter, Source, error_text
+from ..records.record import error_text
 from ..report.progress import Counts
 from ..stream import LiveInput, Spool, Windows
 from ..stream.feed import See
@@ -21,38 +20,7 @@ from ..tasks.base import attempt
 from ..tasks.run import finish, results_of
 from .gather import Done, Gather
 from .live import live_results, takes_ranges, watched
-from .output import Output
-from .reader import Reader, Ready
-
-WINDOW_TOKENS = 1 << 20
-
-
-@dataclass(frozen=True)
-class Job:
-    """Holds everything a job needs.
-
-    tasks     the tasks by name, as the adapter asks for them
-    load      returns the LLM (or another object with an `engine`); called while records are being read. `run_job`
-              closes it at the job's end
-    window    how many tokens a window may have
-    streaming whether requests run as they come, out of one live window; otherwise the whole input is one stream
-    early     whether the engine takes requests before the input is read to its end, where it is one stream
-    collect   whether to keep the shape of the stream and the steps, for the report
-    seed      what the seeds of records that sample without a seed of their own are made of
-    """
-
-    source: Source
-    adapter: RecordAdapter
-    tasks: Mapping[str, Any]
-    load: Callable[[], Any]
-    output: Output
-    limit: int | None = None
-    window: int = WINDOW_TOKENS
-    streaming: bool = False
-    early: bool = False
-    collect: bool = False
-    seed: int = 0
-    make_spool: Callable[[], Spool] = Spool
+from .reader import Job, Reader, Ready
 
 
 class Flow:
@@ -65,18 +33,7 @@ class Flow:
     def __init__(self, job: Job, counts: Counts):
         self.job = job
         self.gather = Gather()
-        self.reader = Reader(
-            job.source,
-            job.adapter,
-            lambda task, items: job.tasks[task].prepare(items),
-            job.output,
-            counts,
-            limit=job.limit,
-            live=job.streaming,
-            early=job.early and not job.streaming,
-            seed=job.seed,
-            make_spool=job.make_spool,
-        )
+        self.reader = Reader(job, counts)
 
     def compute(
         self,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from ..errors import JobError
 from ..files import writing
@@ -48,27 +48,26 @@ class OutputOptions:
     form: TableForm = field(default_factory=TableForm)
 
 
-class Output(Protocol):
+class Output:
     """Takes each record's line once, from any thread.
 
-    done     the records whose lines are there to stay: those of earlier runs, and those that this one has committed
+    done     the records whose lines are there to stay: those of earlier runs, and those that this run has committed
     count    how many records have their line, committed or not
     errors   how many of these lines are errors
     resumed  how many records had their line when the output was opened
-    ended    whether an earlier run has done everything this one would do
+    ended    whether an earlier run has done everything this run would do
     begun    whether something of this run is written
     notes    what the user should know of the file that was made
     first_error  the line of the first record that failed in this run
     """
 
-    done: RecordSet
-    count: int
-    errors: int
-    resumed: int
-    ended: bool
-    begun: bool
-    notes: list[str]
-    first_error: str | None
+    def __init__(self) -> None:
+        self.done = RecordSet()
+        self.count = self.errors = self.resumed = 0
+        self.ended = self.begun = False
+        self.notes: list[str] = []
+        self.first_error: str | None = None
+        self._lock = threading.Lock()
 
     def hold(self) -> None:
         """Keeps lines back until `release`, as long as it is not known whether the job can be run; not more of them
@@ -77,9 +76,19 @@ class Output(Protocol):
     def release(self) -> None:
         """Lets lines be written, in place of what was there before."""
 
-    def write(self, number: int, line: str, failed: bool) -> None: ...
-    def commit(self, *, due_only: bool = False) -> None: ...
-    def finish(self) -> None: ...
+    def write(self, number: int, line: str, failed: bool) -> None:
+        """Takes the line of a record; a subclass also puts it somewhere. failed: whether the line is an error."""
+        self.count += 1
+        self.errors += failed
+        self.first_error = self.first_error or (line if failed else None)
+
+    def commit(self, *, due_only: bool = False) -> None:
+        """Makes sure that what was written stays. due_only: only where the last commit was long enough ago."""
+
+    def finish(self) -> None:
+        """Commits what is left, and ends the output."""
+        self.commit()
+
     def close(self) -> None: ...
 
 
@@ -103,42 +112,25 @@ def partial_path(output: Path) -> Path:
     return output.with_name(output.name + ".partial")
 
 
-class StreamOutput:
+class StreamOutput(Output):
     """Writes lines to a stream as they come. There is no journal, and nothing to resume."""
 
     def __init__(self, stream: TextIO):
-        self.done = RecordSet()
-        self.count = self.errors = self.resumed = 0
-        self.ended = self.begun = False
-        self.notes: list[str] = []
-        self.first_error: str | None = None
+        super().__init__()
         self._stream = stream
-        self._lock = threading.Lock()
-
-    def hold(self) -> None: ...
-
-    def release(self) -> None: ...
 
     def write(self, number: int, line: str, failed: bool) -> None:
         with self._lock, writing("standard output"):
             self._stream.write(line + "\n")
             self.done.add(number)
-            self.count += 1
-            self.errors += failed
-            self.first_error = self.first_error or (line if failed else None)
+            super().write(number, line, failed)
 
     def commit(self, *, due_only: bool = False) -> None:
         with self._lock, writing("standard output"):
             self._stream.flush()
 
-    def finish(self) -> None:
-        self.commit()
 
-    def close(self) -> None:
-        pass
-
-
-class FileOutput:
+class FileOutput(Output):
     """Writes lines to a file, each record's exactly once whenever the process dies.
 
     JSONL is written as results come. For other formats, and with --keep-order, lines are written to NAME.partial, and
@@ -150,6 +142,7 @@ class FileOutput:
     """
 
     def __init__(self, options: OutputOptions, job: dict[str, Any]):
+        super().__init__()
         assert options.path is not None
         self.path = options.path
         self.limit = options.limit
@@ -158,15 +151,12 @@ class FileOutput:
         self._finish = finish_for(self.path, options.keep_order, options.form)
         self.lines_path = self.path if self._finish is None else partial_path(self.path)
         self._job = {**job, "output": {"keep_order": options.keep_order}}
-        self._lock = threading.Lock()
         self._pending: list[tuple[int, bytes]] = []  # records' numbers with their lines, so that no signal parts them
         self._bytes = 0
         self._last = time.monotonic()
         self._broken: JobError | None = None
-        self.notes: list[str] = []
-        self.first_error: str | None = None
         self._file: Any = None
-        self._held = self.begun = self._grew = False
+        self._held = self._grew = False
         self._keeps_lines = options.grown is not None or options.limit is not None
         self._replaces = options.overwrite and self.path.exists()
         self.journal = Journal(journal_path(self.path))
@@ -247,9 +237,7 @@ class FileOutput:
         with self._lock:
             self._pending.append((number, data))
             self._bytes += len(data)
-            self.count += 1
-            self.errors += failed
-            self.first_error = self.first_error or (line if failed else None)
+            super().write(number, line, failed)
             if self._bytes >= COMMIT_BYTES or time.monotonic() - self._last >= COMMIT_SECONDS:
                 self._commit()
 

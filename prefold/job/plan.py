@@ -11,11 +11,11 @@ import numpy as np
 from ..model import ModelConfig
 from ..prefix import RowCost, StreamCost
 from ..prefix.segments import keys_seen
-from ..records.recordset import RecordSet
 from ..report.icicle import StreamShape, icicle, walk
 from ..report.progress import Counts, Progress
 from ..stream import Spool, Window
-from .reader import Reader
+from .output import Output
+from .reader import Job, Reader
 
 
 @dataclass(frozen=True)
@@ -58,30 +58,17 @@ class JobPlan:
         return 1 - self.rows / self.tokens if self.tokens else 0.0
 
 
-class _Tally:
+class _Tally(Output):
     """Keeps nothing of an output but the first few errors."""
 
     def __init__(self, plan: JobPlan) -> None:
-        self.done = RecordSet()
-        self.count = self.errors = self.resumed = 0
-        self.ended = self.begun = False
-        self.notes: list[str] = []
+        super().__init__()
         self._plan = plan
 
-    def hold(self) -> None: ...
-
-    def release(self) -> None: ...
-
     def write(self, number: int, line: str, failed: bool) -> None:
-        self.errors += failed
+        super().write(number, line, failed)
         if len(self._plan.first_errors) < 3:
             self._plan.first_errors.append(line)
-
-    def commit(self, *, due_only: bool = False) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def plan_job(
@@ -98,11 +85,8 @@ def plan_job(
     """Reads, tokenises and sorts a job, and returns the counts."""
     plan, counts = JobPlan(), Counts()
     tally = _Tally(plan)
-
-    def prepare(task: str, items: list[Any]) -> list[Any]:
-        return tasks[task].prepare(items)
-
-    reader = Reader(source, adapter, prepare, tally, counts, limit=limit, make_spool=make_spool)
+    job = Job(source, adapter, tasks, lambda: None, tally, limit=limit, make_spool=make_spool)
+    reader = Reader(job, counts)
     progress = progress or Progress()
     reader.start()
     try:

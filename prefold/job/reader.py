@@ -9,7 +9,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,37 @@ CHUNK_BYTES = 8 << 20
 IDLE_SECONDS = 0.05
 _POLL = 0.005
 TURN_SECONDS = 0.5  # that requests of one task wait for those of another
+
+
+WINDOW_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """Holds everything a job needs.
+
+    tasks     the tasks by name, as the adapter asks for them
+    load      returns the LLM (or another object with an `engine`); called while records are being read. `run_job`
+              closes it at the job's end
+    window    how many tokens a window may have
+    streaming whether requests run as they come, out of one live window; otherwise the whole input is one stream
+    early     whether the engine takes requests before the input is read to its end, where it is one stream
+    collect   whether to keep the shape of the stream and the steps, for the report
+    seed      what the seeds of records that sample without a seed of their own are made of
+    """
+
+    source: Source
+    adapter: RecordAdapter
+    tasks: Mapping[str, Any]
+    load: Callable[[], Any]
+    output: Output
+    limit: int | None = None
+    window: int = WINDOW_TOKENS
+    streaming: bool = False
+    early: bool = False
+    collect: bool = False
+    seed: int = 0
+    make_spool: Callable[[], Spool] = Spool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +85,7 @@ class _Chunk:
 
 
 class Reader:
-    """Reads a source in a thread of its own, in one of three ways:
+    """Reads the source of a job in a thread of its own, in one of three ways:
 
                  requests go into         `batches` yields                who waits for whom
         spooled  a spool for each task    the spools, when all is read    the owner for the end of the input
@@ -64,11 +95,9 @@ class Reader:
         live     a feed for each task     whichever feed has waited       the reader for room in a feed, the owner for a
                                           longest, again and again        request in any of them
 
-    Spooled and early make one stream of all input; live makes one of what is there.
+    Spooled and early make one stream of all input; live makes one of what is there. A job that is `streaming` is read
+    live, and a job that is `early` in the second way.
 
-    live      whether the third way is taken
-    early     whether, where not live, the second is
-    seed      the job's, for requests that sample without a seed of their own
     has_work  is set at the first request, or when it is known that there is none; `found` then says which. The owner
               waits for it before it loads a model
     has_ended is set when everything is read (live: so that no feed will get more), or the reading failed
@@ -77,29 +106,9 @@ class Reader:
     a lock, and a second signal that comes while the handler holds it would wait for it for ever.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        adapter: RecordAdapter,
-        prepare: Callable[[str, list[Any]], list[Any]],
-        output: Output,
-        counts: Counts,
-        *,
-        limit: int | None = None,
-        live: bool = False,
-        early: bool = False,
-        seed: int = 0,
-        make_spool: Callable[[], Spool] = Spool,
-    ):
-        self._source = source
-        self._adapter = adapter
-        self._prepare = prepare
-        self._output = output
-        self._counts = counts
-        self._limit = limit
-        self._live, self._early = live, early
-        self._seed = seed
-        self._make_spool = make_spool
+    def __init__(self, job: Job, counts: Counts):
+        self._job, self._counts = job, counts
+        self._live, self._early = job.streaming, job.early and not job.streaming
         self._spools: dict[str, Spool] = {}
         self._feeds: dict[str, Feed] = {}
         self.error: BaseException | None = None  # why the reading ended
@@ -183,14 +192,15 @@ class Reader:
         self.has_ended.set()
 
     def _read(self) -> None:
-        records = self._source.records(self._adapter.columns)
+        limit = self._job.limit
+        records = self._job.source.records(self._job.adapter.columns)
         for record in self._pumped(records) if self._live or self._early else records:
-            if self.stopping or (record is not None and self._limit is not None and record.number > self._limit):
+            if self.stopping or (record is not None and limit is not None and record.number > limit):
                 return
             if record is not None:
                 self._take(record)
-                if record.number == self._limit:
-                    return  # who writes to a pipe may not send another for long
+                if record.number == limit:
+                    return  # a pipe's writer may not send another record for long
             if record is None or self._is_wanted():
                 self._flush_all()
 
@@ -239,8 +249,8 @@ class Reader:
 
     def _take(self, record: Record) -> None:
         self._counts.read += 1
-        parsed = self._adapter.read(record)  # also for records that are done: it looks for duplicate ids
-        if record.number in self._output.done:
+        parsed = self._job.adapter.read(record)  # also for records that are done: it looks for duplicate ids
+        if record.number in self._job.output.done:
             return
         if parsed.error is not None:
             self._fail(record.number, parsed.meta, parsed.error)
@@ -267,7 +277,7 @@ class Reader:
             mine = [next(works) for _ in parsed.items]
             # All tags of a record are made before its first request is spooled, as that may fail: of a record that
             # was spooled in part, the missing results would be waited for.
-            found = _first_error(mine) or attempt(_tagged, number, parsed.meta, mine, self._seed)
+            found = _first_error(mine) or attempt(_tagged, number, parsed.meta, mine, self._job.seed)
             if isinstance(found, InputError):
                 self._fail(number, parsed.meta, found)
                 continue
@@ -289,7 +299,7 @@ class Reader:
             return feed.put(requests)
         spool = self._spools.get(task)
         if spool is None:
-            spool = self._spools[task] = self._make_spool()
+            spool = self._spools[task] = self._job.make_spool()
             if self._early and not self._feeds:
                 feed = self._feeds[task] = Feed(0)
                 self._put(Ready(task, spool, feed))
@@ -306,14 +316,14 @@ class Reader:
     def _works(self, task: str, items: list[Any]) -> list[Any]:
         """Returns what the task makes of each item; where the model is not made for the task, an InputError each."""
         try:
-            return self._prepare(task, items)
+            return self._job.tasks[task].prepare(items)
         except (InputError, UnsupportedModelError) as error:
             remedy = "leave such records out, or use a model and options that fit them"
             message = f"the task {task!r} cannot be run: {error}"
             return [InputError(message, remedy=remedy, code="unsupported")] * len(items)
 
     def _fail(self, number: int, meta: Any, error: InputError) -> None:
-        self._output.write(number, error_text(self._adapter, number, meta, error), failed=True)
+        self._job.output.write(number, error_text(self._job.adapter, number, meta, error), failed=True)
 
     def _put(self, item: Ready | BaseException | None) -> None:
         while not self._ready.empty():
