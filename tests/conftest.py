@@ -55,7 +55,7 @@ LAYERS = {
         checkpoint/test_resolve.py checkpoint/test_stored.py
         job/test_live_jobs.py job/test_output.py job/test_plan.py job/test_run.py
         prefix/test_fold_tensors.py schedule/test_prefill_scheduler.py schedule/test_steps.py
-        stream/test_spool_folder.py tasks/test_make_task.py tasks/test_rerank_task.py
+        tasks/test_make_task.py tasks/test_rerank_task.py
         tasks/test_score_task.py tasks/test_sentence_transformers.py
         text/test_broken_files.py text/test_chat.py text/test_grammar_real.py text/test_model_templates.py
         text/test_sentencepiece.py text/test_tokenizer.py

@@ -15,7 +15,7 @@ from ..checkpoint import Checkpoint
 from ..errors import InputError
 from ..model.config import ModelConfig
 from ..prefix import MEDIA_BASE
-from ..stream.folder import Shelf, Shelved
+from ..stream.tempfiles import Shelf, Shelved
 from ..text import Tokenizer
 from ..text.escaped import Escaping
 from ..text.media import ImageIds, Picture, too_long

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
-from pathlib import Path
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from ..errors import InputError
 from ..prefix import common_prefix_lengths
 from ..types import Grammar, Medium, Request, Sampling
+from .tempfiles import TempFile
 
 _SAMPLING = {field.name: field.default for field in fields(Sampling)}
 
@@ -158,30 +160,27 @@ class HeldOrder(Order):
 
 
 class FileOrder(Order):
-    """An order that is written to `path`, and its index to `path`.index."""
+    """An order that is written to a temporary file, and its index to another."""
 
-    def __init__(self, path: Path, requests: Iterable[SpooledRequest]):
-        self._path = path
-        index_path = path.with_suffix(".index")
-        offset = 0
-        with open(path, "wb", buffering=_BUFFER) as file, open(index_path, "wb", buffering=_BUFFER) as index_file:
-            for chunk, shared in _with_shared(requests):
-                index = np.empty(len(chunk), _INDEX)
-                index["shared"] = shared
-                for i, request in enumerate(chunk):
-                    index["offset"][i], index["length"][i] = offset, request.num_tokens
-                    offset += write_request(file, request)
-                index.tofile(index_file)
-        self._index = np.memmap(index_path, _INDEX, "r") if offset else np.zeros(0, _INDEX)
+    def __init__(self, requests: Iterable[SpooledRequest], directory: str | os.PathLike[str] | None = None):
+        self._file, index_file = TempFile(directory), TempFile(directory)
+        for chunk, shared in _with_shared(requests):
+            parts = [request_bytes(request) for request in chunk]
+            index = np.empty(len(chunk), _INDEX)
+            index["shared"] = shared
+            index["length"] = [request.num_tokens for request in chunk]
+            index["offset"] = self._file.end + np.cumsum([0, *map(len, parts[:-1])])
+            self._file.append(parts)
+            index_file.append([index.tobytes()])
+        self._index = np.frombuffer(index_file.mapped() if index_file.end else b"", _INDEX)
         self.lengths, self.shared = self._index["length"], self._index["shared"]
 
     def read(self, start: int, stop: int) -> Iterator[SpooledRequest]:
         if start >= stop:
             return
-        with open(self._path, "rb", buffering=_BUFFER if stop - start > 64 else 1 << 14) as file:
-            file.seek(int(self._index["offset"][start]))
-            for _, request in zip(range(stop - start), read_requests(file), strict=False):
-                yield request
+        buffering = _BUFFER if stop - start > 64 else 1 << 14
+        with self._file.reader(int(self._index["offset"][start]), self._file.end, buffering) as file:
+            yield from islice(read_requests(file), stop - start)
 
 
 def _with_shared(requests: Iterable[SpooledRequest]) -> Iterator[tuple[list[SpooledRequest], np.ndarray]]:
@@ -221,16 +220,14 @@ def join(requests: Sequence[SpooledRequest]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, offsets
 
 
-def write_request(file: Any, request: SpooledRequest) -> int:
-    """Writes a request, and returns how many bytes it took."""
+def request_bytes(request: SpooledRequest) -> bytes:
+    """Returns a request as it is written to files."""
     adapter, salt = request.adapter.encode("utf-8", "surrogatepass"), request.salt.encode("utf-8", "surrogatepass")
     targets, key = request.targets, request.key
     num_targets = -1 if targets is None else len(targets) // 4
     sizes = (len(request.tag), len(request.options), len(adapter), len(salt))
-    file.write(_HEADER.pack(request.number, len(key) // 4, num_targets, *sizes))
-    for part in (key, targets or b"", request.tag, request.options, adapter, salt):
-        file.write(part)
-    return _HEADER.size + len(key) + len(targets or b"") + sum(sizes)
+    header = _HEADER.pack(request.number, len(key) // 4, num_targets, *sizes)
+    return b"".join((header, key, targets or b"", request.tag, request.options, adapter, salt))
 
 
 def read_requests(file: Any) -> Iterator[SpooledRequest]:

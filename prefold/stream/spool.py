@@ -10,15 +10,14 @@ import heapq
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from operator import attrgetter
-from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from ..errors import InputError
 from ..types import Medium, Request
-from .folder import SpoolFolder
-from .order import FileOrder, HeldOrder, Order, SpooledRequest, encode, read_requests, write_request
+from .order import FileOrder, HeldOrder, Order, SpooledRequest, encode, read_requests, request_bytes
+from .tempfiles import TempFile
 from .window import Windows, cut_into_windows
 
 _REQUEST_OVERHEAD = 256  # bytes a request takes in memory besides its contents
@@ -31,11 +30,11 @@ class Spool:
 
     All requests are added first, from any threads; then windows are read, from one thread, as often as wanted, or
     ranges of the sorted order, from any threads (`order`). Reading needs memory for one window, and about
-    `memory_bytes` beside it. A spool is a context manager: its end
-    removes what it wrote to disk.
+    `memory_bytes` beside it. A spool is a context manager, which closes it at its end. What it writes to disk has no
+    name there, and is gone with it.
 
     memory_bytes  bytes of requests that are held in memory before they go to disk. InputError when below 1
-    directory     where the temporary folder is made, once there is something to write; None: the system's default
+    directory     where temporary files are made, once there is something to write; None: the system's default
     """
 
     def __init__(self, *, memory_bytes: int = 64 << 20, directory: str | os.PathLike[str] | None = None) -> None:
@@ -45,13 +44,13 @@ class Spool:
         self.num_tokens = 0
         self._memory_bytes = memory_bytes
         self._directory = directory
-        self._folder: SpoolFolder | None = None
         self._held: list[SpooledRequest] = []
         self._held_bytes = 0
         self._media: dict[int, Medium] = {}  # the images of all requests: their rows' ids are theirs while we hold them
         self._namespaces: set[tuple[str, str]] = set()  # adapters and salts
-        self._runs: list[Path] = []  # sorted; each holds a consecutive range of arrivals
-        self._merged: list[Path] | None = None  # the same requests in at most _FAN_IN runs
+        self._file: TempFile | None = None  # of all runs
+        self._runs: list[_Run] = []  # sorted; each holds a consecutive range of arrivals
+        self._merged: list[_Run] | None = None  # the same requests in at most _FAN_IN runs
         self._order: Order | None = None
         self._last = ("", "", b"")  # adapter, salt and tokens of the request that was added last
         self._state = "adding"
@@ -70,9 +69,7 @@ class Spool:
         with self._lock:
             self._state = "closed"
             self._held, self._runs, self._merged, self._order, self._media = [], [], None, None, {}
-            if self._folder is not None:
-                self._folder.close()
-                self._folder = None
+            self._file = None
 
     def add(self, request: Request, tag: bytes = b"") -> bool:
         """Takes one request; `tag` comes back with it in its window.
@@ -134,8 +131,7 @@ class Spool:
         with self._lock:
             if self._order is None:
                 if self._runs:
-                    assert self._folder is not None
-                    self._order = FileOrder(self._folder.path / "order", self._sorted_requests())
+                    self._order = FileOrder(self._sorted_requests(), self._directory)
                 else:
                     self._order = HeldOrder(self._held)
             return self._order
@@ -151,17 +147,10 @@ class Spool:
 
     def _spill(self) -> None:
         self._sort_held()
-        self._runs.append(self._write_run(f"{len(self._runs)}.run", self._held))
+        if self._file is None:
+            self._file = TempFile(self._directory)
+        self._runs.append(_Run.of(self._held, self._file))
         self._held, self._held_bytes = [], 0
-
-    def _write_run(self, name: str, requests: Iterable[SpooledRequest]) -> Path:
-        if self._folder is None:
-            self._folder = SpoolFolder(self._directory)
-        path = self._folder.path / name
-        with open(path, "wb", buffering=_MAX_BUFFER) as file:
-            for request in requests:
-                write_request(file, request)
-        return path
 
     def _sorted_requests(self) -> Iterator[SpooledRequest]:
         if not self._runs:
@@ -174,33 +163,24 @@ class Spool:
             self._merged = self._merge_runs(self._runs)
         yield from self._merge(self._merged)
 
-    def _merge_runs(self, runs: list[Path]) -> list[Path]:
-        """Returns at most _FAN_IN runs that hold the requests of all `runs`.
-
-        The files of `runs` stay; those that are written on the way and merged again are removed.
-        """
-        level = 0
+    def _merge_runs(self, runs: list[_Run]) -> list[_Run]:
+        """Returns at most _FAN_IN runs that hold the requests of all `runs`. A file of merged runs goes once they are
+        merged again, as nothing refers to it any more."""
         while len(runs) > _FAN_IN:
-            groups = [runs[i : i + _FAN_IN] for i in range(0, len(runs), _FAN_IN)]
-            merged = [self._write_run(f"{level}-{i}.merged", self._merge(g)) for i, g in enumerate(groups)]
-            if level:
-                for path in runs:
-                    path.unlink()
-            runs, level = merged, level + 1
+            file = TempFile(self._directory)
+            runs = [_Run.of(self._merge(runs[i : i + _FAN_IN]), file) for i in range(0, len(runs), _FAN_IN)]
         return runs
 
-    def _merge(self, runs: list[Path]) -> Iterator[SpooledRequest]:
+    def _merge(self, runs: list[_Run]) -> Iterator[SpooledRequest]:
         buffer = min(max(self._memory_bytes // len(runs), _MIN_BUFFER), _MAX_BUFFER)
-        with ExitStack() as stack:
-            files = [stack.enter_context(open(path, "rb", buffering=buffer)) for path in runs]
-            yield from heapq.merge(*(read_requests(file) for file in files))
+        yield from heapq.merge(*(run.requests(buffer) for run in runs))
 
     def _arrived_requests(self) -> Iterator[SpooledRequest]:
         if not self._runs:
             yield from sorted(self._held, key=attrgetter("namespace", "number"))
             return
         # Every run is read once, one namespace after the other. Runs hold consecutive ranges of arrivals.
-        ahead = [(_first_namespace(path), run, 0) for run, path in enumerate(self._runs)]
+        ahead = [(next(run.requests(_MIN_BUFFER)).namespace, number, 0) for number, run in enumerate(self._runs)]
         heapq.heapify(ahead)
         while ahead:
             _, run, offset = heapq.heappop(ahead)
@@ -210,20 +190,31 @@ class Spool:
                 heapq.heappush(ahead, (follows[0], run, follows[1]))
 
 
-def _first_namespace(path: Path) -> tuple[str, str]:
-    with open(path, "rb", buffering=_MIN_BUFFER) as file:
-        return next(read_requests(file)).namespace
+class _Run(NamedTuple):
+    """A _Run is a sorted run of requests: the bytes start <= byte < stop of a file."""
+
+    file: TempFile
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, requests: Iterable[SpooledRequest], file: TempFile) -> _Run:
+        """Returns the run of these requests, which are written to the file."""
+        return cls(file, *file.append(map(request_bytes, requests)))
+
+    def requests(self, buffering: int, offset: int = 0) -> Iterator[SpooledRequest]:
+        """Yields the requests of the run from the byte `offset` of it on."""
+        with self.file.reader(self.start + offset, self.stop, buffering) as file:
+            yield from read_requests(file)
 
 
-def _read_part(path: Path, offset: int) -> tuple[list[SpooledRequest], tuple[tuple[str, str], int] | None]:
+def _read_part(run: _Run, offset: int) -> tuple[list[SpooledRequest], tuple[tuple[str, str], int] | None]:
     """Returns the requests of the namespace that begins at `offset` in a run, and the next namespace with its offset;
     None behind the last one."""
     part: list[SpooledRequest] = []
-    with open(path, "rb", buffering=_MIN_BUFFER) as file:
-        file.seek(offset)
-        for request in read_requests(file):
-            if part and request.namespace != part[0].namespace:
-                return part, (request.namespace, offset)
-            part.append(request)
-            offset = file.tell()
+    for request in run.requests(_MIN_BUFFER, offset):
+        if part and request.namespace != part[0].namespace:
+            return part, (request.namespace, offset)
+        part.append(request)
+        offset += len(request_bytes(request))
     return part, None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from prefold.errors import InputError
-from prefold.tasks.base import Inputs, Work
+from prefold.tasks.base import Inputs, Task, Work
 from prefold.types import Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
 
 MAX_TOKENS = 200
@@ -26,7 +26,7 @@ def tokens_of(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
-class FakeTask:
+class FakeTask(Task):
     """One request a text of the item ({"text"} or {"query", "document(s)"}); the result is a score for each."""
 
     def __init__(self, name: str = "embed", kind: str = "last"):

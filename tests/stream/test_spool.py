@@ -90,24 +90,17 @@ def test_more_runs_than_can_be_merged_at_once(monkeypatch):
         assert contents(filled.windows(max_tokens=100, share=False)) == expected(job)
 
 
-def test_the_temporary_folder_comes_late_and_goes(tmp_path):
+def test_nothing_is_written_before_memory_is_full(tmp_path):
     with Spool(memory_bytes=2000, directory=tmp_path) as filled:
         filled.add(Request(np.arange(10)))
-        assert not os.listdir(tmp_path)
+        assert filled._file is None
         for _ in range(10):
             filled.add(Request(np.arange(100)))
-        assert len(os.listdir(tmp_path)) == 1
+        assert filled._file is not None
         windows = filled.windows(max_tokens=50)
         next(windows)
     assert not os.listdir(tmp_path)
     filled.close()
-
-
-def test_the_temporary_folder_goes_after_an_error(tmp_path):
-    with pytest.raises(KeyError), Spool(memory_bytes=1, directory=tmp_path) as filled:
-        filled.add(Request(np.arange(10)))
-        raise KeyError
-    assert not os.listdir(tmp_path)
 
 
 def test_many_threads_may_add():
