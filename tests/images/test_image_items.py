@@ -28,7 +28,7 @@ from prefold.images.table import MediaTable
 from prefold.model import config_from
 from prefold.prefix import MEDIA_BASE
 from prefold.stream import Spool
-from prefold.stream.folder import Shelf
+from prefold.stream.tempfiles import Shelf
 from prefold.tasks import make_task
 from prefold.tasks.embed import EmbedTask
 from prefold.tasks.sentence import ChatSettings, EmbedSettings
@@ -410,15 +410,15 @@ def test_files_in_items_are_held_in_bounded_memory(made, tmp_path, monkeypatch):
         assert tracemalloc.get_traced_memory()[0] < 6 << 20
     finally:
         tracemalloc.stop()
-    files = list(tmp_path.glob("*/*.file"))
-    assert 18 <= len(files) <= 20
+    shelf = images.shelf
+    assert 18 <= shelf._end // (2 << 20) <= 20 and not any(shelf._free.values()), "each takes a power of two"
     (window,) = spool.windows(max_tokens=1 << 20)
     media = images.table.find(window.tokens[window.tokens >= MEDIA_BASE])
     assert len(media) == 20 and all(medium.load().shape[1] == 3 for medium in media)
     spool.close()
     del media, window
     gc.collect()
-    assert not list(tmp_path.glob("*/*.file"))
+    assert len(shelf._free[2 << 20]) == shelf._end // (2 << 20)
 
 
 def test_what_is_held_of_recent_images():
