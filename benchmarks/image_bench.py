@@ -114,7 +114,7 @@ class Bench:
             cache=None if variant == "no reuse" else CacheOptions(),
         )
         kept = 256 << 20 if variant == "exact" else 0
-        return Engine(worker, EngineOptions(generation=generation, eos_ids=self.eos, media_memory=kept))
+        return Engine(worker, EngineOptions(generation=generation, eos_ids=self.eos, images={"media_memory": kept}))
 
 
 @dataclass

@@ -301,7 +301,10 @@ def http(options: argparse.Namespace) -> list[dict[str, Any]]:
         ]), flush=True)  # fmt: skip
         print()
         model = str(vision_folder(here / "small", SMALL, getattr(torch, options.dtype)))
-        kept: dict[str, dict[str, Any]] = {"rows": {"media_memory": 0}, "the tower's store": {"cache": "off"}}
+        kept: dict[str, dict[str, Any]] = {
+            "rows": {"images": {"media_memory": 0}},
+            "the tower's store": {"cache": "off"},
+        }
         for what, how in kept.items():
             with (
                 LLM(model, dtype=options.dtype, **how) as llm,

@@ -72,7 +72,7 @@ def company(options: argparse.Namespace) -> list[dict]:
     worker = LocalWorker(bench.model, parts=[image_part(bench.tower)])
     kept = GenerateOptions(kv_memory=(longest * len(rows) + 2) * worker.facts.slot_bytes)
     eos = bench.eos
-    plain = Engine(worker, EngineOptions(generation=kept, eos_ids=eos, sharing="off", media_memory=0))
+    plain = Engine(worker, EngineOptions(generation=kept, eos_ids=eos, sharing="off", images={"media_memory": 0}))
     exact = bench.engine("exact", longest, len(rows))
     shuffled = random.Random(0).sample(rows, len(rows))
     answers, lines = [], []

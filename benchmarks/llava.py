@@ -139,7 +139,9 @@ def _in_company(bench: Bench, rows: list[dict], images: list[Image], longest: in
     the same products do to answers."""
     worker = LocalWorker(bench.model, parts=[image_part(bench.tower)])
     kept = GenerateOptions(kv_memory=(longest * len(rows) + 2) * worker.facts.slot_bytes)
-    engine = Engine(worker, EngineOptions(generation=kept, eos_ids=bench.eos, sharing="off", media_memory=0))
+    engine = Engine(
+        worker, EngineOptions(generation=kept, eos_ids=bench.eos, sharing="off", images={"media_memory": 0})
+    )
     told: dict[str, list] = {row["id"]: [] for row in rows}
     for row, image in zip(rows, images, strict=True):
         engine.generator.add(bench.request(engine, row, image), None, told[row["id"]].append)

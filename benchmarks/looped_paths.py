@@ -75,8 +75,8 @@ class Paths:
             prepare(llm.model)
             return llm
 
-        self.read, self.save = make(fixed), make(fixed, exits="save")
-        self.hard, self.grouped = make(hard), make(hard, group="template")
+        self.read, self.save = make(fixed), make(fixed, looped={"exits": "save"})
+        self.hard, self.grouped = make(hard), make(hard, looped={"group": "template"})
         self.model, self.router = self.read.model, self.hard.model.loop.router
         self.order = tuple(self.model.loop.order)
         self.llm_of = {"fixed": self.read, "exits": self.save, "hard": self.hard, "by template": self.grouped}

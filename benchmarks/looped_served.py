@@ -69,7 +69,7 @@ def accuracy(folder: Path, nodes: int, device: str) -> dict[str, Any]:
     llm.close()
     if rows_leave():
         # Rows of prompts leave by the same rule, the edges of a graph and the query; visits are then those of all rows.
-        llm = LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 28, exits="save", cache="off")
+        llm = LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 28, looped={"exits": "save"}, cache="off")
         for threshold in LEAVING:
             name = f"rows leave at {threshold:.2f}"
             llm.engine.reset_stats()
@@ -207,7 +207,7 @@ def once(device: str) -> dict[str, Any]:
         "a route each": [tuple(number >> bit & 1 for bit in range(4)) * 2 for number in range(16)],
     }
     for name, routes in cases.items():
-        llm = random_llm(64, visits, device, exits="save")
+        llm = random_llm(64, visits, device, looped={"exits": "save"})
         tokens_of(llm, requests(prompts, [{"route": route} for route in routes], max_tokens=1))
         pairs = {
             (tuple(prompt[: at + 1]), route[: visit + 1])
@@ -252,8 +252,8 @@ def decode(
         how = {"dtype": "float32", "device": device, "kv_memory": 1 << 30, "cache": "off"}
         return LLM(str(folder), **how, max_running=max(256, batch), **options)
 
-    read, single = make(), make(exits="save", step_visits=1)
-    save, no_refill = make(exits="save"), make(exits="save", refill=False)
+    read, single = make(), make(looped={"exits": "save", "step_visits": 1})
+    save, no_refill = make(looped={"exits": "save"}), make(looped={"exits": "save", "refill": False})
     order = tuple(read.config.loop.order)
     rng = np.random.default_rng(batch)
     if folder:

@@ -22,26 +22,6 @@ from torch import Tensor
 
 from .errors import InputError, OutOfMemoryError
 
-__all__ = [
-    "DTYPES",
-    "TRITON_DEVICES",
-    "TRITON_DTYPES",
-    "available_memory",
-    "check_fits",
-    "choose_device",
-    "choose_dtype",
-    "compile_seconds",
-    "computes_bf16",
-    "free_cached",
-    "give_back",
-    "has_triton",
-    "keep_freed",
-    "on",
-    "runs_triton",
-    "send",
-    "upload",
-]
-
 # The dtypes that a model may be loaded in, by the name a user writes.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Kinds of device that Triton compiles for. (Its interpreter runs on "cpu": for tests.)

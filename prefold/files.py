@@ -13,8 +13,6 @@ from pathlib import Path
 
 from .errors import JobError
 
-__all__ = ["replacing", "sampled_digest", "writing"]
-
 _BLOCK = 1 << 16
 
 

@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["Ended", "Helper", "answer_all", "limit_process"]
-
 CHUNK = 1 << 20
 LENGTH = struct.Struct("<Q")
 PROGRAM = "import sys; from {module} import main; main(sys.argv[1:], sys.stdin.buffer, sys.stdout.buffer)"

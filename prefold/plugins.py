@@ -19,8 +19,6 @@ from typing import Any
 
 from .errors import CheckpointError
 
-__all__ = ["add_plugins", "load_plugins", "named_class", "plugins"]
-
 ROOMS = ("images", "looped", "shifted")
 VARIABLE = "PREFOLD_PLUGINS"
 _loaded: set[str] = set()

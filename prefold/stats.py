@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 
 import numpy as np
 
-__all__ = ["GenerationStats", "Jsonable", "Stats"]
-
 
 class Jsonable:
     """Jsonable is the base of what a user is given: `to_dict` makes plain values of its fields."""

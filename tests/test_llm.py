@@ -105,11 +105,12 @@ def test_token_ids_and_stats(llm):
         ({"threads": 0}, "threads"),
         ({"dtype": "int4"}, "dtype"),
         ({"device": "tpu9"}, "device"),
+        ({"looped": {"exits": "leave"}}, "exits is 'leave'"),
     ],
 )
-def test_bad_arguments_name_themselves(folder, arguments, word):
+def test_bad_arguments_name_themselves_before_the_model_is_looked_for(arguments, word):
     with pytest.raises(InputError, match=word):
-        LLM(str(folder), **arguments)
+        LLM("nothing-of-the-kind", **arguments)
 
 
 def test_bad_items_name_themselves(llm):

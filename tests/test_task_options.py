@@ -12,20 +12,25 @@ import click
 import pytest
 
 import prefold
-from prefold import InputError, Sampling
+from prefold import CacheOptions, InputError, Sampling
 from prefold.api.schema import body_schema
 from prefold.cli import main
+from prefold.cli.build import llm_options
 from prefold.cli.fingerprint import RESULT_OPTIONS
 from prefold.options import (
     FILTERS,
     OPTIONS,
     EmbedOptions,
+    ImageSettings,
+    LoopedSettings,
     SamplerOptions,
     cli_names,
     doc_of,
     filters_of,
     http_names,
     kind_of,
+    model_fields,
+    model_options,
     option_of,
     options_of,
     penalties_of,
@@ -86,6 +91,52 @@ def test_every_option_of_a_server_is_on_the_command_line_with_its_default():
         else:
             assert (has[one.name].help, given[one.name]) == (one.metadata["doc"], one.default)
             assert getattr(has[one.name].type, "min", None) == one.metadata["least"]
+
+
+def test_every_option_of_a_model_is_on_the_commands_that_it_names():
+    commands = {"model": "demo", "machine": "bench", "engine": "embed", "threshold": "run", "text": "generate"}
+    commands |= {"media": "plan", "serve": "serve"}
+    for name, option in model_fields().items():
+        kind = {p.name: p for p in main.commands[commands[option.metadata["on"]]].params}[name]
+        assert kind.help == option.metadata["doc"] and kind.opts == [f"--{name.replace('_', '-')}"]
+        assert getattr(kind.type, "min", None) == (option.metadata["least"] if kind.type.name != "bytes" else None)
+
+
+def test_what_the_command_line_sets_reaches_the_model():
+    arguments = ["x.jsonl", "--exits", "save", "--media-memory", "1MB", "--allow-media-host", "a.org", "--max-running"]
+    given = main.commands["generate"].make_context("generate", [*arguments, "3", "--kv-memory", "5kB"]).params
+    options = model_options(llm_options(given | {"image": "column"}))
+    assert options.looped == LoopedSettings(exits="save") and (options.kv_memory, options.max_running) == (5000, 3)
+    assert options.images == ImageSettings(media_memory=1_000_000, allow_media_host=("a.org",))
+    assert options == model_options({**llm_options(given), "sharing": "auto"}) and options.cache is None
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "says"),
+    [
+        ({"exits": "save"}, "exits", 'give looped={"exits": ...}'), ({"looped": {"exit": 1}}, "exit", "mean exits?"),
+        ({"looped": {"exits": "leave"}}, "exits", "'read', 'save', 'project'"), ({"images": 3}, "images", "a mapping"),
+        ({"images": {"allow_media_host": "a.org"}}, "allow_media_host", "a list of hosts"),
+        ({"images": {"media_memory": -1}}, "media_memory", "0 or more"), ({"threads": "4"}, "threads", "a whole"),
+        ({"cache": "mru"}, "cache", "lru, lfu"), ({"dtyp": "float32"}, "dtyp", "mean dtype?"),
+        ({"sharing_threshold": True}, "sharing_threshold", "auto"), ({"load_format": "gguf"}, "load_format", "'dummy'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_of_a_model_is_named(given, field, says):
+    with pytest.raises(InputError) as caught:
+        model_options(given)
+    assert caught.value.field == field and says in caught.value.remedy
+
+
+def test_a_model_takes_settings_as_mappings_and_as_objects():
+    options = model_options({"looped": {"refill": False}, "images": False, "cache": "lfu"})
+    assert options == model_options(
+        {
+            "looped": LoopedSettings(refill=False),
+            "images": ImageSettings(tower=False),
+            "cache": CacheOptions(policy="lfu"),
+        }
+    )
 
 
 @pytest.mark.parametrize("name", ["min_p", "top_n_sigma"])

@@ -12,13 +12,11 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from os import PathLike
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
+from ..options import POLICIES, CacheOptions
 from ..prefix import clear_of_span
 from ..types import Share
 from .accounts import Account, Accounts
@@ -26,54 +24,6 @@ from .slots import SlotPool
 from .tree import Node, RadixTree, common_prefix
 
 __all__ = ["POLICIES", "CacheOptions", "RadixCache"]
-
-Policy = Literal["lru", "lfu", "priority"]
-POLICIES: tuple[Policy, ...] = ("lru", "lfu", "priority")
-
-
-class Shifting(Protocol):
-    """A Shifting says which chunks of text are reused at other positions. min_tokens: the fewest tokens of a chunk."""
-
-    @property
-    def min_tokens(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """A CacheOptions says what the cache keeps, and for how long. Raises InputError for values out of range.
-
-    policy       which rows go first when room is needed: the least recently used ("lru"), the least often used
-                 ("lfu"), or those of the lowest priority of a request ("priority"); among equals, the last two take the
-                 least recently used
-    ttl          seconds after its last use at which a row goes, at the latest before a later request is taken in; None:
-                 never
-    max_tokens   the most rows kept beside those in use; None: as many as the KV store holds
-    min_overlap  prefixes of fewer tokens are neither used nor kept: they cost less to compute than to look after. They
-                 are kept where longer ones begin with them
-    shifted      which chunks of text are reused at other positions than they were computed at, for approximate results;
-                 or the file that `prefold verify --reuse shifted` wrote, which an LLM reads. None: reuse is exact
-    """
-
-    policy: Policy = "lru"
-    ttl: float | None = None
-    max_tokens: int | None = None
-    min_overlap: int = 16
-    shifted: Shifting | str | PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            message = f"the cache policy is {self.policy!r}"
-            raise InputError(message, field="policy", remedy=f"use {', '.join(POLICIES)}")
-        for name in ("ttl", "max_tokens", "min_overlap"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise InputError(f"{name} is {value}", field=name, remedy="give 0 or more")
-        if self.shifted is None or isinstance(self.shifted, (str, PathLike)):
-            return
-        if self.shifted.min_tokens < self.min_overlap:
-            message = f"chunks of {self.shifted.min_tokens} tokens are to be reused, and prefixes of {self.min_overlap}"
-            remedy = f"give {self.shifted.min_tokens} or less"
-            raise InputError(message, field="min_overlap", remedy=remedy)
 
 
 class RadixCache:
@@ -88,7 +38,7 @@ class RadixCache:
         self,
         tree: RadixTree,
         pool: SlotPool,
-        options: CacheOptions = CacheOptions(),
+        options: CacheOptions = CacheOptions(),  # noqa: B008
         clock: Callable[[], float] = time.monotonic,
     ):
         self.options = options

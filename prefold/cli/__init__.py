@@ -20,8 +20,6 @@ from .streams import Stopped, guarded, say
 from .tasks import classify, embed, generate, rerank, run, score
 from .verify import verify
 
-__all__ = ["main"]
-
 
 class _Group(click.Group):
     """Runs the commands. It keeps the arguments, for the command that resumes, and reports errors in one message."""

@@ -22,8 +22,6 @@ from .options import (
     text_options,
 )
 
-__all__ = ["bench"]
-
 MODES = ("full", "mlp", "off")
 
 

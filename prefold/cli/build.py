@@ -14,23 +14,19 @@ import click
 from ..cluster.backends import Backend, backend_named
 from ..errors import InputError, JobError
 from ..images.table import MediaTable
-from ..options import OPTIONS, ConversationOptions, LoopedOptions, SamplerOptions, cli_names, kind_of
-
-__all__ = [
-    "LazyTasks",
-    "adapter_folders",
-    "backend_name",
-    "backend_of",
-    "check_tokenizer",
-    "conversation_settings",
-    "find_model",
-    "image_reader",
-    "llm_options",
-    "load_llm",
-    "open_model",
-    "sampling_settings",
-    "uses_chat",
-]
+from ..options import (
+    GROUPS,
+    OPTIONS,
+    CacheOptions,
+    ConversationOptions,
+    LoopedOptions,
+    ModelOptions,
+    SamplerOptions,
+    cli_names,
+    kind_of,
+    model_fields,
+    model_keywords,
+)
 
 Options = dict[str, Any]
 
@@ -116,24 +112,21 @@ def image_reader(o: Options) -> Any:
 
 def llm_options(o: Options) -> dict[str, Any]:
     """Returns the keywords for `LLM`, but its checkpoint and tokenizer, out of the options that were given."""
-    names = ("dtype", "device", "threads", "sharing", "max_batch_rows")
-    names_given = ("kv_memory", "max_running", "media_memory", "tensor_parallel", "exits", "sharing_threshold")
-    given = {n: o[n] for n in names_given if o.get(n) is not None}
+    declared = model_fields(ModelOptions, *GROUPS.values())
+    given = {one.name: o[name] for name, one in declared.items() if o.get(name) not in (None, (), False)}
     if o.get("adapter"):
         given["adapters"] = adapter_folders(o)
-    if o.get("cache_prefill"):
-        given["cache_prefill"] = True
     if o.get("task") and not (o.get("image") or o.get("messages")):
-        given["images"] = False  # the table has texts alone
-    # A job knows its future: what is done with is not needed again. Of a stream nobody knows it.
-    given["cache"] = o.get("cache") or ("lru" if o.get("stream") else "off")
-    if o.get("cache_reuse_shifted") and isinstance(given["cache"], str):
-        if o.get("cache") == "off":
+        given["tower"] = False  # the table has texts alone
+    if not isinstance(o.get("cache"), CacheOptions):
+        kept = {one.name: o[name] for name, one in model_fields(CacheOptions).items() if o.get(name) is not None}
+        # A job knows its future: what is done with is not needed again. Of a stream nobody knows it.
+        given["cache"] = o.get("cache") or ("lru" if kept or o.get("stream") else "off")
+        if given["cache"] == "off" and "shifted" in kept:
             raise click.UsageError("--cache-reuse-shifted needs a cache; leave out --cache off")
-        from ..cache import CacheOptions
-
-        given["cache"] = CacheOptions(policy=o.get("cache") or "lru", shifted=o["cache_reuse_shifted"])
-    return {name: o[name] for name in names} | given
+        if given["cache"] != "off" and kept:
+            given["cache"] = CacheOptions(policy=given["cache"], **kept)
+    return model_keywords(given)
 
 
 # ---------------------------------------------------------------------------------------------- tasks

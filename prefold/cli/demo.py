@@ -12,8 +12,6 @@ import click
 
 from .options import DEFAULT_MODEL, engine_options, model_options
 
-__all__ = ["SMALL_MODEL", "demo", "demo_items"]
-
 # A small general model judges better when asked in its own chat format than by Qwen3-Reranker's prompt.
 SMALL_MODEL = {
     "template": (

@@ -13,8 +13,6 @@ from ..errors import InputError, JobError
 from .build import LazyTasks, check_tokenizer, image_reader, load_llm, open_model, read_bytes, uses_chat
 from .refusals import refuse_conversation_options
 
-__all__ = ["answer"]
-
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
              "delimiter", "max_cell_lines", "empty", "media_folder", "json_columns", "ray", "url", "replicas",

@@ -12,8 +12,6 @@ from ..options import journal_names
 from .build import Options, adapter_folders, read_bytes
 from .input import COLUMN_OPTIONS, Input
 
-__all__ = ["fingerprint"]
-
 
 def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) -> dict[str, Any]:
     """Returns the fingerprint of a job: its input, its model, its task, and the options that change a result.
@@ -55,8 +53,6 @@ FILES = ("examples", "labels_file", "cache_reuse_shifted")
 # a digest is kept, and the seed has a place of its own.
 RESULT_OPTIONS = (
     *journal_names(),
-    "exits",
-    "cache_reuse_shifted",
     "chat",
     "recommended",
     "tokenizer",
@@ -66,7 +62,6 @@ RESULT_OPTIONS = (
     "media_folder",
     "media_bytes",
     "media_pixels",
-    "allow_media_host",
     "backend",
     "backend_option",
 )

@@ -12,8 +12,6 @@ from ..cluster.backends import backend_named, backend_names
 from .build import Options, backend_name, backend_of, llm_options
 from .streams import say
 
-__all__ = ["FleetModel", "has_fleet", "load_fleet"]
-
 
 class FleetModel:
     """Stands for the LLM of a job that runs on a fleet."""

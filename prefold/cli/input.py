@@ -23,8 +23,6 @@ from .build import (
 )
 from .refusals import refuse_conversation_options, refuse_other_tasks_options
 
-__all__ = ["COLUMN_OPTIONS", "Input", "Sample", "draw", "open_input"]
-
 COLUMN_OPTIONS = (
     "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "image", "id_column",
     "keep", "empty",

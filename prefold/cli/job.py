@@ -25,8 +25,6 @@ from .fleet import has_fleet, load_fleet
 from .input import Input, open_input
 from .streams import say
 
-__all__ = ["FAILED_RECORDS", "run_command"]
-
 FAILED_RECORDS = 3
 
 

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 import click
 
-__all__ = ["Blocks", "Bytes", "Device", "Threshold"]
-
 
 class Bytes(click.ParamType):
     """Reads a number of bytes: 1000000, 512MiB, 4GiB, 2GB."""

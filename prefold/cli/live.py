@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["InOrder", "generate_live"]
-
 
 class InOrder:
     """Shows answers one below the other, although they are made at the same time.

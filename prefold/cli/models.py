@@ -6,8 +6,6 @@ import click
 
 from .options import plugin_option
 
-__all__ = ["models"]
-
 
 @click.command(short_help="What runs here.")
 @plugin_option

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
 import click
 
-from ..options import LoopedOptions, SamplerOptions, cli_names, kind_of, option_of
+from ..options import POLICIES, LoopedOptions, SamplerOptions, cli_names, kind_of, model_fields, option_of
 from .kinds import Blocks, Bytes, Device, Threshold
-
-__all__ = ["DEFAULT_MODEL", "NUMERIC_TASKS", "TASKS", "all_of", "click_option", "column_options", "engine_options"]
-__all__ += ["generation_options"]
-__all__ += [
-    "job_options",
-    "limit_options",
-    "machine_options",
-    "media_options",
-    "model_options",
-    "options_for",
-    "output_options",
-    "plugin_option",
-    "task_options",
-    "text_options",
-    "threshold_option",
-]
 
 DEFAULT_MODEL = "smollm2-135m"
 NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # the tasks whose results are numbers
 TASKS = (*NUMERIC_TASKS, "generate")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("jsonl", "csv", "tsv", "parquet")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -51,9 +34,9 @@ def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) ->
         found["is_flag"] = True
     elif words:
         found["type"] = click.Choice(words)
-    elif str(option.type) == "tuple[str, ...]":
+    elif str(option.type) in ("tuple[str, ...]", "Collection[str]"):
         found["multiple"] = True
-    elif option.name.endswith("_bytes"):
+    elif option.name.endswith(("_bytes", "_memory")):
         found |= {"type": Bytes(), "metavar": about["metavar"] or "BYTES"}
     else:
         found["type"] = kind if bounded is None else bounded(*bounds, min_open=about["above"])
@@ -83,6 +66,28 @@ def _plugins(ctx: click.Context, param: click.Parameter, names: tuple[str, ...])
     add_plugins(names)
 
 
+# Values that the command line reads in a way of its own; and of these options it says only whether they were given.
+_KINDS: dict[str, dict[str, Any]] = {
+    "device": {"type": Device()},
+    "sharing_threshold": {"type": Threshold()},
+    "cache": {"type": click.Choice(["off", *POLICIES]), "metavar": None, "default": None},
+    **{name: {"default": None} for name in ("max_running", "media_memory", "allow_media_host")},
+}
+
+
+def declared(parameter: str, option: Field[Any], *flags: str) -> Decorator:
+    """Returns the command line's option for an option with its default: of a model, or of a server."""
+    shown = kind_of(option) is not bool and option.default not in (None, ())
+    default = {"default": option.default, "show_default": True} if shown else {}
+    return click_option(option, parameter, *flags, **default | _KINDS.get(parameter, {}))
+
+
+def model_group(*groups: str, but: Sequence[str] = ()) -> Decorator:
+    """Returns a decorator that adds the options of a model which these groups of commands have."""
+    on = {name: one for name, one in model_fields().items() if one.metadata["on"] in groups and name not in but}
+    return all_of(*(declared(name, one) for name, one in on.items()))
+
+
 plugin_option = click.option(
     "--plugin",
     metavar="MODULE",
@@ -96,54 +101,19 @@ plugin_option = click.option(
 model_options = all_of(
     click.option("-m", "--model", default=DEFAULT_MODEL, show_default=True, metavar="NAME",
                  help="Built-in name, local folder, .gguf file, or hub id."),
-    click.option("--mmproj", metavar="FILE", help="For images: the GGUF file of the tower of a .gguf file."),
-    click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto", show_default=True,
-                 help="dummy: random weights of the model's shape, for benchmarks."),
+    model_group("model"),
     plugin_option,
 )  # fmt: skip
 
-machine_options = all_of(
-    click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True,
-                 help="auto: what the checkpoint is stored in, where the machine computes in it."),
-    click.option("--device", type=Device(), default="auto", show_default=True, metavar="NAME",
-                 help="auto (a GPU, if there is one), cpu, cuda, or cuda:N."),
-    click.option("--threads", type=click.IntRange(1), metavar="N", help="Threads on a CPU.  [default: its cores]"),
-)  # fmt: skip
-
-engine_options = all_of(
-    machine_options,
-    click.option("--sharing", type=click.Choice(["auto", "full", "mlp", "off"]), default="auto", show_default=True,
-                 help="What is computed once for a shared prefix: everything, all but attention, nothing."),
-    click.option("--max-batch-rows", type=click.IntRange(1), metavar="N",
-                 help="Rows of a step, at most.  [default: what the device affords; of generation what is found fast]"),
-    click.option("--exits", type=click.Choice(["read", "save", "project"]), default="read", show_default=True,
-                 help="Of a looped model: rows make all visits, or leave, so that later visits see what they saved or "
-                      "what is projected from their state."),
-    click.option("--tensor-parallel", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-                 help="Processes the model is split over; GPUs, where they are used."),
-    click.option("--media-memory", type=Bytes(), metavar="BYTES",
-                 help="Memory for what a model's tower made of images, kept for others that ask.  [default: 256MiB]"),
-)  # fmt: skip
-
+machine_options = model_group("machine")
+engine_options = all_of(machine_options, model_group("engine"))
+generation_options = model_group("text")
+threshold_option = model_group("threshold")
 media_options = all_of(
-    click.option("--allow-media-host", metavar="HOST", multiple=True,
-                 help="A host from which images are fetched, where they are given by https address. May be repeated."),
+    model_group("media"),
     click.option("--media-bytes", type=Bytes(), metavar="BYTES", help="Size of an image's file.  [default: 20MB]"),
     click.option("--media-pixels", type=click.IntRange(1), metavar="N",
                  help="Height times width of an image.  [default: 64000000]"),
-)  # fmt: skip
-
-generation_options = all_of(
-    click.option("--kv-memory", type=Bytes(), metavar="BYTES",
-                 help="Memory for keys and values while text is generated, such as 4GiB.  [default: half of what is"
-                      " free, on a CPU at most 4GiB]"),
-    click.option("--max-running", type=click.IntRange(1), metavar="N", help="Sequences generated at once."),
-    click.option("--cache", type=click.Choice(["off", "lru", "lfu", "priority"]),
-                 help="Keep keys and values of prompts for later windows, and forget by this policy.  [default: off; "
-                      "with --stream lru]"),
-    click.option("--cache-reuse-shifted", metavar="FILE",
-                 help="Reuse chunks of text at other positions too, for approximate answers: FILE is what `prefold "
-                      "verify --reuse shifted` wrote when its bound was met."),
 )  # fmt: skip
 
 fleet_options = all_of(
@@ -362,13 +332,6 @@ def column_options(*tasks: str) -> Decorator:
                           "rows, is taken for a broken quote. 0: any number, whatever they look like.  "
                           "[default: 1000]"),
     )  # fmt: skip
-
-
-threshold_option = click.option(
-    "--sharing-threshold", type=Threshold(), default="auto", show_default=True, metavar="SHARE",
-    help="With --sharing auto: prompts whose numbers are read together are computed as with off where their unique "
-         "tokens are a larger share of their tokens, such as 0.85. auto: never.",
-)  # fmt: skip
 
 
 def options_for(task: str) -> dict[str, click.Option]:

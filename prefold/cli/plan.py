@@ -12,8 +12,6 @@ import click
 
 from .options import TASKS, column_options, limit_options, media_options, model_options, task_options
 
-__all__ = ["plan"]
-
 _SHOWN_SEGMENTS = 32
 
 

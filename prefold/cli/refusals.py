@@ -12,8 +12,6 @@ from click.core import ParameterSource
 from ..options import ConversationOptions
 from .options import TASKS, options_for
 
-__all__ = ["refuse_conversation_options", "refuse_other_tasks_options"]
-
 _CONVERSATION = [one.name for one in fields(ConversationOptions) if one.name != "tools"]  # which is a column
 
 

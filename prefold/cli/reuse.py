@@ -12,8 +12,6 @@ import click
 
 from ..errors import InputError, JobError
 
-__all__ = ["refuse_reuse_options", "reuse_options", "verify_reuse"]
-
 # Those of ShiftedReuse, which is not imported for a help text.
 DEFAULTS = {"min_tokens": 64, "recompute": 64, "max_matches": 64, "min_share": 0.25, "window": 8192}
 # The option of each setting.

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import Field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import JobError
-from ..options import kind_of
 from ..serve.options import ServeOptions
 from .options import (
     all_of,
-    click_option,
+    declared,
     engine_options,
     generation_options,
     media_options,
+    model_group,
     model_options,
     threshold_option,
 )
-
-__all__ = ["serve"]
 
 
 def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -46,15 +44,13 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
     ctx.default_map = {known[name].name: setting for name, setting in found.items()}  # type: ignore[misc]
 
 
-def _option(one: Field[Any]) -> Any:
-    """Returns the option for a field of ServeOptions, with that field's default."""
-    flags = [f"--{name.replace('_', '-')}" for name in one.metadata["cli"]]
-    has_default = kind_of(one) not in (bool, None) and one.default is not None
-    settings = {"default": one.default, "show_default": True} if has_default else {}
-    return click_option(one, one.name, *flags, **settings)
-
-
-_SERVER = all_of(*(_option(one) for one in fields(ServeOptions) if one.metadata["cli"] != (None,)))
+_SERVER = all_of(
+    *(
+        declared(one.name, one, *(f"--{name.replace('_', '-')}" for name in one.metadata["cli"]))
+        for one in fields(ServeOptions)
+        if one.metadata["cli"] != (None,)
+    )
+)
 
 
 @click.command(short_help="Answer HTTP requests: the APIs of OpenAI, vLLM and others.")
@@ -74,27 +70,7 @@ _SERVER = all_of(*(_option(one) for one in fields(ServeOptions) if one.metadata[
     multiple=True,
     help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated.",
 )
-@click.option(
-    "--cache-reuse",
-    type=click.IntRange(0),
-    default=16,
-    show_default=True,
-    metavar="N",
-    help="Prefixes of fewer tokens are neither used nor kept.",
-)
-@click.option(
-    "--cache-reuse-ttl",
-    type=click.FloatRange(0),
-    metavar="SECONDS",
-    help="What is kept goes so long after its last use.  [default: never]",
-)
-@click.option(
-    "--cache-reuse-max-tokens",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Rows kept beside those in use.  [default: what the memory holds]",
-)
-@click.option("--cache-prefill", is_flag=True, help="Embedding and reranking use and fill the cache of generation too.")
+@model_group("serve")
 @engine_options
 @threshold_option
 @media_options
@@ -109,7 +85,6 @@ def serve(**o: Any) -> None:  # fmt: skip
     prefold serve -m HuggingFaceTB/SmolLM2-135M-Instruct --port 8000
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
-    from ..cache import CacheOptions
     from ..checkpoint import BUILT_IN
     from .build import adapter_folders, find_model, image_reader, load_llm, open_model
 
@@ -120,10 +95,6 @@ def serve(**o: Any) -> None:  # fmt: skip
 
     names = [name for name in ServeOptions.__dataclass_fields__ if name in o]
     options = ServeOptions(**{name: o[name] for name in names})
-    if o["cache"] != "off":
-        ttl, most, least = o["cache_reuse_ttl"], o["cache_reuse_max_tokens"], o["cache_reuse"]
-        how = {"ttl": ttl, "max_tokens": most, "min_overlap": least, "shifted": o["cache_reuse_shifted"]}
-        o["cache"] = CacheOptions(policy=o["cache"] or "lru", **how)
 
     def load() -> Any:
         llm = load_llm(o, *open_model(o))

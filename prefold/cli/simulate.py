@@ -11,8 +11,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-__all__ = ["simulate"]
-
 
 @click.command(short_help="What a fleet would take: seconds, cost, idle time.")
 @click.argument("what", metavar="repetition|TRACE")

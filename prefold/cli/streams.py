@@ -14,8 +14,6 @@ from typing import Any
 
 import click
 
-__all__ = ["Stopped", "guarded", "say"]
-
 
 class Stopped(SystemExit):
     """Ends the process because of a signal; its code is 128 and the signal's number."""

@@ -11,8 +11,6 @@ import click
 
 from .options import TASKS, job_options
 
-__all__ = ["classify", "embed", "generate", "rerank", "run", "score"]
-
 json_option = click.option("--json", "as_json", is_flag=True, help="Answer texts in JSON lines.")
 
 

@@ -23,8 +23,6 @@ from .options import (
 )
 from .reuse import refuse_reuse_options, reuse_options, verify_reuse
 
-__all__ = ["verify"]
-
 
 @click.command(short_help="Measure what sharing and precision do to results.")
 @click.argument("input", metavar="INPUT...", nargs=-1, required=True)

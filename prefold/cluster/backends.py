@@ -52,7 +52,7 @@ class Backend:
              replica has on Ray, and are to be returned
         own  what --backend-option gave
         """
-        return {**llm, "load_format": o["load_format"]}
+        return dict(llm)
 
     def host(self, model: str, options: Options) -> Host:
         """Returns a replica from the inside, in the process that computes."""

@@ -2,6 +2,6 @@
 
 from .engine import Engine
 from .meter import StepInfo
-from .options import MEDIA_MEMORY, EngineOptions, GenerateOptions
+from .options import EngineOptions, GenerateOptions
 
-__all__ = ["MEDIA_MEMORY", "Engine", "EngineOptions", "GenerateOptions", "StepInfo"]
+__all__ = ["Engine", "EngineOptions", "GenerateOptions", "StepInfo"]

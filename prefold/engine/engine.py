@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from contextlib import aclosing, closing
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -58,11 +58,11 @@ class Engine(EngineLoop):
         self.options = options
         self.meter = Meter()
         self._visits = visits_of(worker.facts, options.generation)
-        check_schedulers(worker.facts, options.generation, options.sharing)
+        check_schedulers(worker.facts, options.generation, self.sharing)
         self.media = MediaTable() if media is None else media
         takes_images = worker.facts.of(ImageFacts) is not None
-        self.images = ImageDesk(worker, self.media, options.media_memory, self.meter) if takes_images else None
-        self._choice = SharingChoice(options.sharing_threshold)
+        self.images = ImageDesk(worker, self.media, options.images.media_memory, self.meter) if takes_images else None
+        self._choice = SharingChoice(cast(float, options.sharing_threshold))
         self._budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)
 
     def _budget_of(self, rows: int) -> StepBudget:
@@ -84,7 +84,7 @@ class Engine(EngineLoop):
     @property
     def sharing(self) -> Sharing:
         """Returns how rows are shared between requests where a run does not say otherwise."""
-        return self.options.sharing
+        return cast(Sharing, self.options.sharing)
 
     @property
     def max_batch_rows(self) -> int:
@@ -174,7 +174,7 @@ class Engine(EngineLoop):
     ) -> Iterator[tuple[bytes, Result | InputError]]:
         """Runs windows whose rows leave, or take routes: in the slots of the KV store, so that last rows are read."""
         if sharing == "mlp":
-            remedy = 'use full or off, or give the LLM exits="read"'
+            remedy = 'use full or off, or give the LLM looped={"exits": "read"}'
             raise InputError("rows that leave share all or nothing", field="sharing", remedy=remedy)
         how: dict[str, Any] = {"stopping": stopping}
         with self.meter.heard_by(on_step):

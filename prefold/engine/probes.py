@@ -98,6 +98,6 @@ def last_rows(windows: Iterable[Window | None], readout: Readout) -> Probes:
         if not can_probe(readout, np.diff(window.target_offsets)):
             what = "several targets of a prompt" if readout.kind == "logprobs" else f"{readout.kind!r}"
             message = f"{what} is read at rows that are not last, and only last rows are read where rows leave"
-            remedy = 'ask for one target or the last row, or give the LLM exits="read"'
+            remedy = 'ask for one target or the last row, or give the LLM looped={"exits": "read"}'
             raise InputError(message, field="readout", remedy=remedy, code="no_readout")
         yield _tagged(window)

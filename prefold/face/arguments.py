@@ -11,9 +11,6 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from ..text.media import Pictured
 
-__all__ = ["Ids", "Message", "Prompt", "Text", "Vector"]
-__all__ += ["as_items", "as_prompts", "as_texts", "chats_of", "check_errors", "first_error", "pair_up", "take_adapters"]
-
 T = TypeVar("T")
 Message = Mapping[str, object]  # {"role": "user", "content": "..."}
 

@@ -3,12 +3,19 @@ are the options that `prefold.options` declares."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, TypedDict
 
-from ..options import Grammar, JsonSpace, Normalization, Pooling, Truncate
-
-__all__ = ["ClassifyKeywords", "EmbedKeywords", "GenerationKeywords", "RerankKeywords", "ScoreKeywords"]
+from ..options import (
+    CacheOptions,
+    Grammar,
+    ImageSettings,
+    JsonSpace,
+    LoopedSettings,
+    Normalization,
+    Pooling,
+    Truncate,
+)
 
 
 class TaskKeywords(TypedDict, total=False):
@@ -107,3 +114,45 @@ class GenerationKeywords(TaskKeywords, total=False):
     response_format: type | Mapping[str, object] | None
     salt: str
     priority: int
+
+
+class LoopedKeywords(TypedDict, total=False):
+    """Holds the options that `LLM(looped=)` takes."""
+
+    exits: Literal["read", "save", "project"]
+    refill: bool
+    group: Literal["block", "template"]
+    step_visits: int
+
+
+class ImageKeywords(TypedDict, total=False):
+    """Holds the options that `LLM(images=)` takes."""
+
+    tower: bool
+    mmproj: str | None
+    media_memory: int
+    allow_media_host: Collection[str]
+
+
+class ModelKeywords(TypedDict, total=False):
+    """Holds the keywords of `LLM`, but `model`, `tokenizer` and `media`."""
+
+    load_format: Literal["auto", "dummy"]
+    revision: str | None
+    seed: int
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    device: str
+    threads: int | None
+    tensor_parallel: int
+    decode_graphs: bool
+    adapters: Mapping[str, str] | None
+    cache: CacheOptions | Literal["off", "lru", "lfu", "priority"]
+    kv_memory: int | None
+    max_running: int
+    reserve_output: bool
+    looped: LoopedSettings | LoopedKeywords
+    sharing: Literal["auto", "full", "mlp", "off"]
+    sharing_threshold: float | Literal["auto"]
+    max_batch_rows: int | None
+    cache_prefill: bool
+    images: ImageSettings | ImageKeywords | bool

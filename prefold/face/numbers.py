@@ -15,8 +15,6 @@ from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeyw
 from .results import Classification, Ranking, Score
 from .running import CallForm, TaskRunner
 
-__all__ = ["NumericTasks"]
-
 T = TypeVar("T")
 Labels = Sequence[str] | Mapping[str, str] | None
 Errors = Literal["raise", "return"]

@@ -10,8 +10,6 @@ import numpy as np
 from ..errors import InputError
 from ..types import Generated, Jsonable
 
-__all__ = ["Classification", "Piece", "Ranking", "Score"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking(Jsonable):

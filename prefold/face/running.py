@@ -24,7 +24,6 @@ from .arguments import first_error
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["CallForm", "TaskRunner", "check_process", "warn_of_images"]
 
 KEPT_TASKS = 64
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

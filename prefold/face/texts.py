@@ -14,8 +14,6 @@ from .keywords import GenerationKeywords
 from .results import Piece
 from .running import CallForm, TaskRunner, warn_of_images
 
-__all__ = ["Texts"]
-
 Item: TypeAlias = "Text | Mapping[str, object]"  # a prompt, or the fields of GenerateItem
 Adapter = str | Sequence[str | None] | None
 Answer = Generated | InputError | list[Generated]

@@ -75,7 +75,7 @@ class MediaHosts:
             remedy = f"the hosts that are allowed: {known}" if known else "give the image itself as a data URL"
             raise _error(
                 field, f"is at {host[:100]!r}, from where nothing is fetched",
-                remedy + ", or allow the host with allow_media_host (--allow-media-host)",
+                remedy + ", or allow the host with images={\"allow_media_host\": [...]} (--allow-media-host)",
             )  # fmt: skip
         if any(ord(letter) < 33 for letter in parts.path + parts.query):
             raise _error(field, "is no address", "check it")

@@ -42,8 +42,10 @@ __all__ = [
 # Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
 IMAGE_PARTS = ("image_url", "input_image", "image")
 LOAD = "load a model that sees images: a folder of Gemma 3 (4B and larger), Idefics3 or SmolVLM, or its GGUF file with "
-LOAD += "mmproj=FILE (--mmproj FILE), and without images=False; servers (--url) and vLLM (--backend vllm) are sent "
-LOAD += "text alone"
+LOAD += (
+    'images={"mmproj": FILE} (--mmproj FILE), and without images=False; servers (--url) and vLLM (--backend vllm) are '
+)
+LOAD += "sent text alone"
 
 
 @dataclass(eq=False)

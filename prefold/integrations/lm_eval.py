@@ -19,7 +19,6 @@ import inspect
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 
 from ..errors import InputError, MissingExtraError, PrefoldError
 from ..llm import LLM
-from ..options import FILTERS, PENALTIES
+from ..options import FILTERS, PENALTIES, ModelOptions, check_options
 from ..tasks import ScoreItem
 from ..tasks.score import leading_ids
 
@@ -215,14 +214,8 @@ def _check_options(pretrained: object, options: Mapping[str, object]) -> None:
     if pretrained is None:
         remedy = "add --model_args pretrained=NAME (a hub id, a folder, a .gguf file, or a built-in name)"
         raise InputError("the model is not named", field="pretrained", remedy=remedy, code="missing_option")
-    known = [name for name in inspect.signature(LLM).parameters if name not in ("model", "tokenizer")]
-    known += [name for name in inspect.signature(PrefoldLM).parameters if name not in ("options", "device")]
-    for name in options:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            message, remedy = f"the model has no option {name!r}", f"{hint}it has: {', '.join(sorted(known))}"
-            raise InputError(message, field=name, remedy=remedy, code="unknown_option")
+    own = [name for name in inspect.signature(PrefoldLM).parameters if name not in ("options", "device")]
+    check_options("the model", options, sorted([*ModelOptions.__dataclass_fields__, *own]))
 
 
 def _sampling(wanted: dict[str, Any]) -> dict[str, Any]:

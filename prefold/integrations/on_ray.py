@@ -22,6 +22,7 @@ from ..cluster.fleet import Fleet
 from ..errors import FleetError, InputError, JobError, MissingExtraError, PrefoldError
 from ..images.items import image_inputs
 from ..images.table import MediaTable
+from ..options import model_options
 from ..plugins import add_plugins, plugins
 from ..stream import Feed, LiveInput
 from ..tasks import make_task
@@ -100,17 +101,19 @@ class _OnRay:
         from ..model import config_from
         from ..text import tokenizer_or_none
 
-        o, media = self.options, MediaTable()
-        known = {name: o[name] for name in ("revision", "load_format", "mmproj") if name in o}
+        given, media = dict(self.options), MediaTable()
+        tokenizer = given.pop("tokenizer", None)
+        o = model_options(given)
+        known = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
         checkpoint = resolve(self.model, weights=False, **known)
-        tokenizer = tokenizer_or_none(checkpoint) if o.get("tokenizer") is None else o["tokenizer"]
+        tokenizer = tokenizer_or_none(checkpoint) if tokenizer is None else tokenizer
         images = None
-        if o.get("images", True):
-            reader = Reader(hosts=MediaHosts(frozenset(o.get("allow_media_host") or ())))
+        if o.images.tower:
+            reader = Reader(hosts=MediaHosts(frozenset(o.images.allow_media_host)))
             images = image_inputs(checkpoint, config_from(checkpoint.config), tokenizer, media, reader)
 
         def make(name: str, options: Mapping[str, Any]) -> Any:
-            adapters = tuple(o.get("adapters") or ())
+            adapters = tuple(o.adapters or ())
             return make_task(name, checkpoint, tokenizer, dict(options), adapters=adapters, images=images)
 
         return make, None if images is None else media

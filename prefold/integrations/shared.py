@@ -16,15 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError, record_error
+from ..options import OPTIONS, ModelOptions
 
-__all__ = ["SharedModel", "split_options"]
-
-LLM_OPTIONS = (
-    "tokenizer", "dtype", "device", "threads", "sharing", "sharing_threshold", "max_batch_rows", "kv_memory",
-    "max_running", "reserve_output", "cache", "cache_prefill", "adapters", "images", "media_memory", "mmproj",
-    "allow_media_host", "tensor_parallel", "exits", "refill", "group", "step_visits", "decode_graphs", "load_format",
-    "revision",
-)  # fmt: skip
+# What is both, such as a seed, is a task's.
+LLM_OPTIONS = {"tokenizer", *ModelOptions.__dataclass_fields__}
+LLM_OPTIONS -= {name for kind in OPTIONS.values() for name in kind.__dataclass_fields__}
 _models: dict[str, SharedModel] = {}
 _lock = threading.Lock()
 

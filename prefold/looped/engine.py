@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ..cache import SlotPool
 from ..engine.options import GenerateOptions
@@ -24,14 +24,14 @@ def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
     """
     looped = facts.of(LoopedFacts)
     visits = None if looped is None else looped.visits
-    if visits is None and options.exits != "read":
-        message = f"exits is {options.exits!r}, which is for looped models in one piece"
-        raise InputError(message, field="exits", remedy='give exits="read", and tensor_parallel=1', code="not_looped")
-    if visits is None or not (visits.routed or options.exits != "read"):
+    if visits is None and options.looped.exits != "read":
+        message = f"exits is {options.looped.exits!r}, which is for looped models in one piece"
+        raise InputError(message, field="exits", remedy='use exits "read", and tensor_parallel=1', code="not_looped")
+    if visits is None or not (visits.routed or options.looped.exits != "read"):
         return None
-    keys = "project" if options.exits == "project" else "last"
-    how = {"refill": options.refill, "group": options.group, "step_visits": options.step_visits}
-    return replace(visits, keys=keys, **how)  # type: ignore[arg-type]
+    keys = "project" if options.looped.exits == "project" else "last"
+    how = {name: value for name, value in asdict(options.looped).items() if name != "exits"}
+    return replace(visits, keys=keys, **how)
 
 
 def visit_scheduler(
@@ -61,15 +61,15 @@ def check_visits(exits: Exits | None, facts: Facts, visits: VisitOptions | None)
         for name in exits.given:
             if name in ("exit_change", "exit_prompts", "exit_visits"):
                 message = f"{name} is given, and rows make all visits"
-                raise InputError(message, field=name, remedy='give the LLM exits="save"', code="no_exits")
+                raise InputError(message, field=name, remedy='give the LLM looped={"exits": "save"}', code="no_exits")
             if name in ("min_visits", "max_visits") and not looped.gate:
                 message = f"{name} is given, and the model has no gate: its rows are read after the last visit"
                 raise InputError(
-                    message, field=name, remedy='leave it out, or give the LLM exits="save"', code="no_gate"
+                    message, field=name, remedy='leave it out, or give the LLM looped={"exits": "save"}', code="no_gate"
                 )
         if exits.route is not None and not looped.routes:
             message = "a route is given, and the model's blocks differ in windows or rotary settings"
-            raise InputError(message, field="route", remedy='give the LLM exits="save"', code="no_exits")
+            raise InputError(message, field="route", remedy='give the LLM looped={"exits": "save"}', code="no_exits")
     elif exits.prompts and visits.routed and exits.route is None:
         message = "exit_prompts is given, and the router reads the prompt's rows after each visit"
         raise InputError(message, field="exit_prompts", remedy="leave it out, or give a route", code="no_exits")

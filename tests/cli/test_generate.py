@@ -19,6 +19,7 @@ from prefold import LLM
 from prefold.cli import main
 from prefold.cli.fingerprint import RESULT_OPTIONS
 from prefold.cli.input import COLUMN_OPTIONS
+from prefold.options import model_fields
 
 SHORT = ("--max-tokens", "6", "--dtype", "float32", "--kv-memory", "20MB")
 
@@ -188,10 +189,9 @@ def test_plan_counts_prompts_and_outputs(prefold, table):
 def test_a_job_is_told_by_every_option_that_changes_a_result():
     told = {*COLUMN_OPTIONS, *RESULT_OPTIONS, "model", "dtype", "seed", "adapter"}
     # The input is told by its content, the weights by the model; the others only say how the work is done.
-    others = {"input", "input_format", "load_format", "output", "keep_order", "overwrite", "resume", "report", "stream"}
-    others |= {"quiet", "limit", "window", "device", "threads", "sharing", "max_batch_rows", "kv_memory"}
-    others |= {"max_running", "cache", "as_json", "tensor_parallel", "template_seconds", "grown", "prompt_file"}
-    others |= {"ray", "replicas", "patience", "url", "media_memory", "mmproj", "sharing_threshold", "plugin"}
+    others = {"input", "input_format", "output", "keep_order", "overwrite", "resume", "report", "stream", "quiet"}
+    others |= {"limit", "window", "as_json", "template_seconds", "grown", "prompt_file", "ray", "replicas", "patience"}
+    others |= {"url", "plugin"} | {name for name, option in model_fields().items() if not option.metadata["journal"]}
     for name in ("generate", "rerank", "embed", "classify", "score"):
         names = {parameter.name for parameter in main.commands[name].params}
         assert names - told - others == set(), name

@@ -235,13 +235,14 @@ def test_on_ray_every_row_comes_once(model, llm, partitions, replicas, kill):
 
 
 def test_every_option_of_a_model_is_a_keyword():
-    import inspect
+    from prefold.integrations.shared import split_options
+    from prefold.options import ModelOptions
 
-    from prefold import LLM
-    from prefold.integrations.shared import LLM_OPTIONS
-
-    # A seed may be a task's; the table of images is the model's own; the last takes misspelt names.
-    assert {*LLM_OPTIONS} == {*inspect.signature(LLM).parameters} - {"model", "media", "seed", "unknown"}
+    names = {"tokenizer", *ModelOptions.__dataclass_fields__}
+    assert split_options(dict.fromkeys([*names, "max_tokens"])) == (
+        dict.fromkeys(names - {"seed"}),  # a seed is a task's
+        {"seed": None, "max_tokens": None},
+    )
 
 
 @pytest.mark.parametrize("name", ["concurrency", "num_gpus"])

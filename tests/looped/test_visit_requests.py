@@ -20,7 +20,7 @@ from prefold.types import Exits, Readout
 @pytest.fixture(scope="module")
 def gated(tmp_path_factory):
     folder = looped_checkpoint(tmp_path_factory.mktemp("gated"), "looped", loop=GATED)
-    return LLM(str(folder), dtype="float32", device="cpu", exits="save")
+    return LLM(str(folder), dtype="float32", device="cpu", looped={"exits": "save"})
 
 
 def test_visits_without_a_gate(tmp_path):
@@ -35,7 +35,7 @@ def test_visits_without_a_gate(tmp_path):
     for given in ({"route": (0, 1), "min_visits": 2}, {"max_visits": 1}):
         with pytest.raises(InputError, match="the model has no gate"):
             llm.embed([tokens], **given)
-    leaving = LLM(str(folder), dtype="float32", device="cpu", exits="save")
+    leaving = LLM(str(folder), dtype="float32", device="cpu", looped={"exits": "save"})
     (made,) = leaving.generate([tokens], max_tokens=5, ignore_eos=True, max_visits=1)
     check(dense, "last", tokens, list(made.tokens), Exits(max_visits=1))
 
@@ -64,7 +64,7 @@ def test_a_short_route_needs_few_slots(gated):
 def test_pins_of_rows_that_leave_or_take_a_route(tmp_path, exits):
     """A pin holds the rows of the requests that it names, and they are asked for by the same name."""
     folder = looped_checkpoint(tmp_path, "looped", loop=GATED | {"threshold": 0.5})
-    llm, tokens = LLM(str(folder), dtype="float32", device="cpu", exits=exits), list(range(3, 30))
+    llm, tokens = LLM(str(folder), dtype="float32", device="cpu", looped={"exits": exits}), list(range(3, 30))
     for given in ({}, {"route": (0, 1)}, {"exit_threshold": 0.7}):
         llm.generate([tokens], max_tokens=1, **given)
         assert llm.pin(tokens, **given) == len(tokens) == llm.unpin(tokens, **given)

@@ -67,7 +67,7 @@ def test_rows_leave_as_the_rule_says(model, keys, rows):
 @pytest.fixture(scope="module")
 def gated(tmp_path_factory):
     folder = looped_checkpoint(tmp_path_factory.mktemp("gated"), "looped", loop=GATED)
-    return LLM(str(folder), dtype="float32", device="cpu", exits="save"), Dense(folder)
+    return LLM(str(folder), dtype="float32", device="cpu", looped={"exits": "save"}), Dense(folder)
 
 
 def test_routes_of_requests(gated):
@@ -214,7 +214,7 @@ def test_adapters(tmp_path):
     models = {None: Dense(folder), "one": Dense(folder, looped_adapter(folder, place))}
     llm = LLM(str(folder), dtype="float32", device="cpu", adapters={"one": str(place)})
     for keys in ("save", "project"):
-        engine = Engine(llm.engine.worker, EngineOptions(generation=GenerateOptions(exits=keys)))
+        engine = Engine(llm.engine.worker, EngineOptions(generation=GenerateOptions(looped={"exits": keys})))
         cases = [(tokens, name) for tokens in prompts(3, count=4) for name in models]
         for exits in (Exits(0.5), Exits(0.4, prompts=True), Exits(max_visits=1)):
             asked = [replace(request_of(tokens, exits), adapter=name) for tokens, name in cases]
@@ -290,9 +290,9 @@ def test_what_cannot_be(gated, tmp_path):
             with pytest.raises(InputError, match=f"{name} is given, and rows make all visits"):
                 call([[5, 6]], **{name: value})
     with pytest.raises(InputError, match="exits is 'save', which is for looped models"):
-        LLM(str(tiny_checkpoint(tmp_path, "llama")), device="cpu", exits="save")
+        LLM(str(tiny_checkpoint(tmp_path, "llama")), device="cpu", looped={"exits": "save"})
     with pytest.raises(InputError, match="exits is 'leave'"):
-        LLM(str(tiny_checkpoint(tmp_path, "llama")), device="cpu", exits="leave")
+        LLM(str(tiny_checkpoint(tmp_path, "llama")), device="cpu", looped={"exits": "leave"})
     routed = {"blocks": 2, "order": [0, 1], "router": {"kind": "soft"}}
     with pytest.raises(UnsupportedModelError, match=r"loop\.router\.kind is 'soft'"):
         LLM(str(looped_checkpoint(tmp_path, "looped", loop=routed)), device="cpu")

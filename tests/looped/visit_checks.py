@@ -11,6 +11,7 @@ from visit_dense import RowByRow
 from prefold import LLM
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.looped.steps import LoopedFacts
+from prefold.options import model_keywords
 from prefold.types import Exits
 from prefold.worker.local import LocalWorker
 
@@ -21,8 +22,8 @@ NAMES = {name: f"exit_{name}" for name in ("threshold", "change", "prompts", "vi
 def engine_of(llm: LLM, *, rows: int = 1000, slots: int | None = None, **options) -> Engine:
     if slots is not None:
         options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.of(LoopedFacts).visit_bytes
-    options = {"exits": "save"} | options
-    return Engine(LocalWorker(llm.model), EngineOptions(max_batch_rows=rows, generation=GenerateOptions(**options)))
+    generation = GenerateOptions(**model_keywords({"exits": "save"} | options))
+    return Engine(LocalWorker(llm.model), EngineOptions(max_batch_rows=rows, generation=generation))
 
 
 def request_of(tokens, exits: Exits, **sampling):

@@ -13,7 +13,7 @@ from prefold import LLM
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     folder = looped_checkpoint(tmp_path_factory.mktemp("looped"), "looped", loop=LOOPED["loop"] | {"gate": True})
-    return LLM(str(folder), dtype="float32", device="cpu", exits="save", kv_memory=1 << 19)
+    return LLM(str(folder), dtype="float32", device="cpu", looped={"exits": "save"}, kv_memory=1 << 19)
 
 
 def test_numbers_of_a_batch_are_bounded_as_its_texts_are(llm, tmp_path, monkeypatch):
