@@ -41,7 +41,6 @@ UNOPENED = {
     "tasks/conversations.py": ["images"],
     "tasks/generate.py": ["images", "looped"],
     "tasks/make.py": ["images", "looped"],
-    "tasks/messages.py": ["images"],
 }
 WITHOUT_TORCH = [
     "prefix", "text", "images", "looped", "shifted", "checkpoint", "stream", "cache", "schedule", "engine", "tasks",

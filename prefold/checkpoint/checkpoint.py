@@ -210,9 +210,9 @@ def _with_tower(checkpoint: Checkpoint, tower: GGUFFile) -> Checkpoint:
     if join is None:
         kind, known = tower.metadata.get("general.architecture"), " or ".join(map(repr, TOWERS))
         raise CheckpointError(f"{tower.path} is no tower: its architecture is {kind!r}, not {known}")
-    found = replace(checkpoint, config=join(Settings.of(checkpoint.config), tower), mmproj=tower)
-    found.__dict__["gguf"] = checkpoint.gguf
-    return found
+    joined = replace(checkpoint, config=join(Settings.of(checkpoint.config), tower), mmproj=tower)
+    joined.__dict__["gguf"] = checkpoint.gguf
+    return joined
 
 
 def _of_adapter(path: Path) -> str:

@@ -98,15 +98,15 @@ class GGUFFile:
         thousands."""
         data, at, end = self._bytes, self._at, len(self._bytes)
         length_at = struct.Struct("<Q").unpack_from
-        found = []
+        texts = []
         for _ in range(count):
             start = at + 8
             at = start + length_at(data, at)[0]
             if at > end:
                 raise CheckpointError(f"{self.path} is damaged, or was not copied whole")
-            found.append(data[start:at].decode())
+            texts.append(data[start:at].decode())
         self._at = at
-        return found
+        return texts
 
     def _value(self, kind: int) -> Any:
         if kind == STRING:

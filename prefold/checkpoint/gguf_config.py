@@ -89,15 +89,15 @@ def _gemma3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
 def _of_architecture(file: GGUFFile, arch: str) -> Settings:
     """Returns the metadata of one architecture. A list holds a value for each layer: all of them must be equal, and
     that value stands in its place."""
-    prefix, found = arch + ".", {}
+    prefix, settings = arch + ".", {}
     for key, value in file.metadata.items():
         if key.startswith(prefix):
             if isinstance(value, list) and value:
                 if any(one != value[0] for one in value):
                     raise UnsupportedModelError(f"{file.path}: {key} differs from layer to layer")
                 value = value[0]
-            found[key.removeprefix(prefix)] = value
-    return Settings(found, str(file.path), prefix)
+            settings[key.removeprefix(prefix)] = value
+    return Settings(settings, str(file.path), prefix)
 
 
 def _refuse(read: Settings, key: str, what: str) -> None:

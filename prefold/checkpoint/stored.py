@@ -57,9 +57,9 @@ def _dtypes(path: Path) -> Counter[str]:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size)) if size <= LARGEST_HEADER else {}
         tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for tensor in tensors:
-            found[str(tensor["dtype"])] += math.prod(tensor["shape"])
-        return found
+            counts[str(tensor["dtype"])] += math.prod(tensor["shape"])
+        return counts
     except (OSError, ValueError, struct.error, AttributeError, KeyError, TypeError, RecursionError):
         return Counter()

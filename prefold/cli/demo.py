@@ -107,7 +107,7 @@ def _show_ranking(items: list[dict[str, Any]], scores: list[list[float]]) -> Non
 
 
 def _show_trie(shape: Any) -> None:
-    from ..report.picture import trie_picture
+    from ..report.icicle import trie_picture
 
     click.echo("\nThe prompts as a trie. Across: prompts. Down: tokens; the darker, the more prompts share them.\n")
     for line in trie_picture(shape):

@@ -22,7 +22,7 @@ def sections() -> list[tuple[str, list[str]]]:
     from ..checkpoint import BUILT_IN, GEOMETRIES
     from ..kernels import status
     from ..model import supported_architectures
-    from ..model.rope_settings import ROPE_KINDS
+    from ..model.decoders import ROPE_KINDS
 
     formats = [
         "a Hugging Face folder or hub id, with safetensors (sentence-transformers folders too)",

@@ -92,7 +92,7 @@ def _as_json(counted: Any, costs: Any, row_bytes: int, seconds: float) -> dict[s
 
 def _lines(counted: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, o: dict[str, Any]) -> list[str]:
     from ..job.plan import shared_most
-    from ..report.picture import trie_picture
+    from ..report.icicle import trie_picture
     from ..report.progress import format_seconds
     from .direct import one_line
 

@@ -20,8 +20,7 @@ import numpy as np
 
 from ..errors import JobError
 from ..files import replacing
-from .columns import TableForm, cell
-from .parquet import need_pyarrow, write_parquet
+from .columns import TableForm, cell, need_pyarrow, write_parquet
 
 # A function of (lines file, file to be made) that makes the file and returns notes for the user.
 Finish = Callable[[Path, Path], list[str]]
@@ -109,8 +108,8 @@ def _write_csv(opened: Any, delimiter: str, lines: _OutputLines, path: Path, for
 class _UnixLines:
     """Ends the records of a csv.writer with "\\n".
 
-    Before Python 3.13 the writer quotes carriage returns only where they are part of what ends a record, so it is told
-    to end records with "\\r\\n".
+    Before Python 3.13 the writer quotes carriage returns only where they are part of what ends a record, so its
+    records end with "\\r\\n".
     """
 
     def __init__(self, file: TextIO):

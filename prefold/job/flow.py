@@ -50,8 +50,7 @@ class Flow:
         stopping  asked after every step and every result: once it says so, no more lines are written
         """
         task = self.job.tasks[batch.task]
-        found = self._results(engine, task, batch, see, on_step=on_step, stopping=stopping)
-        with closing(found) as results:
+        with closing(self._results(engine, task, batch, see, on_step=on_step, stopping=stopping)) as results:
             for tag, result in results:
                 done = self.gather.add(tag, result)
                 if done is not None:
@@ -88,10 +87,12 @@ class Flow:
             raise AssertionError(f"{self.gather.waiting} records have results missing")
 
     def _write(self, task: Any, done: Done) -> None:
-        adapter, found = self.job.adapter, attempt(self._line, task, done)
-        failed = isinstance(found, InputError)
-        line = error_text(adapter, done.number, done.meta, found) if isinstance(found, InputError) else found
-        self.job.output.write(done.number, line, failed)
+        adapter, answer = self.job.adapter, attempt(self._line, task, done)
+        if isinstance(answer, InputError):
+            line = error_text(adapter, done.number, done.meta, answer)
+            self.job.output.write(done.number, line, failed=True)
+        else:
+            self.job.output.write(done.number, answer, failed=False)
 
     def _line(self, task: Any, done: Done) -> str:
         """Returns the output line of a record whose results are all there. Raises InputError where `finish` does."""

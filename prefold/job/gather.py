@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +18,16 @@ from ..types import Request
 _HEAD = struct.Struct("<QIIII")  # record, item, items of the record, part, parts of the item
 
 
-def tagged(number: int, meta: Any, works: list[Any], seed: int = 0) -> Iterator[tuple[Request, bytes]]:
-    """Yields every request of a record with its tag. works: the tasks.Work of each of its items; seed: the job's."""
+def tagged(number: int, meta: Any, works: list[Any], seed: int = 0) -> list[tuple[Request, bytes]]:
+    """Returns every request of a record with its tag. works: the tasks.Work of each of its items; seed: the job's."""
+    requests = []
     for item, work in enumerate(works):
         for part, request in enumerate(work.requests):
             tag = _HEAD.pack(number, item, len(works), part, len(work.requests))
             if part == 0:
                 tag += _encode([work.note, meta] if item == 0 else [work.note])
-            yield with_seed(request, seed, number, item, part), tag
+            requests.append((with_seed(request, seed, number, item, part), tag))
+    return requests
 
 
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -109,11 +109,11 @@ class Journal:
         Raises JobError, naming what differs, when the journal is of another job.
         """
         assert self.job is not None
-        found = differences(self.job, job)
-        if found:
+        differing = differences(self.job, job)
+        if differing:
             raise JobError(
                 f"{self.path} belongs to another job:\n  "
-                + "\n  ".join(found)
+                + "\n  ".join(differing)
                 + "\ngive the same options to resume it, --overwrite to start again, or -o NAME to write elsewhere"
             )
         ended = None

@@ -269,7 +269,7 @@ class FileOutput(Output):
         except JobError as error:
             self._broken = error
             raise
-        except BaseException:  # of a second Ctrl-C: nobody may write the same lines again
+        except BaseException:  # of a second Ctrl-C: the same lines must not be written again
             self._broken = JobError(f"writing {self.lines_path} was interrupted; what is written is kept")
             raise
 

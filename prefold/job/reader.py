@@ -87,7 +87,7 @@ class _Chunk:
 class Reader:
     """Reads the source of a job in a thread of its own, in one of three ways:
 
-                 requests go into         `batches` yields                who waits for whom
+                 requests go into         `batches` yields                what waits
         spooled  a spool for each task    the spools, when all is read    the owner for the end of the input
         early    the same; of the first   the first task with its feed    the engines for requests in the feed, which
                  task, what engines want  at once, the other spools when  ends with the input; then its spool is
@@ -277,11 +277,11 @@ class Reader:
             mine = [next(works) for _ in parsed.items]
             # All tags of a record are made before its first request is spooled, as that may fail: of a record that
             # was spooled in part, the missing results would be waited for.
-            found = _first_error(mine) or attempt(_tagged, number, parsed.meta, mine, self._job.seed)
-            if isinstance(found, InputError):
-                self._fail(number, parsed.meta, found)
+            requests = _first_error(mine) or attempt(tagged, number, parsed.meta, mine, self._job.seed)
+            if isinstance(requests, InputError):
+                self._fail(number, parsed.meta, requests)
                 continue
-            for (request, _), is_new in zip(found, self._pass_on(task, found), strict=True):
+            for (request, _), is_new in zip(requests, self._pass_on(task, requests), strict=True):
                 if is_new:
                     self._counts.tokens += len(request.tokens)
                     self._counts.requests += 1
@@ -339,10 +339,6 @@ def _texts_of(item: Any) -> int:
     """Returns about how many texts an item holds: one, or as many as its longest list has."""
     lists = [len(value) for value in item.values() if isinstance(value, list)] if isinstance(item, dict) else []
     return max(lists, default=1)
-
-
-def _tagged(number: int, meta: Any, works: list[Any], seed: int) -> list[tuple[Any, bytes]]:
-    return list(tagged(number, meta, works, seed))
 
 
 def _first_error(works: list[Any]) -> InputError | None:

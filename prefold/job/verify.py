@@ -149,11 +149,11 @@ def _pairs(count: int) -> int:
 
 def _discordant(x: np.ndarray, y: np.ndarray) -> int:
     """Returns how many pairs are ordered differently by x [n] and y [n]."""
-    found = 0
+    swapped = 0
     for start in range(0, len(x), _ROWS):  # of a long ranking not all pairs are in memory at once
         rows = slice(start, start + _ROWS)
-        found += int(((x[rows, None] - x) * (y[rows, None] - y) < 0).sum())
-    return found // 2  # each was seen from both sides
+        swapped += int(((x[rows, None] - x) * (y[rows, None] - y) < 0).sum())
+    return swapped // 2  # each was seen from both sides
 
 
 def _rankings(items: Sequence[Any], kept: Sequence[int], outputs: Sequence[dict[str, Any]]) -> dict[Any, np.ndarray]:
@@ -170,8 +170,8 @@ def _rankings(items: Sequence[Any], kept: Sequence[int], outputs: Sequence[dict[
             out.setdefault(_key(item, "prompt", i), []).append(output["logprob"])
         elif "embeddings" in output or "embedding" in output:
             vectors += list(output.get("embeddings", [output.get("embedding")]))
-    found = {key: np.array(values, np.float64) for key, values in out.items()}
-    return found | (_neighbours(vectors) if vectors else {})
+    ranked = {key: np.array(values, np.float64) for key, values in out.items()}
+    return ranked | (_neighbours(vectors) if vectors else {})
 
 
 def _neighbours(vectors: Sequence[np.ndarray]) -> dict[Any, np.ndarray]:

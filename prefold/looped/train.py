@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..model import CausalLM
 from ..train.batch import TrainBatch, dtype_on
 from ..train.head import target_logprobs
-from ..train.logprobs import check_trained
+from ..train.losses import check_trained
 from ..worker.attend import Path, StepAttend
 from .model import LoopedLM
 from .routed_model import routed

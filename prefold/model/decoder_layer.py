@@ -73,7 +73,7 @@ class Layer(nn.Module):
         cos_sin  of the rows' positions, as for `Ops.rope`
         attend   q, k, v -> o, shaped as q
         read     int64: the rows whose result is wanted; None: all
-        ops      who computes the position-wise operations
+        ops      computes the position-wise operations
         """
         x, q, k, v = self._project(x, delta, cos_sin, read, adapters, ops)
         o = attend(q, k, v)

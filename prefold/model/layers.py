@@ -36,7 +36,7 @@ class Linear(nn.Module):
 
     weight   a parameter [outputs, inputs]; None once a product has it in a form of its own
     bias     a parameter [outputs], or None; or shorter: of the first outputs
-    product  who multiplies in place of PyTorch, or None: put there by `use`
+    product  what multiplies in place of PyTorch, or None: put there by `use`
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool | int, dtype: torch.dtype, device: torch.device):

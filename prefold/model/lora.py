@@ -315,17 +315,17 @@ def _scaled(pair: Pair, settings: Mapping[str, Any], outputs: int, inputs: int, 
 
 def _pattern(settings: Mapping[str, Any], key: str, name: str, default: Any, folder: Path) -> Any:
     """Returns the value of the first of the patterns that is the end of `name`, from a dot on, as in PEFT."""
-    found = default
+    chosen = default
     for pattern, value in (settings.get(key) or {}).items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", name):
-                found = value
+                chosen = value
                 break
         except re.error as error:
             raise CheckpointError(f"{folder}: {key} has {pattern!r}, no regular expression: {error}") from error
-    if not isinstance(found, (int, float)):
-        raise CheckpointError(f"{folder}: {key} or its default is {found!r}, no number")
-    return found
+    if not isinstance(chosen, (int, float)):
+        raise CheckpointError(f"{folder}: {key} or its default is {chosen!r}, no number")
+    return chosen
 
 
 def _delta(parts: list[tuple[Tensor, Tensor, slice]], dtype: torch.dtype, device: torch.device) -> Delta:

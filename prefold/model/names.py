@@ -115,5 +115,5 @@ def huginn_names(prelude: int, core: int) -> Names:
 
 def tower_name(stored: str) -> str | None:
     """Returns the name of a tower's tensor, without what checkpoints put before it; None for one of the text model."""
-    found = TOWER.match(stored)
-    return None if found is None else stored[found.end() :]
+    match = TOWER.match(stored)
+    return None if match is None else stored[match.end() :]

@@ -1,4 +1,4 @@
-"""The position-wise operations of a layer, and who computes them.
+"""The position-wise operations of a layer, and the code that computes them.
 
 `choose_ops` gives the operations for a pass by compiled CPU kernels, by Triton, or by PyTorch. All have the same
 results up to floating-point rounding; those by PyTorch alone are differentiable, and write into nothing they are given.

@@ -1,4 +1,4 @@
-"""Products of rows with a matrix: who multiplies, and how the matrix lies in memory for it.
+"""Products of rows with a matrix: the code that multiplies, and how the matrix lies in memory for it.
 
 A `Linear`, and the LM head, multiply by PyTorch with their weight as it is, or hold a `Product` that has the weight in
 a form of its own. Packed forms are made here; others (quantised, merged, ...) can be put in from outside.
@@ -100,12 +100,12 @@ def _in_turn(columns: Tensor) -> Tensor:
 
 
 class _Reused:
-    """A _Reused gives memory for logits: that of the last call, once nobody holds it any more. Fresh pages would cost
-    as much again as a tenth to a third of the product."""
+    """A _Reused gives memory for logits: that of the last call, once nothing refers to it any more. Fresh pages would
+    cost as much again as a tenth to a third of the product."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.float32)
-        self._references = sys.getrefcount(self._memory)  # while nobody else holds it
+        self._references = sys.getrefcount(self._memory)  # while nothing else refers to it
 
     def take(self, rows: int, columns: int) -> Tensor:
         """Returns an uninitialised float32 tensor [rows, columns]."""

@@ -141,5 +141,5 @@ class RotaryTables:
 
     def __call__(self, positions: Tensor) -> list[Tensor]:
         """Returns what `RotaryTable` gives for positions int64 [rows], one a plane."""
-        found = [table(positions) for table in self._tables]
-        return [found[i] for i in self._table_of]
+        tables = [table(positions) for table in self._tables]
+        return [tables[i] for i in self._table_of]

@@ -57,10 +57,10 @@ class Pass:
     x, delta   their residual stream, x + delta [rows, hidden]; delta may be None
     plane      the plane they come to next
     cos_sin    of their positions, one a plane
-    attend     who attends
+    attend     computes attention
     read_rows  rows whose result is wanted, and all that are left after the last plane; None: all
     adapters   which rows have which LoRA adapter
-    ops        who computes the position-wise operations
+    ops        computes the position-wise operations
     given      what the prelude gave, [rows, hidden], where a looped model puts it in before each visit
     """
 
@@ -101,7 +101,7 @@ class CausalLM(nn.Module):
             layer(self.local, i, ranks, splits_q=i == last, **place) for i in range(config.layers)
         )
         self.norm = norm_of(config, **place)
-        # Rounded as transformers rounds it, who has it as a tensor.
+        # Rounded as in transformers, which has it as a tensor.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
         untied = config.lm_head and not config.tie_embeddings
         self.lm_head = nn.Parameter(torch.empty(vocab, config.hidden, **place)) if untied else None

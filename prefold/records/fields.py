@@ -106,10 +106,10 @@ def parse_cell(value: Any, field: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    return check_depth(found, value.count("[") + value.count("{"), repr(field), field)
+    return check_depth(parsed, value.count("[") + value.count("{"), repr(field), field)
 
 
 def check_depth(value: Any, brackets: int, what: str, field: str | None = None) -> Any:

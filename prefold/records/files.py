@@ -53,15 +53,15 @@ def expand_names(names: Sequence[str]) -> list[str]:
     for name in names:
         path = Path(name)
         if name != "-" and path.is_dir():
-            found = sorted(str(file) for file in path.rglob("*") if file.is_file() and _is_input(file, path))
-            if not found:
+            matching = sorted(str(file) for file in path.rglob("*") if file.is_file() and _is_input(file, path))
+            if not matching:
                 raise JobError(f"the folder {name} holds no file that ends in {', '.join(SUFFIXES)}")
-            out += found
+            out += matching
         elif name != "-" and glob.has_magic(name) and not path.exists():
-            found = sorted(file for file in glob.glob(name, recursive=True) if Path(file).is_file())
-            if not found:
+            matching = sorted(file for file in glob.glob(name, recursive=True) if Path(file).is_file())
+            if not matching:
                 raise JobError(f"no file matches {name}")
-            out += found
+            out += matching
         else:
             out.append(name)
     return out
@@ -102,11 +102,11 @@ class _Files(Source):
 
     def _common_types(self) -> dict[str, Any]:
         """Returns the type of each column that has the same type in all files that have the column."""
-        found: dict[str, list[Any]] = {}
+        by_name: dict[str, list[Any]] = {}
         for source in self._sources:
             for name, type in source.types.items():
-                found.setdefault(name, []).append(type)
-        return {name: types[0] for name, types in found.items() if all(type == types[0] for type in types)}
+                by_name.setdefault(name, []).append(type)
+        return {name: types[0] for name, types in by_name.items() if all(type == types[0] for type in types)}
 
     def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
         before = 0
@@ -121,4 +121,4 @@ class _Files(Source):
             before += number
 
     def peek(self) -> dict[str, Any] | None:
-        return next((found for source in self._sources if (found := source.peek()) is not None), None)
+        return next((data for source in self._sources if (data := source.peek()) is not None), None)

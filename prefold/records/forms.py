@@ -51,22 +51,22 @@ def type_at(types: Mapping[str, Any], path: str) -> Any:
     It counts as not known where `restorer` cannot restore it. types: {column: Arrow type}.
     """
     if path in types:
-        found = types[path]
-        return None if restorer(found) is None else found
+        type = types[path]
+        return None if restorer(type) is None else type
     column, dot, rest = path.partition(".")
     if not dot or column not in types:
         return None
     import pyarrow as pa
 
-    found = types[column]
+    type = types[column]
     for part in rest.split("."):
-        if pa.types.is_struct(found) and found.get_field_index(part) >= 0:
-            found = found.field(part).type
-        elif _is_list(pa, found) and part.isdecimal():
-            found = found.value_type
+        if pa.types.is_struct(type) and type.get_field_index(part) >= 0:
+            type = type.field(part).type
+        elif _is_list(pa, type) and part.isdecimal():
+            type = type.value_type
         else:
             return None
-    return None if restorer(found) is None else found
+    return None if restorer(type) is None else type
 
 
 def restorer(type: Any) -> Restore | None:

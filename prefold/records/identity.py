@@ -29,10 +29,10 @@ def input_identity(path: Path) -> dict[str, Any]:
     """Returns what tells an input from another: its content, and of a file too large to be digested as a whole when it
     was last modified, {"modified": the time as a text}."""
     facts = path.stat()
-    found = file_identity(path, facts.st_size)
+    identity = file_identity(path, facts.st_size)
     if facts.st_size > _WHOLE_DIGEST:
-        found["modified"] = datetime.fromtimestamp(facts.st_mtime, UTC).isoformat()
-    return found
+        identity["modified"] = datetime.fromtimestamp(facts.st_mtime, UTC).isoformat()
+    return identity
 
 
 def content_of(identity: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def check_grown(source: Source, before: dict[str, Any]) -> None:
     records that were there before keep their numbers.
     """
     if not source.paths:
-        raise JobError("nobody can tell whether standard input has only grown; give --grown with files")
+        raise JobError("of standard input it is not known whether it has only grown; give --grown with files")
     then, now = (identity.get("files", [identity]) for identity in (before, as_noted(source.identity, before)))
     for place, old in enumerate(then):
         if place < len(now) and now[place] == old:

@@ -52,7 +52,7 @@ class Columns:
 
     prompt, query, document, continuation   templates, or bare column names
     messages   a column of chat messages, in place of prompt
-    tools      for generate: a column of the tools that the chat template is told of
+    tools      for generate: a column of the tools that the chat template writes
     adapter    a column that names the LoRA adapter; null or an empty text for none
     image      a column of the record's image, or of a list of images: paths, bytes, base64, data URLs
     id         a column whose value the output line repeats; "record", where no column has that name, is the record's

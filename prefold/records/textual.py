@@ -271,10 +271,10 @@ def delimiter_of(format: str, given: str | None) -> str:
         return "\t" if format == "tsv" else ","
     if format not in ("csv", "tsv"):
         raise JobError(f"--delimiter is for CSV and TSV; the input is {format}")
-    found = {"tab": "\t", "\\t": "\t"}.get(given, given)
-    if len(found) != 1 or found in '"\r\n':
+    sign = {"tab": "\t", "\\t": "\t"}.get(given, given)
+    if len(sign) != 1 or sign in '"\r\n':
         raise JobError(f"--delimiter {given!r} is not one character; write ';', or tab")
-    return found
+    return sign
 
 
 def _header(name: str, head: bytes, delimiter: str, opener: Any, *, sure: bool) -> list[str]:

@@ -91,13 +91,13 @@ class TreeShape:
         return self._between(node.first, node.start, node.start + min(limit, node.length))
 
     def _between(self, path: int, start: int, stop: int) -> np.ndarray:
-        found: list[np.ndarray] = []
+        pieces: list[np.ndarray] = []
         part: _Part | None = self._ends[path]
         while part is not None and part.start + len(part.tokens) > start:
             if part.start < stop:
-                found.append(np.asarray(part.tokens[max(0, start - part.start) : stop - part.start], np.int32))
+                pieces.append(np.asarray(part.tokens[max(0, start - part.start) : stop - part.start], np.int32))
             part = part.above
-        return np.concatenate(found[::-1]) if found else np.empty(0, np.int32)
+        return np.concatenate(pieces[::-1]) if pieces else np.empty(0, np.int32)
 
     def data(self, decode: Callable[[np.ndarray], str] | None, *, max_nodes: int = 2000) -> dict[str, Any]:
         """Returns what a page draws: {"nodes": as `to_data`, each with sequences running below it and whose it is;

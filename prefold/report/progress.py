@@ -44,7 +44,7 @@ class Counts:
     def share_done(self) -> float:
         """Returns which share of what was read is done, in [0, 1].
 
-        It is counted in tokens; where text is generated in requests, as nobody knows how long the texts become.
+        It is counted in tokens; where text is generated in requests, as it is not known how long the texts become.
         """
         done, all_ = (self.requests_done, self.requests) if self.generated else (self.tokens_done, self.tokens)
         return min(1.0, done / all_) if all_ else 0.0

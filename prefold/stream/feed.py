@@ -18,7 +18,7 @@ _POLL = 0.005
 
 
 class LiveInput(NamedTuple):
-    """The requests of a stream for whoever divides them among several engines.
+    """Holds the requests of a stream for an owner of several engines, which divides them.
 
     feed        those that come
     max_tokens  of those that wait
@@ -35,9 +35,10 @@ class LiveInput(NamedTuple):
 class Feed:
     """Passes on the requests of one task as they come, those of a record together. One thread puts, one takes.
 
-    bound      tokens that may lie in it. Whoever puts looks at `has_room` first; a record that is longer is taken whole
-    is_hungry  set by whoever takes: engines have room, and nothing waits. Whoever reads then hands on what it has
-    is_urgent  whether others wait for the engines, so that whoever takes should come to an end; asked by `is_over`
+    bound      tokens that may lie in it. The putting thread looks at `has_room` first; a longer record is
+               taken whole
+    is_hungry  set by the taking thread: engines have room, and nothing waits. The reader then hands on what it has
+    is_urgent  whether others wait for the engines, so that the taking thread should come to an end; `is_over` calls it
 
     Neither side holds a lock: a signal may interrupt either anywhere.
     """
@@ -51,7 +52,7 @@ class Feed:
         self._put = self._taken = 0  # tokens, each counted by one side
         self._number = 0
 
-    # -------------------------------------------------------------------------------------- whoever puts
+    # -------------------------------------------------------------------------------- the putting thread
 
     @property
     def has_room(self) -> bool:
@@ -78,7 +79,7 @@ class Feed:
         """Nothing comes any more."""
         self.has_ended = True
 
-    # ------------------------------------------------------------------------------------- whoever takes
+    # -------------------------------------------------------------------------------- the taking thread
 
     def take(self, timeout: float = 0.0) -> Sequence[Sequence[SpooledRequest]] | None:
         """Returns the reads of each prompt of the next record; None where none has come within `timeout` seconds."""
@@ -87,11 +88,11 @@ class Feed:
             if time.monotonic() >= deadline or self.has_ended:
                 return None
             time.sleep(_POLL)
-        _, found = self._came.popleft()
-        self._taken += sum(reads[0].num_tokens for reads in found)
-        return found
+        _, record = self._came.popleft()
+        self._taken += sum(reads[0].num_tokens for reads in record)
+        return record
 
-    # ------------------------------------------------------------------------------------------- anybody
+    # ----------------------------------------------------------------------------------------- any thread
 
     @property
     def since(self) -> float | None:
@@ -103,6 +104,6 @@ class Feed:
 
     @property
     def is_over(self) -> bool:
-        """Returns whether whoever takes should take no more now: nothing comes any more, or others wait."""
+        """Returns whether the taking thread should stop: nothing comes any more, or other requests wait."""
         ended = self.has_ended  # looked at before the queue, into which nothing is put afterwards
         return (ended and not self._came) or self._is_urgent()

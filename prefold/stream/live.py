@@ -21,7 +21,7 @@ from ..errors import InputError
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Waiting:
-    """A request in the window. since: the time at which it came; what: whatever was put in with it."""
+    """A request in the window. since: the time at which it came; what: what was put in with it."""
 
     key: Hashable
     tokens: np.ndarray
@@ -139,7 +139,7 @@ class LiveWindow:
         self._enter_along(leaf, before)
 
     def close(self) -> None:
-        """No more requests come: nothing waits for others any longer."""
+        """Declares that no more requests come: nothing waits for others any longer."""
         self.is_closed = True
 
     # --------------------------------------------------------------------------------------------- going out
@@ -149,7 +149,7 @@ class LiveWindow:
         return iter(list(self._waiting.values()))
 
     def oldest(self) -> Bucket | None:
-        """Returns the bucket of the request that has waited longest, None where nobody waits."""
+        """Returns the bucket of the request that has waited longest, None where none waits."""
         waiting = next(iter(self._waiting.values()), None)
         return None if waiting is None else self.bucket_of(waiting.key)
 
@@ -197,11 +197,11 @@ class LiveWindow:
         """Returns what a bucket is now that some have left it, and others come; None where it is none any more."""
         if bucket.node not in self._sums:
             return None
-        found = self._bucket(bucket.node, bucket.is_whole)
-        if found is None:
+        current = self._bucket(bucket.node, bucket.is_whole)
+        if current is None:
             node = next((node for node in bucket.node.path() if self._has_enough(node)), None)
-            found = None if node is None else self._bucket(node, True)
-        return found
+            current = None if node is None else self._bucket(node, True)
+        return current
 
     def buckets(self) -> Iterator[Bucket]:
         """Yields all buckets."""
@@ -233,17 +233,6 @@ class LiveWindow:
         if node is not None and node.parent is not None:
             self._enter_along(node, bucket.node if bucket.is_whole and node is bucket.node else None)
         return taken
-
-    def discard(self, key: Hashable) -> None:
-        """A request is not wanted any more; nothing happens where it does not wait."""
-        waiting = self._waiting.get(key)
-        if waiting is not None:
-            path = waiting.leaf.path()
-            before = next((node for node in path if self._has_enough(node)), None)
-            self._remove(waiting)
-            left = [node for node in path if node in self._sums]
-            if left:
-                self._enter_along(left[-1], before if before in self._sums else None)
 
     @property
     def queues(self) -> list[Hashable]:
@@ -299,7 +288,7 @@ class LiveWindow:
             unseen.extend(node.children.values())
 
     def _enter_along(self, end: Node, before: Node | None) -> None:
-        """Enter what is a bucket on the path of `end`, after its sums have changed; `before`: what was one."""
+        """Enters the buckets on the path of `end`, after its sums have changed. before: the bucket there until now."""
         path = end.path()
         first = next((node for node in path if self._has_enough(node)), None)
         if first is not None:
@@ -352,7 +341,7 @@ class LiveWindow:
     # ------------------------------------------------------------------------------------------------ checking
 
     def check(self) -> None:
-        """AssertionError where the books do not balance."""
+        """Raises AssertionError where the books do not balance."""
         sums: dict[Node, list[int]] = {}
         for key, waiting in self._waiting.items():
             assert self._sums[waiting.leaf].ending[key] is waiting

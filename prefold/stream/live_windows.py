@@ -132,13 +132,13 @@ class LiveWindows:
 
     def _leaving(self) -> list[SpooledRequest]:
         """Returns the requests that leave now, sorted: buckets until there are enough tokens."""
-        found: list[SpooledRequest] = []
+        leaving: list[SpooledRequest] = []
         left = self._most
         while left > 0 and (bucket := self._best()) is not None:
             taken = self.window.take(bucket, left)
-            found += [request for waiting in taken for request in waiting.what]
+            leaving += [request for waiting in taken for request in waiting.what]
             left -= sum(len(waiting.tokens) for waiting in taken)
-        return sorted(found, key=lambda request: request[:4]) if self._share else found
+        return sorted(leaving, key=lambda request: request[:4]) if self._share else leaving
 
     def _best(self) -> Bucket | None:
         window = self.window
@@ -147,8 +147,8 @@ class LiveWindows:
         if (pressed := window.pressed(time.monotonic())) is not None:
             return pressed
         grown = self._num_open >= self._busy
-        found = window.largest(True, grown=grown) if self._is_held is not None else None
-        return found or window.largest(grown=grown)
+        held = window.largest(True, grown=grown) if self._is_held is not None else None
+        return held or window.largest(grown=grown)
 
     def _common(self, window: Window, first: SpooledRequest) -> int:
         """Returns how many leading tokens a window has in common with the request that was given before it."""

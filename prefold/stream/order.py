@@ -79,7 +79,7 @@ class SpooledRequest(NamedTuple):
     targets: bytes | None  # int32, native
     tag: bytes
     options: bytes = b""  # see `options.py`
-    media: tuple[Medium, ...] = ()  # where nobody else holds them; they are not written to files
+    media: tuple[Medium, ...] = ()  # where nothing else refers to them; they are not written to files
 
     @property
     def num_tokens(self) -> int:

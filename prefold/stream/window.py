@@ -31,7 +31,7 @@ class Window:
     options         [B]            what else is wanted of each request (see `options.py`)
     adapter, salt                  of all requests
     numbers         int64 [B]      each request's place in the order of arrival
-    media                          the images of the requests that nobody else holds
+    media                          the images of the requests that nothing else refers to
     """
 
     tokens: np.ndarray
@@ -104,7 +104,7 @@ class Window:
 
 
 class Windows(Iterator[Window]):
-    """Yields the windows of a spool; whoever would rather read ranges of its sorted order finds that in `order`.
+    """Yields the windows of a spool, and has in `order` its sorted order, for readers of ranges.
 
     max_tokens  tokens of a window
     order       returns the requests in that order; the windows are consecutive pieces of it, where they are sorted

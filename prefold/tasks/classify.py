@@ -281,8 +281,8 @@ class ClassifyHeadTask(Task):
 
 def sigmoids(logits: np.ndarray) -> np.ndarray:
     """Returns the sigmoid of each value, without overflow."""
-    found: np.ndarray = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
-    return found
+    values: np.ndarray = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
+    return values
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:

@@ -22,9 +22,8 @@ from ..text.grammar import example_of
 from ..text.media import Picture, Pictured, too_long, with_notes
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, Task, TextBatch, Work, as_item, cut_end, prepare_each, work_of
-from .conversations import Conversations, GenerateItem
+from .conversations import Conversations, GenerateItem, has_images, is_cut, plain_message
 from .cut import columns_of, cut_columns
-from .messages import has_images, is_cut, plain_message
 from .sampling import format_grammar, sampling_from
 from .score import leading_ids
 from .tools import as_tools
@@ -326,7 +325,7 @@ class GenerateTask(Task):
             choice["stop"] = sample.stop
         if sample.logprobs is not None:
             pairs = zip(sample.tokens, sample.logprobs, strict=True)
-            choice["logprobs"] = [self.token_logprobs(token, found) for token, found in pairs]
+            choice["logprobs"] = [self.token_logprobs(token, entry) for token, entry in pairs]
         return choice
 
     def _reasoning_tokens(self, sample: Generated, opened: bool) -> int:
@@ -340,9 +339,9 @@ class GenerateTask(Task):
         decode = self.inputs.tokenizer.decode
         return bisect_left(range(len(ids)), True, key=lambda n: end in decode(ids[:n], skip_special=True))
 
-    def token_logprobs(self, token: int, found: TokenLogprobs) -> dict[str, Any]:
+    def token_logprobs(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
         """Returns a token of an output with its log-probabilities, as they stand in the result."""
-        return self._token(token, found.logprob) | {"top": [self._token(*pair) for pair in found.top]}
+        return self._token(token, entry.logprob) | {"top": [self._token(*pair) for pair in entry.top]}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         tokenizer = self.inputs.tokenizer

@@ -74,8 +74,8 @@ def run_works(
 
 def checked(results: list[list[Any] | None]) -> list[list[Any] | None]:
     """Returns what `run_works` gave, as it is. Raises the first InputError of a request that could not be run."""
-    for found in results:
-        for result in found or ():
+    for of_work in results:
+        for result in of_work or ():
             if isinstance(result, InputError):
                 raise result
     return results

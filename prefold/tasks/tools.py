@@ -39,10 +39,10 @@ def _schema(function: Callable[..., object]) -> dict[str, Any]:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        found = _type(hints.get(parameter.name), f"the parameter {parameter.name!r} of {name!r} in 'tools'")
+        schema = _type(hints.get(parameter.name), f"the parameter {parameter.name!r} of {name!r} in 'tools'")
         if parameter.name in arguments:
-            found["description"] = arguments[parameter.name]
-        properties[parameter.name] = found
+            schema["description"] = arguments[parameter.name]
+        properties[parameter.name] = schema
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}
@@ -54,16 +54,16 @@ def _type(hint: Any, what: str) -> dict[str, Any]:
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         kinds = [one for one in inner if one is not type(None)]
-        found = _type(kinds[0], what) if len(kinds) == 1 else {"anyOf": [_type(one, what) for one in kinds]}
-        return {**found, "nullable": True} if len(kinds) < len(inner) else found
+        schema = _type(kinds[0], what) if len(kinds) == 1 else {"anyOf": [_type(one, what) for one in kinds]}
+        return {**schema, "nullable": True} if len(kinds) < len(inner) else schema
     if origin is Literal and {type(one) for one in inner} in ({str}, {int}):
         return {"type": _TYPES[type(inner[0])], "enum": list(inner)}
     if origin in (list, Sequence):
         return {"type": "array", **({"items": _type(inner[0], what)} if inner else {})}
     if origin in _TYPES:
         return {"type": _TYPES[origin]}
-    told = "has no type" if hint is None else f"is of type {getattr(hint, '__name__', hint)}, which JSON lacks"
-    raise InputError(f"{what} {told}", field="tools", remedy=_GIVE, code="wrong_type")
+    problem = "has no type" if hint is None else f"is of type {getattr(hint, '__name__', hint)}, which JSON lacks"
+    raise InputError(f"{what} {problem}", field="tools", remedy=_GIVE, code="wrong_type")
 
 
 def _sections(text: str) -> tuple[str, dict[str, str]]:

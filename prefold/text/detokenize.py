@@ -168,9 +168,9 @@ _BYTES = _byte_letters()
 def _bytes(name: str | None) -> bytes:
     if name is None:
         return b""
-    found = [_BYTES.get(letter) for letter in name]
+    codes = [_BYTES.get(letter) for letter in name]
     # The name of an added token that is not written in byte-level letters is its text.
-    return name.encode() if None in found else bytes(found)
+    return name.encode() if None in codes else bytes(codes)
 
 
 class _ByteLevel:

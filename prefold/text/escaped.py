@@ -56,7 +56,7 @@ class Escaping:
                 if one in value:
                     message = f"{field[:80]!r} holds {one!a}, which stands for no character"
                     raise InputError(message, field=field[:80], remedy="leave it out", code="wrong_type")
-            return self._ended(self._special.sub(lambda found: found[0][0] + SHIELD + found[0][1:], value))
+            return self._ended(self._special.sub(lambda match: match[0][0] + SHIELD + match[0][1:], value))
         if depth > DEEPEST and isinstance(value, (Mapping, list, tuple)):
             message = f"{field[:80]!r} is nested more than {DEEPEST} deep"
             raise InputError(message, field=field[:80], remedy="nest it less deep", code="too_deep")
@@ -85,7 +85,7 @@ class Escaping:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text that a template wrote of shielded values, int32 [n]; nothing is added."""
-        marked = self._special.sub(lambda found: _name(self._ids[found[0]]), text)
+        marked = self._special.sub(lambda match: _name(self._ids[match[0]]), text)
         bare = marked.replace(SHIELD, "").replace(SHIELD_WRITTEN, "")
         return np.asarray(self._copy.encode(bare, add_special_tokens=False).ids, dtype=np.int32)
 
@@ -100,17 +100,17 @@ def _renamed(backend: tokenizers.Tokenizer, ids: Mapping[str, int]) -> tokenizer
     import tokenizers
 
     names = {content: _name(id) for content, id in ids.items()}
-    found = json.loads(backend.to_str())
-    found["post_processor"] = None  # it adds special tokens, by their names
-    for token in found["added_tokens"]:
+    settings = json.loads(backend.to_str())
+    settings["post_processor"] = None  # it adds special tokens, by their names
+    for token in settings["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
-    model = found["model"]
+    model = settings["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(content, content): id for content, id in model["vocab"].items()}
     else:  # Unigram: [[content, score], ...]
         model["vocab"] = [[names.get(content, content), score] for content, score in model["vocab"]]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    copy = tokenizers.Tokenizer.from_str(json.dumps(found))
+    copy = tokenizers.Tokenizer.from_str(json.dumps(settings))
     assert all(copy.token_to_id(names[content]) == id for content, id in ids.items())
     return copy

@@ -125,8 +125,8 @@ def _sentencepiece(checkpoint: Checkpoint, tokens: list[str], types: list[int], 
     )
     # User-defined runs of spaces are no added tokens: normalisation turns spaces into "▁", and their rank joins them
     # before all others.
-    found = [(t, kind) for t, kind in zip(pieces, types, strict=True) if kind != USER_DEFINED or SPACE not in t]
-    _add_tokens(backend, [t for t, _ in found], [kind for _, kind in found])
+    added = [(t, kind) for t, kind in zip(pieces, types, strict=True) if kind != USER_DEFINED or SPACE not in t]
+    _add_tokens(backend, [t for t, _ in added], [kind for _, kind in added])
     return backend
 
 

@@ -202,18 +202,18 @@ def with_keywords(schema: Any, change: Callable[[str, str], str | None], *, name
         return [with_keywords(one, change) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for name, value in schema.items():
         if named:
-            found[name] = with_keywords(value, change)
+            changed[name] = with_keywords(value, change)
         elif name in _VALUES:
-            found[name] = value
+            changed[name] = value
         elif isinstance(value, str):
             if (text := change(name, value)) is not None:
-                found[name] = text
+                changed[name] = text
         else:
-            found[name] = with_keywords(value, change, named=name in _NAMED)
-    return found
+            changed[name] = with_keywords(value, change, named=name in _NAMED)
+    return changed
 
 
 def example_of(schema: Any, root: Any = None, seen: tuple[str, ...] = ()) -> Any:
@@ -226,10 +226,10 @@ def example_of(schema: Any, root: Any = None, seen: tuple[str, ...] = ()) -> Any
     if not isinstance(schema, Mapping):
         return None
     if isinstance(reference := schema.get("$ref"), str):
-        found = None if reference in seen else root
+        target = None if reference in seen else root
         for name in reference.split("/")[1:]:
-            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        return example_of(found, root, (*seen, reference))
+            target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        return example_of(target, root, (*seen, reference))
     types = schema.get("type")
     kind = next((one for one in types if one != "null"), None) if isinstance(types, list) else types
     if properties := schema.get("properties"):

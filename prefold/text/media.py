@@ -26,17 +26,17 @@ class Pictured:
 
 
 class ImageIds(np.ndarray[Any, Any]):
-    """An ImageIds is token ids, int32 [n], with rows of images among them. It holds the media: their rows have these
-    ids as long as somebody does."""
+    """An ImageIds is token ids, int32 [n], with rows of images among them. It refers to the media: their rows have
+    these ids as long as something refers to them."""
 
     media: tuple[Medium, ...]
 
     @classmethod
     def of(cls, ids: np.ndarray, media: tuple[Medium, ...]) -> ImageIds:
         """Returns ids that hold these media."""
-        found = ids.view(cls)
-        found.media = media
-        return found
+        view = ids.view(cls)
+        view.media = media
+        return view
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ To call a function, write its name and its arguments as a JSON object, in this f
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns messages that say as texts what tools there are, how they were called, and what they answered."""
     in_parts = any(isinstance(message.get("content"), list) for message in messages)
-    found: list[dict[str, Any]] = []
+    out: list[dict[str, Any]] = []
     is_result = False
     for message in messages:
         after_result, is_result = is_result, message["role"] == "tool"
@@ -181,22 +181,22 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> l
         if is_result:
             joined = _joined("<tool_response>\n", content, "\n</tool_response>")
             if after_result:  # templates may want user and assistant in turn
-                found[-1]["content"] = _joined(found[-1]["content"], "\n", joined)
+                out[-1]["content"] = _joined(out[-1]["content"], "\n", joined)
             else:
-                found.append({"role": "user", "content": joined})
+                out.append({"role": "user", "content": joined})
         elif isinstance(calls, list) and calls:
             written = "\n".join(f"<tool_call>\n{_json(_call(call))}\n</tool_call>" for call in calls)
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
-            found.append({**rest, "content": _joined(content, "\n" if content else "", written)})
+            out.append({**rest, "content": _joined(content, "\n" if content else "", written)})
         else:
-            found.append(dict(message))
-    told = _TOOLS.format("\n".join(_json(_without_nulls(tool)) for tool in tools))
-    if found[0]["role"] in ("system", "developer"):
-        content = found[0].get("content")
-        found[0]["content"] = _joined(content, "\n\n" if content else "", told)
+            out.append(dict(message))
+    described = _TOOLS.format("\n".join(_json(_without_nulls(tool)) for tool in tools))
+    if out[0]["role"] in ("system", "developer"):
+        content = out[0].get("content")
+        out[0]["content"] = _joined(content, "\n\n" if content else "", described)
     else:
-        found.insert(0, {"role": "system", "content": [{"type": "text", "text": told}] if in_parts else told})
-    return found
+        out.insert(0, {"role": "system", "content": [{"type": "text", "text": described}] if in_parts else described})
+    return out
 
 
 def _call(call: Any) -> Any:

@@ -120,8 +120,8 @@ class Tokenizer:
 
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns (the token ids of a text, their `spans`), without special tokens. Other threads run meanwhile."""
-        (found,) = self.backend.encode_batch([text], add_special_tokens=False)  # `encode` would hold the interpreter
-        return found.ids, found.offsets
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)  # `encode` would hold the interpreter
+        return encoding.ids, encoding.offsets
 
     def pair_ids(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the special tokens that the checkpoint puts before, between and after the two texts of a pair,

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from .batch import Examples, TrainBatch
-from .logprobs import logprobs
-from .losses import dpo_loss, dpo_margins, group_loss, sft_loss
+from .losses import dpo_loss, dpo_margins, group_loss, logprobs, sft_loss
 from .micro import accumulate, micro_batches
 from .save import save_model
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefold.report.icicle import StreamShape, icicle, to_data, walk
+from prefold.report.icicle import StreamShape, icicle, to_data, trie_picture, walk
 from prefold.report.page import Report, StepLog, write_report
-from prefold.report.picture import trie_picture
 
 from .shapes import shape_of
 
