@@ -10,10 +10,11 @@ from pathlib import Path
 
 import click
 import pytest
+from msgspec.json import schema_components
 
 import prefold
 from prefold import CacheOptions, InputError, Sampling
-from prefold.api.schema import body_schema
+from prefold.api.completions import Completion
 from prefold.cli import main
 from prefold.cli.build import llm_options
 from prefold.cli.fingerprint import RESULT_OPTIONS
@@ -70,7 +71,7 @@ def test_every_number_of_an_option_has_its_bounds_everywhere():
         least, most, above = (option.metadata[key] for key in ("least", "most", "above"))
         if kind_of(option) not in (int, float):
             continue
-        schema = body_schema("completion")["properties"][parameter]
+        schema = schema_components([Completion])[1]["Completion"]["properties"][parameter]
         assert (schema.get("exclusiveMinimum" if above else "minimum"), schema.get("maximum")) == (least, most)
         if name != "seed":  # that of a job is a number which JSON has everywhere
             kind = generate[name].type

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from ..errors import InputError
-from .asked import checked, flag
-from .completions import chat_body, read_chat
+from msgspec import Struct
+
+from .body import Body as RequestBody
+from .body import Ignored, Model, doc, doc_of_option
+from .completions import Chat, chat_body, read_chat
 from .tools import GrowingText
-
-__all__ = ["MESSAGE_NAMES", "MessageEvents", "anthropic_error", "message_body", "read_message"]
 
 Body = dict[str, Any]
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
-MESSAGE_NAMES = (
-    "model", "messages", "max_tokens", "system", "stop_sequences", "temperature", "top_p", "top_k", "stream", "tools",
-    "tool_choice", "metadata", "service_tier", "thinking", "cache_control", "output_config",
-)  # fmt: skip
-_SAMPLING = {"max_tokens": "max_tokens", "stop_sequences": "stop", "temperature": "temperature", "top_p": "top_p",
-             "top_k": "top_k"}  # fmt: skip
 
 
 def anthropic_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Any]:
@@ -35,156 +29,165 @@ def anthropic_error(status: int, message: str, code: str, param: str | None) -> 
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-def read_message(body: Mapping[str, Any], *, answered: bool = True) -> tuple[list[Body], Body]:
+class TextBlock(Struct, tag="text"):
+    text: str
+
+
+class Base64(Struct, tag="base64"):
+    data: str
+    media_type: str = "image/png"
+
+
+class Url(Struct, tag="url"):
+    url: str
+
+
+class File(Struct, tag="file"):
+    file_id: str
+
+
+class ImageBlock(Struct, tag="image"):
+    source: Base64 | Url | File
+
+
+class ToolUse(Struct, tag="tool_use"):
+    name: str
+    id: Any = None
+    input: Any = None
+
+
+class ToolResult(Struct, tag="tool_result"):
+    tool_use_id: Any = None
+    content: str | list[TextBlock] | None = None
+
+
+class UserMessage(Struct, tag_field="role", tag="user"):
+    content: str | list[TextBlock | ImageBlock | ToolResult]
+
+
+class AssistantMessage(Struct, tag_field="role", tag="assistant"):
+    content: str | list[TextBlock | ToolUse]
+
+
+class Tool(Struct):
+    name: str
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    input_schema: Any = None
+
+
+class ToolChoice(Struct):
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class JsonSchema(Struct, tag="json_schema"):
+    schema: Any
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    format: JsonSchema | None = None
+
+
+class CountTokens(RequestBody, kw_only=True):
+    """Counts the tokens of a conversation."""
+
+    model: Model = None
+    messages: list[UserMessage | AssistantMessage]
+    max_tokens: Annotated[Any, doc("The most tokens of the answer.", "integer", minimum=1)] = None
+    system: Annotated[str | list[TextBlock], doc("A system message.")] = ""
+    stop_sequences: Annotated[Any, doc("Texts that end the answer.", "array", items={"type": "string"})] = None
+    temperature: Annotated[Any, doc_of_option("temperature")] = None
+    top_p: Annotated[Any, doc_of_option("top_p")] = None
+    top_k: Annotated[Any, doc_of_option("top_k")] = None
+    stream: Annotated[bool, doc("Whether the answer is sent as server-sent events.")] = False
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice | None = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    thinking: Annotated[Any, doc('{"type": "disabled"} only.', "object")] = None
+    cache_control: Ignored = None
+    output_config: OutputConfig | None = None
+
+    unsupported: ClassVar = {"thinking": ({"type": "disabled"},)}
+    remedies: ClassVar = {
+        "messages": 'give a conversation: {"role": "user" or "assistant", "content": ...}, with text, image and'
+        " tool_result of the user, text and tool_use of the assistant",
+        "tools": 'give {"name": ..., "description": ..., "input_schema": {...}}',
+        "tool_choice": 'give {"type": "auto", "any", "none" or "tool"}',
+        "output_config": 'give {"format": {"type": "json_schema", "schema": {...}}}',
+    }
+
+
+class Message(CountTokens, kw_only=True):
+    """Continues a conversation."""
+
+    max_tokens: Annotated[Any, doc("The most tokens of the answer.", "integer", minimum=1)]
+
+
+def read_message(sent: Mapping[str, Any], *, answered: bool = True) -> tuple[list[Body], Body]:
     """Returns one item of the task "generate", and what the response needs. Raises InputError.
 
     answered  whether an answer is wanted, and not only the count of the tokens
     """
-    checked(body, *MESSAGE_NAMES)
-    thinking = body.get("thinking")
-    if thinking is not None and not (isinstance(thinking, Mapping) and thinking.get("type") == "disabled"):
-        message, remedy = "'thinking' is not supported", "leave it out"
-        raise InputError(message, field="thinking", remedy=remedy, code="unsupported")
-    if answered and body.get("max_tokens") is None:
-        raise InputError("'max_tokens' is missing", field="max_tokens", remedy="give it", code="missing_field")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        what = (
-            "missing" if messages is None else "not a list of messages" if not isinstance(messages, list) else "empty"
-        )
-        raise InputError(f"'messages' is {what}", field="messages", remedy="give a conversation", code="missing_field")
-    chat: Body = {
-        "messages": [new for i, message in enumerate(messages) for new in _message(message, f"messages[{i}]")]
+    body = (Message if answered else CountTokens).of(sent)
+    chat: Body = {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p", "top_k")} | {
+        "stop": body.stop_sequences
     }
-    if body.get("system"):
-        text = "\n".join(_texts(body["system"], "system"))
-        chat["messages"].insert(0, {"role": "system", "content": text})
-    chat |= {theirs: body[ours] for ours, theirs in _SAMPLING.items() if body.get(ours) is not None}
-    if body.get("tools"):
-        chat["tools"] = [_tool(tool, i) for i, tool in enumerate(_list(body["tools"], "tools"))]
-    if (format := _format(body.get("output_config"))) is not None:
-        chat["response_format"] = format
-    if body.get("tool_choice") is not None:
-        chat["tool_choice"] = _choice(body["tool_choice"])
-        chat["parallel_tool_calls"] = not flag(body["tool_choice"], "disable_parallel_tool_use")
-    items, meta = read_chat(chat, {})
+    chat["messages"] = [new for message in body.messages for new in _messages(message)]
+    if body.system:
+        chat["messages"].insert(0, {"role": "system", "content": _text(body.system)})
+    chat["tools"] = [_tool(tool) for tool in body.tools] or None
+    if body.output_config is not None and body.output_config.format is not None:
+        format = {"schema": body.output_config.format.schema}
+        chat["response_format"] = {"type": "json_schema", "json_schema": format}
+    if (choice := body.tool_choice) is not None:
+        named = {"type": "function", "function": {"name": choice.name}}
+        chat["tool_choice"] = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    items, meta = read_chat(Chat.of(chat), {})
     return [item | {"with_reasoning": False} for item in items], meta
 
 
-def _format(config: Any) -> Body | None:
-    """Returns what a chat request calls the format of an `output_config`. Raises InputError."""
-    if config is None:
-        return None
-    remedy = 'give {"format": {"type": "json_schema", "schema": {...}}}'
-    if not isinstance(config, Mapping):
-        raise InputError("'output_config' is no object", field="output_config", remedy=remedy, code="wrong_type")
-    for name, value in config.items():
-        if name != "format" and value is not None:
-            message = f"'output_config.{name}' is not supported"[:200]
-            raise InputError(message, field=f"output_config.{name}"[:100], remedy="leave it out", code="unsupported")
-    format = config.get("format")
-    if format is None:
-        return None
-    if not isinstance(format, Mapping) or format.get("type") != "json_schema" or format.get("schema") is None:
-        message = f"'output_config.format' is {format!r:.100}"
-        raise InputError(message, field="output_config.format", remedy=remedy, code="wrong_type")
-    return {"type": "json_schema", "json_schema": {"schema": format["schema"]}}
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _list(value: Any, field: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{field!r} is not a list", field=field, remedy="give a list", code="wrong_type")
-    return value
-
-
-def _block(block: Any, field: str, *kinds: str) -> tuple[str, Mapping[str, Any]]:
-    """Returns (type, block) of a block of content. Raises InputError for a type that is none of `kinds`."""
-    kind = block.get("type") if isinstance(block, Mapping) else None
-    if kind not in kinds:
-        message, remedy = f"{field!r} is of type {kind!r:.100}", f"use {', '.join(kinds)}"
-        raise InputError(message, field=field, remedy=remedy, code="unsupported")
-    return kind, block
-
-
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"{field!r} is not a text", field=field, remedy="give a text", code="wrong_type")
-    return value
-
-
-def _texts(content: Any, field: str) -> list[str]:
-    """Returns the texts of content: of a text, or of a list of blocks of text."""
-    if isinstance(content, str):
-        return [content]
-    places = [(f"{field}[{i}]", block) for i, block in enumerate(_list(content, field))]
-    return [_text(_block(block, place, "text")[1].get("text"), f"{place}.text") for place, block in places]
-
-
-def _message(message: Any, field: str) -> Iterator[Body]:
+def _messages(message: UserMessage | AssistantMessage) -> Iterator[Body]:
     """Yields the messages, as OpenAI has them, of one of Anthropic's: results of tools are messages of their own."""
-    if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
-        remedy = 'give {"role": "user" or "assistant", "content": ...}'
-        raise InputError(f"{field!r} is no message of user or assistant", field=field, remedy=remedy, code="wrong_type")
-    role, content = message["role"], message.get("content")
+    role, content = "user" if isinstance(message, UserMessage) else "assistant", message.content
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
-    texts: list[str] = []
     parts: list[Body] = []
     calls = []
-    kinds = ("text", "tool_use") if role == "assistant" else ("text", "image", "tool_result")
-    for i, block in enumerate(_list(content, f"{field}.content")):
-        place = f"{field}.content[{i}]"
-        kind, block = _block(block, place, *kinds)
-        if kind == "text":
-            texts.append(_text(block.get("text"), f"{place}.text"))
-            parts.append({"type": "text", "text": texts[-1]})
-        elif kind == "image":
-            parts.append({"type": "image_url", "image_url": {"url": _image(block.get("source"), f"{place}.source")}})
-        elif kind == "tool_use":
-            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            function = {"name": _text(block.get("name"), f"{place}.name"), "arguments": arguments}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+    for block in content:
+        if isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+        elif isinstance(block, ImageBlock):
+            parts.append({"type": "image_url", "image_url": {"url": _address(block.source)}})
+        elif isinstance(block, ToolUse):
+            function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+            calls.append({"id": block.id, "type": "function", "function": function})
         else:
-            result = "\n".join(_texts(block.get("content") or "", f"{place}.content"))
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")}
     if parts or calls or not content:
-        joined: Any = "\n".join(texts) if len(texts) == len(parts) else parts
+        has_images = any("text" not in part for part in parts)
+        joined: Any = parts if has_images else "\n".join(part["text"] for part in parts)
         yield {"role": role, "content": joined} | ({"tool_calls": calls} if calls else {})
 
 
-def _image(source: Any, field: str) -> str:
+def _address(source: Base64 | Url | File) -> str:
     """Returns the address of an image: a data URL, where it lies, or the id of an uploaded file."""
-    kind = source.get("type") if isinstance(source, Mapping) else None
-    if kind == "url":
-        return _text(source.get("url"), f"{field}.url")
-    if kind == "file":
-        return _text(source.get("file_id"), f"{field}.file_id")
-    if kind != "base64":
-        remedy = 'give {"type": "base64", "media_type": "image/png", "data": "..."}'
-        raise InputError(f"{field!r} is of type {kind!r:.100}", field=field, remedy=remedy, code="unsupported")
-    data = _text(source.get("data"), f"{field}.data")
-    return f"data:{_text(source.get('media_type', 'image/png'), f'{field}.media_type')};base64,{data}"
+    if isinstance(source, Base64):
+        return f"data:{source.media_type};base64,{source.data}"
+    return source.url if isinstance(source, Url) else source.file_id
 
 
-def _tool(tool: Any, index: int) -> Body:
-    field = f"tools[{index}]"
-    if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str) or tool.get("type", "custom") != "custom":
-        remedy = 'give {"name": ..., "description": ..., "input_schema": {...}}'
-        raise InputError(f"{field!r} is no tool of your own", field=field, remedy=remedy, code="unsupported")
-    function = {"name": tool["name"], "parameters": tool.get("input_schema") or {"type": "object"}}
-    return {"type": "function", "function": function | {"description": tool.get("description") or ""}}
-
-
-def _choice(choice: Any) -> Any:
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
-    found = {"auto": "auto", "none": "none", "any": "required"}.get(kind) if isinstance(kind, str) else None
-    if kind == "tool" and isinstance(choice, Mapping):
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if found is None:
-        message, remedy = f"'tool_choice' is {choice!r:.100}", 'give {"type": "auto", "any", "none" or "tool"}'
-        raise InputError(message, field="tool_choice", remedy=remedy, code="wrong_type")
-    return found
+def _tool(tool: Tool) -> Body:
+    function = {"name": tool.name, "parameters": tool.input_schema or {"type": "object"}}
+    return {"type": "function", "function": function | {"description": tool.description or ""}}
 
 
 # ----------------------------------------------------------------------------------------------------- responses

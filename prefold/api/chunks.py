@@ -6,46 +6,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import InputError
-from .asked import flag
 from .completions import chat_logprobs, completion_logprobs, reasoning_of, usage_of
 from .endpoints import KINDS, openai_error, response_body
 from .reasoning import Parting
 from .tools import GrowingText
 
-__all__ = ["Chunks", "read_stream"]
-
 Body = dict[str, Any]
-
-
-_USAGE = ("include_usage", "continuous_usage_stats")
-
-
-def read_stream(body: Body) -> tuple[bool, tuple[bool, bool], Body]:
-    """Returns (whether the answer is to be streamed, whether a last chunk has its usage and whether every chunk has the
-    usage so far, the body without what says so).
-
-    Raises InputError for values that are wrong.
-    """
-    rest = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-    stream = body.get("stream")
-    if not isinstance(stream, bool | None):
-        message = f"'stream' is {stream!r:.100}"
-        raise InputError(message, field="stream", remedy="give true or false", code="wrong_type")
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        message = "'stream_options' is not an object"
-        raise InputError(message, field="stream_options", remedy='give {"include_usage": true}', code="wrong_type")
-    for name in options or {}:
-        if name not in (*_USAGE, "include_obfuscation") and options[name] is not None:
-            message = f"'stream_options' has an unknown field {name!r:.100}"
-            remedy = f"the fields are {', '.join(_USAGE)}"
-            raise InputError(message, field="stream_options", remedy=remedy, code="unsupported")
-    if options and not stream:
-        message = "'stream_options' is given without 'stream'"
-        raise InputError(message, field="stream_options", remedy='give "stream": true')
-    last, every = (flag(options or {}, name) for name in _USAGE)
-    return bool(stream), (last, every), rest
 
 
 class Chunks:

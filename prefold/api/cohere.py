@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from ..errors import InputError
-from .asked import Asked, checked, choice, need
-
-__all__ = ["COHERE_EMBED_NAMES", "cohere_error", "read_cohere_embed"]
-
-COHERE_EMBED_NAMES = (
-    "model", "texts", "input_type", "embedding_types", "output_dimension", "truncate", "priority",
-)  # fmt: skip
-# {input_type: the checkpoint's prompt that is put before such texts, where it has one}
-_PROMPTS = {"search_query": "query", "search_document": "document", "classification": "classification",
-            "clustering": "clustering"}  # fmt: skip
-
-
-def cohere_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Any]:
-    """Returns (status, body) of an error in Cohere's form."""
-    return status, {"message": message}
-
-
-def _base64(vectors: np.ndarray) -> Any:
-    return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+from .asked import Asked
+from .body import Body, Ignored, Model, Word, doc
+from .embeddings import DIMENSIONS, in_base64
 
 
 def _ubinary(vectors: np.ndarray) -> Any:
@@ -36,10 +19,36 @@ def _ubinary(vectors: np.ndarray) -> Any:
 
 _FORMS: dict[str, Any] = {
     "float": lambda vectors: vectors,
-    "base64": _base64,
+    "base64": in_base64,
     "ubinary": _ubinary,
     "binary": lambda vectors: (_ubinary(vectors).astype(np.int16) - 128).astype(np.int8),
 }
+# What texts are, and the name of the checkpoint's prompt that is put before such, where it has one.
+_INPUTS = {
+    "search_query": "query", "search_document": "document", "classification": "classification",
+    "clustering": "clustering",
+}  # fmt: skip
+InputType = Word("InputType", {name: name for name in _INPUTS})
+Truncate = Word("Truncate", {name: name for name in ("NONE", "START", "END")})
+
+
+class CohereEmbed(Body, kw_only=True):
+    """Returns the vectors of texts."""
+
+    model: Model = None
+    texts: list[str]
+    input_type: InputType = InputType.search_document
+    embedding_types: Annotated[list[str] | None, doc(f"The forms of the vectors: {', '.join(_FORMS)}.")] = None
+    output_dimension: Annotated[Any, DIMENSIONS] = None
+    truncate: Truncate = Truncate.END
+    priority: Ignored = None
+
+    remedies: ClassVar = {"texts": "give a list of texts", "embedding_types": f"give some of {', '.join(_FORMS)}"}
+
+
+def cohere_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Any]:
+    """Returns (status, body) of an error in Cohere's form."""
+    return status, {"message": message}
 
 
 def read_cohere_embed(
@@ -53,32 +62,26 @@ def read_cohere_embed(
 
     int8 and uint8 are refused, as their scale is that of a model which was made for them.
     """
-    checked(body, *COHERE_EMBED_NAMES)
-    texts, types = need(body, "texts"), body.get("embedding_types")
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise InputError("'texts' is not a list of texts", field="texts", remedy="give one", code="wrong_type")
-    if types is not None and (not isinstance(types, list) or not all(isinstance(one, str) for one in types)):
-        message, remedy = "'embedding_types' is not a list of texts", f"give some of {', '.join(_FORMS)}"
-        raise InputError(message, field="embedding_types", remedy=remedy, code="wrong_type")
-    types = default if types is None else types
+    asked = CohereEmbed.of(body)
+    types = default if asked.embedding_types is None else asked.embedding_types
     for one in types or ():
         if one not in _FORMS:
             message, remedy = f"the embedding type {one!r:.100} is not supported", f"use {', '.join(_FORMS)}"
             raise InputError(message, field="embedding_types", remedy=remedy, code="unsupported")
-    side = choice(body, "truncate", ("NONE", "START", "END"), "END")
+    side = asked.truncate
     options: dict[str, Any] = {} if side == "NONE" else {"truncate": "left" if side == "START" else "right"}
-    prompt = _PROMPTS[choice(body, "input_type", tuple(_PROMPTS), "search_document")]
+    prompt = _INPUTS[asked.input_type.value]
     if prompt in prompts:
         options["prompt_name"] = prompt
 
     def make(results: list[dict[str, Any]]) -> Any:
         (result,) = results
         meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": result["num_tokens"]}}
-        head, vectors = {"id": id, "texts": texts, "meta": meta}, result["embeddings"]
+        head, vectors = {"id": id, "texts": asked.texts, "meta": meta}, result["embeddings"]
         if types is None:
             return head | {"response_type": "embeddings_floats", "embeddings": vectors}
         forms = {one: _FORMS[one](vectors) for one in types}
         return head | {"response_type": "embeddings_by_type", "embeddings": forms}
 
-    items = [{"text": texts, "dimensions": body.get("output_dimension")}]
+    items = [{"text": asked.texts, "dimensions": asked.output_dimension}]
     return Asked("embed", items, make, options, {"text": "texts", "dimensions": "output_dimension"})

@@ -6,100 +6,206 @@ value asks for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Annotated, Any, ClassVar
 from uuid import uuid4
+
+import msgspec
 
 from ..errors import InputError
 from ..options import http_names
 from ..tasks.sampling import format_grammar
-from .asked import flag
+from .body import IDS, OBJECTS, TEXT_OR_TEXTS, Body, Ignored, Settings, Word, doc, doc_of_option
 from .echo import prompt_logprobs
+from .embeddings import Prompts
 from .reasoning import parted
 from .tools import calls_in, read_tools
-
-__all__ = [
-    "CHAT_NAMES",
-    "COMPLETION_NAMES",
-    "chat_body",
-    "chat_logprobs",
-    "completion_body",
-    "completion_logprobs",
-    "read_chat",
-    "read_completion",
-    "reasoning_of",
-    "usage_of",
-]
 
 # OpenAI's defaults where they differ from those of Sampling. max_tokens None: until the model's context is full.
 CHAT_DEFAULTS = {"temperature": 1.0, "max_tokens": None}
 COMPLETION_DEFAULTS = {"temperature": 1.0, "max_tokens": 16}
 # {parameter: field of Sampling that takes its value}
 _SAMPLING = http_names()
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-# {vLLM's name: the name that `grammar_from` knows}
+# {option of generation that is no number: its schema}
+_SCHEMAS: dict[str, Any] = {
+    "max_tokens": {"type": "integer", "minimum": 1}, "stop": TEXT_OR_TEXTS, "stop_ids": IDS, "route": IDS,
+    "logit_bias": {"type": "object"},
+}  # fmt: skip
+# {parameter that asks for a form of the answer: the name of that form in `grammar_from`}
+_GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "lark"}
 _STRUCTURED = {"json": "json_schema", "json_object": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}
-_COMMON = {*_SAMPLING, *_GUIDED, "logprobs", "response_format", "structured_outputs", "cache_salt", "return_token_ids"}
-_CHAT = {
-    "messages", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "documents", "chat_template",
-    "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "reasoning_effort", "include_reasoning",
-}  # fmt: skip
-CHAT_NAMES, COMPLETION_NAMES = _COMMON | _CHAT, _COMMON | {"prompt"}
-# Parameters that change no result here: bookkeeping, and hints for other servers.
-_IGNORED = {
-    "model", "user", "priority", "request_id", "metadata", "store", "service_tier", "safety_identifier",
-    "prompt_cache_key", "prompt_cache_retention", "stream_options", "guided_decoding_backend",
-}  # fmt: skip
-# Parameters that are not supported, with the values that ask for nothing, which are allowed.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,), "echo": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
-    "length_penalty": (1,), "early_stopping": (False,), "skip_special_tokens": (True,), "prompt_logprobs": (),
-    "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (),
-    "allowed_token_ids": (), "bad_words": ([],), "return_tokens_as_token_ids": (False,),
-    "logits_processors": (), "modalities": (["text"],), "audio": (), "prediction": (),
-    "function_call": ("none",), "functions": (), "guided_whitespace_pattern": (), "add_special_tokens": (),
-}  # fmt: skip
 # How much a model that thinks is to think, in OpenAI's words and vLLM's.
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_REMEDIES = {
-    "stream": "leave it out, since a batch answers with whole responses",
-    "best_of": "use n, and choose among the choices",
-    "truncate_prompt_tokens": "leave it out, and give --truncate to cut what is too long",
-    "echo": "use the task score, or ask for it outside of a batch",
-    "prompt_logprobs": "use the task score, or ask for them outside of a batch",
-    "function_call": "use tools",
-    "functions": "use tools",
-}
-
-
+Effort = Word("Effort", {name: name for name in ("none", "minimal", "low", "medium", "high", "xhigh", "max")})
+Tools = Annotated[Any, doc("Functions that the model may call.", **OBJECTS)]
+ToolChoice = Annotated[Any, doc("auto, none, required, or a function.", "string")]
 _LOGPROB = itemgetter("logprob")
 
 
 # ------------------------------------------------------------------------------------------- requests
 
 
-def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+class StreamOptions(Body):
+    """StreamOptions say which chunks have the usage: a last one, or every one."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Ignored = None
+
+
+class Streamed(Settings, kw_only=True):
+    """Streamed is a body whose answer may be sent piece by piece."""
+
+    stream: Annotated[bool, doc("Whether the answer is sent as server-sent events.")] = False
+    stream_options: StreamOptions | None = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    store: Ignored = None
+
+    batch: ClassVar = Settings.batch | {
+        "stream": ((False,), "leave it out, since a batch answers with whole responses")
+    }
+
+    @property
+    def usage(self) -> tuple[bool, bool]:
+        """Returns whether a last chunk has the usage, and whether every chunk has the usage so far. Raises
+        InputError."""
+        if self.stream_options is not None and not self.stream:
+            message, remedy = "'stream_options' is given without 'stream'", 'give "stream": true'
+            raise InputError(message, field="stream_options", remedy=remedy)
+        options = self.stream_options or StreamOptions()
+        return options.include_usage, options.continuous_usage_stats
+
+
+def sampled(parameters: Iterable[str]) -> Any:
+    """Returns the class of bodies with these parameters of sampling, which are declared as options."""
+    fields = [
+        (name, Annotated[Any, doc_of_option(_SAMPLING[name], **_SCHEMAS.get(_SAMPLING[name], {}))], None)
+        for name in parameters
+    ]
+    return msgspec.defstruct("Sampled", fields, bases=(Streamed,), kw_only=True)
+
+
+def sampling_of(body: Any, parameters: Iterable[str] = _SAMPLING) -> dict[str, Any]:
+    """Returns {field of Sampling: value} of a body's parameters."""
+    return {_SAMPLING[name]: value for name in parameters if (value := getattr(body, name)) is not None}
+
+
+class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
+    """Generating is the body of a request for text."""
+
+    prompt_logprobs: Annotated[
+        Any, doc("vLLM's: so many most likely tokens at each token of the prompt.", "integer", minimum=0)
+    ] = None
+    response_format: Annotated[Any, doc("OpenAI's: text, json_object or json_schema.", "object")] = None
+    structured_outputs: Annotated[Any, doc("vLLM's: one of json, json_object, regex, choice, grammar.", "object")] = (
+        None
+    )
+    guided_json: Annotated[Any, doc("A JSON schema that the answer keeps.", "object")] = None
+    guided_regex: Annotated[Any, doc("A regular expression of the answer.", "string")] = None
+    guided_choice: Annotated[Any, doc("The answers.", "array", items={"type": "string"})] = None
+    guided_grammar: Annotated[Any, doc("A grammar in Lark's syntax.", "string")] = None
+    cache_salt: Annotated[Any, doc("Requests share a prefix only where this is equal.", "string")] = None
+    priority: Annotated[
+        Any, doc("What a request of larger priority computed is kept longer (--cache priority).", "integer")
+    ] = None
+    return_token_ids: Annotated[
+        bool, doc("vLLM's: whether the ids of the prompt's and the answer's tokens are told.")
+    ] = False
+    metadata: Ignored = None
+    guided_decoding_backend: Ignored = None
+
+    unsupported: ClassVar = {
+        "suffix": ("",), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1,), "prediction": (),
+        "early_stopping": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+        "include_stop_str_in_output": (False,), "allowed_token_ids": (), "bad_words": ([],), "audio": (),
+        "return_tokens_as_token_ids": (False,), "logits_processors": (), "modalities": (["text"],),
+        "function_call": ("none",), "functions": (), "guided_whitespace_pattern": (),
+    }  # fmt: skip
+    batch: ClassVar = Streamed.batch | {
+        "prompt_logprobs": ((), "use the task score, or ask for them outside of a batch"),
+        "echo": ((False,), "use the task score, or ask for it outside of a batch"),
+    }
+    remedies: ClassVar = Streamed.remedies | {
+        "best_of": "use n, and choose among the choices",
+        "function_call": "use tools",
+        "functions": "use tools",
+    }
+    missing = ("{} is missing", "give it")
+
+    def sampling(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """Returns the sampling options, and notes in `meta` which parameter asks for a form of the answer."""
+        found = sampling_of(self)
+        forms = {
+            "response_format": _response_format(self.response_format),
+            "structured_outputs": _structured_outputs(self.structured_outputs),
+            **{name: None if (one := getattr(self, name)) is None else {kind: one} for name, kind in _GUIDED.items()},
+        }
+        asked = [(name, grammar) for name, grammar in forms.items() if grammar is not None]
+        if len(asked) > 1:
+            message = f"{asked[0][0]} and {asked[1][0]} exclude each other"
+            raise InputError(message, field=asked[1][0], remedy="give one of them")
+        for meta["format"], found["grammar"] in asked:
+            pass
+        return found
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """Returns the fields of an item beside its prompt and its sampling."""
+        values = {"salt": self.cache_salt, "priority": self.priority, "with_ids": self.return_token_ids or None}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Chat(Generating):
+    """Continues a conversation."""
+
+    messages: Annotated[Any, doc("The conversation: role and content of each message.", **OBJECTS)]
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Annotated[bool, doc("false: at most one call of a function is answered.")] = True
+    logprobs: Annotated[Any, doc("Whether tokens have their log-probabilities.", "boolean")] = None
+    top_logprobs: Annotated[Any, doc("How many most likely tokens are listed.", "integer", minimum=0)] = None
+    documents: Annotated[Any, doc("What the chat template is told of documents.", **OBJECTS)] = None
+    chat_template: Annotated[Any, doc("The name of a chat template, or its text.", "string")] = None
+    chat_template_kwargs: Annotated[Any, doc("Variables of the chat template.", "object")] = None
+    add_generation_prompt: Annotated[Any, doc("Whether an answer begins behind the prompt.", "boolean")] = None
+    continue_final_message: Annotated[Any, doc("Whether the last message is continued.", "boolean")] = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: Annotated[bool, doc("false: the reasoning of a model that thinks is left out.")] = True
+
+    unsupported: ClassVar = Generating.unsupported | {"add_special_tokens": (False,), "echo": (False,)}
+    may_be_empty = True
+
+
+class Completion(Generating, kw_only=True):
+    """Continues prompts."""
+
+    prompt: Prompts
+    max_tokens: Annotated[Any, doc("0 with echo or prompt_logprobs only.", "integer", minimum=0)] = None
+    logprobs: Annotated[Any, doc("How many most likely tokens are listed.", "integer", minimum=0)] = None
+    echo: Annotated[bool, doc("Whether choices, and their log-probabilities, begin with the prompt.")] = False
+
+    unsupported: ClassVar = Generating.unsupported | {"add_special_tokens": (True,)}
+    may_be_empty = True
+
+
+def read_chat(body: Chat, defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns one item of the task, and what the response needs.
 
     defaults: {field of Sampling: value}, in place of OpenAI's own. Raises InputError.
     """
-    _check(body, CHAT_NAMES, neutral={"add_special_tokens": (False,)})
-    if body.get("messages") is None:
-        raise InputError("messages is missing", field="messages", remedy="give it", code="missing_field")
-    tools, calls, grammar = read_tools(body)
-    item: dict[str, Any] = {"messages": body["messages"], "tools": tools}
+    tools, calls, grammar = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    item: dict[str, Any] = {"messages": body.messages, "tools": tools}
     names = ("documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-    item |= {name: body[name] for name in names if body.get(name) is not None}
-    if (effort := body.get("reasoning_effort")) is not None:
-        if effort not in _EFFORTS:
-            message, remedy = f"'reasoning_effort' is {effort!r:.100}", f"give one of {', '.join(_EFFORTS)}"
-            raise InputError(message, field="reasoning_effort", remedy=remedy, code="wrong_type")
+    item |= {name: value for name in names if (value := getattr(body, name)) is not None}
+    if body.reasoning_effort is not None:
         # What is wrong with the object itself, the task says.
-        own = item.get("chat_template_kwargs", {})
+        own, effort = item.get("chat_template_kwargs", {}), body.reasoning_effort.value
         item["chat_template_kwargs"] = {"reasoning_effort": effort, **own} if isinstance(own, Mapping) else own
-    meta: dict[str, Any] = {} if flag(body, "include_reasoning", True) else {"hides_reasoning": True}
-    sampling = {**CHAT_DEFAULTS, **defaults, **_sampling(body, meta)}
+    meta: dict[str, Any] = {} if body.include_reasoning else {"hides_reasoning": True}
+    sampling = {**CHAT_DEFAULTS, **defaults, **body.sampling(meta)}
     if calls is not None:
         meta["calls"] = calls
     if grammar is not None:  # a response_format is of the message's text, and an answer that must be a call has none
@@ -107,61 +213,28 @@ def read_chat(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[d
             message = f"{meta['format']} and tool_choice exclude each other"
             raise InputError(message, field="tool_choice", remedy="give one of them")
         sampling["grammar"], meta["format"] = grammar, "tools"
-    if body.get("logprobs"):
-        sampling["logprobs"] = body.get("top_logprobs") or 0
-    elif body.get("top_logprobs"):
+    if body.logprobs:
+        sampling["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
         raise InputError("top_logprobs needs logprobs", field="top_logprobs", remedy='give "logprobs": true')
     # An answer that a grammar makes is of that form from its beginning on.
     item["with_reasoning"] = "grammar" not in sampling
-    return [item | {"sampling": sampling} | _beside(body)], meta
+    return [item | {"sampling": sampling} | body.beside], meta
 
 
-def read_completion(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def read_completion(body: Completion, defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns an item of the task for each prompt, and what the response needs.
 
     defaults: {field of Sampling: value}, in place of OpenAI's own. Raises InputError.
     """
-    _check(body, COMPLETION_NAMES, neutral={"add_special_tokens": (True,)})
-    prompt = body.get("prompt")
-    if prompt is None or prompt == []:
-        what = "is missing" if prompt is None else "is an empty list"
-        raise InputError(f"prompt {what}", field="prompt", remedy="give it", code="missing_field")
+    prompt, meta = body.prompt, dict[str, Any]()
+    if prompt == []:
+        raise InputError("prompt is an empty list", field="prompt", remedy="give it", code="missing_field")
     many = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
-    meta: dict[str, Any] = {}
-    sampling = {**COMPLETION_DEFAULTS, **defaults, **_sampling(body, meta)}
-    if body.get("logprobs") is not None:
-        sampling["logprobs"] = body["logprobs"]
-    return [{"prompt": p, "sampling": sampling, **_beside(body)} for p in (prompt if many else [prompt])], meta
-
-
-def _check(body: dict[str, Any], known: set[str], neutral: dict[str, tuple[Any, ...]]) -> None:
-    allowed = _NEUTRAL | neutral
-    for name, value in body.items():
-        if value is None or name in known | _IGNORED or (name in allowed and value in allowed[name]):
-            continue
-        what = f"{name} is not supported" if name in allowed else f"unknown parameter {name!r}"
-        raise InputError(what, field=name, remedy=_REMEDIES.get(name, "leave it out"), code="unsupported")
-
-
-def _beside(body: dict[str, Any]) -> dict[str, Any]:
-    names = {"cache_salt": "salt", "priority": "priority"}
-    found = {field: body[name] for name, field in names.items() if body.get(name) is not None}
-    return found | ({"with_ids": True} if flag(body, "return_token_ids") else {})
-
-
-def _sampling(body: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sampling options of a request, and notes in `meta` which parameter asks for a format."""
-    found = {field: body[name] for name, field in _SAMPLING.items() if body.get(name) is not None}
-    asked = [(name, grammar) for name in _FORMATS if (grammar := _FORMATS[name](body.get(name))) is not None]
-    if len(asked) > 1:
-        message = f"{asked[0][0]} and {asked[1][0]} exclude each other"
-        raise InputError(message, field=asked[1][0], remedy="give one of them")
-    for name, grammar in asked:
-        found["grammar"], meta["format"] = grammar, name
-    return found
-
-
-# --------------------------------------------------------------------------------------------- formats
+    sampling = {**COMPLETION_DEFAULTS, **defaults, **body.sampling(meta)}
+    if body.logprobs is not None:
+        sampling["logprobs"] = body.logprobs
+    return [{"prompt": p, "sampling": sampling, **body.beside} for p in (prompt if many else [prompt])], meta
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
@@ -169,16 +242,13 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
         return None
     given = {k: v for k, v in value.items() if v not in (None, False)} if isinstance(value, dict) else {}
     if len(given) != 1 or not given.keys() <= _STRUCTURED.keys():
-        remedy = f"give one of {', '.join(_STRUCTURED)}"
-        raise InputError(
-            f"structured_outputs has {', '.join(given) or 'nothing'}", field="structured_outputs", remedy=remedy
+        message, remedy = (
+            f"structured_outputs has {', '.join(given) or 'nothing'}",
+            f"give one of {', '.join(_STRUCTURED)}",
         )
+        raise InputError(message, field="structured_outputs", remedy=remedy)
     ((kind, inner),) = given.items()
     return {_STRUCTURED[kind]: inner}
-
-
-def _guided(kind: str) -> Callable[[Any], dict[str, Any] | None]:
-    return lambda value: None if value is None else {_STRUCTURED[kind]: value}
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
@@ -186,13 +256,6 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     if isinstance(value, dict) and value.get("type") == "json_object" and value.get("value") is not None:
         return {"json_schema": value["value"]}
     return format_grammar(value)
-
-
-_FORMATS: dict[str, Callable[[Any], dict[str, Any] | None]] = {
-    "response_format": _response_format,
-    "structured_outputs": _structured_outputs,
-    **{name: _guided(kind) for name, kind in _GUIDED.items()},
-}
 
 
 # ------------------------------------------------------------------------------------------ responses

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError
-from .asked import flag
 
-__all__ = ["Echo", "prompt_logprobs", "read_echo"]
-
-Body = dict[str, Any]
+Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,42 +35,38 @@ class Echo:
         return max([1, *asked]) if asked or self.is_all else None
 
 
-def read_echo(kind: str, body: Body, *, most: int) -> tuple[Echo | None, Body]:
-    """Returns what a request wants of its prompts, None for nothing, and the body without what says so.
+def read_echo(body: Any, *, most: int) -> Echo | None:
+    """Returns what a request wants of its prompts; None: nothing. Raises InputError for values that are wrong.
 
-    kind  "chat" or "completion"
+    body  a Chat or a Completion; where nothing is to be generated, one token is, which is not made
     most  the most likely tokens that may be asked for
-
-    Raises InputError for values that are wrong.
     """
-    names = ("echo", "prompt_logprobs") if kind == "completion" else ("prompt_logprobs",)
-    rest = {name: value for name, value in body.items() if name not in names}
-    text = kind == "completion" and flag(body, "echo")
-    listed, logprobs = body.get("prompt_logprobs"), body.get("logprobs") if text else None
+    text, listed = getattr(body, "echo", False), body.prompt_logprobs
+    logprobs = body.logprobs if text else None
     if not text and listed is None:
-        return None, rest
+        return None
     for name, count in (("prompt_logprobs", listed), ("logprobs", logprobs)):
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= most):
             message, remedy = f"{name!r} is {count!r:.100}", f"give a number from 0 to {most}"
             raise InputError(message, field=name, remedy=remedy, code="out_of_range")
-    is_all = kind == "completion" and body.get("max_tokens") == 0 and body["max_tokens"] is not False
+    is_all = hasattr(body, "echo") and body.max_tokens == 0 and body.max_tokens is not False
     if is_all:
-        rest["max_tokens"] = 1  # which is not made
-        if body.get("n") not in (None, 1):
+        body.max_tokens = 1
+        if body.n not in (None, 1):
             message = "'n' is given where nothing is generated"
             raise InputError(message, field="n", remedy="leave it out, or give max_tokens above 0")
     for name in ("stream", "truncate_prompt_tokens"):
-        if body.get(name):
+        if getattr(body, name):
             what = "echo" if text else "prompt_logprobs"
             message, remedy = f"{what} and {name} exclude each other", f"leave {name} out"
             raise InputError(message, field=what, remedy=remedy, code="unsupported")
-    return Echo(text, logprobs, listed, is_all), rest
+    return Echo(text, logprobs, listed, is_all)
 
 
-def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[Body | None]:
+def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[Entry | None]:
     """Returns the log-probabilities of a prompt's tokens as vLLM has them: those of each token and of the most likely
     ones, by their ids; null for the first token, before which there is nothing."""
-    found: list[Body | None] = []
+    found: list[Entry | None] = []
     for entry in entries:
         if entry["logprob"] is None:
             found.append(None)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .completions import CHAT_NAMES, COMPLETION_NAMES, chat_body, completion_body, read_chat, read_completion, usage_of
-from .embeddings import EMBEDDINGS_NAMES, embeddings_body, read_embeddings
-from .responses import RESPONSE_NAMES, read_responses, responses_body
-from .scores import RERANK_NAMES, SCORE_NAMES, read_rerank, read_score, rerank_body, score_body
-
-__all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "openai_error", "response_body"]
+from .asked import renamed
+from .body import Body as RequestBody
+from .completions import Chat, Completion, chat_body, completion_body, read_chat, read_completion, usage_of
+from .embeddings import Embeddings, embeddings_body, read_embeddings
+from .responses import Responses, read_responses, responses_body
+from .scores import Rerank, Scoring, read_rerank, read_score, rerank_body, score_body
 
 Body = dict[str, Any]
 Meta = dict[str, Any]
@@ -24,51 +24,47 @@ class RequestKind:
     """A RequestKind says how requests of one kind are read and answered.
 
     task    the name of the task that answers it
-    read    (body, {field of Sampling: default}) -> (items of the task, what the response needs, JSON-able).
+    body    the fields of its body
+    items   (body, {field of Sampling: default}) -> (items of the task, what the response needs, JSON-able).
             Raises InputError whose `field` is the request's
     make    (what the response needs, the task's result of each item) -> the response's own part of its body
     whole   whether `make` makes all of the body but the model; its "id" of what the response needs makes the ids
-    names   of the parameters, without those that change nothing
     fields  {name of a field of the task's items: what the request calls it}, where they differ
     id      what the response's id begins with; None: it has neither id nor time
     """
 
     task: str
-    read: Callable[[Body, Mapping[str, Any]], tuple[list[Any], Meta]]
+    body: type[RequestBody]
+    items: Callable[[Any, Mapping[str, Any]], tuple[list[Any], Meta]]
     make: Callable[[Meta, Results], Body]
-    names: Collection[str]
     fields: Mapping[str, str] = field(default_factory=dict)
     id: str | None = None
     whole: bool = False
 
+    def read(self, body: Body, defaults: Mapping[str, Any]) -> tuple[list[Any], Meta]:
+        """Returns what `items` does of the body of a batch's line. Raises InputError."""
+        return self.items(self.body.of(body, in_batch=True), defaults)
+
     def name_of(self, field: str | None, meta: Meta) -> str | None:
         """Returns what the request calls a field of the task's items: "text[3]" is "input[3]" of an embeddings
         request."""
-        name, bracket, index = (field or "").partition("[")
+        name = (field or "").partition("[")[0]
         if name.partition(".")[0] == "grammar":
             return meta.get("format", name)
-        return field and self.fields.get(name, name) + bracket + index
+        return renamed(field, self.fields)
 
 
 _SAMPLING = {"stop_ids": "stop_token_ids", "salt": "cache_salt", "with_ids": "return_token_ids"}
+_CHAT = _SAMPLING | {"logprobs": "top_logprobs"}
+_RESPONSE = _CHAT | {"messages": "input", "max_tokens": "max_output_tokens"}
 _PAIR = {"query": "text_1", "document": "text_2", "documents": "text_2"}
 KINDS = {
-    "embeddings": RequestKind("embed", read_embeddings, embeddings_body, EMBEDDINGS_NAMES, {"text": "input"}),
-    "rerank": RequestKind("rerank", read_rerank, rerank_body, RERANK_NAMES, id="rerank-"),
-    "score": RequestKind("rerank", read_score, score_body, SCORE_NAMES, _PAIR, "score-"),
-    "chat": RequestKind(
-        "generate", read_chat, chat_body, CHAT_NAMES, _SAMPLING | {"logprobs": "top_logprobs"}, "chatcmpl-"
-    ),
-    "completion": RequestKind("generate", read_completion, completion_body, COMPLETION_NAMES, _SAMPLING, "cmpl-"),
-    "response": RequestKind(
-        "generate",
-        read_responses,
-        responses_body,
-        RESPONSE_NAMES,
-        _SAMPLING | {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
-        "resp_",
-        whole=True,
-    ),
+    "embeddings": RequestKind("embed", Embeddings, read_embeddings, embeddings_body, {"text": "input"}),
+    "rerank": RequestKind("rerank", Rerank, read_rerank, rerank_body, id="rerank-"),
+    "score": RequestKind("rerank", Scoring, read_score, score_body, _PAIR, "score-"),
+    "chat": RequestKind("generate", Chat, read_chat, chat_body, _CHAT, "chatcmpl-"),
+    "completion": RequestKind("generate", Completion, read_completion, completion_body, _SAMPLING, "cmpl-"),
+    "response": RequestKind("generate", Responses, read_responses, responses_body, _RESPONSE, "resp_", whole=True),
 }
 # {URL: the kind of request that it takes}
 ENDPOINTS = {

@@ -2,83 +2,90 @@
 
 from __future__ import annotations
 
-import base64
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import numpy as np
 
 from ..errors import InputError
 from ..tasks.embed import is_list_of_texts
-from .asked import Asked, choice, flag, need
-from .checks import check_names
+from .asked import Asked
+from .body import Settings, doc
+from .embeddings import DIMENSIONS, Encoding, Prompts, in_base64
 
-__all__ = ["CLASSIFY_NAMES", "POOLING_NAMES", "read_classify", "read_pooling"]
-
-CLASSIFY_NAMES = {"input", "use_activation"}
-POOLING_NAMES = {*CLASSIFY_NAMES, "task", "dimensions", "encoding_format"}
-Body = dict[str, Any]
+Result = dict[str, Any]
 
 
-def read_classify(body: Body, model: str, id: str) -> Asked:
-    """Returns what /classify asks: how likely the labels of the classification head are. Raises InputError.
+class Classify(Settings):
+    """Returns the labels of a classification head, with their scores."""
 
-    model, id   of the response
-    """
-    check_names(body, CLASSIFY_NAMES)
+    input: Prompts
+    use_activation: Annotated[bool | None, doc("false: logits, or vectors that are not scaled.")] = None
 
-    def entry(result: Mapping[str, Any], values: np.ndarray) -> Body:
+
+class Pooling(Classify, kw_only=True):
+    """Returns vectors, or what a classification head gives."""
+
+    task: Annotated[
+        Any, doc("What the model does: embed, or classify where it has a classification head.", "string")
+    ] = None
+    dimensions: Annotated[Any, DIMENSIONS] = None
+    encoding_format: Encoding = Encoding.float
+
+
+def read_classify(body: Classify, model: str, id: str) -> Asked:
+    """Returns what /classify asks: how likely the labels of the classification head are. model, id: of the response."""
+
+    def entry(result: Result, values: np.ndarray) -> Result:
         return {"label": result["label"], "probs": values, "num_classes": len(values)}
 
     return _labels(body, entry, f"classify-{id}", model)
 
 
-def read_pooling(body: Body, model: str, id: str, task: str) -> Asked:
+def read_pooling(body: Pooling, model: str, id: str, task: str) -> Asked:
     """Returns what /pooling asks: the vectors of texts, or what a classification head gives. Raises InputError.
 
     model, id   of the response
     task        what the model does: "embed" or "classify"
     """
-    check_names(body, POOLING_NAMES)
-    choice(body, "task", (task,), task)
-    plain = choice(body, "encoding_format", ("float", "base64"), "float") == "float"
+    if body.task is not None and str(body.task).lower() != task:
+        message, remedy = f"'task' is {body.task!r:.100}", f"give one of {task}"
+        raise InputError(message, field="task", remedy=remedy, code="wrong_type")
 
-    def entry(result: Mapping[str, Any], values: np.ndarray) -> Body:
-        data = values if plain else base64.b64encode(values.astype("<f4").tobytes()).decode()
-        return {"object": "pooling", "data": data}
+    def entry(result: Result, values: np.ndarray) -> Result:
+        return {"object": "pooling", "data": in_base64([values])[0] if body.encoding_format == "base64" else values}
 
     if task == "embed":
-        items = [{"text": text, "dimensions": body.get("dimensions")} for text in _inputs(body)]
-        options = {} if body.get("use_activation") is None else {"normalize": flag(body, "use_activation")}
+        items = [{"text": text, "dimensions": body.dimensions} for text in _inputs(body)]
+        options = {} if body.use_activation is None else {"normalize": body.use_activation}
 
-        def make(results: list[Body]) -> Body:
+        def make(results: list[Result]) -> Result:
             return _response([entry(one, one["embedding"]) for one in results], results, f"pool-{id}", model)
 
         return Asked("embed", items, make, options, {"text": "input"})
-    if body.get("dimensions") is not None:
+    if body.dimensions is not None:
         message, remedy = "'dimensions' is for embeddings, and the model classifies", "leave it out"
         raise InputError(message, field="dimensions", remedy=remedy, code="unsupported")
     return _labels(body, entry, f"pool-{id}", model)
 
 
-def _labels(body: Body, entry: Callable[[Mapping[str, Any], np.ndarray], Body], id: str, model: str) -> Asked:
+def _labels(body: Classify, entry: Callable[[Result, np.ndarray], Result], id: str, model: str) -> Asked:
     """Returns what asks for labels. entry: (result of an input, value of each label) -> what the response has of it."""
-    kind = "probabilities" if flag(body, "use_activation", True) else "logits"
+    kind = "logits" if body.use_activation is False else "probabilities"
 
-    def make(results: list[Body]) -> Body:
+    def make(results: list[Result]) -> Result:
         data = [entry(result, np.array([*result[kind].values()])) for result in results]
         return _response(data, results, id, model)
 
     return Asked("classify", [{"text": text} for text in _inputs(body)], make, {}, {"text": "input"})
 
 
-def _inputs(body: Body) -> list[Any]:
-    value = need(body, "input")
-    return list(value) if is_list_of_texts(value) else [value]
+def _inputs(body: Classify) -> list[Any]:
+    return list(body.input) if is_list_of_texts(body.input) else [body.input]
 
 
-def _response(data: list[Body], results: list[Body], id: str, model: str) -> Body:
+def _response(data: list[Result], results: list[Result], id: str, model: str) -> Result:
     tokens = sum(result["num_tokens"] for result in results)
     head = {"id": id, "object": "list", "created": int(time.time()), "model": model}
     data = [{"index": index} | one for index, one in enumerate(data)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..text.chat import THINK
 
-__all__ = ["Parting", "parted"]
-
 _OPEN, _CLOSE = THINK
 
 

@@ -5,43 +5,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Struct
 
 from ..errors import InputError
 from ..options import SamplerOptions, http_names
-from .asked import metadata_of
-from .completions import chat_body, read_chat, usage_of
+from .body import METADATA_REMEDY, Ignored, Metadata, converted, doc
+from .completions import Chat, Effort, Streamed, ToolChoice, Tools, chat_body, read_chat, sampled, usage_of
 from .reasoning import Parting
 from .tools import GrowingText
 
-__all__ = ["RESPONSE_NAMES", "ResponseEvents", "input_items", "read_responses", "responses_body"]
-
 Body = dict[str, Any]
 
-# {parameter: what a chat request calls it}; those of vLLM beside OpenAI's
 # There is one answer, and `max_output_tokens`.
-_SAME = [name for name in http_names(SamplerOptions) if name not in ("n", "max_tokens", "max_completion_tokens")]
-_SAME += ["cache_salt", "priority", "chat_template_kwargs", "parallel_tool_calls"]
-_OWN = {
-    "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "include", "top_logprobs", "metadata",
-    "reasoning",
-}  # fmt: skip
-RESPONSE_NAMES = _OWN | set(_SAME)
-# Parameters that change no result here.
-_IGNORED = {
-    "model", "user", "request_id", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "stream_options", "store",
-}  # fmt: skip
-# Parameters that are not supported, with the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,), "background": (False,), "truncation": ("disabled",), "conversation": (), "prompt": (),
-    "max_tool_calls": (), "previous_response_id": (),
-}  # fmt: skip
-_REMEDIES = {
-    "truncation": "shorten the input, or give truncate_prompt_tokens",
-    "stream": "leave it out, since a batch answers with whole responses",
-    "previous_response_id": "send the whole conversation as input, since no responses are stored",
-}
+_SAMPLING = [name for name in http_names(SamplerOptions) if name not in ("n", "max_tokens", "max_completion_tokens")]
+# Parameters that a chat request has too; those of vLLM beside OpenAI's.
+_SAME = [*_SAMPLING, "cache_salt", "priority", "chat_template_kwargs", "parallel_tool_calls"]
 # {what a chat request calls it: what it is here}
 _NAMES = {
     "reasoning_effort": "reasoning.effort", "response_format": "text.format", "messages": "input",
@@ -53,118 +33,182 @@ _SAID = (
     "top_logprobs", "reasoning",
 )  # fmt: skip
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"  # the latter there is none of
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text")
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
 # ------------------------------------------------------------------------------------------------------- requests
 
 
-def read_responses(body: Body, defaults: Mapping[str, Any]) -> tuple[list[Body], Body]:
+class Reasoning(Struct, forbid_unknown_fields=True):
+    effort: Effort | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+
+
+class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
+    """Continues a conversation of items."""
+
+    input: Annotated[
+        Any, doc("A text, or items.", anyOf=[{"type": "string"}, {"type": "array", "items": {"type": "object"}}])
+    ]
+    instructions: Annotated[str | None, doc("What stands before the input, as a system message.")] = None
+    max_output_tokens: Annotated[Any, doc("The most tokens of the answer.", "integer", minimum=1)] = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Annotated[bool | None, doc("false: at most one call of a function is answered.")] = None
+    text: Annotated[Any, doc('{"format": text, json_object or json_schema}.', "object")] = None
+    include: tuple[Literal["message.output_text.logprobs", "reasoning.encrypted_content"], ...] = ()
+    top_logprobs: Annotated[Any, doc("How many most likely tokens are listed.", "integer", minimum=0)] = None
+    metadata: Metadata | None = None
+    reasoning: Annotated[Any, doc('{"effort": ...}: a variable of the chat template.', "object")] = None
+    cache_salt: Annotated[Any, doc("Requests share a prefix only where this is equal.", "string")] = None
+    priority: Annotated[Any, doc("What a request of larger priority computed is kept longer.", "integer")] = None
+    chat_template_kwargs: Annotated[Any, doc("Variables of the chat template.", "object")] = None
+
+    unsupported: ClassVar = {
+        "background": (False,), "truncation": ("disabled",), "conversation": (), "prompt": (), "max_tool_calls": (),
+        "previous_response_id": (),
+    }  # fmt: skip
+    remedies: ClassVar = Streamed.remedies | {
+        "truncation": "shorten the input, or give truncate_prompt_tokens",
+        "previous_response_id": "send the whole conversation as input, since no responses are stored",
+        "include": f'give ["{_LOGPROBS}"], or leave it out',
+        "metadata": METADATA_REMEDY,
+        "input": "give a text or a list of items",
+    }
+    missing = ("{} is missing", "give a text or a list of items")
+    may_be_empty = True
+
+
+class Part(Struct):
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "input_image"]
+    text: str | None = None
+    image_url: Any = None
+    file_id: Any = None
+
+
+class FunctionCall(Struct, tag="function_call"):
+    name: str
+    arguments: str
+    call_id: Any = None
+
+
+class FunctionCallOutput(Struct, tag="function_call_output"):
+    output: str | list[Part]
+    call_id: Any = None
+
+
+class Thought(Struct, tag="reasoning"):
+    content: str | list[Part] | None = None
+
+
+class Message(Struct, tag="message"):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+
+
+class Format(Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    schema: Any = None
+    name: Any = None
+
+
+class Text(Struct, forbid_unknown_fields=True):
+    format: Format | None = None
+    verbosity: Ignored = None
+
+
+class Function(Struct, tag="function"):
+    name: str
+    description: Any = None
+    parameters: Any = None
+
+
+_Item = FunctionCall | FunctionCallOutput | Thought | Message
+_REMEDIES = {
+    "input": "give messages of user, assistant, system or developer, with input_text or input_image, function_call,"
+    " function_call_output",
+    "tools": 'give {"type": "function", "name": ..., "parameters": {...}}',
+    "text": 'give {"format": {"type": "text" or "json_object"}}, or {"type": "json_schema", "name": ..., "schema":'
+    " {...}}",
+    "reasoning": 'give {"effort": ...}',
+}
+
+
+def read_responses(body: Responses, defaults: Mapping[str, Any]) -> tuple[list[Body], Body]:
     """Returns one item of the task, and what the response needs. Raises InputError.
 
     defaults: {field of Sampling: value}, in place of OpenAI's own
     """
-    for name, value in body.items():
-        if value is None or name in RESPONSE_NAMES | _IGNORED or (name in _NEUTRAL and value in _NEUTRAL[name]):
-            continue
-        what = f"{name} is not supported" if name in _NEUTRAL else f"unknown parameter {name!r}"
-        raise InputError(what, field=name, remedy=_REMEDIES.get(name, "leave it out"), code="unsupported")
-    chat: Body = {name: body[name] for name in _SAME if body.get(name) is not None}
-    chat["messages"] = list(_messages(input_items(body.get("input"))))
-    if body.get("instructions") is not None:
-        chat["messages"].insert(0, {"role": "system", "content": _text(body["instructions"], "instructions")})
-    if body.get("max_output_tokens") is not None:
-        chat["max_completion_tokens"] = body["max_output_tokens"]
-    if body.get("tools"):
-        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_list(body["tools"], "tools"))]
-    choice = body.get("tool_choice")
-    if choice is not None:
-        named = isinstance(choice, Mapping) and choice.get("type") == "function"
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if named else choice
-    format = _format(body.get("text"))
-    if format is not None:
-        chat["response_format"] = format
-    if (reasoning := body.get("reasoning")) is not None:
-        if not isinstance(reasoning, Mapping) or set(reasoning) - {"effort", "summary", "generate_summary"}:
-            message, remedy = f"'reasoning' is {reasoning!r:.100}", 'give {"effort": ...}'
-            raise InputError(message, field="reasoning", remedy=remedy, code="wrong_type")
-        chat["reasoning_effort"] = reasoning.get("effort")
-    include = body.get("include") or []
-    if not isinstance(include, list) or any(one not in (_LOGPROBS, _ENCRYPTED) for one in include):
-        message, remedy = f"'include' is {include!r:.100}", f'give ["{_LOGPROBS}"], or leave it out'
-        raise InputError(message, field="include", remedy=remedy, code="unsupported")
-    if _LOGPROBS in include or body.get("top_logprobs"):
-        chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
-    metadata = metadata_of(body)
+    chat: Body = {name: getattr(body, name) for name in _SAME}
+    chat["messages"] = list(_messages(body.input))
+    if body.instructions is not None:
+        chat["messages"].insert(0, {"role": "system", "content": body.instructions})
+    chat["max_completion_tokens"] = body.max_output_tokens
+    if body.tools:
+        chat["tools"] = [_tool(one) for one in converted(body.tools, list[Function], "tools", remedies=_REMEDIES)]
+    choice = body.tool_choice
+    named = isinstance(choice, Mapping) and choice.get("type") == "function"
+    chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if named else choice
+    if body.text is not None:
+        chat["response_format"] = _format(converted(body.text, Text, "text", remedies=_REMEDIES).format)
+    if body.reasoning is not None:
+        chat["reasoning_effort"] = converted(body.reasoning, Reasoning, "reasoning", remedies=_REMEDIES).effort
+    if _LOGPROBS in body.include or body.top_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     try:
-        items, meta = read_chat(chat, defaults)
+        items, meta = read_chat(Chat.of(chat), defaults)
     except InputError as wrong:
         name, bracket, rest = (wrong.field or "").partition("[")
         raise wrong.renamed(_NAMES.get(name, name) + bracket + rest) from None
     if "format" in meta:
         meta["format"] = _NAMES.get(meta["format"], meta["format"])
-    return items, meta | {"asked": {name: body[name] for name in _SAID if body.get(name) is not None}} | {
-        "metadata": metadata or {}
-    }
+    said = {name: value for name in _SAID if (value := getattr(body, name)) is not None}
+    return items, meta | {"asked": said, "metadata": body.metadata or {}}
 
 
-def input_items(value: Any) -> list[Body]:
-    """Returns the items of an input, which may be one text. Raises InputError."""
-    if value is None or value == [] or value == "":
-        what = "is missing" if value is None else "is empty"
-        raise InputError(f"input {what}", field="input", remedy="give a text or a list of items", code="missing_field")
-    return [{"role": "user", "content": value}] if isinstance(value, str) else _list(value, "input")
-
-
-def _messages(items: list[Body]) -> Iterator[Body]:
+def _messages(value: Any) -> Iterator[Body]:
     """Yields the messages of a chat request. Function calls that follow each other belong to one message, and so does
     the reasoning before them, or before a text."""
     calls: list[Body] = []
     thought: Body = {}
-    for i, item in enumerate(items):
-        place = f"input[{i}]"
-        kind = item.get("type", "message") if isinstance(item, Mapping) else None
-        if kind == "function_call":
-            function = {"name": _text(item.get("name"), f"{place}.name")}
-            function |= {"arguments": _text(item.get("arguments"), f"{place}.arguments")}
-            calls.append({"id": item.get("call_id"), "type": "function", "function": function})
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if isinstance(value, list):
+        value = [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
+    for i, item in enumerate(converted(value, list[_Item], "input", remedies=_REMEDIES)):
+        if isinstance(item, FunctionCall):
+            function = {"name": item.name, "arguments": item.arguments}
+            calls.append({"id": item.call_id, "type": "function", "function": function})
             continue
         if calls:
             yield {"role": "assistant", "content": "", "tool_calls": calls} | thought
             calls, thought = [], {}
-        if thought and not (kind == "message" and item.get("role") == "assistant"):
+        if thought and not (isinstance(item, Message) and item.role == "assistant"):
             yield {"role": "assistant", "content": ""} | thought
             thought = {}
-        if kind == "reasoning":
-            if text := _content(item.get("content") or "", f"{place}.content"):
+        if isinstance(item, Thought):
+            if text := _text(item.content or "", f"input[{i}].content"):
                 thought = {"reasoning_content": text}
-            continue
-        if kind == "function_call_output":
-            content = _content(item.get("output"), f"{place}.output")
-            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
-        elif kind == "message" and item.get("role") in _ROLES:
-            content = _parts(item.get("content"), f"{place}.content")
-            yield {"role": _ROLES[item["role"]], "content": content} | thought
-            thought = {}
+        elif isinstance(item, FunctionCallOutput):
+            content = _text(item.output, f"input[{i}].output")
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": content}
         else:
-            remedy = "give messages of user, assistant, system or developer, function_call, function_call_output"
-            raise InputError(f"'{place}' is no item that is known", field=place, remedy=remedy, code="unsupported")
+            role = "system" if item.role == "developer" else item.role
+            yield {"role": role, "content": _parts(item.content, f"input[{i}].content")} | thought
+            thought = {}
     if calls or thought:
         yield {"role": "assistant", "content": ""} | ({"tool_calls": calls} if calls else {}) | thought
 
 
-def _parts(value: Any, field: str) -> Any:
+def _parts(content: str | list[Part], field: str) -> Any:
     """Returns the content of a message: its text, or where it has images its parts, as a chat request has them."""
-    images = [part for part in value if _is_image(part)] if isinstance(value, list) else []
-    if not images:
-        return _content(value, field)
-    found = []
-    for i, part in enumerate(value):
-        text = "" if _is_image(part) else _content([part], field)
-        if not _is_image(part):
-            found.append({"type": "text", "text": text})
-        elif isinstance(address := part.get("image_url") or part.get("file_id"), str):
+    if isinstance(content, str) or not any(part.type == "input_image" for part in content):
+        return _text(content, field)
+    found: list[Body] = []
+    for i, part in enumerate(content):
+        if part.type != "input_image":
+            found.append({"type": "text", "text": _text([part], field)})
+        elif isinstance(address := part.image_url or part.file_id, str):
             found.append({"type": "image_url", "image_url": {"url": address}})
         else:
             place, remedy = f"{field}[{i}]", 'give {"type": "input_image", "image_url": "data:image/png;base64,..."}'
@@ -172,61 +216,31 @@ def _parts(value: Any, field: str) -> Any:
     return found
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "input_image"
-
-
-def _content(value: Any, field: str) -> str:
+def _text(content: str | list[Part], field: str) -> str:
     """Returns the text of a content: of a text, or of a list of parts that are texts."""
-    if isinstance(value, str):
-        return value
-    texts = []
-    for i, part in enumerate(_list(value, field)):
-        if not isinstance(part, Mapping) or part.get("type") not in _TEXTS:
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
+        if part.type == "input_image" or part.text is None:
             remedy = 'give {"type": "input_text", "text": ...}'
             raise InputError(f"'{field}[{i}]' is no text", field=f"{field}[{i}]", remedy=remedy, code="unsupported")
-        texts.append(_text(part.get("text"), f"{field}[{i}].text"))
-    return "\n".join(texts)
+    return "\n".join(part.text or "" for part in content)
 
 
-def _tool(tool: Any, field: str) -> Body:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        remedy = 'give {"type": "function", "name": ..., "parameters": {...}}'
-        raise InputError(f"{field!r} is no function", field=field, remedy=remedy, code="unsupported")
-    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+def _tool(tool: Function) -> Body:
+    values = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": {name: value for name, value in values.items() if value is not None}}
 
 
-def _format(text: Any) -> Body | None:
-    """Returns what a chat request calls the format of `text`. Raises InputError."""
-    if text is None:
-        return None
-    format = text.get("format") if isinstance(text, Mapping) else None
-    if not isinstance(text, Mapping) or not isinstance(format, Mapping | None) or set(text) - {"format", "verbosity"}:
-        remedy = 'give {"format": {"type": "text", "json_object" or "json_schema", ...}}'
-        raise InputError(f"'text' is {text!r:.100}", field="text", remedy=remedy, code="wrong_type")
-    if format is None:
-        return None
-    kind = format.get("type")
-    if kind not in ("text", "json_object", "json_schema") or (kind == "json_schema" and format.get("schema") is None):
-        remedy = 'give {"type": "text" or "json_object"}, or {"type": "json_schema", "name": ..., "schema": {...}}'
-        message = f"'text.format' is {dict(format)!r:.100}"
+def _format(format: Format | None) -> Body | None:
+    """Returns what a chat request calls a format. Raises InputError."""
+    if format is None or format.type != "json_schema":
+        return None if format is None else {"type": format.type}
+    if format.schema is None:
+        message, remedy = "'text.format.schema' is missing", _REMEDIES["text"]
         raise InputError(message, field="text.format", remedy=remedy, code="wrong_type")
-    if kind != "json_schema":
-        return dict(format)
-    return {"type": "json_schema", "json_schema": {name: format[name] for name in ("name", "schema") if name in format}}
-
-
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"{field!r} is not a text", field=field, remedy="give a text", code="wrong_type")
-    return value
-
-
-def _list(value: Any, field: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{field!r} is not a list", field=field, remedy="give a list", code="wrong_type")
-    return value
+    values = {"name": format.name, "schema": format.schema}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in values.items() if value is not None}}
 
 
 # ------------------------------------------------------------------------------------------------------ responses

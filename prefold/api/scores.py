@@ -4,31 +4,52 @@ responses."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from ..errors import InputError
-from .asked import flag
-from .checks import check_names, required
+from .body import TEXT_OR_TEXTS, Settings, doc
 
-__all__ = ["RERANK_NAMES", "SCORE_NAMES", "read_rerank", "read_score", "rerank_body", "score_body"]
-
-RERANK_NAMES = {"query", "documents", "top_n", "return_documents", "max_tokens_per_doc", "instruction"}
-_FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2")
-SCORE_NAMES = {*_FIRST, *_SECOND, "instruction"}
+Texts = Annotated[Any, doc("A text, or texts.", **TEXT_OR_TEXTS)]
+Instruction = Annotated[Any, doc("What the reranker is told to look for.", "string")]
 
 
-def read_rerank(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Returns one item, and what the response needs. Raises InputError.
+class Rerank(Settings):
+    """Scores documents by how well they answer a query, the best first."""
 
-    defaults: of sampling; they are not used, since nothing is sampled here.
-    """
-    check_names(body, RERANK_NAMES)
-    item = {name: body[name] for name in RERANK_NAMES & set(body)}
-    item |= {"query": required(body, "query"), "documents": required(body, "documents")}
-    item["return_documents"] = flag(body, "return_documents", True)
-    if isinstance(item["query"], list):
+    query: Annotated[Any, doc("What the documents are to answer.", "string")]
+    documents: Annotated[Any, doc("Texts, or objects with a text.", "array", items={"type": ["string", "object"]})]
+    top_n: Annotated[Any, doc("How many of the best documents are answered.", "integer", minimum=1)] = None
+    return_documents: Annotated[bool, doc("Whether each result holds its document.")] = True
+    max_tokens_per_doc: Annotated[
+        Any, doc("How many tokens are read of each document, its first.", "integer", minimum=1)
+    ] = None
+    instruction: Instruction = None
+
+    missing = ("{!r} is missing", "give {}")
+    may_be_empty = True
+
+
+class Scoring(Settings):
+    """Scores pairs of texts: of `text_1` and `text_2`, for which there are other names."""
+
+    text_1: Texts = None
+    text_2: Texts = None
+    queries: Texts = None
+    documents: Texts = None
+    items: Texts = None
+    data_1: Texts = None
+    data_2: Texts = None
+    instruction: Instruction = None
+
+
+def read_rerank(body: Rerank, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns one item, and what the response needs. Raises InputError. defaults: of sampling, which there is none
+    of."""
+    if isinstance(body.query, list):
         raise InputError("'query' is a list", field="query", remedy="give one text", code="wrong_type")
-    return [item], {}
+    names = ("query", "documents", "top_n", "return_documents", "max_tokens_per_doc", "instruction")
+    found = {name: getattr(body, name) for name in names}
+    return [{name: value for name, value in found.items() if value is not None}], {}
 
 
 def rerank_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -40,19 +61,18 @@ def rerank_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str
     return {"results": entries}
 
 
-def read_score(body: dict[str, Any], defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Returns items, and what the response needs: one text against one or many, or as many against as many.
-
-    defaults: of sampling; they are not used, since nothing is sampled here. Raises InputError.
-    """
-    check_names(body, SCORE_NAMES)
-    first, second = required(body, *_FIRST), required(body, *_SECOND)
-    for texts, name in ((first, "text_1"), (second, "text_2")):
+def read_score(body: Scoring, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns items, and what the response needs: one text against one or many, or as many against as many. Raises
+    InputError. defaults: of sampling, which there is none of."""
+    found = []
+    for name, others in (("text_1", ("queries", "data_1")), ("text_2", ("documents", "items", "data_2"))):
+        texts = next((value for one in (name, *others) if (value := getattr(body, one)) is not None), None)
+        if texts is None:
+            raise InputError(f"{name!r} is missing", field=name, remedy=f"give {name}", code="missing_field")
         if texts == []:
             raise InputError(f"{name!r} is empty", field=name, remedy="give at least one text", code="empty")
-    first = first if isinstance(first, list) else [first]
-    second = second if isinstance(second, list) else [second]
-    fixed = {"instruction": body.get("instruction")}
+        found.append(texts if isinstance(texts, list) else [texts])
+    (first, second), fixed = found, {"instruction": body.instruction}
     if len(first) == 1:
         return [{"query": first[0], "documents": second, **fixed}], {}
     if len(first) != len(second):

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from msgspec import Meta
 
 from ..errors import InputError
 from ..tasks.classify import sigmoids, softmax
-from .asked import Asked, checked, choice, flag, need
+from .asked import Asked
+from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, Word, doc
 
-__all__ = ["TEI_NAMES", "read_embed", "read_predict", "read_rerank", "read_similarity", "tei_error"]
-
-Body = Mapping[str, Any]
-_TRUNCATION = ("truncate", "truncation_direction")
-# {kind of request: its fields}
-TEI_NAMES = {
-    "embed": ("inputs", "normalize", "prompt_name", "dimensions", *_TRUNCATION),
-    "embed_all": ("inputs", "prompt_name", *_TRUNCATION),
-    "rerank": ("query", "texts", "raw_scores", "return_text", "top_n", *_TRUNCATION),
-    "predict": ("inputs", "raw_scores", "parameters", *_TRUNCATION),
-    "similarity": ("inputs", "parameters"),
-    "tokenize": ("inputs", "add_special_tokens", "prompt_name"),
-    "decode": ("ids", "skip_special_tokens"),
-}
+Sent = Mapping[str, Any]
 # What TEI answers with: {status, or code, of a refusal: (status, error_type)}
 _TYPES: dict[int | str, tuple[int, str]] = {
     429: (429, "Overloaded"), 500: (424, "Backend"), 503: (503, "Unhealthy"), 400: (422, "Validation"),
@@ -32,6 +21,10 @@ _TYPES: dict[int | str, tuple[int, str]] = {
 }  # fmt: skip
 # What huggingface_hub calls the functions that make scores of logits.
 _FUNCTIONS = {"sigmoid": sigmoids, "softmax": softmax, "none": np.asarray}
+Direction = Word("Direction", {"Left": "Left", "Right": "Right"})
+Function = Word("Function", {name: name for name in _FUNCTIONS})
+Inputs = Annotated[Any, doc("A text, or texts.", **TEXT_OR_TEXTS)]
+PromptName = Annotated[Any, doc("The checkpoint's prompt that is put before the texts.", "string")]
 
 
 def tei_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Any]:
@@ -40,53 +33,131 @@ def tei_error(status: int, message: str, code: str, param: str | None) -> tuple[
     return status, {"error": message, "error_type": kind}
 
 
-def _truncation(body: Body) -> dict[str, Any]:
-    side = choice(body, "truncation_direction", ("Left", "Right"), "Right").lower()
-    return {"truncate": side} if flag(body, "truncate") else {}
+class Truncation(Body, kw_only=True):
+    """Truncation says whether a text that is too long is cut."""
+
+    truncate: Annotated[bool, doc("Cut what is too long; else it is an error.")] = False
+    truncation_direction: Direction = Direction.Right
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """Returns the task's option for it."""
+        return {"truncate": self.truncation_direction.lower()} if self.truncate else {}
 
 
-def read_embed(body: Body) -> Asked:
+class Prompted(Truncation):
+    prompt_name: PromptName = None
+
+
+class TeiEmbed(Truncation):
+    """Returns the vectors of texts."""
+
+    inputs: Inputs
+    normalize: Annotated[bool, doc("Whether vectors are scaled to length 1.")] = True
+    prompt_name: PromptName = None
+    dimensions: Annotated[Any, doc("The vectors' first so many numbers.", "integer", minimum=1)] = None
+
+
+class TeiEmbedAll(Truncation):
+    """Returns the vectors of all tokens of texts."""
+
+    inputs: Inputs
+    prompt_name: PromptName = None
+
+
+class TeiRerank(Truncation):
+    """Scores texts by how well they answer a query, the best first."""
+
+    query: Annotated[Any, doc("What the texts are to answer.", "string")]
+    texts: Annotated[Any, doc("The texts.", "array", items={"type": "string"})]
+    raw_scores: Annotated[bool, doc("Scores before they are made probabilities.")] = False
+    return_text: Annotated[bool, doc("Whether each result holds its text.")] = False
+    top_n: Annotated[Any, doc("How many of the best texts are answered.", "integer", minimum=1)] = None
+
+
+class Parameters(Body):
+    top_k: Annotated[int, Meta(ge=1)] | None = None
+    function_to_apply: Function | None = None
+
+
+class TeiPredict(Truncation):
+    """Returns the labels of texts, with their scores."""
+
+    inputs: Annotated[Any, doc("A text, a pair of texts, or a list of lists of one text or two.", **TEXT_OR_TEXTS)]
+    raw_scores: Annotated[bool, doc("Scores before they are made probabilities.")] = False
+    parameters: Parameters | None = None
+
+
+class Sentences(Body):
+    source_sentence: Annotated[Any, doc("The text.", "string")]
+    sentences: list[Any]
+
+
+class TeiSimilarity(Body):
+    """Returns the cosines of one text and others."""
+
+    inputs: Sentences
+    parameters: Prompted | None = None
+
+    remedies: ClassVar = {
+        "inputs": 'give {"source_sentence": "...", "sentences": ["...", ...]}',
+        "parameters": "leave it out",
+    }
+
+
+class TeiTokenize(Body):
+    """Returns the tokens of texts, with their places."""
+
+    inputs: Annotated[str | list[Any], doc("A text, or texts.")]
+    add_special_tokens: bool = True
+    prompt_name: PromptName = None
+
+
+class TeiDecode(Body):
+    """Returns the text of token ids."""
+
+    ids: Annotated[Any, doc("Token ids, or lists of them.", **IDS_OR_LISTS)]
+    skip_special_tokens: bool = True
+
+
+def read_embed(sent: Sent) -> Asked:
     """Returns what /embed asks: a vector of each input. Raises InputError."""
-    checked(body, *TEI_NAMES["embed"])
-    inputs = need(body, "inputs")
-    options = {"normalize": flag(body, "normalize", True), **_truncation(body)}
-    if body.get("prompt_name") is not None:
-        options["prompt_name"] = body["prompt_name"]
+    body = TeiEmbed.of(sent)
+    options = {"normalize": body.normalize, **body.cut}
+    if body.prompt_name is not None:
+        options["prompt_name"] = body.prompt_name
 
     def make(results: list[dict[str, Any]]) -> Any:
         (result,) = results
         return result["embeddings"] if "embeddings" in result else [result["embedding"]]
 
-    return Asked("embed", [{"text": inputs, "dimensions": body.get("dimensions")}], make, options, {"text": "inputs"})
+    return Asked("embed", [{"text": body.inputs, "dimensions": body.dimensions}], make, options, {"text": "inputs"})
 
 
-def read_rerank(body: Body) -> Asked:
+def read_rerank(sent: Sent) -> Asked:
     """Returns what /rerank asks: a score of each text, the best first. Raises InputError."""
-    checked(body, *TEI_NAMES["rerank"])
-    texts = need(body, "texts")
-    options: dict[str, Any] = {"raw_scores": flag(body, "raw_scores")}
-    if flag(body, "truncate"):
-        left = choice(body, "truncation_direction", ("Left", "Right"), "Right") == "Left"
-        options["truncate"] = "left" if left else True
-    with_text = flag(body, "return_text")
+    body = TeiRerank.of(sent)
+    options: dict[str, Any] = {"raw_scores": body.raw_scores}
+    if body.truncate:
+        options["truncate"] = "left" if body.truncation_direction == "Left" else True
 
     def make(results: list[dict[str, Any]]) -> Any:
         (result,) = results
         entries = [{"index": i, "score": result["scores"][i]} for i in result["order"]]
-        return [entry | {"text": texts[entry["index"]]} for entry in entries] if with_text else entries
+        return [one | {"text": body.texts[one["index"]]} for one in entries] if body.return_text else entries
 
-    item = {"query": need(body, "query"), "documents": texts, "top_n": body.get("top_n")}
+    item = {"query": body.query, "documents": body.texts, "top_n": body.top_n}
     return Asked("rerank", [item], make, options, {"documents": "texts"})
 
 
-def read_predict(body: Body) -> Asked:
+def read_predict(sent: Sent) -> Asked:
     """Returns what /predict asks: how likely the labels of the classification head are. Raises InputError.
 
     Inputs are a text, a pair of texts, or a list of lists of one text or two each. With "parameters", as
     huggingface_hub sends it, a text is answered as a list of one.
     """
-    checked(body, *TEI_NAMES["predict"])
-    inputs = need(body, "inputs")
+    body = TeiPredict.of(sent)
+    inputs, parameters = body.inputs, body.parameters or Parameters()
     many = isinstance(inputs, list) and all(isinstance(one, list) for one in inputs)
     texts: list[Any] = []
     for i, one in enumerate(inputs if many else [inputs]):
@@ -97,57 +168,37 @@ def read_predict(body: Body) -> Asked:
             remedy = "give a text, [text, text], or a list of [text] and [text, text]"
             raise InputError(message, field=name, remedy=remedy, code="wrong_type")
         texts.append(pair[0] if len(pair) == 1 else tuple(pair))
-    raw, parameters = flag(body, "raw_scores"), body.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        remedy = 'give an object, such as {"top_k": 3}'
-        raise InputError("'parameters' is not an object", field="parameters", remedy=remedy, code="wrong_type")
-    # huggingface_hub sends null for what its user did not give.
-    settings = {name: one for name, one in (parameters or {}).items() if one is not None}
-    top = checked(settings, "top_k", "function_to_apply").get("top_k")
-    function = choice(settings, "function_to_apply", tuple(_FUNCTIONS), "none" if raw else "")
-    if raw and function != "none":
+    function = parameters.function_to_apply or (Function.none if body.raw_scores else None)
+    if body.raw_scores and function != "none":
         message, remedy = "'raw_scores' and 'function_to_apply' exclude each other", "give one of them"
         raise InputError(message, field="function_to_apply", remedy=remedy)
-    if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
-        raise InputError(f"'top_k' is {top!r:.100}", field="top_k", remedy="give 1 or more", code="wrong_type")
 
     def make(results: list[dict[str, Any]]) -> Any:
         found = []
         for result in results:
             scores = result["probabilities"]
             if function:
-                values = _FUNCTIONS[function](np.array([*result["logits"].values()]))
+                values = _FUNCTIONS[function.value](np.array([*result["logits"].values()]))
                 scores = dict(zip(scores, values.tolist(), strict=True))
-            best = sorted(scores.items(), key=lambda pair: -pair[1])[:top]
+            best = sorted(scores.items(), key=lambda pair: -pair[1])[: parameters.top_k]
             found.append([{"score": value, "label": label} for label, value in best])
-        return found if many or parameters is not None else found[0]
+        return found if many or body.parameters is not None else found[0]
 
-    return Asked("classify", [{"text": text} for text in texts], make, _truncation(body), {"text": "inputs"})
+    return Asked("classify", [{"text": text} for text in texts], make, body.cut, {"text": "inputs"})
 
 
-def read_similarity(body: Body) -> Asked:
+def read_similarity(sent: Sent) -> Asked:
     """Returns what /similarity asks: the cosine of the angle between a sentence and each of several. Raises
     InputError."""
-    checked(body, *TEI_NAMES["similarity"])
-    inputs, parameters = need(body, "inputs"), body.get("parameters") or {}
-    for value, name in ((inputs, "inputs"), (parameters, "parameters")):
-        if not isinstance(value, dict):
-            remedy = (
-                'give {"source_sentence": "...", "sentences": ["...", ...]}' if name == "inputs" else "leave it out"
-            )
-            raise InputError(f"{name!r} is not an object", field=name, remedy=remedy, code="wrong_type")
-    checked(inputs, "source_sentence", "sentences")
-    checked(parameters, "prompt_name", *_TRUNCATION)
-    sentences = need(inputs, "sentences")
-    if not isinstance(sentences, list):
-        raise InputError("'sentences' is not a list", field="sentences", remedy="give a list", code="wrong_type")
-    options = {"normalize": True, **_truncation(parameters)}
-    if parameters.get("prompt_name") is not None:
-        options["prompt_name"] = parameters["prompt_name"]
+    body = TeiSimilarity.of(sent)
+    parameters = body.parameters or Prompted()
+    options = {"normalize": True, **parameters.cut}
+    if parameters.prompt_name is not None:
+        options["prompt_name"] = parameters.prompt_name
 
     def make(results: list[dict[str, Any]]) -> Any:
         vectors = np.stack([result["embedding"] for result in results])
         return vectors[1:] @ vectors[0]
 
-    items = [{"text": text} for text in (need(inputs, "source_sentence"), *sentences)]
+    items = [{"text": text} for text in (body.inputs.source_sentence, *body.inputs.sentences)]
     return Asked("embed", items, make, options, {"text": "inputs"})

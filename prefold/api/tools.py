@@ -15,24 +15,23 @@ from typing import Any
 
 from ..errors import InputError
 from ..text.grammar import with_keywords
-from .asked import flag
-
-__all__ = ["GrowingText", "calls_in", "grammar_of_calls", "read_tools"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", re.DOTALL)
 Tools = list[Any]
 
 
-def read_tools(body: Mapping[str, Any]) -> tuple[Tools | None, dict[str, Any] | None, dict[str, Any] | None]:
+def read_tools(
+    tools: Any, choice: Any, parallel: bool = True
+) -> tuple[Tools | None, dict[str, Any] | None, dict[str, Any] | None]:
     """Returns (what the template is told of tools, how calls are found in the answer, a grammar that enforces one).
 
     How calls are found: {"names": those of the functions, "forced": whether the answer is nothing but a call, "most":
-    how many are taken, where not all are}. Raises InputError for a tool_choice or parallel_tool_calls that is wrong.
+    how many are taken, where not all are}. Raises InputError for a tool_choice that is wrong.
+
+    parallel  whether an answer may have several calls
     """
-    body = {**body, "tools": _filled(body.get("tools"))}
-    most = {} if flag(body, "parallel_tool_calls", True) else {"most": 1}
-    tools, choice = body.get("tools") or None, body.get("tool_choice")
+    tools, most = _filled(tools) or None, {} if parallel else {"most": 1}
     if choice in (None, "auto", "none") or not tools:
         if choice not in (None, "auto", "none"):
             message, remedy = f"'tool_choice' is {choice!r:.100} without tools", "give tools"

@@ -9,8 +9,6 @@ from contextvars import ContextVar
 from typing import Any
 from urllib.parse import quote
 
-__all__ = ["AccessLog", "log_refusal", "note"]
-
 LONGEST_PATH = 200
 LEFT = 499  # nginx' status for a client that left before its answer had been sent wholly
 _log = logging.getLogger("prefold.access")

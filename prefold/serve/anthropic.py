@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
-from ..api.anthropic import MessageEvents, anthropic_error, message_body, read_message
-from ..api.asked import flag
+from ..api.anthropic import CountTokens, Message, MessageEvents, anthropic_error, message_body, read_message
 from ..errors import InputError
 from .asking import Asking
 from .events import in_events
 from .http import json_response, unless_gone
 from .keys import Tenant
-from .site import Face, Site, new_id
+from .site import Entry, Face, Site, new_id
 
-__all__ = ["ANTHROPIC", "routes"]
-
-ANTHROPIC = Face("anthropic", anthropic_error)
+ANTHROPIC = Face("anthropic", anthropic_error, paths=re.compile(r"/v1/(messages|complete)(/|$)"))
 # {field of the task's items: what a request calls it}
 _NAMES = {"stop": "stop_sequences", "grammar": "tools"}
-
-
-def routes(site: Site) -> list[BaseRoute]:
-    """Returns the paths of this face."""
-    paths: dict[str, Any] = {"/v1/messages": message, "/v1/messages/count_tokens": count_tokens}
-    return [Route(path, ANTHROPIC.endpoint(site, handle), methods=["POST"]) for path, handle in paths.items()]
 
 
 async def message(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers a conversation."""
     asking = await Asking.of(site, request, tenant)
-    stream, meta = flag(asking.body, "stream"), {}
+    meta: dict[str, Any] = {}
     try:
         items, meta = read_message(asking.body)
         order = asking.order("generate", items)
-        if not stream:
+        if not asking.body.get("stream"):
             (result,) = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
             write = partial(message_body, meta, result, model=asking.model, id=new_id())
             return await asking.written([result], lambda: json_response(write()))
@@ -54,3 +45,9 @@ async def count_tokens(site: Site, request: Request, tenant: Tenant) -> Response
     items, _ = read_message(asking.body, answered=False)
     (ids,) = await unless_gone(request, asking.desk.tokens(asking.order("generate", items), asking.num_bytes))
     return json_response({"input_tokens": len(ids)})
+
+
+ENTRIES = [
+    Entry(ANTHROPIC, "POST", "/v1/messages", message, (Message,)),
+    Entry(ANTHROPIC, "POST", "/v1/messages/count_tokens", count_tokens, (CountTokens,)),
+]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from .. import __version__
 from . import anthropic, cache, cohere, files, openai, openapi, page, tei
@@ -21,17 +20,11 @@ from .hosts import Hosts
 from .http import Refusal, json_response
 from .keys import Tenant
 from .openai import OPENAI
-from .site import Site
-
-__all__ = ["make_app"]
+from .site import Entry, Site
 
 LAG_SECONDS = 0.5  # between two looks at the event loop
-# (face, the paths of its API): what is not served, or not in that way, is refused in its form; else in OpenAI's.
-_PATHS = (
-    (cohere.COHERE, re.compile(r"/v2/|/v1/(embed|chat|tokenize|detokenize|classify|summarize|generate)(-jobs)?$")),
-    (anthropic.ANTHROPIC, re.compile(r"/v1/(messages|complete)(/|$)")),
-    (tei.TEI, re.compile(r"/(embed\w*|predict|similarity|decode)$")),
-)
+# What is served. Of two entries of one path the first counts: /v2/rerank is vLLM's too, and its errors are Cohere's.
+DIALECTS = (cohere, openai, files, tei, anthropic, cache, page)
 
 
 class Direct:
@@ -39,21 +32,15 @@ class Direct:
 
     It counts the requests whose answers have not been sent wholly, and without keys answers no foreign page.
 
-    Starlette looks at its routes one after the other, and wraps what is sent twice, for errors that `Face.endpoint` has
-    answered.
+    Starlette looks at its routes one after the other, and wraps what is sent twice, for errors that `Entry.endpoint`
+    has answered.
 
     routes  of the whole application
     """
 
-    def __init__(self, app: Starlette, site: Site):
-        self._app, self.routes, self._site = app, app.routes, site
+    def __init__(self, app: Starlette, site: Site, routes: Mapping[tuple[str, str], Route]):
+        self._app, self.routes, self._site, self._routes = app, app.routes, site, routes
         self._hosts = Hosts(site.options) if site.options.api_keys is None else None
-        self._routes = {
-            (method, route.path): route
-            for route in reversed(app.routes)  # of two for one path the first counts
-            if isinstance(route, Route) and "{" not in route.path and hasattr(route.endpoint, "about")
-            for method in route.methods or ()
-        }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -90,7 +77,7 @@ def make_app(site: Site) -> Direct:
             remedy = "see docs/serving.md for the paths"
             refusal = Refusal(error.status_code, f"there is no {path!r:.200}", remedy=remedy, code="not_found")
         refusal.headers.update(error.headers or {})
-        face = next((face for face, known in _PATHS if known.match(path)), OPENAI)
+        face = next((one.face for one in entries if one.face.paths.match(path)), OPENAI)
         return face.refuse(site, refusal)
 
     @asynccontextmanager
@@ -99,22 +86,28 @@ def make_app(site: Site) -> Direct:
         yield
         looking.cancel()
 
-    routes: list[BaseRoute] = [
-        Route("/health", health_of(site), methods=["GET"]),
-        Route("/ping", health_of(site), methods=["GET"]),
-        Route("/version", OPENAI.endpoint(site, version), methods=["GET"]),
-        Route("/metrics", OPENAI.endpoint(site, metrics, admin=True), methods=["GET"]),
-        # Cohere's come first: /v2/rerank is vLLM's too, and its errors are Cohere's.
-        *(route for face in (cohere, openai, files, tei, anthropic, cache, page) for route in face.routes(site)),
+    def plain(path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
+        return Route(path, answer, methods=["GET"])
+
+    entries = [
+        Entry(OPENAI, "GET", "/version", version),
+        Entry(OPENAI, "GET", "/metrics", metrics, admin=True),
+        *(entry for dialect in DIALECTS for entry in dialect.ENTRIES),
     ]
-    routes += openapi.routes(routes)
-    return Direct(Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan), site)
+    routes = [Route(one.path, one.endpoint(site), methods=[one.method]) for one in entries]
+    others = [page.route(), *(plain(path, health_of(site)) for path in ("/health", "/ping"))]
+    direct = {(one.method, one.path): route for one, route in reversed([*zip(entries, routes, strict=True)])}
+    direct = {place: route for place, route in direct.items() if "{" not in route.path}
+    routes += [*others, *openapi.routes(entries, others)]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan)
+    return Direct(app, site, direct)
 
 
 def health_of(site: Site) -> Any:
     """Returns what answers whether requests are taken: 200, or 503 while the model is loaded or the server drains."""
 
     async def health(request: Request) -> Response:
+        """Answers whether requests are taken: 200, or 503 with the reason."""
         failing = site.failing
         body = {"status": site.state} if failing is None else {"status": "failing", "reason": failing}
         return json_response(body, 200 if body["status"] == "ready" else 503)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..api.asked import Asked
+from ..api.asked import Asked, renamed
 from ..errors import InputError
 from .desk import Desk, TaskOrder
 from .http import json_response, unless_gone
@@ -16,8 +16,6 @@ from .keys import Tenant
 from .limits import check_samples, check_texts
 from .short import are_soon_written
 from .site import Site, new_id
-
-__all__ = ["Asking", "Handle", "answer_asked", "handle_of"]
 
 T = TypeVar("T")
 Handle = Callable[[Site, Request, Tenant], Awaitable[Response]]
@@ -74,7 +72,7 @@ async def answer_asked(asking: Asking, asked: Asked, *, share: bool = True) -> R
         order = asking.order(asked.task, asked.items, asked.options, share=share)
         results = await unless_gone(asking.request, asking.desk.answer(order, asking.num_bytes))
     except InputError as wrong:
-        raise wrong.renamed(asked.name_of(wrong.field)) from None
+        raise wrong.renamed(renamed(wrong.field, asked.fields)) from None
     return await asking.written(results, lambda: json_response(asked.make(results)))
 
 

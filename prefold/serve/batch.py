@@ -44,8 +44,6 @@ from .lane import Lane
 from .limits import check_samples, check_texts
 from .store import Body, Store
 
-__all__ = ["LOOK_SECONDS", "BatchWork", "OpenBatch"]
-
 # Smaller than those of a job that has the process to itself: live requests wait while one is read.
 WINDOW_TOKENS = 1 << 17
 LOOK_SECONDS = 0.25

@@ -9,8 +9,6 @@ from ..records.identity import file_identity, is_gzip
 from ..records.record import Source
 from ..records.textual import LineSource, TableOptions
 
-__all__ = ["open_input"]
-
 
 def open_input(path: Path, name: str, most_bytes: int) -> Source:
     """Returns the source of the lines of an uploaded file.

@@ -21,8 +21,6 @@ from .http import Refusal
 from .keys import Keys
 from .store import Body, Store
 
-__all__ = ["Batches"]
-
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 RUNNING = ("in_progress", "finalizing")
 RETRY_SECONDS = 5.0

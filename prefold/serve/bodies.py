@@ -13,8 +13,6 @@ from .http import ClientGone, Refusal
 from .keys import Tenant
 from .options import ServeOptions
 
-__all__ = ["Bodies"]
-
 _CLOSING = {"connection": "close"}
 _decode = msgspec.json.Decoder().decode
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from ..api import KINDS
 from ..errors import InputError
@@ -19,16 +18,7 @@ from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
 from .metrics import hits_of
 from .openai import OPENAI
-from .site import Site
-
-__all__ = ["routes"]
-
-
-def routes(site: Site) -> list[BaseRoute]:
-    """Returns the paths of the cache."""
-    paths: dict[str, Any] = {"/cache/pin": pin, "/cache/unpin": unpin, "/cache/clear": clear}
-    found = [Route(path, OPENAI.endpoint(site, handle, admin=True), methods=["POST"]) for path, handle in paths.items()]
-    return [Route("/cache", OPENAI.endpoint(site, state, admin=True), methods=["GET"]), *found]
+from .site import Entry, Site
 
 
 async def state(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -131,3 +121,11 @@ def cache_of(desk: Any) -> Any:
 
 def _off() -> Refusal:
     return Refusal(400, "the cache is off", remedy="start the server with --cache lru", code="cache_off")
+
+
+ENTRIES = [
+    Entry(OPENAI, "GET", "/cache", state, admin=True),
+    Entry(OPENAI, "POST", "/cache/pin", pin, admin=True),
+    Entry(OPENAI, "POST", "/cache/unpin", unpin, admin=True),
+    Entry(OPENAI, "POST", "/cache/clear", clear, admin=True),
+]

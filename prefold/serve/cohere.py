@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from ..api.asked import Asked
-from ..api.cohere import cohere_error, read_cohere_embed
+from ..api.cohere import CohereEmbed, cohere_error, read_cohere_embed
+from ..api.scores import Rerank
 from .asking import Asking, Handle, handle_of
 from .desk import Desk
 from .keys import Tenant
 from .openai import answer_kind
-from .site import Face, Site, new_id
+from .site import Entry, Face, Site, new_id
 
-__all__ = ["COHERE", "routes"]
-
-COHERE = Face("cohere", cohere_error, truncate='"truncate": "END", or "max_tokens_per_doc" of rerank')
-
-
-def routes(site: Site) -> list[BaseRoute]:
-    """Returns the paths of this face that no other has."""
-    paths: dict[str, Any] = {"/v1/embed": embed(None), "/v2/embed": embed(["float"]), "/v2/rerank": rerank}
-    return [Route(path, COHERE.endpoint(site, handle), methods=["POST"]) for path, handle in paths.items()]
+COHERE = Face(
+    "cohere",
+    cohere_error,
+    truncate='"truncate": "END", or "max_tokens_per_doc" of rerank',
+    paths=re.compile(r"/v2/|/v1/(embed|chat|tokenize|detokenize|classify|summarize|generate)(-jobs)?$"),
+)
 
 
 def embed(types: list[str] | None) -> Handle:
@@ -39,3 +37,10 @@ def embed(types: list[str] | None) -> Handle:
 async def rerank(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers /v2/rerank, as vLLM does too."""
     return await answer_kind(await Asking.of(site, request, tenant), "rerank")
+
+
+ENTRIES = [
+    Entry(COHERE, "POST", "/v1/embed", embed(None), (CohereEmbed,)),
+    Entry(COHERE, "POST", "/v2/embed", embed(["float"]), (CohereEmbed,)),
+    Entry(COHERE, "POST", "/v2/rerank", rerank, (Rerank,)),
+]

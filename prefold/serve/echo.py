@@ -16,8 +16,6 @@ from ..tasks import GenerateTask, Work
 from ..tasks.base import attempt
 from ..types import Generated, Readout, Request, Result, Sampling, TokenLogprobs
 
-__all__ = ["PromptTask"]
-
 
 class PromptTask:
     """Reads the log-probabilities of the tokens of prompts that a GenerateTask would continue.

@@ -12,8 +12,6 @@ from .desk import TaskOrder
 from .http import EventStream, json_of, unless_gone
 from .site import refusal_of
 
-__all__ = ["Events", "in_events", "named", "unnamed"]
-
 Event = dict[str, Any]
 
 

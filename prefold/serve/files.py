@@ -3,54 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
+from msgspec import Meta
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import BaseRoute, Route
 
 from ..api import ENDPOINTS
-from ..api.asked import metadata_of
+from ..api.body import METADATA_REMEDY, Body, Metadata, doc
 from ..errors import InputError
-from .asking import Handle
 from .batches import Batches
 from .http import ClientGone, Refusal, json_response
 from .keys import Tenant
 from .openai import OPENAI
-from .site import Site, new_id
-from .store import Body, Store
-
-__all__ = ["PURPOSES", "routes"]
+from .site import Entry, Site, new_id
+from .store import Body as Kept
+from .store import Store
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"}
 FORM_BYTES = 1 << 16  # that the form around a file takes
 PURPOSES = ("batch", "vision", "user_data")
 # {kind of objects: (as many as are listed where a request does not say, at most)}, as OpenAI has it.
 _LISTED = {"file": (10_000, 10_000), "batch": (20, 100)}
 
 
-def routes(site: Site) -> list[BaseRoute]:
-    """Returns the paths of files and batches."""
-    table: list[tuple[str, str, Handle]] = [
-        ("/v1/files", "POST", upload),
-        ("/v1/files", "GET", list_files),
-        ("/v1/files/{id}", "GET", retrieve_file),
-        ("/v1/files/{id}", "DELETE", delete_file),
-        ("/v1/files/{id}/content", "GET", content),
-        ("/v1/batches", "POST", create_batch),
-        ("/v1/batches", "GET", list_batches),
-        ("/v1/batches/{id}", "GET", retrieve_batch),
-        ("/v1/batches/{id}/cancel", "POST", cancel_batch),
-    ]
-    return [Route(path, OPENAI.endpoint(site, handle), methods=[method]) for path, method, handle in table]
+class NewBatch(Body, kw_only=True):
+    """Takes a batch. It is on disk when this has answered."""
+
+    input_file_id: Annotated[Any, doc("A file that was uploaded for batches.", "string")] = None
+    endpoint: Annotated[Any, doc("The path that all lines are for.", "string", enum=list(ENDPOINTS))] = None
+    completion_window: Annotated[str, Meta(pattern="^[1-9][0-9]{0,6}[smhd]$")] = "24h"
+    metadata: Metadata | None = None
+    output_expires_after: Annotated[Any, doc("When its files are forgotten: anchor and seconds.", "object")] = None
+
+    remedies: ClassVar = {
+        "completion_window": 'give "24h", or another time in s, m, h, d', "metadata": METADATA_REMEDY,
+    }  # fmt: skip
+    is_listed = False
 
 
 def _stores(site: Site) -> tuple[Store, Batches]:
@@ -94,7 +89,7 @@ async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
     return json_response(body)
 
 
-def _keep(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: int | None) -> Body:
+def _keep(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: int | None) -> Kept:
     """Keeps a file that has been read; returns what is known of it."""
     id, now = f"file-{new_id()}", int(time.time())
     with store.writing_content(id) as path, path.open("wb") as copy:
@@ -103,7 +98,7 @@ def _keep(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: in
         size = copy.tell()
     # A form's charset may make halves of surrogate pairs, which no answer can hold.
     name = Path(file.filename or "file.jsonl").name[:255].encode("utf-8", "replace").decode()
-    body: Body = {"id": id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": purpose}
+    body: Kept = {"id": id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": purpose}
     body |= {"expires_at": seconds and now + seconds, "status": "processed", "status_details": None}
     try:
         store.add("file", tenant, body, drop_at=body["expires_at"])
@@ -191,10 +186,8 @@ async def create_batch(site: Site, request: Request, tenant: Tenant) -> Response
     """Takes a batch. It is on disk when this has answered."""
     store, batches = _stores(site)
     desk = site.desk_for(request)
-    body, _ = await site.bodies.json(request, tenant)
-    for name in body.keys() - _FIELDS:
-        raise InputError(f"unknown parameter {name!r}", field=name, remedy="leave it out", code="unsupported")
-    file, endpoint = body.get("input_file_id"), body.get("endpoint")
+    asked = NewBatch.of((await site.bodies.json(request, tenant))[0])
+    file, endpoint = asked.input_file_id, asked.endpoint
     if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         message, remedy = f"'endpoint' is {endpoint!r:.100}", f"give one of {', '.join(ENDPOINTS)}"
         raise InputError(message, field="endpoint", remedy=remedy, code="unsupported")
@@ -202,16 +195,16 @@ async def create_batch(site: Site, request: Request, tenant: Tenant) -> Response
     if not found or found["purpose"] != "batch":
         message, remedy = f"there is no file {file!r:.100} for a batch", 'upload it with purpose "batch"'
         raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
-    metadata = metadata_of(body)
-    now = int(time.time())
-    made: Body = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
-    made |= {"input_file_id": file, "completion_window": body.get("completion_window", "24h"), "status": "validating"}
+    window, now = asked.completion_window, int(time.time())
+    made: Kept = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
+    made |= {"input_file_id": file, "completion_window": window, "status": "validating"}
     made |= {"output_file_id": None, "error_file_id": None, "created_at": now, "in_progress_at": None}
-    made |= {"expires_at": now + _window(made["completion_window"]), "metadata": metadata, "model": site.names[0]}
+    seconds = int(window[:-1]) * _SECONDS[window[-1]]
+    made |= {"expires_at": now + seconds, "metadata": asked.metadata, "model": site.names[0]}
     times = ("finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     made |= {f"{name}_at": None for name in times}
     made |= {"request_counts": {"total": 0, "completed": 0, "failed": 0}, "usage": None}
-    seconds = _expiry(body.get("output_expires_after"), "output_expires_after")
+    seconds = _expiry(asked.output_expires_after, "output_expires_after")
     made |= {"_output_seconds": seconds, "_model": desk.llm.checkpoint.name}
     await asyncio.to_thread(batches.create, _owner(tenant), made)
     return json_response(batches.with_counts(made))
@@ -234,15 +227,6 @@ async def cancel_batch(site: Site, request: Request, tenant: Tenant) -> Response
     return json_response(batches.with_counts(await asyncio.to_thread(batches.cancel, body["id"])))
 
 
-def _window(value: Any) -> int:
-    """Returns the seconds of a completion_window. Raises InputError."""
-    found = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", value) if isinstance(value, str) else None
-    if found is None:
-        message, remedy = f"'completion_window' is {value!r:.100}", 'give "24h", or another time in s, m, h, d'
-        raise InputError(message, field="completion_window", remedy=remedy, code="wrong_type")
-    return int(found[1]) * _SECONDS[found[2]]
-
-
 def _expiry(value: Any, name: str) -> int | None:
     """Returns after how many seconds a file is forgotten; None: never. Raises InputError, which names the field."""
     if value is None:
@@ -258,7 +242,7 @@ def _expiry(value: Any, name: str) -> int | None:
 # ---------------------------------------------------------------------------------------------------------- both
 
 
-async def _one(site: Site, request: Request, tenant: Tenant, kind: str) -> Body:
+async def _one(site: Site, request: Request, tenant: Tenant, kind: str) -> Kept:
     """Returns the object that a path names. Raises Refusal (404) where the tenant has none of this id."""
     store, _ = _stores(site)
     id = request.path_params["id"]
@@ -294,3 +278,16 @@ async def _page(site: Site, request: Request, tenant: Tenant, kind: str, filters
     data = [batches.with_counts(body) for body in found]
     ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return json_response({"object": "list", "data": data, **ids, "has_more": more})
+
+
+ENTRIES = [
+    Entry(OPENAI, "POST", "/v1/files", upload),
+    Entry(OPENAI, "GET", "/v1/files", list_files, query=("after", "limit", "order", "purpose")),
+    Entry(OPENAI, "GET", "/v1/files/{id}", retrieve_file),
+    Entry(OPENAI, "DELETE", "/v1/files/{id}", delete_file),
+    Entry(OPENAI, "GET", "/v1/files/{id}/content", content),
+    Entry(OPENAI, "POST", "/v1/batches", create_batch, (NewBatch,)),
+    Entry(OPENAI, "GET", "/v1/batches", list_batches, query=("after", "limit", "order")),
+    Entry(OPENAI, "GET", "/v1/batches/{id}", retrieve_batch),
+    Entry(OPENAI, "POST", "/v1/batches/{id}/cancel", cancel_batch),
+]

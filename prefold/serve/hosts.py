@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 from .http import Refusal
 from .options import LOOPBACK, ServeOptions
 
-__all__ = ["Hosts"]
-
 
 class Hosts:
     """Hosts are the names by which a server may be asked, and whose pages may ask it.

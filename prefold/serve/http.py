@@ -14,8 +14,6 @@ from starlette.responses import Response
 
 from .options import ServeOptions
 
-__all__ = ["ClientGone", "EventStream", "Refusal", "json_of", "json_response", "unless_gone"]
-
 T = TypeVar("T")
 
 

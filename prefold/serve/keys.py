@@ -14,8 +14,6 @@ from typing import Any
 from ..errors import JobError
 from ..types import Owner, Share
 
-__all__ = ["ANYBODY", "Keys", "Limits", "Tenant"]
-
 
 @dataclass(frozen=True, slots=True)
 class Limits(Share):

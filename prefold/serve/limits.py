@@ -12,8 +12,6 @@ from .http import json_of
 from .options import ServeOptions
 from .short import num_samples
 
-__all__ = ["check_item", "check_samples", "check_texts", "most_tokens", "too_many_tokens"]
-
 # Those of a request for nothing but tokens, or their text, where the model takes no more of them in one prompt.
 MOST_TOKENS = 1 << 18
 # Of the texts that end an output: they are looked for at each of its tokens, by the thread that makes the steps.

@@ -16,8 +16,6 @@ from .access import note
 if TYPE_CHECKING:
     from .site import Site
 
-__all__ = ["Metrics", "hits_of"]
-
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _log = logging.getLogger("prefold.serve")
 

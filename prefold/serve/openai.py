@@ -6,20 +6,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from ..api import ENDPOINTS, KINDS, openai_error, response_body
-from ..api.asked import checked, flag, need
-from ..api.chunks import Chunks, read_stream
+from ..api.body import IDS, Body, Model, doc
+from ..api.chunks import Chunks
+from ..api.completions import Chat, Completion, Generating, Streamed
 from ..api.echo import Echo, read_echo
-from ..api.options import read_options
-from ..api.pooling import read_classify, read_pooling
-from ..api.responses import ResponseEvents
-from ..api.tokens import DETOKENIZE_NAMES, TOKENIZE_NAMES
+from ..api.pooling import Classify, Pooling, read_classify, read_pooling
+from ..api.responses import ResponseEvents, Responses, read_responses
+from ..api.scores import Rerank
+from ..api.tei import TeiRerank, TeiTokenize
 from ..errors import InputError
 from ..text.valid import valid_text
 from . import tei
@@ -27,29 +27,37 @@ from .asking import Asking, Handle, answer_asked
 from .events import in_events, unnamed
 from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
-from .site import Face, Site, new_id
-
-__all__ = ["OPENAI", "answer_kind", "routes"]
+from .site import Entry, Face, Site, new_id
 
 OPENAI = Face("openai", openai_error, truncate='"truncate_prompt_tokens": -1')
 
 
-def routes(site: Site) -> list[BaseRoute]:
-    """Returns the paths of this face."""
-    found: list[BaseRoute] = [
-        Route("/v1/models", OPENAI.endpoint(site, models), methods=["GET"]),
-        Route("/v1/models/{name:path}", OPENAI.endpoint(site, model), methods=["GET"]),
-    ]
-    for path, kind in ENDPOINTS.items():
-        handle = rerank if path == "/rerank" else handler(kind)
-        found.append(Route(path, OPENAI.endpoint(site, handle), methods=["POST"]))
-    paths = {
-        "/tokenize": tokenize, "/detokenize": detokenize, "/classify": classify, "/pooling": pooling,
-        "/v1/responses/input_tokens": count_input,
-    }  # fmt: skip
-    for path, own in paths.items():
-        found.append(Route(path, OPENAI.endpoint(site, own), methods=["POST"]))
-    return found
+_NOT_TOKENIZED = Generating.unsupported | {"stream": (False,), "echo": (False,), "prompt_logprobs": ()}
+
+
+class TokenizePrompt(Completion, kw_only=True):
+    """Returns the ids of a prompt's tokens."""
+
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    unsupported = _NOT_TOKENIZED
+
+
+class TokenizeChat(Chat, kw_only=True):
+    """Returns the ids of a conversation's tokens."""
+
+    add_special_tokens: bool = False
+    return_token_strs: bool = False
+
+    unsupported = _NOT_TOKENIZED
+
+
+class Detokenize(Body, kw_only=True):
+    """Returns the text of token ids."""
+
+    model: Model = None
+    tokens: Annotated[Any, doc("Token ids.", **IDS)]
 
 
 def handler(kind: str) -> Handle:
@@ -75,19 +83,18 @@ async def answer_kind(asking: Asking, kind: str) -> Response:
     """Returns the response to a body of one of the kinds that `api/endpoints.py` knows."""
     found, meta = KINDS[kind], {}
     try:
-        is_text = found.task == "generate"
-        echo, body = None, asking.body
-        if is_text and kind != "response":
-            echo, body = read_echo(kind, asking.body, most=asking.site.options.max_logprobs)
-        stream, usage, body = read_stream(body) if is_text else (False, (False, False), body)
-        options, share, body = read_options(found.task, body)
-        items, meta = found.read(body, {})
+        is_text, body, echo, usage = found.task == "generate", found.body.of(asking.body), None, (False, False)
+        if isinstance(body, Generating):
+            echo = read_echo(body, most=asking.site.options.max_logprobs)
+        if isinstance(body, Streamed):
+            usage = body.usage
+        items, meta = found.items(body, {})
         if is_text:
             meta["system_fingerprint"] = asking.desk.fingerprint
-        order = asking.order(found.task, items, options, share=share)
+        order = asking.order(found.task, items, body.options(found.task), share=body.cache_prompt)
         if echo is not None:
             meta |= await _echoed(asking, echo, items)
-        if not stream:
+        if not (is_text and body.stream):
             if echo is None or echo.top is None:
                 answer = asking.desk.answer(order, asking.num_bytes)
             else:
@@ -146,18 +153,19 @@ def entries(site: Site, request: Request) -> list[dict[str, Any]]:
 async def classify(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers vLLM's /classify: the labels of a classification head."""
     asking = await Asking.of(site, request, tenant)
-    options, share, body = read_options("classify", asking.body)
+    body = Classify.of(asking.body)
     asked = tei.labels_of(read_classify(body, asking.model, new_id()), asking.desk.llm)
-    return await answer_asked(asking, replace(asked, options=options), share=share)
+    return await answer_asked(asking, replace(asked, options=body.options("classify")), share=body.cache_prompt)
 
 
 async def pooling(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers vLLM's /pooling: vectors, or what a classification head gives."""
     asking = await Asking.of(site, request, tenant)
     task = "embed" if asking.desk.llm.config.num_labels is None else "classify"
-    options, share, body = read_options(task, asking.body)
+    body = Pooling.of(asking.body)
     asked = read_pooling(body, asking.model, new_id(), task)
-    return await answer_asked(asking, replace(asked, options={**asked.options, **options}), share=share)
+    asked = replace(asked, options={**asked.options, **body.options(task)})
+    return await answer_asked(asking, asked, share=body.cache_prompt)
 
 
 async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -166,20 +174,19 @@ async def tokenize(site: Site, request: Request, tenant: Tenant) -> Response:
     if "inputs" in asking.body:
         request.scope["face"] = tei.TEI
         return await tei.tokenize(asking)
-    is_chat, llm = "messages" in asking.body, asking.desk.llm
-    with_names, special = flag(asking.body, "return_token_strs"), flag(asking.body, "add_special_tokens", not is_chat)
-    options, _, body = read_options("generate", {k: v for k, v in asking.body.items() if k not in TOKENIZE_NAMES})
-    items, _ = KINDS["chat" if is_chat else "completion"].read({**body, "max_tokens": 1}, {})
-    if not is_chat:
-        prompt = valid_text(body["prompt"], "prompt")
-        ids = await asking.without_engine(lambda: prompt_ids(llm, prompt, special, options))
-    elif special:
+    kind, llm = "chat" if "messages" in asking.body else "completion", asking.desk.llm
+    body = (TokenizeChat if kind == "chat" else TokenizePrompt).of({**asking.body, "max_tokens": 1})
+    items, _ = KINDS[kind].items(body, {})
+    if isinstance(body, TokenizePrompt):
+        prompt, options = valid_text(body.prompt, "prompt"), body.options("generate")
+        ids = await asking.without_engine(lambda: prompt_ids(llm, prompt, body.add_special_tokens, options))
+    elif body.add_special_tokens:
         message, remedy = "'add_special_tokens' is true", "leave it out, as the chat template has its own"
         raise InputError(message, field="add_special_tokens", remedy=remedy, code="unsupported")
     else:
-        order = asking.order("generate", items, options)
+        order = asking.order("generate", items, body.options("generate"))
         (ids,) = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
-    names = await asking.without_engine(lambda: llm.tokenizer.token_names(ids)) if with_names else None
+    names = await asking.without_engine(lambda: llm.tokenizer.token_names(ids)) if body.return_token_strs else None
     found = {"count": len(ids), "max_model_len": llm.config.max_positions, "tokens": ids}
     return json_response(found | {"token_strs": names})
 
@@ -202,9 +209,9 @@ async def count_input(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers with how many tokens the prompt of a response's input has."""
     asking = await Asking.of(site, request, tenant, computes=False)
     try:
-        options, _, body = read_options("generate", asking.body)
-        items, _ = KINDS["response"].read(body, {})
-        order = asking.order("generate", items, options)
+        body = Responses.of(asking.body)
+        items, _ = read_responses(body, {})
+        order = asking.order("generate", items, body.options("generate"))
         (ids,) = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
     except InputError as wrong:
         raise wrong.renamed(KINDS["response"].name_of(wrong.field, {})) from None
@@ -214,7 +221,19 @@ async def count_input(site: Site, request: Request, tenant: Tenant) -> Response:
 async def detokenize(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers vLLM's /detokenize: the text of token ids."""
     asking = await Asking.of(site, request, tenant, computes=False)
-    checked(asking.body, *DETOKENIZE_NAMES)
-    ids, llm = need(asking.body, "tokens"), asking.desk.llm
+    ids, llm = Detokenize.of(asking.body).tokens, asking.desk.llm
     (text,) = await asking.without_engine(lambda: tei.decoded(llm, [ids], "tokens", False))
     return json_response({"prompt": text})
+
+
+ENTRIES = [
+    Entry(OPENAI, "GET", "/v1/models", models),
+    Entry(OPENAI, "GET", "/v1/models/{name:path}", model),
+    Entry(OPENAI, "POST", "/rerank", rerank, (Rerank, TeiRerank)),
+    *(Entry(OPENAI, "POST", path, handler(kind), (KINDS[kind].body,)) for path, kind in ENDPOINTS.items()),
+    Entry(OPENAI, "POST", "/tokenize", tokenize, (TokenizePrompt, TokenizeChat, TeiTokenize)),
+    Entry(OPENAI, "POST", "/detokenize", detokenize, (Detokenize,)),
+    Entry(OPENAI, "POST", "/classify", classify, (Classify,)),
+    Entry(OPENAI, "POST", "/pooling", pooling, (Pooling,)),
+    Entry(OPENAI, "POST", "/v1/responses/input_tokens", count_input, (Responses,)),
+]

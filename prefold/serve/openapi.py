@@ -1,4 +1,4 @@
-"""Describes the server in OpenAPI 3.1, out of its routes and the tables that requests are read by; and /docs, a page
+"""Describes the server in OpenAPI 3.1, out of its entries and the bodies that they take; and /docs, a page
 that shows this without anything from elsewhere."""
 
 from __future__ import annotations
@@ -8,18 +8,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.json import schema_components
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from .. import __version__
-from ..api import ENDPOINTS
-from ..api.schema import BODIES, STREAMED, SUMMARIES, body_schema
 from .files import PURPOSES
 from .http import json_response
 from .page import page_response, page_text
-
-__all__ = ["describe", "routes"]
+from .site import Entry
 
 _OBJECT = {"type": "object"}
 _JSON = {"content": {"application/json": {"schema": _OBJECT}}}
@@ -33,50 +31,12 @@ _FILE = {
     },
     "required": ["file", "purpose"],
 }
-_BATCH = {
-    "type": "object",
-    "properties": {
-        "input_file_id": {"type": "string"},
-        "endpoint": {"type": "string", "enum": list(ENDPOINTS)},
-        "completion_window": {"type": "string", "pattern": "^[1-9][0-9]*[smhd]$", "default": "24h"},
-        "metadata": {
-            "type": "object",
-            "maxProperties": 16,
-            "additionalProperties": {"type": "string", "maxLength": 512},
-        },
-        "output_expires_after": {"type": "object"},
-    },
-    "required": ["input_file_id", "endpoint"],
-    "additionalProperties": False,
-}
-# {path: the bodies it takes, beside those of `ENDPOINTS`}
-_TAKES = {
-    "/v1/messages": ("message",), "/v1/messages/count_tokens": ("message_tokens",), "/v1/embed": ("cohere_embed",),
-    "/v2/embed": ("cohere_embed",), "/v2/rerank": ("rerank",), "/embed": ("tei_embed",),
-    "/embed_all": ("tei_embed_all",), "/predict": ("tei_predict",), "/similarity": ("tei_similarity",),
-    "/decode": ("tei_decode",), "/": ("tei_embed", "tei_predict", "tei_similarity", "tei_rerank"),
-    "/rerank": ("rerank", "tei_rerank"), "/tokenize": ("tokenize_prompt", "tokenize_chat", "tei_tokenize"),
-    "/detokenize": ("detokenize",), "/classify": ("classify",), "/pooling": ("pooling",),
-    "/v1/responses/input_tokens": ("response",),
-}  # fmt: skip
-_PAGED = {"/v1/files": ("after", "limit", "order", "purpose"), "/v1/batches": ("after", "limit", "order")}
-# {path: what its handler, which is made of a reader, does not say itself}
-_SAID = {
-    "/health": "Answers whether requests are taken: 200, or 503 with the reason.",
-    "/ping": "Answers as /health does.",
-    "/embed": "Returns the vectors of texts.",
-    "/v1/embed": "Returns the vectors of texts.",
-    "/v2/embed": "Returns the vectors of texts.",
-    "/v2/rerank": "Scores documents by how well they answer a query, the best first.",
-    "/predict": "Returns the labels of texts, with their scores.",
-    "/similarity": "Returns the cosines of one text and others.",
-}
 _SHARED_KEYS = [{"bearer": []}, {"x-api-key": []}, {}]
 
 
-def routes(others: Sequence[BaseRoute]) -> list[BaseRoute]:
-    """Returns the paths that describe the others."""
-    found, text = describe(others), page_text("docs.html")
+def routes(entries: Sequence[Entry], plain: Sequence[Route]) -> list[Route]:
+    """Returns the paths that describe the others. plain: those that no face answers."""
+    found, text = describe(entries, plain), page_text("docs.html")
 
     async def openapi(request: Request) -> Response:
         """Answers with this description."""
@@ -89,15 +49,18 @@ def routes(others: Sequence[BaseRoute]) -> list[BaseRoute]:
     return [Route("/openapi.json", openapi, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
 
 
-def describe(found: Sequence[BaseRoute]) -> dict[str, Any]:
-    """Returns the OpenAPI description of routes. Of two with one path and method the first counts, as it answers."""
+def describe(entries: Sequence[Entry], plain: Sequence[Route]) -> dict[str, Any]:
+    """Returns the OpenAPI description of paths. Of two with one path and method the first counts, as it answers."""
     paths: dict[str, dict[str, Any]] = {}
-    for route in found:
-        if isinstance(route, Route):
-            path = re.sub(r"{(\w+)(:\w+)?}", r"{\1}", route.path)
-            for method in sorted((route.methods or set()) - {"HEAD"}):
-                paths.setdefault(path, {}).setdefault(method.lower(), _operation(path, method, route.endpoint))
-    schemas = {kind: body_schema(kind) for kind in BODIES}
+    kinds = list(dict.fromkeys(kind for entry in entries for kind in entry.bodies))
+    references, schemas = schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for entry in entries:
+        path = entry.path.replace(":path}", "}")
+        bodies = [reference for kind, reference in zip(kinds, references, strict=True) if kind in entry.bodies]
+        paths.setdefault(path, {}).setdefault(entry.method.lower(), _operation(entry, path, bodies))
+    for route in plain:
+        found = {"responses": {"200": {"description": "The answer."}}}
+        paths.setdefault(route.path, {}).setdefault("get", _about("GET", route.path, route.endpoint, "server") | found)
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -113,40 +76,32 @@ def describe(found: Sequence[BaseRoute]) -> dict[str, Any]:
     }
 
 
-def _operation(path: str, method: str, endpoint: Any) -> dict[str, Any]:
-    face, handle, admin = getattr(endpoint, "about", ("server", endpoint, False))
-    kind = ENDPOINTS.get(path) if face == "openai" and method == "POST" else None
-    said = (_SAID.get(path) or inspect.getdoc(handle) or "Answers.") if kind is None else SUMMARIES[kind]
+def _about(method: str, path: str, described: Any, tag: str) -> dict[str, Any]:
+    """Returns what an operation is. described: what has a docstring that says so."""
     name = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
-    operation: dict[str, Any] = {
-        "tags": ["server" if admin or path == "/version" else face],
-        "operationId": name,
-        "summary": " ".join(said.split("\n\n")[0].split()),
-    }
-    if face != "server":
-        operation["security"] = _SHARED_KEYS
-    if admin:
+    summary = (inspect.getdoc(described) or "Answers.").split("\n\n")[0]
+    return {"tags": [tag], "operationId": name, "summary": " ".join(summary.split())}
+
+
+def _operation(entry: Entry, path: str, bodies: list[Any]) -> dict[str, Any]:
+    face, is_post = entry.face.name, entry.method == "POST"
+    described = entry.bodies[0] if len(entry.bodies) == 1 else entry.handle
+    operation = _about(entry.method, path, described, "server" if entry.admin or path == "/version" else face)
+    operation["security"] = _SHARED_KEYS
+    if entry.admin:
         operation["description"] = "For admins, where the server has keys."
     names = re.findall(r"{(\w+)}", path)
     parameters = [{"name": one, "in": "path", "required": True, "schema": {"type": "string"}} for one in names]
-    if method == "GET":
-        parameters += [{"name": one, "in": "query", "schema": {"type": "string"}} for one in _PAGED.get(path, ())]
+    parameters += [{"name": one, "in": "query", "schema": {"type": "string"}} for one in entry.query]
     if parameters:
         operation["parameters"] = parameters
-    if path == "/v1/files" and method == "POST":
+    if path == "/v1/files" and is_post:
         operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _FILE}}}
-    elif method == "POST" and not names:
-        taken = [_reference(one) for one in _TAKES.get(path, (kind,) if kind is not None else ())]
-        many = {"anyOf": taken} if len(taken) > 1 else taken[0] if taken else _OBJECT
-        schema = _BATCH if path == "/v1/batches" else many
+    elif is_post and not names:
+        schema = {"anyOf": bodies} if len(bodies) > 1 else bodies[0] if bodies else _OBJECT
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    answer: dict[str, Any] = {"description": "The answer."} | (_JSON if face != "server" else {})
-    if kind in STREAMED:
+    answer: dict[str, Any] = {"description": "The answer."} | _JSON
+    if any("stream" in kind.__struct_fields__ for kind in entry.bodies):
         answer["content"] = answer["content"] | {"text/event-stream": {"schema": {"type": "string"}}}
     wrong = f"What is wrong, in the form of {face}'s errors: 400 for the request, 401 and 403 for keys, 404, 429, 5xx."
-    operation["responses"] = {"200": answer} | ({"default": {"description": wrong} | _JSON} if face != "server" else {})
-    return operation
-
-
-def _reference(kind: str) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{kind}"}
+    return operation | {"responses": {"200": answer, "default": {"description": wrong} | _JSON}}

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ..errors import JobError
 from ..options import option
 
-__all__ = ["ServeOptions"]
-
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 

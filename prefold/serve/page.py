@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from .. import __version__
 from ..cache.tree import RadixTree
@@ -27,25 +27,20 @@ from .http import json_response
 from .keys import Tenant
 from .metrics import hits_of
 from .openai import OPENAI
-from .site import Site
-
-__all__ = ["page_response", "page_text", "routes"]
+from .site import Entry, Site
 
 MOST_RUNNING = 40
 
 
-def routes(site: Site) -> list[BaseRoute]:
-    """Returns the paths of the page."""
+def route() -> Route:
+    """Returns the path of the page."""
     text = page_text("page.html")
 
     async def page(request: Request) -> Response:
         """Answers with the page that shows the trie and who runs."""
         return page_response(text)
 
-    return [
-        Route("/", page, methods=["GET"]),
-        Route("/page/data", OPENAI.endpoint(site, data, admin=True), methods=["GET"]),
-    ]
+    return Route("/", page, methods=["GET"])
 
 
 def page_text(name: str) -> str:
@@ -131,3 +126,6 @@ def _look(names: Mapping[str, str | None], of: str | None, scheduler: Any) -> tu
             rows.append([owner, sequence.leaf.stop, sequence.cached_tokens or 0, made, sequence.limit])
     who = {"sequences": rows, "owners": [[owner, *count] for owner, count in sorted(counts.items())]}
     return TreeShape(scheduler.tree, tails, owner_of, of=of), who
+
+
+ENTRIES = [Entry(OPENAI, "GET", "/page/data", data, admin=True)]

@@ -14,8 +14,6 @@ from .http import Refusal
 from .keys import Keys
 from .options import ServeOptions
 
-__all__ = ["Room"]
-
 # What a token is guessed to take of a request's body, before it is known.
 BYTES_A_TOKEN = 4
 # Answers by which the rate is measured, and the longest a client is told to wait, in seconds.

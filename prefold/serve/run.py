@@ -24,8 +24,6 @@ from .options import ServeOptions
 from .protocol import protocol_with
 from .site import Site
 
-__all__ = ["Server", "bind", "run"]
-
 _log = logging.getLogger("prefold.serve")
 CLOSE_SECONDS = 5  # in which connections must take the rest of what they are sent, after draining
 

@@ -12,16 +12,6 @@ from typing import Any
 from ..images.items import chat_of
 from ..types import Generated
 
-__all__ = [
-    "SHORT_BYTES",
-    "are_short",
-    "are_soon_ready",
-    "are_soon_written",
-    "has_images",
-    "has_template",
-    "num_samples",
-]
-
 # The bytes of a body, the texts to generate, and the results and tokens of an answer, that are short.
 SHORT_BYTES, SHORT_SAMPLES, SHORT_RESULTS, SHORT_TOKENS = 4096, 16, 16, 1024
 # A token with the most likely ones beside it is as long as so many tokens.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..api.body import Body
 from ..errors import InputError, PrefoldError, RankError, UnsupportedModelError
 from ..tasks.base import TRUNCATE
 from .batches import Batches
@@ -23,8 +24,6 @@ from .keys import Keys, Tenant
 from .metrics import Metrics
 from .options import ServeOptions
 from .store import Store
-
-__all__ = ["Face", "Site", "new_id", "refusal_of"]
 
 # For so long the server is said to fail after a step that failed, unless one does not.
 FAILING_SECONDS = 10.0
@@ -129,28 +128,49 @@ class Site:
 
 @dataclass(frozen=True)
 class Face:
-    """A Face is one API's way to speak: how errors look, and which path is answered by whom.
+    """A Face is one API's way to speak: how its errors look.
 
     error     (status, message, code, param) -> (status, body) of an error's response
     truncate  what a request says to have a prompt cut that is too long; empty: nothing does
+    paths     those of its API: what is not served of them is refused in its form
     """
 
     name: str
     error: Callable[[int, str, str, str | None], tuple[int, Any]]
-    headers: dict[str, str] = field(default_factory=dict)
     truncate: str = ""
+    paths: re.Pattern[str] = re.compile("(?!)")
 
-    def endpoint(
-        self, site: Site, handle: Callable[[Site, Request, Tenant], Awaitable[Response]], *, admin: bool = False
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Returns the endpoint that answers with `handle`, and with this face's error where that raises one.
+    def refuse(self, site: Site, error: Exception) -> Response:
+        """Returns the response that says what is wrong."""
+        refusal, message = refusal_of(site, error)
+        message = _CUT.sub(lambda found: found[1] + self.truncate if self.truncate else "", message)
+        status, body = self.error(refusal.status, message, refusal.code, refusal.param)
+        return json_response(body, status, refusal.headers)
 
-        admin  whether only tenants that are admins are let in
-        """
+
+@dataclass(frozen=True)
+class Entry:
+    """An Entry is a path of a face, and what answers it.
+
+    handle  (site, request, tenant) -> response
+    bodies  those that it takes, as JSON or, of a file, as a form: classes, or their schema
+    query   the parameters of a query
+    admin   whether only tenants that are admins are let in
+    """
+
+    face: Face
+    method: str
+    path: str
+    handle: Callable[[Site, Request, Tenant], Awaitable[Response]]
+    bodies: Sequence[type[Body]] = ()
+    query: Sequence[str] = ()
+    admin: bool = False
+
+    def endpoint(self, site: Site) -> Callable[[Request], Awaitable[Response]]:
+        """Returns the endpoint that answers with `handle`, and with the face's error where that raises one."""
 
         async def respond(request: Request) -> Response:
-            path = request.scope["route"].path if "route" in request.scope else request.url.path
-            with site.metrics.request(self.name, path) as told:
+            with site.metrics.request(self.face.name, self.path) as told:
                 try:
                     tenant = site.keys.tenant(request.headers)
                     if tenant is None:
@@ -158,25 +178,17 @@ class Face:
                         headers = {"www-authenticate": "Bearer"}
                         raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=headers)
                     request.scope["tenant"] = tenant.name  # for the access log
-                    if admin and not tenant.admin:
+                    if self.admin and not tenant.admin:
                         message, remedy = "this is for admins", "use the key of an admin"
                         raise Refusal(403, message, remedy=remedy, code="forbidden")
-                    return told(await handle(site, request, tenant))
+                    return told(await self.handle(site, request, tenant))
                 except ClientGone:
                     return told(Response(status_code=499))  # nobody reads it
                 except Exception as error:
-                    face: Face = request.scope.get("face", self)  # of a path that several share, by the body
+                    face: Face = request.scope.get("face", self.face)  # of a path that several share, by the body
                     return told(face.refuse(site, error))
 
-        respond.about = (self.name, handle, admin)  # type: ignore[attr-defined]  # for `openapi.py`
         return respond
-
-    def refuse(self, site: Site, error: Exception) -> Response:
-        """Returns the response that says what is wrong."""
-        refusal, message = refusal_of(site, error)
-        message = _CUT.sub(lambda found: found[1] + self.truncate if self.truncate else "", message)
-        status, body = self.error(refusal.status, message, refusal.code, refusal.param)
-        return json_response(body, status, {**self.headers, **refusal.headers})
 
 
 def refusal_of(site: Site, error: Exception) -> tuple[Refusal, str]:

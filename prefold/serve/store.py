@@ -21,8 +21,6 @@ from ..errors import JobError
 from ..files import replacing
 from .http import Refusal
 
-__all__ = ["Store"]
-
 # How long somebody waits for a database that another process has locked.
 LOCKED_SECONDS = 2.0
 _TABLES = """

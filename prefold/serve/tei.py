@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from .. import __version__
-from ..api.asked import checked, flag, need
-from ..api.tei import TEI_NAMES, read_embed, read_predict, read_rerank, read_similarity, tei_error
+from ..api.asked import Asked, renamed
+from ..api.tei import (
+    TeiDecode,
+    TeiEmbed,
+    TeiEmbedAll,
+    TeiPredict,
+    TeiRerank,
+    TeiSimilarity,
+    TeiTokenize,
+    read_embed,
+    read_predict,
+    read_rerank,
+    read_similarity,
+    tei_error,
+)
 from ..errors import InputError, UnsupportedModelError
 from ..text.valid import valid_text
 from .asking import Asking, answer_asked, handle_of
+from .desk import Desk
 from .http import json_response, unless_gone
 from .keys import Tenant
 from .limits import most_tokens, too_many_tokens
-from .site import Face, Site
+from .site import Entry, Face, Site
 
-__all__ = ["TEI", "rerank", "routes", "tokenize"]
-
-TEI = Face("tei", tei_error, truncate='"truncate": true')
+TEI = Face("tei", tei_error, truncate='"truncate": true', paths=re.compile(r"/(embed\w*|predict|similarity|decode)$"))
 T = TypeVar("T")
-
-
-def routes(site: Site) -> list[BaseRoute]:
-    """Returns the paths of this face that no other has."""
-    paths = {
-        "/embed": handle_of(lambda body, desk: vectors_of(read_embed(body), desk.llm)),
-        "/embed_all": embed_all,
-        "/predict": handle_of(lambda body, desk: labels_of(read_predict(body), desk.llm)),
-        "/similarity": handle_of(lambda body, desk: vectors_of(read_similarity(body), desk.llm)),
-        "/decode": decode,
-        "/": by_body,
-    }
-    found: list[BaseRoute] = [
-        Route(path, TEI.endpoint(site, handle), methods=["POST"]) for path, handle in paths.items()
-    ]
-    return [*found, Route("/info", TEI.endpoint(site, info), methods=["GET"])]
 
 
 def vectors_of(asked: T, llm: Any) -> T:
@@ -58,6 +54,11 @@ def labels_of(asked: T, llm: Any) -> T:
     return asked
 
 
+def similarity(body: dict[str, Any], desk: Desk) -> Asked:
+    """Returns what /similarity asks."""
+    return vectors_of(read_similarity(body), desk.llm)
+
+
 async def by_body(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers a request to the server's address itself, as its body and the model ask."""
     asking = await Asking.of(site, request, tenant)
@@ -66,7 +67,7 @@ async def by_body(site: Site, request: Request, tenant: Tenant) -> Response:
         return await answer_asked(asking, read_rerank(body))
     llm = asking.desk.llm
     if isinstance(body.get("inputs"), dict):
-        return await answer_asked(asking, vectors_of(read_similarity(body), llm))
+        return await answer_asked(asking, similarity(body, asking.desk))
     if llm.config.num_labels is not None or "parameters" in body:  # huggingface_hub's text_classification sends them
         return await answer_asked(asking, labels_of(read_predict(body), llm))
     return await answer_asked(asking, read_embed(body))
@@ -84,8 +85,8 @@ async def embed_all(site: Site, request: Request, tenant: Tenant) -> Response:
     row a token, as all prefixes share theirs.
     """
     asking = await Asking.of(site, request, tenant)
-    body = checked(vectors_of(asking.body, asking.desk.llm), *TEI_NAMES["embed_all"])
-    asked = read_embed({**body, "normalize": False})
+    TeiEmbedAll.of(vectors_of(asking.body, asking.desk.llm))
+    asked = read_embed({**asking.body, "normalize": False})
     try:
         order = asking.order("embed", asked.items, asked.options)
         texts = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
@@ -97,21 +98,18 @@ async def embed_all(site: Site, request: Request, tenant: Tenant) -> Response:
         order = replace(asking.order("embed", prefixes, {"pooling": "last", "normalize": False}), tokens=every)
         results = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
     except InputError as wrong:
-        raise wrong.renamed(asked.name_of(wrong.field)) from None
+        raise wrong.renamed(renamed(wrong.field, asked.fields)) from None
     return await asking.written(results, lambda: json_response([result["embeddings"] for result in results]))
 
 
 async def tokenize(asking: Asking) -> Response:
     """Answers /tokenize with `inputs`: the tokens of each text, with their place in it."""
-    body = checked(asking.body, *TEI_NAMES["tokenize"])
-    inputs, special = need(body, "inputs"), flag(body, "add_special_tokens", True)
-    texts, llm, name = [inputs] if isinstance(inputs, str) else inputs, asking.desk.llm, body.get("prompt_name")
-    if not isinstance(texts, list):
-        raise InputError("'inputs' is no text", field="inputs", remedy="give a text, or a list", code="wrong_type")
-    if name is not None:
-        before = llm.task("embed", prompt_name=name).before
+    body, llm = TeiTokenize.of(asking.body), asking.desk.llm
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    if body.prompt_name is not None:
+        before = llm.task("embed", prompt_name=body.prompt_name).before
         texts = [before + valid_text(text, "inputs") for text in texts]
-    return await asking.without_engine(lambda: json_response(tokenized(llm, texts, special)))
+    return await asking.without_engine(lambda: json_response(tokenized(llm, texts, body.add_special_tokens)))
 
 
 def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, Any]]]:
@@ -149,8 +147,8 @@ def located(llm: Any, text: Any, field: str, count: int = 0) -> tuple[list[int],
 async def decode(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers /decode: the text of each list of ids."""
     asking = await Asking.of(site, request, tenant, computes=False)
-    body = checked(asking.body, *TEI_NAMES["decode"])
-    ids, skip = need(body, "ids"), flag(body, "skip_special_tokens", True)
+    body = TeiDecode.of(asking.body)
+    ids, skip = body.ids, body.skip_special_tokens
     lists = ids if isinstance(ids, list) and isinstance(ids[0], list) else [ids]
     return json_response(await asking.without_engine(lambda: decoded(asking.desk.llm, lists, "ids", skip)))
 
@@ -187,3 +185,14 @@ async def info(site: Site, request: Request, tenant: Tenant) -> Response:
         "max_batch_requests": None, "max_client_batch_size": site.options.max_texts, "auto_truncate": False,
         "tokenization_workers": 4, "version": __version__, "sha": None, "docker_label": None,
     })  # fmt: skip
+
+
+ENTRIES = [
+    Entry(TEI, "POST", "/embed", handle_of(lambda body, desk: vectors_of(read_embed(body), desk.llm)), [TeiEmbed]),
+    Entry(TEI, "POST", "/embed_all", embed_all, [TeiEmbedAll]),
+    Entry(TEI, "POST", "/predict", handle_of(lambda body, desk: labels_of(read_predict(body), desk.llm)), [TeiPredict]),
+    Entry(TEI, "POST", "/similarity", handle_of(similarity), [TeiSimilarity]),
+    Entry(TEI, "POST", "/decode", decode, [TeiDecode]),
+    Entry(TEI, "POST", "/", by_body, [TeiEmbed, TeiPredict, TeiSimilarity, TeiRerank]),
+    Entry(TEI, "GET", "/info", info),
+]

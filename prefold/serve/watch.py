@@ -11,8 +11,6 @@ import numpy as np
 
 from ..report.page import merged
 
-__all__ = ["StepWatch"]
-
 STEPS, SHOWN_SECONDS, BINS = 4096, 300.0, 240
 
 

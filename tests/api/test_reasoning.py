@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from prefold.api import KINDS
 from prefold.api.chunks import Chunks
-from prefold.api.completions import chat_body, read_chat
+from prefold.api.completions import chat_body
 from prefold.api.reasoning import Parting, parted
-from prefold.api.responses import ResponseEvents, read_responses, responses_body
+from prefold.api.responses import ResponseEvents, responses_body
 from prefold.errors import InputError
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -40,7 +41,7 @@ def result_of(text: str, opened: bool, reason: str = "stop") -> dict:
 
 
 def chat_of(**body):
-    return read_chat({"messages": [{"role": "user", "content": "hi"}], **body}, {})
+    return KINDS["chat"].read({"messages": [{"role": "user", "content": "hi"}], **body}, {})
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -83,7 +84,7 @@ def test_what_a_grammar_makes_holds_no_reasoning():
     ("Yes.", "stop", ["message"]),
 ])  # fmt: skip
 def test_responses_whole_and_in_events(text, reason, kinds):
-    _, meta = read_responses({"input": "hi", "tools": [{"type": "function", "name": "f"}]}, {})
+    _, meta = KINDS["response"].read({"input": "hi", "tools": [{"type": "function", "name": "f"}]}, {})
     result = result_of(text, False, reason)
     whole = responses_body(meta | {"id": "1"}, [result])
     assert [item["type"] for item in whole["output"]] == kinds
@@ -122,7 +123,7 @@ def test_reasoning_goes_back_to_the_message_that_it_was_of():
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "c", "output": "5"}
     said = {"role": "assistant", "content": "a"}
-    (item,), _ = read_responses(
+    (item,), _ = KINDS["response"].read(
         {"input": [thought, call, output, thought, said, thought, {"role": "user", "content": "b"}]}, {}
     )
     first, told, second, left, user = item["messages"]
@@ -132,7 +133,9 @@ def test_reasoning_goes_back_to_the_message_that_it_was_of():
         {"role": "assistant", "content": "", "reasoning_content": "hm"},
         {"role": "user", "content": "b"},
     )
-    (bare,), _ = read_responses({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}, said]}, {})
+    (bare,), _ = KINDS["response"].read(
+        {"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}, said]}, {}
+    )
     assert bare["messages"] == [said]
 
 
@@ -141,7 +144,7 @@ def test_how_much_is_to_be_thought_is_a_variable_of_the_template():
     assert item["chat_template_kwargs"] == {"reasoning_effort": "low"}
     (item,), _ = chat_of(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "none", "x": 1})
     assert item["chat_template_kwargs"] == {"reasoning_effort": "none", "x": 1}
-    (item,), _ = read_responses({"input": "hi", "reasoning": {"effort": "high", "summary": "auto"}}, {})
+    (item,), _ = KINDS["response"].read({"input": "hi", "reasoning": {"effort": "high", "summary": "auto"}}, {})
     assert item["chat_template_kwargs"] == {"reasoning_effort": "high"}
     with pytest.raises(InputError, match="'reasoning_effort' is 'much'; give one of none, minimal, low"):
         chat_of(reasoning_effort="much")

@@ -7,9 +7,10 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from prefold.api import KINDS
 from prefold.api.anthropic import message_body, read_message
-from prefold.api.completions import chat_body, read_chat
-from prefold.api.responses import read_responses, responses_body
+from prefold.api.completions import chat_body
+from prefold.api.responses import responses_body
 from prefold.api.tools import GrowingText, calls_in, grammar_of_calls, read_tools
 from prefold.errors import InputError
 
@@ -43,12 +44,12 @@ def test_calls_in_a_text(text, rest, calls):
 
 def test_choices():
     filled = [F | {"function": F["function"] | {"description": None}}, G | {"function": {"name": "g", **NULLS}}]
-    assert read_tools({"tools": [F, G]}) == (filled, HOW, None)
-    assert read_tools({"tools": [F], "tool_choice": "none"}) == (None, None, None)
-    assert read_tools({"messages": []}) == (None, None, None)
-    _, how, grammar = read_tools({"tools": [F, G], "tool_choice": "required"})
+    assert read_tools([F, G], None) == (filled, HOW, None)
+    assert read_tools([F], "none") == (None, None, None)
+    assert read_tools(None, None) == (None, None, None)
+    _, how, grammar = read_tools([F, G], "required")
     assert how == HOW | {"forced": True} and len(grammar["json_schema"]["anyOf"]) == 2
-    _, how, grammar = read_tools({"tools": [F, G], "tool_choice": {"type": "function", "function": {"name": "g"}}})
+    _, how, grammar = read_tools([F, G], {"type": "function", "function": {"name": "g"}})
     assert how["names"] == ["g"] and grammar["json_schema"]["properties"]["name"] == {"const": "g"}
 
 
@@ -92,7 +93,7 @@ RESPONSES = {"input": "hi", "tools": [{"type": "function", "name": name} for nam
 
 
 def chat_calls(body):
-    _, meta = read_chat({"messages": MESSAGES, "tools": [F, G]} | body, {})
+    _, meta = KINDS["chat"].read({"messages": MESSAGES, "tools": [F, G]} | body, {})
     return [call["function"]["name"] for call in chat_body(meta, [TWO])["choices"][0]["message"]["tool_calls"]]
 
 
@@ -102,7 +103,7 @@ def message_calls(body):
 
 
 def response_calls(body):
-    _, meta = read_responses(RESPONSES | body, {})
+    _, meta = KINDS["response"].read(RESPONSES | body, {})
     found = responses_body(meta | {"id": "1"}, [TWO])
     assert found["parallel_tool_calls"] == body.get("parallel_tool_calls", True)
     return [item["name"] for item in found["output"]]
@@ -135,5 +136,5 @@ def test_at_most_one_call_where_that_is_asked(calls, alone):
 )
 def test_what_is_wrong(body, field):
     with pytest.raises(InputError) as caught:
-        read_tools(body)
+        KINDS["chat"].read({"messages": MESSAGES, **body}, {})
     assert caught.value.field == field

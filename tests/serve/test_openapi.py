@@ -8,26 +8,23 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from prefold.api import ENDPOINTS, KINDS, anthropic, cohere, tei
-from prefold.api.schema import BODIES, SUMMARIES, body_schema
+from prefold.api import KINDS, anthropic, cohere, tei
 from prefold.errors import InputError
-from prefold.serve.app import make_app
+from prefold.serve.app import DIALECTS, make_app
 
 GOOD = {
     "embeddings": {"input": "a"}, "rerank": {"query": "a", "documents": ["b"]}, "score": {"text_1": "a", "text_2": "b"},
     "chat": {"messages": [{"role": "user", "content": "a"}]}, "completion": {"prompt": "a"}, "response": {"input": "a"},
 }  # fmt: skip
 OTHERS = {
-    "tei_embed": (tei.read_embed, {"inputs": "a"}),
-    "tei_rerank": (tei.read_rerank, {"query": "a", "texts": ["b"]}),
-    "tei_predict": (tei.read_predict, {"inputs": "a"}),
-    "tei_similarity": (tei.read_similarity, {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
-    "message": (anthropic.read_message, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
-    "message_tokens": (
-        lambda body: anthropic.read_message(body, answered=False), {"messages": [{"role": "user", "content": "a"}]}
-    ),
-    "cohere_embed": (lambda body: cohere.read_cohere_embed(body, "", ()), {"texts": ["a"]}),
-}  # fmt: skip
+    tei.TeiEmbed: {"inputs": "a"},
+    tei.TeiRerank: {"query": "a", "texts": ["b"]},
+    tei.TeiPredict: {"inputs": "a"},
+    tei.TeiSimilarity: {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
+    anthropic.Message: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    anthropic.CountTokens: {"messages": [{"role": "user", "content": "a"}]},
+    cohere.CohereEmbed: {"texts": ["a"]},
+}
 
 
 ODD = [5.5]
@@ -65,53 +62,43 @@ def test_every_path_is_described_once(server):
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_the_parameters_are_those_that_are_read(kind):
-    assert set(SUMMARIES) == set(KINDS) == set(ENDPOINTS.values())
-    schema = body_schema(kind)
-    assert set(KINDS[kind].names) < set(schema["properties"])
+def test_the_parameters_are_those_that_are_read(server, kind):
+    body = KINDS[kind].body
+    schema = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"][body.__name__]
     for name in schema.get("required", []):
         with pytest.raises(InputError):
             KINDS[kind].read({key: value for key, value in GOOD[kind].items() if key != name}, {})
     for name in [*schema["properties"], "no_such"]:
-        # Two are read before, as they are no part of a line of a batch.
-        is_unknown = name in ("no_such", "cache_prompt", "truncate_prompt_tokens")
         assert not is_refused(lambda body: KINDS[kind].read(body, {}), GOOD[kind] | {name: None})
-        found = is_refused(lambda body: KINDS[kind].read(body, {}), GOOD[kind] | {name: ODD})
-        assert found is is_unknown or name == "truncate_prompt_tokens", name
+        assert is_refused(body.of, GOOD[kind] | {name: ODD}) is (name == "no_such"), name
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_the_fields_of_other_apis_are_those_that_are_read(kind):
-    read, good = OTHERS[kind]
-    schema = body_schema(kind)
-    assert set(schema["properties"]) == set(
-        tei.TEI_NAMES[kind.removeprefix("tei_")]
-        if kind.startswith("tei_")
-        else cohere.COHERE_EMBED_NAMES
-        if kind.startswith("cohere")
-        else anthropic.MESSAGE_NAMES
-    )
-    read(good | dict.fromkeys(set(schema["properties"]) - set(schema["required"])))
+def test_the_fields_of_other_apis_are_those_that_are_read(server, kind):
+    good = OTHERS[kind]
+    schema = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"][kind.__name__]
+    kind.of(good | dict.fromkeys(set(schema["properties"]) - set(schema["required"])))
     for name in [*schema["properties"], "no_such"]:
-        assert is_refused(read, good | {name: ODD}) is (name == "no_such"), name
+        assert is_refused(kind.of, good | {name: ODD}) is (name == "no_such"), name
     for name in schema["required"]:
         with pytest.raises(InputError):
-            read({key: value for key, value in good.items() if key != name})
+            kind.of({key: value for key, value in good.items() if key != name})
 
 
 def test_every_body_has_its_fields(server):
     """Those that a path of the server reads are what is described; a field that is not is refused there."""
     found = httpx.get(f"{server.url}/openapi.json").json()
-    bodies = [json.dumps(one.get("requestBody", {})) for path in found["paths"].values() for one in path.values()]
-    used = {kind for kind in BODIES if any(f'/{kind}"' in body for body in bodies)}
-    assert used == set(BODIES)
-    for path, body in {
-        "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}, "/decode": {"ids": [1]},
-        "/embed_all": {"inputs": "a"},
-    }.items():  # fmt: skip
-        (kind,) = (k for k in BODIES if f'/{k}"' in json.dumps(found["paths"][path]) and set(body) <= set(
-            found["components"]["schemas"][k]["required"]))  # fmt: skip
-        names = set(body_schema(kind)["properties"]) - set(body)
+    schemas = found["components"]["schemas"]
+    assert {kind.__name__ for dialect in DIALECTS for entry in dialect.ENTRIES for kind in entry.bodies} <= set(schemas)
+    for path, kind, body in (
+        ("/tokenize", "TokenizePrompt", {"prompt": "a"}),
+        ("/tokenize", "TokenizeChat", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/detokenize", "Detokenize", {"tokens": [1]}),
+        ("/decode", "TeiDecode", {"ids": [1]}),
+        ("/embed_all", "TeiEmbedAll", {"inputs": "a"}),
+    ):
+        assert f'/{kind}"' in json.dumps(found["paths"][path]) and set(body) == set(schemas[kind]["required"])
+        names = set(schemas[kind]["properties"]) - set(body)
         assert httpx.post(server.url + path, json=body | dict.fromkeys(names)).status_code == 200, path
         wrong = httpx.post(server.url + path, json=body | {"no_such": ODD})
         assert wrong.status_code in (400, 422) and "no_such" in wrong.text

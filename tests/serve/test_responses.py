@@ -154,17 +154,17 @@ def test_nothing_is_stored(client, store):
     ("wrong", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": [{"type": "computer_call"}]}, "input[0]"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": 5}}}}, "text.format"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"reasoning": {"budget": 5}}, "reasoning"),
-        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
     ],
 )
 def test_what_is_wrong(bare, wrong, param):

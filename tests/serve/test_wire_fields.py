@@ -19,10 +19,8 @@ from prefold import LLM
 from prefold.api import ENDPOINTS, KINDS
 from prefold.api.anthropic import read_message
 from prefold.api.asked import Asked
-from prefold.api.chunks import read_stream
 from prefold.api.cohere import read_cohere_embed
-from prefold.api.options import read_options
-from prefold.api.pooling import read_classify, read_pooling
+from prefold.api.pooling import Classify, Pooling, read_classify, read_pooling
 from prefold.api.tei import read_embed, read_predict, read_rerank, read_similarity
 from prefold.errors import InputError
 
@@ -187,14 +185,15 @@ def what_is_asked(route: str, body: dict) -> str:
     InputError."""
     if route in ENDPOINTS:
         kind = KINDS[ENDPOINTS[route]]
-        *streamed, body = read_stream(body) if kind.task == "generate" else (body,)
-        *options, body = read_options(kind.task, body)
-        return repr((streamed, options, kind.read(body, {})))
+        asked = kind.body.of(body)
+        streamed = (asked.stream, asked.usage) if kind.task == "generate" else ()
+        return repr((streamed, asked.options(kind.task), asked.cache_prompt, kind.items(asked, {})))
     if route not in READERS:
         return ""
     options: Any = None
     if route in ("/classify", "/pooling"):
-        *options, body = read_options("embed", body)
+        body = (Classify if route == "/classify" else Pooling).of(body)
+        options = body.options("embed"), body.cache_prompt
     asked = READERS[route](body)
     if not isinstance(asked, Asked):
         return repr(asked)

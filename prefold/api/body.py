@@ -1,0 +1,195 @@
+"""Bodies of requests as structs: the declaration of a field says what is read, and how OpenAPI describes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..errors import InputError
+from ..options import kind_of, option_of
+
+T = TypeVar("T")
+# {what msgspec calls a type: what to give}
+_REMEDIES = {
+    "bool": "true or false", "str": "a text", "int": "a whole number", "array": "a list", "object": "an object",
+}  # fmt: skip
+
+
+def doc(text: str, kind: str | None = None, **schema: Any) -> Meta:
+    """Returns what OpenAPI says of a field: what it means, and where its type is Any, which values it may have."""
+    return Meta(description=text, extra_json_schema=({"type": kind} if kind else {}) | schema or None)
+
+
+def doc_of_option(name: str, **schema: Any) -> Meta:
+    """Returns what OpenAPI says of an option of generation, by its declaration. schema: of one that is no number."""
+    option = option_of("generate", name)
+    least, most = option.metadata["least"], option.metadata["most"]
+    bounds = {"exclusiveMinimum" if option.metadata["above"] else "minimum": least, "maximum": most}
+    kind = {int: "integer", float: "number", bool: "boolean"}.get(kind_of(option))  # type: ignore[call-overload]
+    found = {"type": kind, **{name: bound for name, bound in bounds.items() if bound is not None}} if kind else {}
+    return doc(option.metadata["doc"], **(schema or found))
+
+
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+IDS_OR_LISTS = {"anyOf": [IDS, {"type": "array", "items": IDS}]}
+OBJECTS = {"type": "array", "items": {"type": "object"}}
+TEXT_OR_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+Model = Annotated[Any, doc("One of the served names, or an adapter's; the model where it is left out.", "string")]
+Ignored = Annotated[Any, doc("Changes nothing.")]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16, description="Is repeated in the response."),
+]
+
+
+METADATA_REMEDY = "give an object of at most 16 texts, of 512 letters each, with names of at most 64"
+
+
+class Word(StrEnum):
+    """A Word is one of some words, in any case."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        return next((word for word in cls if isinstance(value, str) and value.lower() == word.lower()), None)
+
+
+class Body(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A Body is the body of a request, whose fields are those of its class. A null stands for a field's default.
+
+    A value that is of type Any is checked by its task, as it is in a record, and not a second time.
+
+    unsupported  {field that is refused: its values that ask for nothing}
+    batch        the same of fields that a line of a batch does not have, and what to do about them
+    remedies     {field: what to do about it where it is refused, missing or wrong}
+    missing      what is said of a field that must be there, and what to do about it
+    may_be_empty whether such a field may be an empty text or list
+    is_listed    whether the fields are listed where a field is not known
+    """
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    batch: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+    remedies: ClassVar[Mapping[str, str]] = {}
+    missing: ClassVar[tuple[str, str]] = ("{!r} is missing", "give it")
+    may_be_empty: ClassVar[bool] = False
+    is_listed: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], *, in_batch: bool = False) -> Self:
+        """Returns the body that was sent as this object. Raises InputError, which names the field that is wrong."""
+        known, refused, remedies = cls.__struct_fields__, cls.unsupported, cls.remedies
+        if in_batch:
+            refused = {**refused, **{name: values for name, (values, _) in cls.batch.items()}}
+            remedies = {**remedies, **{name: remedy for name, (_, remedy) in cls.batch.items()}}
+        given = {name: value for name, value in body.items() if value is not None}
+        for name, value in list(given.items()):
+            if name in refused and value in refused[name]:
+                del given[name]
+            elif name in refused or name not in known:
+                remedy = remedies.get(name, "leave it out")
+                if name in refused:
+                    what = f"{cls.missing[0].partition(' ')[0].format(name)} is not supported"
+                elif cls.is_listed:
+                    what, remedy = f"unknown field {name!r:.100}", f"the fields are {', '.join(known)}"
+                else:
+                    what = f"unknown parameter {name!r:.100}"
+                raise InputError(what, field=name[:100], remedy=remedy, code="unsupported")
+        required, nested = _parts(cls)
+        for name in required:
+            if name not in given:
+                what, remedy = (text.format(name) for text in cls.missing)
+                raise InputError(what, field=name, remedy=remedy, code="missing_field")
+            if not cls.may_be_empty and given[name] in ("", []):
+                what, remedy = f"{name!r} is empty", "give at least one text"
+                raise InputError(what, field=name, remedy=remedy, code="empty")
+        given |= {name: kind.of(given[name]) for name, kind in nested.items() if isinstance(given.get(name), dict)}
+        return converted(given, cls, remedies=cls.remedies)
+
+
+@cache
+def _parts(kind: type[Body]) -> tuple[list[str], dict[str, type[Body]]]:
+    """Returns (the fields that must be there, {field: the Body that it is})."""
+    fields = msgspec.structs.fields(kind)
+    kinds = {one.name: [part for part in (one.type, *get_args(one.type)) if isinstance(part, type)] for one in fields}
+    nested = {name: part for name, parts in kinds.items() for part in parts if issubclass(part, Body)}
+    return [one.name for one in fields if one.required], nested
+
+
+class Settings(Body, kw_only=True):
+    """Settings are the fields that all requests to OpenAI's and vLLM's paths have."""
+
+    model: Model = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, description="-1 cuts a prompt to what the model takes, k to k tokens.")] | None
+    ) = None
+    cache_prompt: Annotated[bool, doc("false: the prompt shares nothing with earlier or later requests.")] = True
+    priority: Ignored = None
+    request_id: Ignored = None
+    user: Ignored = None
+
+    batch: ClassVar = {
+        "truncate_prompt_tokens": ((), "leave it out, and give --truncate to cut what is too long"),
+        "cache_prompt": ((True,), "leave it out"),
+    }
+    remedies: ClassVar = {
+        "truncate_prompt_tokens": "give a number of tokens, or -1 for what the model takes",
+        "max_chunks_per_doc": "give max_tokens_per_doc", "rank_fields": "give the text of each document alone",
+    }  # fmt: skip
+    is_listed = False
+
+    def options(self, task: str) -> dict[str, Any]:
+        """Returns the options of the task that `truncate_prompt_tokens`, which is vLLM's, asks for. Raises
+        InputError."""
+        limit = self.truncate_prompt_tokens
+        if limit is None:
+            return {}
+        if limit == 0:
+            name = "truncate_prompt_tokens"
+            raise InputError(f"{name!r} is 0", field=name, remedy=self.remedies[name], code="wrong_type")
+        # A text goes on at its end, so that it is the beginning of its prompt that is left out.
+        cut = {"truncate": "left" if task == "generate" else True}
+        return cut if limit < 0 else cut | {"max_length": limit}
+
+
+def converted(value: Any, kind: type[T], field: str = "", *, remedies: Mapping[str, str] | None = None) -> T:
+    """Returns a value as one of a type. Raises InputError, which names the place that is wrong.
+
+    field     where the value stands
+    remedies  {field: what to do about it}, where the type does not say it
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        path, missing = path.rstrip("`").partition("[...]")[0], re.search("required field `(.*)`", what)
+    place = (field + path).lstrip(".")
+    top = re.split(r"[.\[]", place)[0]
+    remedy = (remedies or {}).get(top)
+    if missing:
+        place = f"{place}.{missing[1]}".lstrip(".")
+        raise InputError(f"{place!r} is missing", field=place, remedy=remedy or "give it", code="missing_field")
+    for step in re.findall(r"\w+", path):
+        value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
+    raise InputError(
+        f"{place!r:.200} is {value!r:.100}",
+        field=place[:100],
+        remedy=remedy or _remedy(what, kind, path[1:]),
+        code="wrong_type",
+    )
+
+
+def _remedy(what: str, kind: Any, name: str) -> str:
+    """Returns what to do about a field of a struct that is wrong. what: what msgspec says of it."""
+    types = [one.type for one in msgspec.structs.fields(kind) if one.name == name]
+    for word in (part for found in types for part in (found, *get_args(found))):
+        if isinstance(word, type) and issubclass(word, Word):
+            return f"give one of {', '.join(one.value for one in word)}"
+    expected = re.search(r"Expected `([a-z]+).*?`(?: >= (\S+))?", what)
+    if expected is None:
+        return "leave it out"
+    return f"give {expected[2]} or more" if expected[2] else f"give {_REMEDIES.get(expected[1], expected[1])}"
