@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from .local_replicas import Host
+    from .hosts import Host
     from .replicas import Replicas
 
 __all__ = ["BACKENDS", "Backend", "backend_named", "backend_names"]
@@ -68,7 +68,8 @@ class Backend:
         """Returns the replicas of a job without Ray: one in this process. options: those for `host`."""
         from .local_replicas import LocalReplicas
 
-        return LocalReplicas(lambda: self.host(o["model"], options), name=self.where.removeprefix("in ") or "prefold")
+        name = self.where.removeprefix("in ") or "prefold"
+        return LocalReplicas({name: lambda: self.host(o["model"], options)})
 
 
 # By name: a backend, or where it lies. --url asks for that of its name, --backend for all others.

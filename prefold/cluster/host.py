@@ -19,7 +19,8 @@ from ..engine.meter import StepInfo
 from ..images.sending import HeldPictures
 from ..stream import Window
 from ..types import GenerationStats, Stats
-from .replicas import LONGEST_WAIT, Picture, ReplicaFacts, ReplicaReport, RunCall, place_of
+from .hosts import Host
+from .replicas import Picture, ReplicaFacts, ReplicaReport, RunCall, place_of
 
 __all__ = ["ReplicaHost", "facts_of"]
 
@@ -73,10 +74,11 @@ class _HostRun:
             yield window
 
 
-class ReplicaHost:
-    """Runs what it is given on the engine of an LLM (or of another object with an `engine`). Any thread may call it."""
+class ReplicaHost(Host):
+    """Runs what it is given on the engine of an LLM (or of another object with an `engine`)."""
 
     def __init__(self, llm: Any, facts: ReplicaFacts):
+        super().__init__()
         self.facts = facts
         self._engine, self._tokenizer = llm.engine, getattr(llm, "tokenizer", None)
         self._counted = self._engine.stats + Stats()
@@ -84,13 +86,10 @@ class ReplicaHost:
         self._pictures = None if inputs is None else HeldPictures(self._engine.media, inputs.processor)
         self._runs: SimpleQueue[_HostRun | None] = SimpleQueue()
         self._run: _HostRun | None = None
-        self._report = ReplicaReport()
         self._tells_anew = False
-        self._changed = threading.Condition()
         threading.Thread(target=self._work, name="prefold-replica", daemon=True).start()
 
     def begin(self, call: RunCall) -> None:
-        """Begins a run; the one before it ends."""
         self.end()
         if self._pictures is not None:
             self._pictures.clear()
@@ -103,47 +102,34 @@ class ReplicaHost:
         self._pictures.hold(pictures, gone)
 
     def give(self, windows: list[Window]) -> None:
-        """Takes in windows for the run."""
         if self._run is not None:
             for window in windows:
                 self._run.give(window if self._pictures is None else self._pictures.own(window))
 
     def end(self) -> None:
-        """Ends the run; what has not been answered is dropped."""
         if self._run is not None:
             self._run.end()
             self._run = None
 
     def retell(self) -> None:
-        """With the next step it is told anew what the cache holds."""
         self._tells_anew = True
 
     def close(self) -> None:
-        """Ends the run, and the thread."""
         self.end()
         self._runs.put(None)
 
-    def report(self, wait: float = LONGEST_WAIT) -> ReplicaReport:
-        """Returns what was done since the last report; waits a little where nothing was done."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._report.answers or self._report.steps or self._report.failure, wait)
-            self._report, report = ReplicaReport(), self._report
-            if report.steps or report.answers:
-                # The engine's own counters are not reset: a step that is on its way would count into the old ones.
-                counted, self._counted = self._counted, self._engine.stats + Stats()
-                report.stats = _since(self._counted, counted)
-        now = time.perf_counter()
-        report.steps = [replace(step, started=now - step.started) for step in report.steps]
-        return report
+    def _complete(self, report: ReplicaReport) -> None:
+        if report.steps or report.answers:
+            # The engine's own counters are not reset: a step that is on its way would count into the old ones.
+            counted, self._counted = self._counted, self._engine.stats + Stats()
+            report.stats = _since(self._counted, counted)
 
     def _work(self) -> None:
         while (run := self._runs.get()) is not None:
             try:
                 self._serve(run)
             except BaseException as error:
-                with self._changed:
-                    self._report.failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-                    self._changed.notify()
+                self._fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
                 return
 
     def _serve(self, run: _HostRun) -> None:

@@ -7,18 +7,18 @@ log-probabilities of targets from /v1/completions as vLLM has it.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any
 
-from ..engine.meter import StepInfo
 from ..errors import InputError, JobError
-from ..stream import Window
 from ..text import Tokenizer
 from ..types import Request, Stats
 from .backends import Backend
+from .hosts import AsyncHost
 from .http_bodies import (
     NOT_OPENAIS,
     RowError,
@@ -30,19 +30,10 @@ from .http_bodies import (
     logprob_bodies,
     logprobs_of,
 )
-from .http_server import API_KEY, FirstAnswer, RemoteServer, ServerDown, check_key, check_url, meet, reading
+from .http_server import API_KEY, FirstAnswer, check_key, check_url, meet, reading
+from .local_replicas import LocalReplicas
 from .remote_model import context_of, is_of_bytes
-from .replicas import (
-    RESTARTS,
-    ReplicaEvent,
-    ReplicaFacts,
-    ReplicaLost,
-    ReplicaReady,
-    ReplicaReport,
-    Replicas,
-    RunCall,
-    requests_of,
-)
+from .replicas import ReplicaDown, ReplicaFacts, RunCall
 
 __all__ = ["API_KEY", "SERVERS", "HttpReplicas"]
 
@@ -50,9 +41,13 @@ _LOGPROBS = ("logprobs", "logits")  # kinds of Readout
 _BATCH = 16  # prompts of one request for embeddings
 _LONGEST_ANSWER = 10  # times the patience
 _LOOKS = 4  # at a server's counters within the patience
+_TICK = 0.1  # seconds after which a host that is being made looks whether anybody waits for it
+_HUNG = "it has answered nothing for too long; where an answer takes longer, give more --patience"
+
+TextOf = Callable[[Any], str]
 
 
-class HttpReplicas(Replicas):
+class HttpReplicas(LocalReplicas):
     """Servers, each a replica.
 
     urls        of the servers, with or without /v1
@@ -86,251 +81,185 @@ class HttpReplicas(Replicas):
         for url in urls:
             check_url(url)
         check_key()
-        self.names = [url.rstrip("/").removesuffix("/v1") for url in urls]
-        self.model, self._tokenizer, self._takes_ids = model, tokenizer, takes_ids
-        self._context, self._most, self._patience = context, most, patience
-        self._notify, self._first = notify, FirstAnswer(notify)
-        self._timeout = _LONGEST_ANSWER * patience if timeout is None else timeout
-        self._servers: dict[str, RemoteServer] = {}
-        self._restarts = dict.fromkeys(self.names, RESTARTS)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="prefold-http", daemon=True)
+        how: dict[str, Any] = {
+            "tokenizer": tokenizer, "takes_ids": takes_ids, "context": context, "most": most, "patience": patience,
+            "timeout": _LONGEST_ANSWER * patience if timeout is None else timeout, "notify": notify,
+            "first": FirstAnswer(notify), "stopping": lambda: self.is_closed,
+        }  # fmt: skip
+        names = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        super().__init__({name: partial(HttpHost, name, model, **how) for name in names}, killed=_HUNG)
 
-    # -------------------------------------------------------------------------------- called by the fleet
 
-    def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
-        self._tell = tell
-        self._thread.start()
-        for name in self.names:
-            self._do(name, self._open(name))
+class HttpHost(AsyncHost):
+    """Asks one server.
 
-    def begin(self, name: str, call: RunCall) -> None:
-        if call.readout.kind == "head":
-            message = "no server gives the exact outputs of a classification head over HTTP"
-            raise JobError(f"{message}; leave out --url, or give labels or words that the model can say")
-        if call.readout.kind in _LOGPROBS and not self._takes_ids:
-            raise JobError("log-probabilities need token ids; name the model's tokenizer with --tokenizer")
-        self._do(name, self._begin(name, call))
+    first     of all servers of the job
+    stopping  whether nobody waits for the server any more
+    others    as of HttpReplicas
 
-    def give(self, name: str, windows: list[Window]) -> None:
-        self._do(name, self._give(name, windows))
+    Raises ReplicaDown, with the reason, where there is no such server.
+    """
 
-    def end(self, name: str) -> None:
-        self._do(name, self._begin(name, None))
-
-    def kill(self, name: str) -> None:
-        reason = "it has answered nothing for too long; where an answer takes longer, give more --patience"
-        self._do(name, self._drop(name, reason))
-
-    def close(self) -> None:
-        async def stop() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            for server in self._servers.values():
-                await server.client.aclose()
-
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(stop(), self._loop).result(10)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5)
-
-    def _do(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(self._guarded(name, work), self._loop)
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        tokenizer: Tokenizer | None,
+        takes_ids: bool,
+        context: int | None,
+        most: int,
+        patience: float,
+        timeout: float,
+        notify: Callable[[str], None],
+        first: FirstAnswer,
+        stopping: Callable[[], bool],
+    ):
+        super().__init__("prefold-http")
+        self._tokenizer, self._takes_ids = tokenizer, takes_ids
+        self._patience, self._notify = patience, notify
+        at_once = min(most, 32) * _BATCH
+        self.facts = ReplicaFacts(
+            max_running=most, at_once=at_once, is_server=True, dies_of_requests=False, steps_overlap=True
+        )
+        meeting = self._begun(meet(url, model, most=most, patience=patience, timeout=timeout, first=first))
+        try:
+            while not wait([meeting], _TICK).done:
+                if stopping():
+                    meeting.cancel()
+            self._server = server = meeting.result()
+        except BaseException:
+            super().close()
+            raise
+        server.takes_ids = None if takes_ids else False
+        contexts = [length for length in (context, server.context) if length is not None]
+        server.context = min(contexts, default=None) if takes_ids else None
+        self._watching = self._begun(self._watch())
 
     # ------------------------------------------------------------------------------------- in the thread
 
-    async def _guarded(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Does some work for a server. Where that fails the server is lost: nobody else would hear of it."""
-        try:
-            await work
-        except Exception as error:
-            self._servers.pop(name, None)
-            said = str(error) if isinstance(error, ServerDown) else f"{type(error).__name__}: {error}"
-            self._tell(name, ReplicaLost(said))
+    async def _leave(self) -> None:
+        await super()._leave()
+        if hasattr(self, "_server"):
+            await self._server.client.aclose()
 
-    async def _open(self, name: str) -> None:
-        """Meets a server, and gives it work until it is given up."""
-        how = {"patience": self._patience, "timeout": self._timeout}
-        server = await meet(name, self.model, most=self._most, first=self._first, **how)
-        server.takes_ids = None if self._takes_ids else False
-        contexts = [context for context in (self._context, server.context) if context is not None]
-        server.context = min(contexts, default=None) if self._takes_ids else None
-        self._servers[name] = server
-        at_once = min(self._most, 32) * _BATCH
-        facts = ReplicaFacts(
-            max_running=self._most, at_once=at_once, is_server=True, dies_of_requests=False, steps_overlap=True
-        )
-        self._tell(name, ReplicaReady(facts))
-        server.watch = asyncio.create_task(self._watch(server))
-        await self._work(server)
-
-    async def _work(self, server: RemoteServer) -> None:
-        """Starts requests as long as there are some and the server takes more."""
-        while self._servers.get(server.url) is server:
-            server.wake.clear()
-            pause = server.paused_until - time.monotonic()
-            if server.waiting and server.in_flight < int(server.cap) and pause <= 0:
-                assert server.call is not None
-                count = _num_together(server.waiting, server.call)
-                some, server.waiting = server.waiting[:count], server.waiting[count:]
-                task = asyncio.create_task(self._answer(server, server.call, server.run, some))
-                server.in_flight += 1
-                server.tasks.add(task)
-                task.add_done_callback(server.tasks.discard)
-                continue
-            try:
-                await asyncio.wait_for(server.wake.wait(), pause if pause > 0 and server.waiting else None)
-            except TimeoutError:
-                continue
-
-    async def _watch(self, server: RemoteServer) -> None:
-        """Tells that a server makes progress while it answers nothing, as long outputs take their time."""
+    async def _watch(self) -> None:
+        """Says that the server makes progress while it answers nothing, as long outputs take their time."""
         before: list[str] = []
         while True:
-            now = await server.counters() if server.in_flight else []
+            now = await self._server.counters() if self._tasks else []
             if before and now and now != before:
-                self._tell(server.url, ReplicaReport(is_at_work=True))
+                with self._changed:
+                    self._report.is_at_work = True
+                    self._changed.notify()
             before = now
             await asyncio.sleep(self._patience / _LOOKS)
 
-    async def _begin(self, name: str, call: RunCall | None) -> None:
-        server = self._servers.get(name)
-        if server is None:
-            return
-        server.call, server.run, server.waiting = call, server.run + 1, []
-        for task in server.tasks:
-            task.cancel()
+    def _refusal(self, call: RunCall) -> str:
+        if call.readout.kind == "head":
+            message = "no server gives the exact outputs of a classification head over HTTP"
+            return f"{message}; leave out --url, or give labels or words that the model can say"
+        if call.readout.kind in _LOGPROBS and not self._takes_ids:
+            return "log-probabilities need token ids; name the model's tokenizer with --tokenizer"
+        return ""
 
-    async def _give(self, name: str, windows: list[Window]) -> None:
-        server = self._servers.get(name)
-        if server is not None and server.call is not None:
-            server.waiting += requests_of(windows)
-            server.wake.set()
+    def _num_to_ask(self, call: RunCall) -> int:
+        pause = self._server.paused_until - time.monotonic()
+        if pause > 0:
+            self._loop.call_later(pause, self._fill)
+        if pause > 0 or len(self._tasks) >= int(self._server.cap):
+            return 0
+        if call.readout.kind == "tokens" or call.readout.kind in _LOGPROBS:
+            return 1
+        adapter = self._waiting[0][2].adapter  # embeddings of one model go into one body
+        return sum(1 for _ in takewhile(lambda one: one[2].adapter == adapter, islice(self._waiting, _BATCH)))
 
-    async def _drop(self, name: str, reason: str) -> None:
-        """Gives a server up, and meets it again when it is back; not where that has not helped before."""
-        server = self._servers.pop(name, None)
-        if server is None:
-            return
-        server.wake.set()
-        for task in (*server.tasks, *([] if server.watch is None else [server.watch])):
-            task.cancel()
-        self._restarts[name] -= 1
-        returns = self._restarts[name] >= 0
-        self._tell(name, ReplicaLost(reason, returns))
-        await server.client.aclose()
-        if returns:
-            await self._open(name)
-
-    async def _answer(
-        self, server: RemoteServer, call: RunCall, run: int, some: list[tuple[int, int, Request]]
-    ) -> None:
-        started = time.perf_counter()
-        report = ReplicaReport()
+    async def _ask(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
+        """Returns the answers to some requests. Where the server refuses several at once, each is asked by itself."""
         try:
-            answers, report.stats = await self._ask(server, call, [request for _, _, request in some])
-            report.answers = [(lease, place, a) for (lease, place, _), a in zip(some, answers, strict=True)]
-        except JobError as error:
-            report.failure = error
-        except ServerDown as error:
-            # The task that gives the server up cancels the others; this one must not be among them.
-            self._do(server.url, self._drop(server.url, str(error)))
-        except Exception as error:  # of what nobody thought of: without an answer the lease would never end
-            problem = RowError(server.url, 0, f"it could not be asked ({type(error).__name__}: {error})")
-            report.answers = [(lease, place, problem) for lease, place, _ in some]
-        finally:
-            server.in_flight -= 1
-            server.wake.set()
-        if run == server.run and (report.answers or report.failure):
-            stats = report.stats or Stats()
-            seconds = time.perf_counter() - started
-            self._restarts[server.url] = RESTARTS
-            report.steps = [StepInfo(stats.rows_computed, 0, len(some), stats.tokens, seconds, seconds, len(some))]
-            self._tell(server.url, report)
-
-    async def _ask(self, server: RemoteServer, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
-        """Returns the answers to some requests. Where a server refuses several at once, each is asked by itself."""
-        has_text = call.readout.kind not in _LOGPROBS  # those need token ids
-        text_of = self._text_of(server) if has_text and server.takes_ids is False else None
-        try:
-            found = await self._ask_once(server, call, requests, text_of)
-            if has_text and text_of is None:
-                server.takes_ids = True
-            return found
+            return await self._ask_together(call, requests)
         except InputError as error:
-            is_about_form = isinstance(error, RowError) and error.is_about_form
-            if has_text and text_of is None and server.takes_ids is not True and is_about_form:
-                # As text, then, where that is what was wrong.
-                found = await self._ask_each(server, call, requests, self._text_of(server))
-                if server.takes_ids is None and not all(isinstance(answer, RowError) for answer in found[0]):
-                    server.takes_ids = False
-                return found
             if len(requests) == 1:
                 return [error], Stats(requests=1)
-        return await self._ask_each(server, call, requests, text_of)
-
-    async def _ask_each(
-        self, server: RemoteServer, call: RunCall, requests: list[Request], text_of: Callable[[Any], str] | None
-    ) -> tuple[list[Any], Stats]:
         answers, stats = [], Stats()
         for request in requests:
-            try:
-                (answer,), counted = await self._ask_once(server, call, [request], text_of)
-            except InputError as error:
-                answer, counted = error, Stats(requests=1)
+            (answer,), counted = await self._ask(call, [request])
             answers.append(answer)
             stats = stats + counted
         return answers, stats
 
-    async def _ask_once(
-        self, server: RemoteServer, call: RunCall, requests: list[Request], text_of: Callable[[Any], str] | None
+    async def _ask_together(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
+        """Asks with token ids, or as text where the server refuses them."""
+        server = self._server
+        try:
+            if call.readout.kind in _LOGPROBS:
+                return await self._logprobs(call, requests[0])
+            ask = self._generated if call.readout.kind == "tokens" else self._embedded
+            if server.takes_ids is not False:
+                try:
+                    found = await ask(call, requests, None)
+                    server.takes_ids = True
+                    return found
+                except RowError as error:
+                    if server.takes_ids or not error.is_about_form or len(requests) > 1:
+                        raise
+            found = await ask(call, requests, self._text_of())
+            server.takes_ids = server.takes_ids or False
+            return found
+        except (InputError, JobError, ReplicaDown):
+            raise
+        except Exception as error:  # of what nobody thought of: the server is not lost for it
+            message = f"it could not be asked ({type(error).__name__}: {error})"
+            raise RowError(server.url, 0, message) from error
+
+    async def _logprobs(self, call: RunCall, request: Request) -> tuple[list[Any], Stats]:
+        server = self._server
+        bodies = logprob_bodies(request, call.readout, server.model)
+        answers = [await server.post([body]) for body in bodies]
+        tokens = len(request.tokens)
+        with reading(server.url):
+            found = logprobs_of(answers, request, call.readout)
+        return [found], Stats(tokens=tokens, rows_computed=len(bodies) * tokens, requests=1, steps=1)
+
+    async def _embedded(
+        self, call: RunCall, requests: list[Request], text_of: TextOf | None
     ) -> tuple[list[Any], Stats]:
-        if call.readout.kind == "tokens":
-            said = await self._generate(server, call, requests[0], text_of)
-            with reading(server.url):
-                return [generated_of(said)], generation_stats(said)
-        if call.readout.kind in _LOGPROBS:
-            bodies = logprob_bodies(requests[0], call.readout, server.model)
-            answers = [await server.post([body]) for body in bodies]
-            tokens = len(requests[0].tokens)
-            stats = Stats(tokens=tokens, rows_computed=len(bodies) * tokens, requests=1, steps=1)
-            with reading(server.url):
-                return [logprobs_of(answers, requests[0], call.readout)], stats
+        server = self._server
         said = await server.post(embedding_bodies(requests, call.readout, server.model, text_of))
         tokens = sum(len(request.tokens) for request in requests)
-        stats = Stats(tokens=tokens, rows_computed=tokens, requests=len(requests), steps=1)
         with reading(server.url):
-            return embeddings_of(said, len(requests)), stats
+            found = embeddings_of(said, len(requests))
+        return found, Stats(tokens=tokens, rows_computed=tokens, requests=len(requests), steps=1)
 
-    async def _generate(
-        self, server: RemoteServer, call: RunCall, request: Request, text_of: Callable[[Any], str] | None
-    ) -> Any:
-        """Returns what a server says of a request to be continued. Where it refuses a sampling option that OpenAI does
-        not have, and takes the request without those that change nothing, they are not sent to it again."""
+    async def _generated(
+        self, call: RunCall, requests: list[Request], text_of: TextOf | None
+    ) -> tuple[list[Any], Stats]:
+        """Where a server refuses a sampling option that OpenAI does not have, and takes the request without those that
+        change nothing, they are not sent to it again."""
+        server, (request,) = self._server, requests
 
         async def post(knows_all: bool) -> Any:
             how = {"context": server.context, "knows_all": knows_all}
             return await server.post([generation_body(request, server.model, text_of, call.text, **how)])
 
-        knows_all = server.knows_all
         try:
-            return await post(knows_all)
+            said = await post(knows_all := server.knows_all)
         except RowError as error:
             if not (knows_all and error.is_about_form and any(name in str(error) for name in NOT_OPENAIS)):
                 raise
-        said = await post(False)
-        if server.knows_all:
-            server.knows_all = False
-            self._notify(f"{server.url} knows no {', '.join(NOT_OPENAIS)}; they are sent only where they are asked for")
-        return said
+            said = await post(False)
+            if server.knows_all:
+                server.knows_all = False
+                names = ", ".join(NOT_OPENAIS)
+                self._notify(f"{server.url} knows no {names}; they are sent only where they are asked for")
+        with reading(server.url):
+            return [generated_of(said)], generation_stats(said)
 
-    def _text_of(self, server: RemoteServer) -> Callable[[Any], str]:
+    def _text_of(self) -> TextOf:
         """Returns what makes text of token ids."""
         tokenizer = self._tokenizer
         if tokenizer is None:
-            message = f"{server.url} takes no token ids, and without a tokenizer there is no text"
+            message = f"{self._server.url} takes no token ids, and without a tokenizer there is no text"
             raise JobError(f"{message}; name one with --tokenizer")
 
         def text(tokens: Any) -> str:
@@ -342,14 +271,6 @@ class HttpReplicas(Replicas):
             return tokenizer.decode(tokens)
 
         return text
-
-
-def _num_together(waiting: Sequence[tuple[int, int, Request]], call: RunCall) -> int:
-    """Returns how many of the first requests that wait go into one body: embeddings of one model."""
-    if call.readout.kind == "tokens" or call.readout.kind in _LOGPROBS:
-        return 1
-    adapter = waiting[0][2].adapter
-    return sum(1 for _ in takewhile(lambda one: one[2].adapter == adapter, islice(waiting, _BATCH)))
 
 
 class _Servers(Backend):

@@ -8,17 +8,16 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from ..checkpoint import served_name
 from ..errors import InputError, JobError, MissingExtraError
-from ..types import Request
 from .http_bodies import RowError, contexts_of
-from .replicas import RunCall
+from .replicas import ReplicaDown
 
-__all__ = ["API_KEY", "FirstAnswer", "RemoteServer", "ServerDown", "check_key", "check_url", "meet", "reading"]
+__all__ = ["API_KEY", "FirstAnswer", "RemoteServer", "check_key", "check_url", "meet", "reading"]
 
 try:
     import httpx
@@ -36,10 +35,6 @@ _REFUSALS = {
     403: "the server refuses to answer",  # a key that may not, or a name that the server does not know itself by
     404: "there is no such model or path",
 }
-
-
-class ServerDown(Exception):
-    """Says that a server cannot be reached, or used."""
 
 
 def check_url(url: str) -> None:
@@ -67,7 +62,7 @@ def check_key() -> None:
 
 @dataclass(eq=False)
 class RemoteServer:
-    """A server, what it has to do, and how much it can take.
+    """A server, and how much it can take.
 
     model      the name that its model has there
     context    of its model, in tokens; None: it does not say
@@ -87,14 +82,7 @@ class RemoteServer:
     takes_ids: bool | None = None
     knows_all: bool = True
     cap: float = 0.0
-    in_flight: int = 0
     paused_until: float = 0.0
-    call: RunCall | None = None
-    run: int = 0  # number of the run: what belongs to an earlier one is dropped
-    waiting: list[tuple[int, int, Request]] = field(default_factory=list)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    watch: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
         self.cap = min(_FIRST_CAP, self.most)
@@ -102,7 +90,7 @@ class RemoteServer:
     async def post(self, bodies: Sequence[tuple[str, Any]]) -> Any:
         """Returns the answer to the first of the bodies whose path the server has; asks again where that may help.
 
-        Raises ServerDown where it cannot be reached, JobError where it refuses all requests, and InputError where it
+        Raises ReplicaDown where it cannot be reached, JobError where it refuses all requests, and InputError where it
         refuses this one.
         """
         attempts, pause, last = 0, _FIRST_PAUSE, ""
@@ -115,7 +103,7 @@ class RemoteServer:
                 attempts, last = attempts + 1, _why(error)
                 is_down = isinstance(error, httpx.ConnectError) and attempts == _ATTEMPTS
                 if is_down:
-                    raise ServerDown(f"it cannot be reached ({last})") from None
+                    raise ReplicaDown(f"it cannot be reached ({last})") from None
                 await asyncio.sleep(_jittered(pause))
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 continue
@@ -171,7 +159,7 @@ async def meet(
     """Returns a server that has the model; asks again for `patience` seconds where it cannot be reached, fewer where no
     server of the job has ever answered. timeout: seconds that an answer may take.
 
-    Raises ServerDown, with the reason, where that does not help.
+    Raises ReplicaDown, with the reason, where that does not help.
     """
     key = os.environ.get(API_KEY)
     client = httpx.AsyncClient(
@@ -185,7 +173,7 @@ async def meet(
         if model not in contexts and served_name(model) in contexts:
             model = served_name(model)
         if contexts and model not in contexts:
-            raise ServerDown(f"it has no model {model!r}; those it has: {', '.join(contexts)}")
+            raise ReplicaDown(f"it has no model {model!r}; those it has: {', '.join(contexts)}")
     except BaseException:
         await client.aclose()
         raise
@@ -199,7 +187,7 @@ async def _first_answer(client: httpx.AsyncClient, url: str, patience: float, fi
             found = await client.get("/v1/models", timeout=_LOOK)
             first.has_come = True
             if found.status_code in (401, 403):
-                raise ServerDown(f"{_REFUSALS[found.status_code]}: {_said(found)}")
+                raise ReplicaDown(f"{_REFUSALS[found.status_code]}: {_said(found)}")
             if found.status_code < 500 and found.status_code != 429:
                 return found
             reason = f"it answers {found.status_code}"
@@ -208,7 +196,7 @@ async def _first_answer(client: httpx.AsyncClient, url: str, patience: float, fi
         longest = patience if first.has_come else min(patience, _UNANSWERED)
         left = longest - (time.monotonic() - started)
         if left < 0:
-            raise ServerDown(reason)
+            raise ReplicaDown(reason)
         if not is_told:
             first.notify(f"{url}: {reason}; it is asked again for {longest:.0f} s")
             is_told = True

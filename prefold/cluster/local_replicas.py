@@ -1,123 +1,100 @@
-"""One replica in this process: what a host does, told to a fleet."""
+"""Replicas in this process: what their hosts do, told to a fleet."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..errors import PrefoldError
-from ..stream import Window
-from .replicas import (
-    LONGEST_WAIT,
-    RESTARTS,
-    ReplicaEvent,
-    ReplicaFacts,
-    ReplicaLost,
-    ReplicaReady,
-    ReplicaReport,
-    Replicas,
-    RunCall,
-)
+from .hosts import Host
+from .replicas import LONGEST_WAIT, RESTARTS, ReplicaDown, ReplicaEvent, ReplicaLost, ReplicaReady, Replicas
 
-__all__ = ["Host", "LocalReplicas"]
-
-
-class Host(Protocol):
-    """A replica from the inside, as `ReplicaHost` is one."""
-
-    facts: ReplicaFacts
-
-    def begin(self, call: RunCall) -> None: ...
-    def give(self, windows: list[Window]) -> None: ...
-    def end(self) -> None: ...
-    def retell(self) -> None: ...
-    def report(self, wait: float) -> ReplicaReport: ...
-    def close(self) -> None: ...
+__all__ = ["LocalReplicas"]
 
 
 class LocalReplicas(Replicas):
-    """A single replica. make: makes its host, in a thread of its own; again where it was killed."""
+    """Replicas with a thread each.
 
-    def __init__(self, make: Callable[[], Host], *, name: str = "this machine"):
-        self.names = (name,)
-        self._make = make
-        self._host: Host | None = None
-        self._restarts = RESTARTS
-        self._is_closed = False
+    makes   makes the host of each, in its thread; again where it was killed
+    killed  why a host is lost that was killed
+    """
+
+    def __init__(self, makes: Mapping[str, Callable[[], Host]], *, killed: str = "it was killed"):
+        self.names = tuple(makes)
+        self.is_closed = False
+        self._makes, self._killed = makes, killed
+        self._hosts: dict[str, Host] = {}
+        self._restarts = dict.fromkeys(makes, RESTARTS)
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
         self._tell = tell
-        self._thread = threading.Thread(target=self._serve, name="prefold-local", daemon=True)
-        self._thread.start()
+        for name in self.names:
+            self._threads.append(threading.Thread(target=self._serve, args=(name,), name="prefold-local", daemon=True))
+            self._threads[-1].start()
 
-    def begin(self, name: str, call: RunCall) -> None:
-        if (host := self._host) is not None:
-            host.begin(call)
-
-    def give(self, name: str, windows: list[Window]) -> None:
-        if (host := self._host) is not None:
-            host.give(windows)
-
-    def end(self, name: str) -> None:
-        if (host := self._host) is not None:
-            host.end()
-
-    def retell(self, name: str) -> None:
-        if (host := self._host) is not None:
-            host.retell()
+    def order(self, name: str, method: str, *arguments: Any) -> None:
+        if (host := self._hosts.get(name)) is not None:
+            getattr(host, method)(*arguments)
 
     def kill(self, name: str) -> None:
         with self._lock:
-            self._host = None  # the thread that serves it sees that, and ends it
+            self._hosts.pop(name, None)  # the thread that serves it sees that, and ends it
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed, self._host = True, None
-        if self._thread is not None:
-            self._thread.join(30)
+            self.is_closed = True
+            self._hosts.clear()
+        for thread in self._threads:
+            thread.join(30)
 
-    def _serve(self) -> None:
+    def _serve(self, name: str) -> None:
         """Makes a host and passes on its reports; makes another where it was killed, or has failed."""
-        while not self._is_closed:
+        while not self.is_closed:
             try:
-                host = self._make()
+                host = self._makes[name]()
             except Exception as error:
-                self._tell(self.names[0], ReplicaLost(f"it cannot start: {_in_words(error)}"))
+                self._tell(name, ReplicaLost(_in_words(error, "it cannot start: ")))
                 return
             with self._lock:
-                if not self._is_closed:
-                    self._host = host
-            reason = "it was killed"
+                if not self.is_closed:
+                    self._hosts[name] = host
+            reason = self._killed
             try:
-                self._pass_on(host)
+                self._pass_on(name, host)
             except Exception as error:
-                reason = f"it cannot report: {_in_words(error)}"
-            self._host = None
+                reason = _in_words(error, "it cannot report: ")
+            self._hosts.pop(name, None)
             try:
                 host.close()
             except Exception as error:
                 reason += f", and did not end as it should: {_in_words(error)}"
-            if not self._is_closed:
-                self._restarts -= 1
-                self._tell(self.names[0], ReplicaLost(reason, returns=self._restarts >= 0))
-                if self._restarts < 0:
+            if not self.is_closed:
+                self._restarts[name] -= 1
+                self._tell(name, ReplicaLost(reason, returns=self._restarts[name] >= 0))
+                if self._restarts[name] < 0:
                     return
 
-    def _pass_on(self, host: Host) -> None:
+    def _pass_on(self, name: str, host: Host) -> None:
         """Tells that a host is ready, and of its reports until it is killed."""
-        if not self._is_closed:
-            self._tell(self.names[0], ReplicaReady(host.facts))
-        while self._host is host:
+        if not self.is_closed:
+            self._tell(name, ReplicaReady(host.facts))
+        while self._hosts.get(name) is host:
             report = host.report(LONGEST_WAIT)
-            if self._host is not host:
+            if self._hosts.get(name) is not host:
                 break
             if report.answers:
-                self._restarts = RESTARTS
-            self._tell(self.names[0], report)
+                self._restarts[name] = RESTARTS
+            down = report.failure if isinstance(report.failure, ReplicaDown) else None
+            report.failure = None if down is not None else report.failure
+            self._tell(name, report)
+            if down is not None:
+                raise down
 
 
-def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, PrefoldError) else f"{type(error).__name__}: {error!s:.400}"
+def _in_words(error: Exception, before: str = "") -> str:
+    if isinstance(error, ReplicaDown):
+        return str(error)
+    return before + (str(error) if isinstance(error, PrefoldError) else f"{type(error).__name__}: {error!s:.400}")

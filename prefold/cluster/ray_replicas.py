@@ -12,7 +12,6 @@ from typing import Any
 
 from ..errors import JobError, MissingExtraError, PrefoldError
 from ..plugins import add_plugins, plugins
-from ..stream import Window
 from .backends import backend_named
 from .replicas import (
     LONGEST_WAIT,
@@ -24,7 +23,6 @@ from .replicas import (
     ReplicaReady,
     ReplicaReport,
     Replicas,
-    RunCall,
 )
 
 __all__ = ["RayReplicas"]
@@ -42,8 +40,8 @@ _DOUBT = 15.0  # seconds after which a replica that does not answer is taken for
 
 
 class _Actor:
-    """A replica's process. `give`, `begin` and `end` have a thread of their own, so they come in the order of sending;
-    so do reports, which are asked for while the engine runs."""
+    """A replica's process. Orders have a thread of their own, so they come in the order of sending; so do reports,
+    which are asked for while the engine runs."""
 
     def __init__(self) -> None:
         self._host: Any = None
@@ -60,20 +58,8 @@ class _Actor:
         self._host.end()  # where only the connection was lost, the process has its model still
         return self._host.facts
 
-    def begin(self, call: RunCall) -> None:
-        self._host.begin(call)
-
-    def give(self, windows: list[Window]) -> None:
-        self._host.give(windows)
-
-    def hold(self, pictures: list[Picture], gone: list[int]) -> None:
-        self._host.hold(pictures, gone)
-
-    def end(self) -> None:
-        self._host.end()
-
-    def retell(self) -> None:
-        self._host.retell()
+    def order(self, method: str, *arguments: Any) -> None:
+        getattr(self._host, method)(*arguments)
 
     def report(self, wait: float) -> ReplicaReport:
         return self._host.report(wait)
@@ -190,23 +176,11 @@ class RayReplicas(Replicas):
         method = self._members[name].handle.report.options(concurrency_group="reports")
         self._pending[method.remote(LONGEST_WAIT)] = (name, "report")
 
-    def _order(self, name: str, method: str, *arguments: Any) -> None:
-        getattr(self._members[name].handle, method).options(concurrency_group="orders").remote(*arguments)
-
-    def begin(self, name: str, call: RunCall) -> None:
-        self._order(name, "begin", call)
-
-    def give(self, name: str, windows: list[Window]) -> None:
-        self._order(name, "give", windows)
+    def order(self, name: str, method: str, *arguments: Any) -> None:
+        self._members[name].handle.order.options(concurrency_group="orders").remote(method, *arguments)
 
     def hold(self, name: str, pictures: list[Picture], gone: list[int]) -> None:
-        self._order(name, "hold", pictures, gone)
-
-    def end(self, name: str) -> None:
-        self._order(name, "end")
-
-    def retell(self, name: str) -> None:
-        self._order(name, "retell")
+        self.order(name, "hold", pictures, gone)
 
     def kill(self, name: str) -> None:
         ray.kill(self._members[name].handle, no_restart=self._members[name].restarts < 1)

@@ -1,36 +1,31 @@
 """A replica from the inside whose engine is vLLM's `AsyncLLM`: token ids go in, what is generated comes out.
 
-vLLM runs in processes of its own; here is an event loop in a thread, which hands it requests in the order in which they
-come, a bounded number at a time. What vLLM's cache holds is told by its events, over ZMQ.
+vLLM runs in processes of its own, and is handed requests in the order in which they come. What its cache holds is told
+by its events, over ZMQ.
 """
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ..cache import CacheEvents
-from ..engine.meter import StepInfo
-from ..errors import InputError, JobError
+from ..errors import JobError
 from ..prefix import MEDIA_BASE
-from ..stream import Window
 from ..types import GenerationStats, Request, Sampling, Stats
 from .backends import Backend
 from .block_events import BlockEvents
-from .replicas import LONGEST_WAIT, ReplicaFacts, ReplicaReport, RunCall, requests_of
+from .hosts import AsyncHost
+from .replicas import ReplicaFacts, ReplicaReport, RunCall
 from .vllm_requests import generated, import_vllm, lacks, refused, sampling_params
 
 __all__ = ["VLLM", "VllmHost"]
@@ -49,8 +44,8 @@ for pid in map(int, sys.argv[1].split()):
 """
 
 
-class VllmHost:
-    """Runs what it is given on vLLM. Any thread may call it, `report` one at a time.
+class VllmHost(AsyncHost):
+    """Runs what it is given on vLLM.
 
     model    a folder, or a name that vLLM knows
     options  fields of vLLM's AsyncEngineArgs; `max_num_seqs` is also what bounds the backlog
@@ -62,23 +57,15 @@ class VllmHost:
 
     def __init__(self, model: str, options: Mapping[str, Any], *, caching: bool = True):
         vllm = import_vllm()
+        super().__init__("prefold-vllm")
         self._vllm = vllm
         self._folder = Path(tempfile.mkdtemp(prefix="prefold-vllm-"))
         self._events = _EventSockets(self._folder) if caching else None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="prefold-vllm", daemon=True)
-        self._call: RunCall | None = None
-        self._run = 0  # number of the run: what belongs to an earlier one is dropped
         self._number = 0  # of the last request
-        self._waiting: deque[tuple[int, int, Request]] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._report = ReplicaReport()
-        self._changed = threading.Condition()
         try:
             arguments = self._engine_arguments(model, options, caching)
-            self._thread.start()
             before = {child.pid for child in psutil.Process().children(recursive=True)}
-            self._engine = asyncio.run_coroutine_threadsafe(self._open(arguments), self._loop).result()
+            self._engine = self._begun(self._open(arguments)).result()
             self._guard = _guarded([c.pid for c in psutil.Process().children(recursive=True) if c.pid not in before])
         except BaseException:
             self._stop()
@@ -119,31 +106,11 @@ class VllmHost:
 
         return AsyncLLM.from_engine_args(arguments)
 
-    # -------------------------------------------------------------------------------- called by whoever owns it
-
-    def begin(self, call: RunCall) -> None:
-        """Begins a run; the one before it ends."""
-        if call.readout.kind != "tokens":
-            message = f"vLLM generates text here, and was asked for {call.readout.kind!r}; leave out --backend"
-            self._fail(JobError(message))
-            return
-        self._loop.call_soon_threadsafe(self._begin, call)
-
-    def give(self, windows: list[Window]) -> None:
-        """Takes in windows for the run."""
-        self._loop.call_soon_threadsafe(self._give, list(requests_of(windows)))
-
-    def end(self) -> None:
-        """Ends the run; what has not been answered is dropped."""
-        self._loop.call_soon_threadsafe(self._begin, None)
-
     def retell(self) -> None:
-        """The next report tells anew of all that the cache holds."""
         if self._events is not None:
             self._events.is_new = True
 
     def close(self) -> None:
-        """Ends vLLM."""
         # First: vLLM's task that waits for answers would take its end for a crash, and tell of one. Where the loop
         # hangs, vLLM must go all the same, or there is no room for another.
         with suppress(TimeoutError):
@@ -154,86 +121,33 @@ class VllmHost:
         self._stop()
         del self._engine  # at the end of the process what it needs to be taken away would be gone before it
 
-    def _cancel(self) -> None:
-        async def cancel() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.wait(others, timeout=5) if others else None
-
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(cancel(), self._loop).result(10)
-
     def _stop(self) -> None:
-        self._cancel()
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5)
+        super().close()
         if self._events is not None:
             self._events.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def report(self, wait: float = LONGEST_WAIT) -> ReplicaReport:
-        """Returns what was done since the last report; waits a little where nothing was done."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._report.answers or self._report.failure, wait)
-            self._report, report = ReplicaReport(), self._report
-        now = time.perf_counter()
-        report.steps = [replace(step, started=now - step.started) for step in report.steps]
+    def _complete(self, report: ReplicaReport) -> None:
         if self._events is not None:
             report.events = self._events.drain()
-        return report
 
     # ------------------------------------------------------------------------------------------ in the thread
 
     def _begin(self, call: RunCall | None) -> None:
-        self._call, self._run = call, self._run + 1
-        self._waiting.clear()
-        for task in self._tasks:
-            task.cancel()
+        super()._begin(call)
         if call is not None and self._events is not None:
             self._events.is_new = True  # whoever began the run may know nothing of what is held
 
-    def _give(self, requests: list[tuple[int, int, Request]]) -> None:
-        if self._call is not None:
-            self._waiting += requests
-            self._fill()
+    def _refusal(self, call: RunCall) -> str:
+        if call.readout.kind == "tokens":
+            return ""
+        return f"vLLM generates text here, and was asked for {call.readout.kind!r}; leave out --backend"
 
-    def _fill(self) -> None:
-        """Hands vLLM what waits, as far as there is room."""
-        while self._waiting and len(self._tasks) < self._most:
-            lease, place, request = self._waiting.popleft()
-            assert self._call is not None
-            task = self._loop.create_task(self._answer(self._call, self._run, lease, place, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
+    def _num_to_ask(self, call: RunCall) -> int:
+        return int(len(self._tasks) < self._most)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._fill()
-
-    async def _answer(self, call: RunCall, run: int, lease: int, place: int, request: Request) -> None:
-        started = time.perf_counter()
-        stats = None
-        try:
-            answer, stats = await self._generate(call, request)
-        except InputError as error:
-            answer = error
-        except Exception as error:
-            self._fail(error)
-            return
-        if run != self._run:
-            return
-        seconds = time.perf_counter() - started
-        counted = stats or Stats(requests=1)
-        step = StepInfo(counted.rows_computed, 0, 1, counted.tokens, started, seconds, 1)
-        with self._changed:
-            self._report.answers.append((lease, place, answer))
-            self._report.steps.append(step)
-            self._report.stats = counted + (self._report.stats or Stats())
-            self._changed.notify()
-
-    async def _generate(self, call: RunCall, request: Request) -> tuple[Any, Stats]:
+    async def _ask(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
+        (request,) = requests
         if request.adapter is not None:
             raise lacks("adapter")
         if int(request.tokens.max()) >= MEDIA_BASE:
@@ -259,12 +173,7 @@ class VllmHost:
         generation = GenerationStats(
             generated_tokens=made, prefill_rows=rows - cached, decode_rows=made, first_admission_hits=cached
         )
-        return found, Stats(rows + made, 0, rows - cached + made, 1, 1, generation=generation)
-
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
-            self._report.failure = self._report.failure or error
-            self._changed.notify()
+        return [found], Stats(rows + made, 0, rows - cached + made, 1, 1, generation=generation)
 
 
 class _EventSockets:

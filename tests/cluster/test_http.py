@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from contextlib import closing
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -327,8 +328,9 @@ def test_a_request_that_is_not_answered_in_time_is_tried_again_within_a_bound():
             release.wait(300)
 
     with serving(ids=False, fault=fault) as server:
-        replicas = HttpReplicas([server.url], "m", None, takes_ids=False, timeout=0.3)
-        replicas._text_of = lambda server: lambda tokens: bytes(tokens.tolist()).decode()
+        none = np.empty(0, np.int32)
+        of_bytes = SimpleNamespace(prefix_ids=none, suffix_ids=none, decode=lambda ids: bytes(ids.tolist()).decode())
+        replicas = HttpReplicas([server.url], "m", of_bytes, takes_ids=False, timeout=0.3)
         with closing(Fleet(replicas)) as fleet, Spool() as spool:
             for text in (b"hang", b"one", b"two"):
                 tokens = np.frombuffer(text, np.uint8).astype(np.int32)

@@ -15,8 +15,8 @@ import pytest
 from prefold.cluster import http_replicas, http_server
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.http_replicas import HttpReplicas
-from prefold.cluster.http_server import ServerDown, meet
-from prefold.cluster.replicas import RESTARTS, ReplicaLost, ReplicaReady
+from prefold.cluster.http_server import meet
+from prefold.cluster.replicas import RESTARTS, ReplicaDown, ReplicaLost, ReplicaReady
 from prefold.errors import FleetError, InputError
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
@@ -60,7 +60,7 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_said(monkeypatch, key)
 def test_what_a_server_says_of_a_refusal_is_told(monkeypatch, status):
     said = {"error": {"message": "this server is not 'gpu-a:8000'; start it with --allowed-host"}}
     monkeypatch.setattr(_Handler, "do_GET", lambda handler: handler._send(status, {}, said))
-    with serving(ids=False) as server, pytest.raises(ServerDown, match="this server is not 'gpu-a:8000'") as refused:
+    with serving(ids=False) as server, pytest.raises(ReplicaDown, match="this server is not 'gpu-a:8000'") as refused:
         asyncio.run(meet(server.url, "m", most=1, patience=0.0, timeout=5.0))
     assert ("the key was refused" in str(refused.value)) is (status == 401)
 

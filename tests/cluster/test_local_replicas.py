@@ -53,7 +53,7 @@ def test_a_host_that_fails_as_it_reports_or_ends_is_lost_and_made_anew(fails, re
         made.append(Host("" if made else fails))
         return made[-1]
 
-    replicas = LocalReplicas(make)
+    replicas = LocalReplicas({"this machine": make})
     replicas.events = SimpleQueue()
     with closing(replicas):
         replicas.start(lambda name, event: replicas.events.put(event))
@@ -68,7 +68,7 @@ def test_a_host_that_fails_as_it_reports_or_ends_is_lost_and_made_anew(fails, re
 
 def test_a_host_that_fails_each_time_is_given_up():
     made = []
-    replicas = LocalReplicas(lambda: made.append(1) or Host("report close"))
+    replicas = LocalReplicas({"this machine": lambda: made.append(1) or Host("report close")})
     replicas.events = SimpleQueue()
     with closing(replicas):
         replicas.start(lambda name, event: replicas.events.put(event))
@@ -101,7 +101,7 @@ def test_a_host_whose_cache_changes_is_at_work_though_nothing_ends(changes):
 
     notes = []
     with (
-        closing(Fleet(LocalReplicas(lambda: Slow("")), patience=1.0, notify=notes.append)) as fleet,
+        closing(Fleet(LocalReplicas({"this machine": lambda: Slow("")}), patience=1.0, notify=notes.append)) as fleet,
         Spool() as spool,
     ):
         spool.add(Request(np.array([1], np.int32), sampling=Sampling()), b"one")

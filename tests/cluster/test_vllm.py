@@ -47,7 +47,7 @@ def run(fleet, spool):
 
 
 def test_requests_come_in_order_and_a_bounded_number_at_a_time(engines):
-    with closing(Fleet(LocalReplicas(host))) as fleet, filled([40, 30, 50]) as spool:
+    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40, 30, 50]) as spool:
         found = run(fleet, spool)
         again = run(fleet, spool)
     (engine,) = engines
@@ -63,7 +63,7 @@ def test_requests_come_in_order_and_a_bounded_number_at_a_time(engines):
 
 
 def test_what_is_left_is_taken_back(engines):
-    with closing(Fleet(LocalReplicas(host))) as fleet, filled([40]) as spool:
+    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40]) as spool:
         answers = fleet.generate(spool.windows(max_tokens=500), None)
         next(answers)
         engines[0].release.clear()
@@ -74,7 +74,7 @@ def test_what_is_left_is_taken_back(engines):
 
 def test_nobody_waits_for_an_engine_that_is_shut_down(engines):
     """Whoever did would take its end for a crash."""
-    with closing(Fleet(LocalReplicas(host))) as fleet, filled([40]) as spool:
+    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40]) as spool:
         answers = fleet.generate(spool.windows(max_tokens=500), None)
         next(answers)
         engines[0].release.clear()
@@ -94,7 +94,7 @@ def test_nobody_waits_for_an_engine_that_is_shut_down(engines):
 
 
 def test_a_prompt_that_is_refused_is_an_error_of_that_record(engines):
-    with closing(Fleet(LocalReplicas(host))) as fleet, filled([40, 98]) as spool:
+    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40, 98]) as spool:
         found = run(fleet, spool)
     errors = [one for one in found.values() if isinstance(one, InputError)]
     assert len(found) == 60 and len(errors) == 30
@@ -109,7 +109,7 @@ def test_sampling_that_is_refused_is_an_error_of_that_record(engines, monkeypatc
                 raise ValueError("n must be 1 when using greedy sampling")
 
     monkeypatch.setattr(sys.modules["vllm"], "SamplingParams", Params)
-    with closing(Fleet(LocalReplicas(host))) as fleet, filled([40], 9, temperature=0.0) as spool:
+    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40], 9, temperature=0.0) as spool:
         spool.add(Request(np.array([40], np.int32), sampling=Sampling(temperature=0.0, n=2)), b"two")
         found = run(fleet, spool)
     assert len(engines) == 1 and not fleet.losses
@@ -120,7 +120,7 @@ def test_sampling_that_is_refused_is_an_error_of_that_record(engines, monkeypatc
 
 def test_an_engine_that_dies_is_made_anew_and_who_kills_two_is_given_up(engines):
     notes = []
-    with closing(Fleet(LocalReplicas(host), notify=notes.append)) as fleet, filled([40], 30) as spool:
+    with closing(Fleet(LocalReplicas({"this machine": host}), notify=notes.append)) as fleet, filled([40], 30) as spool:
         spool.add(Request(np.array([99, 1], np.int32), sampling=Sampling(max_tokens=5)), b"poison")
         found = run(fleet, spool)
     assert len(found) == 31 and len(engines) == 3
@@ -131,14 +131,14 @@ def test_an_engine_that_dies_is_made_anew_and_who_kills_two_is_given_up(engines)
 
 def test_what_cannot_start_says_why(engines, monkeypatch):
     with (
-        closing(Fleet(LocalReplicas(lambda: host(block=3)))) as fleet,
+        closing(Fleet(LocalReplicas({"this machine": lambda: host(block=3)}))) as fleet,
         filled([40]) as spool,
         pytest.raises(FleetError, match="knows no option 'block'"),
     ):
         run(fleet, spool)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with (
-        closing(Fleet(LocalReplicas(host))) as fleet,
+        closing(Fleet(LocalReplicas({"this machine": host}))) as fleet,
         filled([40]) as spool,
         pytest.raises(FleetError, match=r"pip install 'prefold\[vllm\]'"),
     ):
@@ -147,7 +147,7 @@ def test_what_cannot_start_says_why(engines, monkeypatch):
 
 def test_numbers_are_not_asked_of_it(engines):
     with (
-        closing(Fleet(LocalReplicas(host))) as fleet,
+        closing(Fleet(LocalReplicas({"this machine": host}))) as fleet,
         filled([40]) as spool,
         pytest.raises(JobError, match="generates text here, and was asked for 'last'"),
     ):
@@ -165,7 +165,7 @@ def test_numbers_are_not_asked_of_it(engines):
     ],
 )
 def test_what_it_lacks_is_an_error_of_that_record(engines, given, field):
-    with closing(Fleet(LocalReplicas(host))) as fleet, filled([40], 3, **given) as spool:
+    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40], 3, **given) as spool:
         spool.add(Request(np.array([40], np.int32), adapter="mine", sampling=Sampling(max_tokens=5)), b"adapter")
         spool.add(Request(np.array([40, 1 << 30], np.int32), sampling=Sampling(max_tokens=5)), b"image")
         text = field == "grammar"
@@ -260,7 +260,7 @@ def test_vllm_itself_gives_what_our_engine_gives_and_tells_of_its_blocks(model, 
         return made[-1]
 
     prompts, tokens = expected
-    with closing(Fleet(Told(make))) as fleet:
+    with closing(Fleet(Told({"this machine": make}))) as fleet:
         found = answers_of(fleet, prompts)
         same = sum(found[b"%d" % i][0].tokens == one for i, one in enumerate(tokens))
         assert same >= 58, "rounding may change a token of a random model"

@@ -1,0 +1,182 @@
+"""A replica from the inside: what runs the requests that it is given, and reports what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ..engine.meter import StepInfo
+from ..errors import InputError, JobError
+from ..stream import Window
+from ..types import Request, Stats
+from .replicas import LONGEST_WAIT, ReplicaFacts, ReplicaReport, RunCall, requests_of
+
+__all__ = ["AsyncHost", "Host"]
+
+T = TypeVar("T")
+
+
+class Host(ABC):
+    """A host runs what it is given. Any thread may call it, `report` one at a time."""
+
+    facts: ReplicaFacts
+
+    def __init__(self) -> None:
+        self._report = ReplicaReport()
+        self._changed = threading.Condition()
+
+    @abstractmethod
+    def begin(self, call: RunCall) -> None:
+        """Begins a run; the one before it ends."""
+
+    @abstractmethod
+    def give(self, windows: list[Window]) -> None:
+        """Takes in windows for the run."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends the run; what has not been answered is dropped."""
+
+    def retell(self) -> None:  # noqa: B027  # most have nothing to tell
+        """The next report tells anew of all that the cache holds."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the run, and what computes."""
+
+    def report(self, wait: float = LONGEST_WAIT) -> ReplicaReport:
+        """Returns what was done since the last report; waits a little where nothing was done."""
+        with self._changed:
+            self._changed.wait_for(self._has_news, wait)
+            self._report, report = ReplicaReport(), self._report
+            self._complete(report)
+        now = time.perf_counter()
+        report.steps = [replace(step, started=now - step.started) for step in report.steps]
+        return report
+
+    def _has_news(self) -> bool:
+        report = self._report
+        return bool(report.answers or report.steps or report.failure or report.is_at_work)
+
+    def _complete(self, report: ReplicaReport) -> None:  # noqa: B027  # most have nothing to add
+        """Adds to a report what is looked at when it is made."""
+
+    def _fail(self, error: Exception) -> None:
+        """Reports why nothing more can be done."""
+        with self._changed:
+            self._report.failure = self._report.failure or error
+            self._changed.notify()
+
+
+class AsyncHost(Host):
+    """A host that has others compute: an event loop in a thread asks them, a bounded number of requests at a time.
+
+    name  of the thread
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._call: RunCall | None = None
+        self._run = 0  # number of the run: what belongs to an earlier one is dropped
+        self._waiting: deque[tuple[int, int, Request]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    def _refusal(self, call: RunCall) -> str:
+        """Returns why nothing of the kind can be asked; "" where it can."""
+
+    @abstractmethod
+    def _num_to_ask(self, call: RunCall) -> int:
+        """Returns how many of those that wait are asked for together now; 0 where enough is under way."""
+
+    @abstractmethod
+    async def _ask(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
+        """Returns the answers to some requests, and what was counted. Raises InputError for what cannot be asked."""
+
+    def begin(self, call: RunCall) -> None:
+        if reason := self._refusal(call):
+            self._fail(JobError(reason))
+        else:
+            self._loop.call_soon_threadsafe(self._begin, call)
+
+    def give(self, windows: list[Window]) -> None:
+        self._loop.call_soon_threadsafe(self._give, list(requests_of(windows)))
+
+    def end(self) -> None:
+        self._loop.call_soon_threadsafe(self._begin, None)
+
+    def close(self) -> None:
+        self._cancel()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5)
+
+    def _cancel(self) -> None:
+        """Ends all that is under way. Raises TimeoutError where the loop hangs."""
+        if self._thread.is_alive():
+            self._begun(self._leave()).result(10)
+
+    def _begun(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begins some work in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # ------------------------------------------------------------------------------------------ in the thread
+
+    async def _leave(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=5)
+
+    def _begin(self, call: RunCall | None) -> None:
+        self._call, self._run = call, self._run + 1
+        self._waiting.clear()
+        for task in self._tasks:
+            task.cancel()
+
+    def _give(self, requests: list[tuple[int, int, Request]]) -> None:
+        if self._call is not None:
+            self._waiting += requests
+            self._fill()
+
+    def _fill(self) -> None:
+        """Asks for what waits, as far as there is room."""
+        while self._waiting and (call := self._call) is not None and (count := self._num_to_ask(call)):
+            some = [self._waiting.popleft() for _ in range(count)]
+            task = self._loop.create_task(self._answer(call, self._run, some))
+            self._tasks.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._fill()
+
+    async def _answer(self, call: RunCall, run: int, some: list[tuple[int, int, Request]]) -> None:
+        started = time.perf_counter()
+        try:
+            answers, stats = await self._ask(call, [request for _, _, request in some])
+        except InputError as error:
+            answers, stats = [error] * len(some), Stats(requests=len(some))
+        except Exception as error:
+            self._fail(error)
+            return
+        if run != self._run:
+            return
+        seconds = time.perf_counter() - started
+        step = StepInfo(stats.rows_computed, 0, len(some), stats.tokens, started, seconds, len(some))
+        with self._changed:
+            self._report.answers += [(lease, place, a) for (lease, place, _), a in zip(some, answers, strict=True)]
+            self._report.steps.append(step)
+            self._report.stats = stats + (self._report.stats or Stats())
+            self._changed.notify()
