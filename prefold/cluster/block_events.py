@@ -157,20 +157,6 @@ class BlockEvents:
             events += [Removed(other), RowsStored(other, twin.after, twin.tokens, twin.namespace)]
         return events
 
-    def check(self) -> None:
-        """Raises AssertionError where the books do not balance."""
-        behind = dict.fromkeys(self._blocks, 0)
-        seen: set[Hashable] = set()
-        for name, block in self._blocks.items():
-            assert block.after is None or block.after in seen
-            if block.after is not None:
-                behind[block.after] += 1
-            seen.add(name)
-        for name, block in self._blocks.items():
-            assert behind[name] == block.behind and (block.copies or block.behind)
-            assert bool(block.copies) == (name in self._alike.get(block.head, ()))
-        assert sum(map(len, self._alike.values())) == sum(block.copies > 0 for block in self._blocks.values())
-
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
     differ = np.flatnonzero(one != other)

@@ -114,10 +114,6 @@ class Source(ABC):
     def resend(self, replica: str, prompts: Sequence[Places]) -> None:  # noqa: B027  # most book nothing
         """Notes that a replica is sent prompts which had left."""
 
-    @abstractmethod
-    def check(self, sent: set[int]) -> list[int]:
-        """Returns the places that have not left, for tests. sent: the places of open leases."""
-
 
 @dataclass(slots=True)
 class _Replica:
@@ -262,20 +258,6 @@ class LeaseBook:
             del entry.open[number]
         entry.heard = now
         return open_.lease.source.answered(replica, fresh, now)
-
-    def check(self) -> None:
-        """Raises AssertionError where a request is in two places, or in none."""
-        assert all(group for _, group in self._suspects)
-        for replica in self._replicas.values():
-            assert all(open_.left for open_ in replica.open.values())
-            assert len(replica.open) <= 1 or not any(open_.lease.is_suspect for open_ in replica.open.values())
-        for source in self.sources:
-            sent = [
-                place for name in self._replicas for open_ in self.open_leases(name, source) for place in open_.left
-            ]
-            places = [*sent, *source.check(set(sent))]
-            places += [place for its, group in self._suspects if its is source for own in group for place in own]
-            assert len(places) == len(set(places)) == source.num_left, (len(places), source.num_left)
 
 
 def divided(group: Sequence[T]) -> list[Sequence[T]]:

@@ -226,11 +226,6 @@ class OfflineSource(Source):
         left = sum(self.cost.of(*segment) for segment in replica.segment)
         return max(o.least, min(o.most, self._speed(replica, mean) * o.seconds, left / 4))
 
-    def check(self, sent: set[int]) -> list[int]:
-        segments = [*self._free, *(segment for replica in self._replicas.values() for segment in replica.segment)]
-        assert all(0 <= start < stop <= self.cost.num_prompts for start, stop in segments)
-        return [place for start, stop in segments for place in range(start, stop)]
-
 
 def offline_source(windows: Windows, call: RunCall, row_cost: RowCost, expected: Iterable[str]) -> OfflineSource:
     """Returns the source of a spool's requests.

@@ -186,13 +186,6 @@ class OnlineSource(Source):
     def give_up(self, places: Places) -> list[bytes]:
         return [self._prompts.pop(number).left.pop(number).tag for number in places]
 
-    def check(self, sent: set[int]) -> list[int]:
-        self.router.check()
-        self.window.check()
-        assert {self._prompts[number].key for number in sent} == set(self.router.in_flight)
-        unsent = [*(waiting.what for waiting in self.window.waiting()), *self._late]
-        return [number for prompt in unsent for number in prompt.left]
-
 
 def _limit_of(prompt: _Prompt) -> int:
     return expected_limit(prompt.first)

@@ -166,15 +166,6 @@ class PrefixIndex:
             if same < len(place.tokens):
                 return
 
-    def places(self) -> Iterator[Place]:
-        """Yields all places but roots."""
-        unseen = list(self.roots.values())
-        while unseen:
-            place = unseen.pop()
-            if place.parent is not None:
-                yield place
-            unseen.extend((place.children or {}).values())
-
     def _cut(self, place: Place, size: int) -> Place:
         """Cuts off the first `size` bytes of a place as a place above it, and returns that."""
         above = place.parent

@@ -329,45 +329,6 @@ class Router:
         self._prefill_seconds[number] = load.speed.prefill
         self._requests[number], self._total[number] = load.requests, load.total
 
-    # ------------------------------------------------------------------------------------------------ checking
-
-    def check(self) -> None:
-        """AssertionError where the books do not balance."""
-        ends: dict[int, int] = {}
-        held: dict[int, int] = {}
-        users: dict[int, dict[int, int]] = {}
-        for member in self._members.values():
-            assert member.held == sum(place.stop - start for place, start in member.runs.values())
-            for place, start in member.runs.values():
-                ends[id(place)] = ends.get(id(place), 0) + 1
-                at: Place | None = place
-                while at is not None and at.stop > start:
-                    assert at.start >= start, "a run begins within a place"
-                    assert not held.get(id(at), 0) >> member.number & 1, "a row is in two runs"
-                    held[id(at)] = held.get(id(at), 0) | 1 << member.number
-                    at = at.parent
-        for sent in self.in_flight.values():
-            number = self._members[sent.replica].number
-            ends[id(sent.place)] = ends.get(id(sent.place), 0) + 1
-            at = sent.place
-            while at is not None and at.parent is not None:
-                counts = users.setdefault(id(at), {})
-                counts[number] = counts.get(number, 0) + 1
-                at = at.parent
-        for place in self.index.places():
-            assert place.ends == ends.get(id(place), 0)
-            assert place.held == held.get(id(place), 0)
-            assert (place.users or {}) == users.get(id(place), {})
-            assert place.coming == sum(1 << number for number in place.users or {})
-            assert place.parent is not None and place.parent.children is not None
-            assert place.parent.children[place.tokens[:4]] is place and place.start == place.parent.stop
-            assert place.ends or place.children, "a place that nobody needs"
-        for member in self._members.values():
-            loads = [sent for sent in self.in_flight.values() if sent.replica == member.name]
-            assert member.load.requests == len(loads)
-            assert member.load.prefill_rows == sum(len(sent.prompt.tokens) - sent.matched for sent in loads)
-            assert member.load.limits == sum(sent.prompt.limit for sent in loads)
-
 
 def _bits(mask: int) -> list[int]:
     """Returns the numbers of the bits that are set, ascending."""

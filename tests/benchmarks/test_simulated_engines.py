@@ -18,6 +18,7 @@ from prefold.errors import InputError
 from prefold.simulate.costs import StepCost, StepRows, machine_named, model_named
 from prefold.simulate.engines import RowEngine
 from prefold.simulate.requests import SimRequest, prefix_repetition
+from tests.cluster.checks import check_router
 
 COST = StepCost(machine_named("L4"), model_named("Qwen3-8B"))
 
@@ -104,7 +105,7 @@ def test_events_tell_the_router_what_is_held(engine):
     while one.step() is not None:
         if (events := one.events()) is not None:
             assert router.take(0, events)
-            router.check()
+            check_router(router)
         matched.append(router.matched(Prompt(requests[0].tokens())).get(0, 0))
     assert max(matched) == 96 and router.load(0).requests == 0
 

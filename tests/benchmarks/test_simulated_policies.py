@@ -11,23 +11,12 @@ from prefold.cache.events import Cleared, RowsStored
 from prefold.cluster.policies import policy_named
 from prefold.cluster.replica import Speed
 from prefold.cluster.router import Prompt, Router
+from tests.cluster.checks import check_policy_keeps_to_those_allowed
 
 
 @pytest.mark.parametrize("name", ["daft", "sglang", "preble"])
 def test_every_policy_chooses_among_those_allowed(name):
-    rng = np.random.default_rng(1)
-    router = Router(policy_named(name))
-    for replica in range(7):
-        router.join(replica, capacity=500)
-    for i in range(300):
-        among = sorted(set(rng.integers(0, 7, 3).tolist()))
-        prompt = Prompt(rng.integers(0, 2, 12), limit=5, prefix=4)
-        replica = router.choose(prompt, among)
-        assert replica in among
-        router.send(i, prompt, replica)
-        if i > 20:
-            router.end(i - 20, output_rows=5)
-    router.check()
+    check_policy_keeps_to_those_allowed(name)
 
 
 def test_daft_never_forgets_what_it_sent():

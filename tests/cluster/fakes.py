@@ -13,6 +13,7 @@ import numpy as np
 from prefold.cluster.host import ReplicaHost
 from prefold.cluster.replicas import ReplicaFacts, ReplicaLost, ReplicaReady, Replicas
 from prefold.cluster.router import Router
+from tests.cluster.checks import places_of
 from tests.job.fakes import FakeEngine
 
 
@@ -129,7 +130,7 @@ def held_by(router: Router, name) -> set[tuple]:
     """The rows that the router thinks a replica holds."""
     bit = 1 << router._members[name].number
     found = set()
-    for place in router.index.places():
+    for place in places_of(router.index):
         if place.held & bit:
             above, at = [], place
             while at.parent is not None:

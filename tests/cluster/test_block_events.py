@@ -11,6 +11,7 @@ import pytest
 
 from prefold.cluster.block_events import BlockEvents
 from prefold.cluster.router import Router
+from tests.cluster.checks import check_blocks
 
 from .fakes import held_by
 
@@ -115,7 +116,7 @@ def test_long_random_runs(seed):
             router.join("a")
             blocks.drain()
             blocks.tell_anew()
-        blocks.check()
+        check_blocks(blocks)
         if (events := blocks.drain()) is not None:
             assert router.take("a", events), step
         assert held_by(router, "a") == pool.held()
@@ -137,7 +138,7 @@ def test_after_messages_that_nobody_has_any_more_only_what_is_held_is_told(seed)
             assert not blocks.take(number, message)
             blocks.skip_to(number)
         assert blocks.take(number, message)
-        blocks.check()
+        check_blocks(blocks)
         if (events := blocks.drain()) is not None:
             assert router.take("a", events)
         assert held_by(router, "a") <= pool.held()
@@ -154,4 +155,4 @@ def test_events_that_are_lists_and_groups_and_gaps_between_blocks():
     gap = other | {"token_ids": [1, 2, 3, 4]}
     assert blocks.take(1, msgspec.msgpack.encode([0.0, [other | {"group_idx": 1}, gap]])) and blocks.rows == 4
     assert blocks.take(2, msgspec.msgpack.encode([0.0, [["BlockRemoved", [1, 2], "GPU"]]])) and blocks.rows == 0
-    blocks.check()
+    check_blocks(blocks)

@@ -14,6 +14,7 @@ from prefold.cluster.dispatch import Dispatcher, Limits
 from prefold.cluster.policies import POLICIES, policy_named
 from prefold.cluster.replica import Speed
 from prefold.cluster.router import Prompt, Router
+from tests.cluster.checks import check_router
 
 SPEED = Speed(prefill=1e-3, decode=1e-2)
 
@@ -54,7 +55,7 @@ def test_nobody_is_lost_and_nobody_goes_twice(seed, policy):
                 assert waiting.key not in sent
                 sent[waiting.key] = order.replica
         d.window.check()
-        d.router.check()
+        check_router(d.router)
         has_room = any(d.room(replica) > 0 for replica in "abc")
         assert not has_room or len(d.window) == 0 or now - d.window.next_pressed() < 0
         for one in list(d.router.in_flight):

@@ -15,6 +15,7 @@ from prefold.cluster.leases import Lease, LeaseBook
 from prefold.cluster.offline import LeaseOptions, OfflineSource
 from prefold.cluster.replicas import ReplicaFacts
 from prefold.prefix import StreamCost
+from tests.cluster.checks import check_book
 
 
 def stream_cost(rng: np.random.Generator, num: int, outputs: bool = False) -> StreamCost:
@@ -70,7 +71,7 @@ class FakeFleet:
 
     def send(self) -> None:
         for lease in self.leases.send(self.now):
-            self.leases.check()
+            check_book(self.leases)
             self.sizes.append(len(lease.places))
             self._compute(lease)
 
@@ -89,7 +90,7 @@ class FakeFleet:
     def step(self) -> None:
         self.now, _, what, args = heapq.heappop(self.events)
         getattr(self, what)(*args)
-        self.leases.check()
+        check_book(self.leases)
 
     def join(self, name: str) -> None:
         self.dead.discard(name)
@@ -138,7 +139,7 @@ def test_every_request_is_answered_exactly_once(data):
     names = [f"r{i}" for i in range(replicas)]
     leases = book_of(stream_cost(rng, num, data.draw(st.booleans())), names, options)
     fleet = FakeFleet(leases, {name: float(rng.choice([0.2, 1, 5])) for name in [*names, "late"]})
-    leases.check()
+    check_book(leases)
     for name in names[1:]:
         fleet.at(float(rng.choice([0, 0, 30, 1000])), "join", name)
     fleet.at(0.0, "join", names[0])
@@ -181,7 +182,7 @@ def test_only_where_its_replica_died_a_request_is_under_suspicion_and_given_up()
     for name, died in (("a", False), ("b", True), ("c", False), ("d", True)):
         leases.join(name, ReplicaFacts(), 0.0)
         found.append([lease.is_suspect for lease in leases.send(0.0)] + leases.lose(name, died=died))
-        leases.check()
+        check_book(leases)
     assert found == [[False], [False], [True], [True, 0]] and not leases.num_left
 
 
@@ -209,13 +210,13 @@ def test_of_a_replica_that_no_request_can_end_nothing_is_under_suspicion():
     for now in (0.0, 1.0):
         leases.join("a", ReplicaFacts(dies_of_requests=False), now)
         assert not any(lease.is_suspect for lease in leases.send(now)) and leases.lose("a") == []
-    leases.check()
+    check_book(leases)
 
 
 def test_a_replica_that_is_lost_without_work_costs_nothing():
     leases = book_of(StreamCost(np.ones(4), np.zeros(4)), ["a", "b"])
     assert leases.lose("a") == [] and leases.lose("unknown") == []
-    leases.check()
+    check_book(leases)
     leases.join("b", ReplicaFacts(), 0.0)
     assert list(leases.send(0.0))
 
@@ -306,7 +307,7 @@ class Generating:
     def lose(self, name: str, died: bool = True) -> None:
         self.losses += died
         self.blamed += self.leases.lose(name, died=died)
-        self.leases.check()
+        check_book(self.leases)
         self.join(name)
 
     def step(self, name: str) -> None:

@@ -29,6 +29,7 @@ from prefold.prefix import RowCost, StreamCost
 from prefold.stream import Feed, LiveInput, Spool
 from prefold.stream.order import encode
 from prefold.types import Generated, Readout, Request, Result, Sampling
+from tests.cluster.checks import check_book
 from tests.job.fakes import digest
 
 from .fakes import ThreadReplicas
@@ -152,7 +153,7 @@ def test_the_books_balance_in_long_random_runs(seed, kind, both):
             assert lease.replica in there
             if lease.is_suspect:
                 suspects |= set(numbers_of(lease, live))
-        book.check()
+        check_book(book)
     assert len(answered) == len(set(answered)) and not set(answered) & set(blamed)
     assert set(blamed) <= suspects, "only what was under suspicion is given up"
     # To the end: everything that came is answered or given up.
@@ -168,7 +169,7 @@ def test_the_books_balance_in_long_random_runs(seed, kind, both):
             fresh = book.commit(name, number, {place % 10_000: answer_of(kind) for place in tags}, now)
             answered += [int(tag) for tag, _, _ in fresh]
             del leases[number]
-        book.check()
+        check_book(book)
         if not book.num_left:
             break
     assert sorted(answered + blamed) == sorted(given)
@@ -514,7 +515,7 @@ def test_suspects_of_a_stream_run_in_groups_that_are_divided(kind, poison):
         else:
             answers = dict.fromkeys(lease.places, answer_of(kind))
             answered += [int(tag) for tag, _, _ in book.commit("a", lease.number, answers, 0.0)]
-        book.check()
+        check_book(book)
     assert sorted(blamed) == list(poison) and sorted(answered) == [n for n in numbers if n not in poison]
     assert losses <= 3 * len(poison), "40 requests in groups of 10, of 2 or 3, and alone"
 
@@ -541,7 +542,7 @@ def test_one_book_serves_a_stream_and_a_sorted_job_at_once():
                 windows = lease.source.windows(lease)
                 assert sum(window.num_requests for window in windows) == len(lease.places)
                 leases.append(lease)
-            book.check()
+            check_book(book)
             for name in "bc":
                 own = list(book._replicas[name].open.values())
                 assert len(own) < 2 or not any(one.lease.is_suspect for one in own)

@@ -25,6 +25,7 @@ from prefold.cluster.local_replicas import LocalReplicas
 from prefold.errors import FleetError, InputError, JobError
 from prefold.stream import Spool
 from prefold.types import Grammar, Readout, Request, Sampling
+from tests.cluster.checks import check_blocks
 
 
 def host(**options):
@@ -270,7 +271,7 @@ def test_vllm_itself_gives_what_our_engine_gives_and_tells_of_its_blocks(model, 
         blocks = made[0]._events._blocks
         while made[0]._events.drain() is not None:
             pass
-        blocks.check()
+        check_blocks(blocks)
         router = Router()
         router.join("vllm")
         blocks.tell_anew()
