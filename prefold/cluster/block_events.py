@@ -18,8 +18,6 @@ from ..cache import CacheEvents
 from ..cache.events import CacheEvent, Cleared, Removed, RowsStored
 from ..errors import MissingExtraError
 
-__all__ = ["BlockEvents"]
-
 _OLD_FIELDS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size")  # of events that are lists
 
 

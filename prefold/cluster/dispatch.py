@@ -20,8 +20,6 @@ from .policies import BestStart
 from .replica import ReplicaLoad, Speed
 from .router import Prompt, Router
 
-__all__ = ["Assignment", "Dispatcher", "Limits"]
-
 _SHORT = 0.25  # a replica of whose backlog so much is free will soon be short of work
 _HALVINGS = 12
 _OVERDUE = 2  # a request that has waited for so many times the age bound goes before larger buckets

@@ -13,8 +13,6 @@ import numpy as np
 from ..cache import CacheEvents, CacheOptions, CacheReporter, RadixCache, SlotPool
 from ..cache.tree import RadixTree
 
-__all__ = ["EstimatedCache"]
-
 _BLOCK = 128  # a replica may count its cached tokens in blocks of up to so many
 
 

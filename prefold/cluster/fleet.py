@@ -22,8 +22,6 @@ from .fleet_run import FleetRun
 from .policies import Policy
 from .replicas import ReplicaEvent, ReplicaFacts, Replicas, RunCall
 
-__all__ = ["Fleet"]
-
 
 class Fleet:
     """Runs requests on replicas.

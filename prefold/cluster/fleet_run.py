@@ -25,8 +25,6 @@ from .replicas import ReplicaEvent, ReplicaLost, ReplicaReady, ReplicaReport, Ru
 if TYPE_CHECKING:
     from .fleet import Fleet
 
-__all__ = ["FleetRun"]
-
 _TICK, _LIVE_TICK = 0.25, 0.02
 _KILL_AGAIN = 60.0  # seconds after which one that was killed and is still there is killed once more
 _AT_ONCE = 64  # events that are taken before new leases are sent

@@ -22,8 +22,6 @@ from ..types import GenerationStats, Stats
 from .hosts import Host
 from .replicas import Picture, ReplicaFacts, ReplicaReport, RunCall, place_of
 
-__all__ = ["ReplicaHost", "facts_of"]
-
 # A replica whose device computes ahead ends its engine's run when no lease has come for so long: only then the last
 # step's results are taken.
 _IDLE_SECONDS = 0.05

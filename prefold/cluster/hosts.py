@@ -18,8 +18,6 @@ from ..stream import Window
 from ..types import Request, Stats
 from .replicas import LONGEST_WAIT, ReplicaFacts, ReplicaReport, RunCall, requests_of
 
-__all__ = ["AsyncHost", "Host"]
-
 T = TypeVar("T")
 
 

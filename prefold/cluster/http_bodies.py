@@ -14,9 +14,6 @@ from ..options import not_sent, sent_names
 from ..prefix import MEDIA_BASE
 from ..types import Exits, Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
 
-__all__ = ["MESSAGES", "NOT_OPENAIS", "RowError", "contexts_of", "embedding_bodies", "embeddings_of", "generated_of",
-           "generation_body", "generation_stats", "logprob_bodies", "logprobs_of"]  # fmt: skip
-
 # What a text begins with that stands for a conversation: the rest of it is JSON {"messages": ...}. The chat template of
 # a model that is known by its server only writes such texts.
 MESSAGES = "\x00messages\x00"

@@ -30,12 +30,10 @@ from .http_bodies import (
     logprob_bodies,
     logprobs_of,
 )
-from .http_server import API_KEY, FirstAnswer, check_key, check_url, meet, reading
+from .http_server import FirstAnswer, check_key, check_url, meet, reading
 from .local_replicas import LocalReplicas
 from .remote_model import context_of, is_of_bytes
 from .replicas import ReplicaDown, ReplicaFacts, RunCall
-
-__all__ = ["API_KEY", "SERVERS", "HttpReplicas"]
 
 _LOGPROBS = ("logprobs", "logits")  # kinds of Readout
 _BATCH = 16  # prompts of one request for embeddings

@@ -17,8 +17,6 @@ from ..errors import InputError, JobError, MissingExtraError
 from .http_bodies import RowError, contexts_of
 from .replicas import ReplicaDown
 
-__all__ = ["API_KEY", "FirstAnswer", "RemoteServer", "check_key", "check_url", "meet", "reading"]
-
 try:
     import httpx
 except ImportError:

@@ -28,8 +28,6 @@ from typing import Any, NamedTuple, TypeVar
 from ..stream import Window
 from .replicas import ReplicaFacts
 
-__all__ = ["Answered", "Lease", "LeaseBook", "OpenLease", "Source", "divided"]
-
 _PARTS = 4  # of a group under suspicion: the search runs as many groups as with halves, and loses half as many replicas
 
 T = TypeVar("T")
@@ -79,8 +77,7 @@ class Source(ABC):
     def leave(self, replica: str) -> None:
         """Notes that a replica is gone, or does not come; what the source kept for it is for others."""
 
-    @abstractmethod
-    def pause(self, replica: str, paused: bool) -> None:
+    def pause(self, replica: str, paused: bool) -> None:  # noqa: B027  # most ask the book
         """Notes that a replica takes no requests for now, or takes them again."""
 
     @abstractmethod
@@ -147,6 +144,11 @@ class LeaseBook:
         for name, replica in self._replicas.items():
             source.join(name, replica.facts, now)
             source.pause(name, replica.is_paused)
+
+    @property
+    def takers(self) -> dict[str, ReplicaFacts]:
+        """Returns the replicas that take what is not under suspicion, in the order in which they came."""
+        return {name: replica.facts for name, replica in self._replicas.items() if not replica.is_paused}
 
     @property
     def num_left(self) -> int:

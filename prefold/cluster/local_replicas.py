@@ -10,8 +10,6 @@ from ..errors import PrefoldError
 from .hosts import Host
 from .replicas import LONGEST_WAIT, RESTARTS, ReplicaDown, ReplicaEvent, ReplicaLost, ReplicaReady, Replicas
 
-__all__ = ["LocalReplicas"]
-
 
 class LocalReplicas(Replicas):
     """Replicas with a thread each.

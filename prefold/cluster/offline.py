@@ -20,8 +20,6 @@ from ..stream.window import cut_into_windows
 from .leases import Answered, Lease, OpenLease, Places, Source
 from .replicas import ReplicaFacts, RunCall, expected_limit, tag_of
 
-__all__ = ["LeaseOptions", "OfflineSource", "offline_source", "order_windows"]
-
 _SAMPLED = 256  # requests that are asked how many they may have
 _SPEED_SECONDS = 20.0  # what was measured longer ago counts for less than 1/e
 
@@ -50,7 +48,6 @@ class _Replica:
 
     segment: list[Segment] = field(default_factory=list)
     is_ready: bool = False
-    is_paused: bool = False
     done: float = 0.0
     seconds: float = 0.0
     measured: float = 0.0  # when they were added up last
@@ -109,13 +106,11 @@ class OfflineSource(Source):
         if (entry := self._replicas.pop(replica, None)) is not None:
             self._free += entry.segment
 
-    def pause(self, replica: str, paused: bool) -> None:
-        self._replicas[replica].is_paused = paused
-
     # ------------------------------------------------------------------------------------------------- leaving
 
     def take(self, now: float) -> Iterator[tuple[str, range]]:
-        ready = {name: one for name, one in self._replicas.items() if one.is_ready and not one.is_paused}
+        takers = self.book.takers
+        ready = {name: one for name, one in self._replicas.items() if name in takers}
         mean = self._mean_speed()
         for name, replica in ready.items():
             if replica.segment or not self._wants(name):

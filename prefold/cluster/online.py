@@ -17,8 +17,6 @@ from .policies import Policy
 from .replicas import ReplicaFacts, RunCall, expected_limit, tag_of
 from .router import Prompt, Router
 
-__all__ = ["OnlineSource", "limits_of"]
-
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
@@ -34,13 +32,6 @@ class _Prompt:
     @property
     def namespace(self) -> tuple[str | None, str]:
         return (self.first.adapter or None, self.first.salt)
-
-
-@dataclass(slots=True)
-class _Replica:
-    facts: ReplicaFacts
-    limits: Limits
-    is_paused: bool = False
 
 
 class OnlineSource(Source):
@@ -67,7 +58,7 @@ class OnlineSource(Source):
         self.dispatcher = Dispatcher(self.router, limit_of=_limit_of, max_tokens=max_tokens, **window)
         self.window = self.dispatcher.window
         self._call, self._early, self._see = call, early, see
-        self._replicas: dict[str, _Replica] = {}
+        self._limits: dict[str, Limits] = {}
         self._is_closed = False
         self._late: deque[_Prompt] = deque()  # the window was full when they came, or they come back
         self._prompts: dict[int, _Prompt] = {}  # by the numbers of the reads that have no answer
@@ -80,22 +71,19 @@ class OnlineSource(Source):
         # What reads bucket by bucket holds nothing afterwards, and reports that.
         reports = facts.reports_cache or not self._call.in_slots
         self.router.join(replica, capacity=facts.cache_rows or None, reports=reports)
-        limits = limits_of(facts, self._call, early=self._early)
-        self._replicas[replica] = _Replica(facts, limits)
-        self.dispatcher.join(replica, limits)
+        self._limits[replica] = limits_of(facts, self._call, early=self._early)
+        self.pause(replica, False)
 
     def leave(self, replica: str) -> None:
-        if self._replicas.pop(replica, None) is not None:
+        if self._limits.pop(replica, None) is not None:
             self.router.leave(replica)
             self.dispatcher.leave(replica)
 
     def pause(self, replica: str, paused: bool) -> None:
-        entry = self._replicas[replica]
-        entry.is_paused = paused
         if paused:
             self.dispatcher.leave(replica)
         else:
-            self.dispatcher.join(replica, entry.limits)
+            self.dispatcher.join(replica, self._limits[replica])
 
     # ------------------------------------------------------------------------------------------------- coming
 
@@ -123,12 +111,8 @@ class OnlineSource(Source):
 
     def room(self) -> int:
         """Returns how many rows replicas could be sent now beyond what waits, a step of each at most."""
-        free = [
-            min(max(0, self.dispatcher.room(name)), replica.facts.max_rows)
-            for name, replica in self._replicas.items()
-            if not replica.is_paused
-        ]
-        return max(0, sum(free) - self.window.num_tokens)
+        free = sum(min(max(0, self.dispatcher.room(n)), facts.max_rows) for n, facts in self.book.takers.items())
+        return max(0, free - self.window.num_tokens)
 
     def _fill_window(self, now: float) -> None:
         while self._late and not self.window.is_full:

@@ -13,8 +13,6 @@ import numpy as np
 
 from ..errors import InputError
 
-__all__ = ["POLICIES", "BestStart", "LeastLoaded", "Policy", "RoundRobin", "Standing", "policy_named"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Standing:

@@ -10,8 +10,6 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 
-__all__ = ["Place", "PrefixIndex", "token_bytes"]
-
 _BYTES = 4  # of a token id
 
 

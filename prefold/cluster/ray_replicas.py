@@ -25,8 +25,6 @@ from .replicas import (
     Replicas,
 )
 
-__all__ = ["RayReplicas"]
-
 try:
     import ray
     from ray.exceptions import ActorUnavailableError, RayActorError, RayError

@@ -10,8 +10,6 @@ from ..checkpoint import Checkpoint, resolve
 from ..text import Tokenizer, tokenizer_or_none
 from .http_bodies import MESSAGES
 
-__all__ = ["context_of", "is_of_bytes", "remote_model"]
-
 # What the tasks ask of a model's config. Whether a prompt is too long, the server decides.
 _ANY: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 1 << 20, "num_hidden_layers": 1,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Outputs", "ReplicaLoad", "Speed"]
-
 _FEW = 16  # outputs that have ended, before their mean is believed
 _FORGET = 0.98  # of what was measured, at each measurement: the last 50 count
 

@@ -18,24 +18,6 @@ from ..stream import Window
 from ..stream.order import SpooledRequest, decode_options
 from ..types import Readout, Sharing, Stats
 
-__all__ = [
-    "LONGEST_WAIT",
-    "RESTARTS",
-    "Picture",
-    "ReplicaDown",
-    "ReplicaEvent",
-    "ReplicaFacts",
-    "ReplicaLost",
-    "ReplicaReady",
-    "ReplicaReport",
-    "Replicas",
-    "RunCall",
-    "expected_limit",
-    "place_of",
-    "requests_of",
-    "tag_of",
-]
-
 RESTARTS = 3  # of a replica that has answered nothing since
 LONGEST_WAIT = 0.5  # seconds that a report waits for something to be done
 _GUESSED_OUTPUT = 256  # tokens, where a request does not say how many it may have

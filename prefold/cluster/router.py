@@ -19,7 +19,9 @@ from .policies import BestStart, Policy, Standing
 from .prefixes import Place, PrefixIndex, token_bytes
 from .replica import Outputs, ReplicaLoad, Speed
 
-__all__ = ["Prompt", "Router", "Sent"]
+# What policies look at of each replica, besides what it holds of a prompt (see `Standing`).
+_ROW = np.dtype([("allowed", bool), ("waits", float), ("starts", float), ("prefill_seconds", float),
+                 ("requests", np.int64), ("total", np.int64), ("held", np.int64), ("capacity", float)])  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -79,7 +81,7 @@ class Router:
         self._members: dict[Hashable, _Member] = {}
         self._numbers: list[_Member | None] = []
         self._outputs = Outputs()
-        self._resize(0)
+        self._grow(0)
 
     # -------------------------------------------------------------------------------------------------- replicas
 
@@ -101,13 +103,11 @@ class Router:
         number = next((i for i, one in enumerate(self._numbers) if one is None), len(self._numbers))
         if number == len(self._numbers):
             self._numbers.append(None)
-            self._resize(number + 1)
+            self._grow(number + 1)
         estimate = None if reports else EstimatedCache(*(() if capacity is None else (capacity,)))
         room = np.inf if capacity is None else float(capacity)
         member = _Member(name, number, ReplicaLoad(speed or Speed(), self._outputs), room, estimate)
         self._numbers[number] = self._members[name] = member
-        self._capacity[number] = room
-        self._is_there[number] = True
         self._note(member)
 
     def leave(self, name: Hashable) -> list[Hashable]:
@@ -118,12 +118,8 @@ class Router:
             self.index.unsend(self.in_flight.pop(key).place, member.number)
         self._forget(member)
         self._numbers[member.number] = None
-        self._is_there[member.number] = False
+        self._columns["allowed"][member.number] = False
         return lost
-
-    def is_estimate(self, name: Hashable) -> bool:
-        """Returns whether what a replica holds is estimated."""
-        return self._members[name].estimate is not None
 
     def load(self, name: Hashable) -> ReplicaLoad:
         return self._members[name].load
@@ -153,7 +149,7 @@ class Router:
             member.is_whole = True
         except KeyError:  # it follows something that was not told
             member.is_whole = False
-        self._held[member.number] = member.held
+        self._columns["held"][member.number] = member.held
         return member.is_whole
 
     def _apply(self, member: _Member, event: CacheEvent) -> None:
@@ -185,7 +181,6 @@ class Router:
         for place, start in member.runs.values():
             self.index.release(place, start, 1 << member.number)
         member.runs, member.held = {}, 0
-        self._held[member.number] = 0
 
     def matched(self, prompt: Prompt, *, with_coming: bool = True) -> dict[Hashable, int]:
         """Returns how many leading rows of a prompt each replica holds, or will hold when it has done what it was
@@ -200,7 +195,7 @@ class Router:
 
     def seconds_to_wait(self, replica: Hashable) -> float:
         """Returns how long a replica needs for what it was sent and has not done."""
-        return float(self._waits[self._members[replica].number])
+        return float(self._columns["waits"][self._members[replica].number])
 
     def _matched(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
         rows = np.zeros(len(self._numbers), np.int64)
@@ -285,49 +280,29 @@ class Router:
 
     def _standing(self, prompt: Prompt, among: Collection[Hashable] | None) -> Standing:
         tokens = token_bytes(prompt.tokens)
-        allowed = self._is_there
+        columns = self._columns
         if among is not None:
             allowed = np.zeros(len(self._numbers), bool)
             allowed[[self._members[name].number for name in among]] = True
+            columns = columns | {"allowed": allowed}
         return Standing(
             rows=len(prompt.tokens),
             prefix=tokens if prompt.prefix is None else tokens[: 4 * prompt.prefix],
-            allowed=allowed,
             matched=self._matched(prompt.namespace, tokens),
-            waits=self._waits,
-            starts=self._starts,
-            prefill_seconds=self._prefill_seconds,
-            requests=self._requests,
-            total=self._total,
-            held=self._held,
-            capacity=self._capacity,
+            **columns,
         )
 
-    def _resize(self, size: int) -> None:
-        for name, kind in (
-            ("is_there", bool), ("waits", float), ("starts", float), ("prefill_seconds", float), ("requests", np.int64),
-            ("total", np.int64), ("held", np.int64), ("capacity", float),
-        ):  # fmt: skip
-            new = np.zeros(size, kind)
-            old = getattr(self, f"_{name}", new[:0])
-            new[: len(old)] = old
-            setattr(self, f"_{name}", new)
-
-    _is_there: np.ndarray
-    _waits: np.ndarray
-    _starts: np.ndarray
-    _prefill_seconds: np.ndarray
-    _requests: np.ndarray
-    _total: np.ndarray
-    _held: np.ndarray
-    _capacity: np.ndarray
+    def _grow(self, size: int) -> None:
+        table = np.zeros(size, _ROW)
+        if size > 1:
+            table[:-1] = self._table
+        self._table, self._columns = table, {name: table[name] for name in _ROW.names or ()}
 
     def _note(self, member: _Member) -> None:
-        number, load = member.number, member.load
-        self._waits[number] = load.seconds
-        self._starts[number] = load.seconds_to_start(member.capacity)
-        self._prefill_seconds[number] = load.speed.prefill
-        self._requests[number], self._total[number] = load.requests, load.total
+        load = member.load
+        starts = load.seconds_to_start(member.capacity)
+        row = (True, load.seconds, starts, load.speed.prefill, load.requests, load.total, member.held, member.capacity)
+        self._table[member.number] = row
 
 
 def _bits(mask: int) -> list[int]:

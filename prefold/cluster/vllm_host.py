@@ -28,8 +28,6 @@ from .hosts import AsyncHost
 from .replicas import ReplicaFacts, ReplicaReport, RunCall
 from .vllm_requests import generated, import_vllm, lacks, refused, sampling_params
 
-__all__ = ["VLLM", "VllmHost"]
-
 _SECONDS_TO_REPLAY = 2.0
 _END_OF_REPLAY = (1 << 64) - 1
 # Waits for the end of its input, which ends with the process that writes to it.

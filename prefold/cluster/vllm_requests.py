@@ -11,8 +11,6 @@ from ..errors import InputError, MissingExtraError
 from ..options import not_sent, sent_names
 from ..types import Generated, Sampling, TokenLogprobs
 
-__all__ = ["generated", "import_vllm", "lacks", "refused", "sampling_params"]
-
 # Fields of Sampling that vLLM calls by the same name.
 _SAME = (*sent_names("openai", "vllm", "set"), "logprobs")
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "choice": "choice"}

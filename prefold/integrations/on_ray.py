@@ -28,8 +28,6 @@ from ..stream import Feed, LiveInput
 from ..tasks import make_task
 from ..tasks.run import calibrated_by, draw_seed, finish_items, results_of, with_seed
 
-__all__ = ["RayModel"]
-
 _AT_ONCE = 1000  # calls that the actor answers at once
 _WINDOW = 1 << 20  # tokens that wait for replicas
 _TURN = 1.0  # seconds after which the requests of one kind make room for those of another

@@ -14,8 +14,6 @@ from .feeders import Lists, Routed, Streamed, contiguous
 from .fleet import Feeder, FleetOutcome, Replica, run_fleet
 from .requests import SimRequest
 
-__all__ = ["ENGINES", "FEEDERS", "Outcome", "Setup", "run_setup", "streamed"]
-
 ENGINES: dict[str, Any] = {"prefold": RowEngine}
 
 

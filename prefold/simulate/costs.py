@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from ..errors import InputError
 
-__all__ = ["TILE", "WEIGHT_BYTES", "Machine", "ModelShape", "StepCost", "StepRows", "machine_named", "model_named"]
-
 # Decode rows for which a shared run of K/V is read once.
 TILE = 64
 

@@ -20,8 +20,6 @@ from ..errors import InputError
 from .costs import TILE, StepCost, StepRows
 from .requests import SimRequest
 
-__all__ = ["MOST_ROWS", "Ended", "EventLog", "Hits", "RowEngine", "SlotEngine", "Stretch"]
-
 # The most rows of a step where none are asked for.
 MOST_ROWS = 8192
 

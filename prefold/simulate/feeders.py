@@ -17,8 +17,6 @@ from .engines import Stretch
 from .fleet import Feeder, Idle
 from .requests import SimRequest, shared_rows
 
-__all__ = ["Lists", "Routed", "Streamed", "contiguous"]
-
 
 class Lists(Feeder):
     """A list of requests for each replica, given in order.

@@ -15,8 +15,6 @@ from ..cache import CacheEvents
 from .engines import Hits, Stretch
 from .requests import SimRequest
 
-__all__ = ["IDLE_CAUSES", "Feeder", "FleetOutcome", "Idle", "Replica", "Simulation", "run_fleet"]
-
 Idle = Literal["load", "input", "border", "tail"]
 IDLE_CAUSES: tuple[Idle, ...] = ("load", "input", "border", "tail")
 _BINS = 200

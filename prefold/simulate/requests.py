@@ -16,8 +16,6 @@ import numpy as np
 
 from ..errors import InputError
 
-__all__ = ["SimRequest", "prefix_repetition", "read_trace", "shared_rows"]
-
 
 @dataclass(eq=False, slots=True)
 class SimRequest:

@@ -8,8 +8,6 @@ from typing import Any
 from .cases import Outcome
 from .fleet import IDLE_CAUSES
 
-__all__ = ["COLUMNS", "LEGEND", "as_json", "header", "line", "machine_line"]
-
 _NAME = 48  # width of a system's name
 # (name, width, what stands there of an outcome)
 Column = tuple[str, int, Callable[[Any], str]]

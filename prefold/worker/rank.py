@@ -17,10 +17,8 @@ from ..errors import PrefoldError
 from ..model import load_adapter, load_model
 from ..model.parallel import CollectiveError
 from .local import LocalWorker
-from .meeting import LEFT_ALONE, Start
 from .protocol import parts_of
-
-__all__ = ["main"]
+from .team import LEFT_ALONE, Start
 
 
 def main(pipe: Connection) -> None:

@@ -19,7 +19,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -32,13 +33,14 @@ from torch import distributed as dist
 from ..checkpoint import Checkpoint
 from ..errors import InputError, OutOfMemoryError, RankError
 from ..model import ModelConfig
-from ..model.parallel import CollectiveError, Shard
+from ..model.parallel import CollectiveError, Ranks, Shard
 from ..schedule.steps import EndStream, Message
 from .local import LocalWorker
-from .meeting import LEFT_ALONE, Meeting, Start
 from .protocol import Ticket, Worker
 
-__all__ = ["Team"]
+# The status with which a rank ends that another one has left alone in a collective.
+LEFT_ALONE = 75
+_HERE = "127.0.0.1"  # all ranks are on this machine; its name may lead anywhere
 
 # A rank that has not answered for so long, within a step or between two, is taken for dead.
 TIMEOUT_SECONDS = 300
@@ -46,6 +48,43 @@ TIMEOUT_SECONDS = 300
 START_SECONDS = 300
 # After a failure: how long the rank that caused it may take to say so.
 LAST_WORD_SECONDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start is what a rank is told first.
+
+    port    of rank 0's store, by which ranks find each other
+    config  as rank 0 reads the checkpoint, for families may be the caller's own
+    """
+
+    rank: int
+    size: int
+    port: int
+    timeout: float
+    checkpoint: Checkpoint
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    threads: int
+    seed: int
+    adapters: dict[str, str]
+
+    def join(self, store: dist.Store | None = None) -> Ranks:
+        """Meets the other ranks in the default process group of torch.distributed, and returns this rank's view of
+        them. store: rank 0's own."""
+        for name in ("lo", "lo0"):
+            if name in (interface for _, interface in socket.if_nameindex()):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        limit = timedelta(seconds=self.timeout)
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo",
+            store=store or dist.TCPStore(_HERE, self.port, self.size, timeout=limit),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=limit,
+        )
+        return Ranks()
 
 
 class Team(Worker):
@@ -78,25 +117,28 @@ class Team(Worker):
                 field="tensor_parallel",
                 remedy="end what uses it (close() of another LLM), or use a process of its own",
             )
-        self._meeting = Meeting()
+        listener = socket.create_server((_HERE, 0))
+        port = listener.getsockname()[1]
+        how = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+        store = dist.TCPStore(_HERE, port, size, timeout=timedelta(seconds=TIMEOUT_SECONDS), **how)
         self._turn = threading.RLock()
         self._forgotten: deque[int] = deque()
         self._failure: BaseException | None = None
         starts = [
             Start(
-                rank, size, self._meeting.path, TIMEOUT_SECONDS, replace(checkpoint), config,
+                rank, size, port, TIMEOUT_SECONDS, replace(checkpoint), config,
                 dtype, torch.device("cuda", rank) if device.type == "cuda" else device, threads, seed, dict(adapters),
             )
             for rank in range(size)
         ]  # fmt: skip
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        self._end = weakref.finalize(self, _end, self._processes, self._pipes, self._meeting)
+        self._end = weakref.finalize(self, _end, self._processes, self._pipes)
         try:
             for start in starts[1:]:
                 self._launch(start)
             self._hear("up")
-            self.ranks = starts[0].join()
+            self.ranks = starts[0].join(store)
         except BaseException as error:
             self._fail(error)
 
@@ -162,7 +204,7 @@ class Team(Worker):
             # Results may go to standard output: no rank writes there.
             process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno(), *self._meeting.fds],
+                pass_fds=[theirs.fileno()],
                 stdout=subprocess.DEVNULL,
                 env=environment,
                 close_fds=True,
@@ -242,7 +284,7 @@ def _check_devices(device: torch.device, size: int) -> None:
         )
 
 
-def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection], meeting: Meeting) -> None:
+def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection]) -> None:
     """Closes the pipes, at which ranks end; those that do not are made to."""
     for pipe in pipes:
         pipe.close()
@@ -255,4 +297,3 @@ def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection], meet
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    meeting.close()

@@ -181,7 +181,6 @@ def test_blocks_are_runs():
 def test_an_estimate_is_corrected_by_the_answers():
     router = Router()
     router.join("http", reports=False, capacity=100_000)
-    assert router.is_estimate("http")
     prompts = [Prompt(np.arange(i * 10_000, i * 10_000 + 1000)) for i in range(20)]
     for i, prompt in enumerate(prompts):
         router.send(i, prompt, "http")
