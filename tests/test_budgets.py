@@ -33,10 +33,10 @@ BUDGETS = {
     "records": (2150, 1750),
     "report": (800, 700),
     "job": (2500, 2050),
-    "cluster": (5200, 3500),
+    "cluster": (4930, 3500),
     "serve": (5140, 3900),
-    "simulate": (1350, 1150),
-    "integrations": (1150, 800),
+    "simulate": (1300, 1150),
+    "integrations": (1080, 800),
     "cli": (3260, 2500),
 }
 
