@@ -23,6 +23,7 @@ from prefold.images.gemma3 import Gemma3Processor
 from prefold.images.idefics3 import Idefics3Processor
 from prefold.images.image import Image
 from prefold.images.processor import Processor
+from prefold.images.queue import ImageQueue
 from prefold.images.tower_config import TowerConfig
 from prefold.images.worker import image_part
 from prefold.model import config_from
@@ -81,7 +82,7 @@ class Bench:
         """A chat's one question, with the image before it."""
         tokenizer, processor = self.tokenizer, self.processor
         layout = processor.layout(image.height, image.width)
-        medium = engine.media.medium(
+        medium = engine.part(ImageQueue).desk.media.medium(
             processor.key(image.digest), tiles=layout.tiles, rows_per_tile=processor.rows_per_tile, span=processor.span,
             load=lambda: processor.tiles(image),
         )  # fmt: skip
@@ -184,7 +185,7 @@ class Asker:
         rows = answer.tokens if answer.finish_reason == "stop" else answer.tokens[:-1]
         self.prompts.append((*self._request.tokens.tolist(), *rows))
         if self.variant == "no reuse":
-            self.engine.images.clear()
+            self.engine.part(ImageQueue).desk.clear()
         return True
 
     def end(self) -> Run:

@@ -102,9 +102,10 @@ class LLM(NumericTasks, Texts):
                 self._team.close()
             raise
         eos_ids = generation_settings(self.checkpoint, self.tokenizer, self.config.vocab_size)[0]
-        self.engine = Engine(self._team or worker, EngineOptions.of(o, eos_ids), media=media)
+        self.media = MediaTable() if media is None else media
+        self.engine = Engine(self._team or worker, EngineOptions.of(o, eos_ids), beside=(self.media,))
         reader = Reader(hosts=MediaHosts(frozenset(o.images.allow_media_host)))
-        self.images = image_inputs(self.checkpoint, self.config, self.tokenizer, self.engine.media, reader)
+        self.images = image_inputs(self.checkpoint, self.config, self.tokenizer, self.media, reader)
 
     def _start_ranks(self) -> Team | None:
         """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""
@@ -164,11 +165,6 @@ class LLM(NumericTasks, Texts):
     def stats(self) -> Stats:
         """Returns the counters of all calls so far: what was asked for, and what was computed."""
         return self.engine.stats
-
-    @property
-    def media(self) -> MediaTable:
-        """Returns the table that gives the rows of images their ids."""
-        return self.engine.media
 
     @property
     def cache(self) -> RadixCache | None:

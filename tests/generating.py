@@ -10,10 +10,17 @@ import torch
 
 from prefold import LLM
 from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.images.desk import ImageDesk
+from prefold.images.queue import ImageQueue
 from prefold.stream import Spool
 from prefold.types import Generated, Request, Sampling
 from prefold.worker.local import LocalWorker
 from prefold.worker.protocol import parts_of
+
+
+def image_desk(engine: Engine) -> ImageDesk:
+    """Returns what sees to it that an engine's worker has the rows of images."""
+    return engine.part(ImageQueue).desk
 
 
 def engine_of(
@@ -26,7 +33,7 @@ def engine_of(
     return Engine(
         LocalWorker(llm.model, parts=parts_of(llm.model, llm.checkpoint)),
         EngineOptions(sharing=sharing, max_batch_rows=rows, generation=generation, eos_ids=eos_ids),
-        media=media,
+        beside=[] if media is None else [media],
     )
 
 

@@ -6,18 +6,14 @@ Numeric runs are in `stream.py`, text that is generated in `generate.py` and `ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from ..errors import InputError
-from ..images.desk import ImageDesk
-from ..images.steps import ImageFacts
-from ..images.table import MediaTable
-from ..looped.engine import check_visits, visits_of
-from ..schedule.kinds import check_schedulers
+from ..schedule.parts import engine_parts
 from ..stream import Window
 from ..text import Tokenizer
 from ..types import Exits, Generated, Readout, Request, Result, Sharing, Stats
@@ -36,6 +32,8 @@ from .stream import run_stream
 
 __all__ = ["Engine"]
 
+P = TypeVar("P")
+
 
 class Engine(EngineLoop):
     """An Engine runs requests on a worker: numeric runs, and text that is generated. Raises InputError for options that
@@ -50,18 +48,14 @@ class Engine(EngineLoop):
         worker: Worker,
         options: EngineOptions = EngineOptions(),  # noqa: B008
         *,
-        media: MediaTable | None = None,
+        beside: Sequence[object] = (),
     ):
-        """media: what gives the rows of images their ids, where requests are made before the engine."""
+        """beside: what features are to use in place of their own, where requests are made before the engine."""
         super().__init__()
         self.worker = worker
         self.options = options
         self.meter = Meter()
-        self._visits = visits_of(worker.facts, options.generation)
-        check_schedulers(worker.facts, options.generation, self.sharing)
-        self.media = MediaTable() if media is None else media
-        takes_images = worker.facts.of(ImageFacts) is not None
-        self.images = ImageDesk(worker, self.media, options.images.media_memory, self.meter) if takes_images else None
+        self.parts = engine_parts(worker, options, self.meter, beside)
         self._choice = SharingChoice(cast(float, options.sharing_threshold))
         self._budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)
 
@@ -75,6 +69,10 @@ class Engine(EngineLoop):
                 remedy=f"give {span} or more",
             )
         return StepBudget(rows, least=max(1, span))
+
+    def part(self, kind: type[P]) -> P | None:
+        """Returns what a feature has added to this engine; None where it has added nothing."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -128,11 +126,14 @@ class Engine(EngineLoop):
         """
         choice = self._choice if sharing is None else None
         sharing = sharing or self.sharing
-        check_visits(readout.exits, self.worker.facts, self._visits)
-        if self._visits is not None:
-            yield from self._run_visits(windows, readout, sharing, on_step, stopping)
+        for part in self.parts:
+            part.check(readout.exits, sharing)
+        how: dict[str, Any] = {"stopping": stopping}
+        if self.all_in_slots:
+            with self.meter.heard_by(on_step):
+                yield from self._run_probes(last_rows(windows, readout), readout, how, shares=sharing == "full")
             return
-        how: dict[str, Any] = {"sharing": sharing, "meter": self.meter, "stopping": stopping, "images": self.images}
+        how |= {"sharing": sharing, "meter": self.meter}
         how["loop"] = self
         how["choice"] = choice
         how["budget"] = budget or (self._budget if max_batch_rows is None else self._budget_of(max_batch_rows))
@@ -157,28 +158,12 @@ class Engine(EngineLoop):
     @property
     def may_read_in_slots(self) -> bool:
         """Returns whether any requests are read so (see `reads_in_slots`): else no number needs the KV store."""
-        return self._visits is not None or (self.options.cache_prefill and self.sharing == "full")
+        return self.all_in_slots or (self.options.cache_prefill and self.sharing == "full")
 
     @property
-    def rows_leave(self) -> bool:
-        """Returns whether rows may leave before the last visit, or take routes, so that all is read in slots."""
-        return self._visits is not None
-
-    def _run_visits(
-        self,
-        windows: Iterable[Window | None],
-        readout: Readout,
-        sharing: Sharing,
-        on_step: Callable[[StepInfo], None] | None,
-        stopping: Callable[[], bool],
-    ) -> Iterator[tuple[bytes, Result | InputError]]:
-        """Runs windows whose rows leave, or take routes: in the slots of the KV store, so that last rows are read."""
-        if sharing == "mlp":
-            remedy = 'use full or off, or give the LLM looped={"exits": "read"}'
-            raise InputError("rows that leave share all or nothing", field="sharing", remedy=remedy)
-        how: dict[str, Any] = {"stopping": stopping}
-        with self.meter.heard_by(on_step):
-            yield from self._run_probes(last_rows(windows, readout), readout, how, shares=sharing == "full")
+    def all_in_slots(self) -> bool:
+        """Returns whether all numbers are read there, jobs' too: of last rows alone."""
+        return any(part.in_slots for part in self.parts)
 
     def _run_probes(
         self,
@@ -209,7 +194,7 @@ class Engine(EngineLoop):
     def make_generator(self) -> Generator:
         """Returns what generates text. It holds the KV store. Raises InputError where none can be made."""
         _check_sharing(self.sharing)
-        return Generator(self.worker, self.options, self._budget, self.meter, self.images)
+        return Generator(self.worker, self.options, self._budget, self.meter, self.parts)
 
     def namespace_of(self, request: Request) -> tuple[Hashable, ...]:
         """Returns the namespace in which the KV store holds the rows of a request that is continued."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from ..looped.steps import VisitResult
 from ..schedule.generate_step import GenerateStep
 from ..schedule.steps import SlotResult, SlotStep
 from ..types import GenerationStats, Result
@@ -46,14 +45,14 @@ class Flight:
                 else:
                     one = slice(place, place + 1)
                     reader.result = Result(found.values[one].copy(), found.greedy[one].copy())
-        ended: list[bool] = []
+        taken, ended = result.taken, list[bool]()
         failed: dict[Hashable, Exception] = {}
         for i, (running, reader, token) in enumerate(
             zip(self.step.takers, self.readers, result.ids.tolist(), strict=True)
         ):
             ends = True
-            if isinstance(result, VisitResult) and not result.taken[i]:
-                ends = False  # its row has not left
+            if taken is not None and not taken[i]:
+                ends = False
             elif running.state != "ended":
                 had = len(reader.tokens)
                 try:

@@ -12,22 +12,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError
-from ..images.desk import ImageDesk
-from ..images.queue import ImageQueue
-from ..looped.engine import visits_of
-from ..looped.steps import VisitResult
 from ..schedule.admission import InOrder
 from ..schedule.generate_step import NOBODY, GenerateStep, Running
-from ..schedule.kinds import make_scheduler
-from ..shifted.engine import may_shift, send_moves
-from ..shifted.scheduler import ShiftingScheduler
+from ..schedule.parts import EnginePart, hooks, make_scheduler
 from ..text import Tokenizer
 from ..types import GenerationStats, Owner, Readout, Request
 from ..worker.protocol import Worker
@@ -42,9 +36,6 @@ from .step_rows import StepRows
 
 __all__ = ["Generator"]
 
-# How long the tower runs at a time where nobody else could.
-IDLE_SECONDS = 0.25
-
 
 class Generator:
     """A Generator runs requests by continuous batching.
@@ -52,7 +43,7 @@ class Generator:
     worker   computes the steps, and holds the KV store
     budget   the most rows of a step
     meter    counts what is done
-    images   sees to it that the worker has the rows of images; None: it takes none
+    parts    what features add to the engine
     """
 
     def __init__(
@@ -61,20 +52,19 @@ class Generator:
         engine: EngineOptions,
         budget: StepBudget,
         meter: Meter,
-        images: ImageDesk | None = None,
+        parts: Sequence[EnginePart] = (),
     ):
-        self.worker, self.images = worker, images
+        self.worker = worker
         self.options = options = engine.generation
         self.sharing = engine.sharing == "full"
-        self.visits = visits_of(worker.facts, options)
-        self.scheduler: Any = make_scheduler(worker, options, budget.rows, None if images is None else images.held)
-        if images is not None:
-            images.media.watch(self.scheduler.tree)
-        self._pictures = None if images is None else ImageQueue(images)
-        self._shifting = self.scheduler if isinstance(self.scheduler, ShiftingScheduler) else None
-        self.depth = worker.facts.slot_depth if self.visits is None else 1
+        self.scheduler: Any = make_scheduler(parts, worker, options, budget.rows)
+        self._parts = parts
+        self._on_submit, self._on_forget = hooks(parts, "submit"), hooks(parts, "forget")
+        self._before_plan, self._after_plan = hooks(parts, "before_plan"), hooks(parts, "after_plan")
+        self._on_message = hooks(parts, "message")
+        self.depth = worker.facts.slot_depth if self.scheduler.makes_passes else 1
         self._budget, self._meter = budget, meter
-        self._maker = Maker(worker.facts, engine.eos_ids, reserve=options.reserve_output, visits=self.visits)
+        self._maker = Maker(worker.facts, engine.eos_ids, reserve=options.reserve_output, checks=hooks(parts, "check"))
         self._keys = itertools.count()
         self._new: deque[OpenRequest] = deque()
         self._left: deque[int] = deque()
@@ -86,7 +76,7 @@ class Generator:
         self._has_failed = False  # whether the last step raised an error
         self._finished = 0.0  # when the last step was
         # Where nobody says how many rows a step may have, it is found where the worker is one for which that helps.
-        learns = engine.max_batch_rows is None and worker.facts.learns_rows and self.visits is None
+        learns = engine.max_batch_rows is None and worker.facts.learns_rows and self.scheduler.makes_passes
         self._rows = StepRows(self.scheduler, budget, learns=learns)
 
     # ------------------------------------------------------------------------------------------- what is asked
@@ -180,8 +170,7 @@ class Generator:
         """Answers all requests with an error that left the books as nobody knows, and begins anew without them."""
         for one in (*self._new, *self._open.values(), *self._held.values()):
             one.on_done(error)
-            if self._pictures is not None:
-                self._pictures.discard(one.key)
+            self._forget(one.key)
         for some in (self._new, self._left, self._open, self._held, self._flights):
             some.clear()
         self.scheduler.clear()
@@ -248,8 +237,7 @@ class Generator:
         one = self._open.pop(key, None) or self._held.pop(key, None)
         if one is None:
             return
-        if self._pictures is not None:
-            self._pictures.discard(key)
+        self._forget(key)
         for reader in one.readers:
             reader.cancel()
         if one.is_done:  # of numbers nothing comes
@@ -257,15 +245,9 @@ class Generator:
 
     def _submit(self, one: OpenRequest) -> None:
         request = one.request
-        if self._pictures is not None:
-            self._pictures.add(one.key, request.tokens)
-        exits, how = one.readers[0].exits, {}
-        if self.visits is not None:
-            how = {"exits": exits, "decided": one.decided}
-        elif exits is not None and exits.route is not None:
-            how = {"route": exits.route}
-        if self._shifting is not None:
-            how["shifts"] = may_shift(one)
+        how: dict[str, Any] = {}
+        for submit in self._on_submit:
+            how |= submit(one)
         try:
             self.scheduler.submit(
                 one.key,
@@ -284,9 +266,19 @@ class Generator:
     def _tell(self, one: OpenRequest, answer: Answer | Exception) -> None:
         """Tells the answer to a request, which is then no longer open."""
         self._open.pop(one.key, None)
-        if self._pictures is not None:
-            self._pictures.discard(one.key)
+        self._forget(one.key)
         one.on_done(answer)
+
+    def _forget(self, key: int) -> None:
+        for forget in self._on_forget:
+            forget(key)
+
+    def _fail(self, failed: Mapping[Hashable, Exception]) -> None:
+        """Ends requests that cannot go on, by their keys, each with its error."""
+        for key, error in failed.items():
+            self.scheduler.cancel(key)
+            if key in self._open:
+                self._tell(self._open[key], error)  # type: ignore[index]
 
     def _begin_anew(self) -> None:
         """Makes the scheduler's books anew from the open requests."""
@@ -316,47 +308,25 @@ class Generator:
             for key, error in self.scheduler.admit():
                 if key in self._open:
                     self._tell(self._open[key], error)  # type: ignore[index]
-            if self._shifting is not None:
-                send_moves(self.worker, self._shifting, self._open, self._meter)
             self._rows.before_plan()
-            waits = False
-            if self._pictures is not None:
-                waits, lost = self._pictures.want(self.scheduler.running)
-                self._fail_images(lost, "nobody holds it any more")
+            for before_plan in self._before_plan:
+                self._fail(before_plan(self.scheduler, self._open))
             step = self.scheduler.plan()
-        moved = bool(self._flights) or step is not None or waits
+        moved = bool(self._flights) or step is not None or any(part.is_waiting for part in self._parts)
         if self._flights and (step is None or not is_known(step, self._readers(step))):
             self._land()  # to be planned anew, with the tokens that it cannot do without
         elif step is not None:
             self._start(step, started)
-        if self._pictures is not None:
-            seconds = None
-            if step is not None:
-                seconds = self._pictures.seconds_after(step.num_rows, time.perf_counter() - started)
-            if waits:
-                self._encode(seconds)
+        for after_plan in self._after_plan:
+            if failed := after_plan(None if step is None else step.num_rows, time.perf_counter() - started):
+                with self._change():
+                    self._fail(failed)
         self._has_failed = False
         return moved
 
-    def _encode(self, seconds: float | None) -> None:
-        """Runs the tower for about so many seconds; None: nobody else has anything to do. Where it fails for an image,
-        the requests end that need it now."""
-        assert self._pictures is not None
-        keys, why = self._pictures.encode(IDLE_SECONDS if seconds is None else seconds, idle=seconds is None)
-        if keys:
-            with self._change():
-                self._fail_images(keys, why)
-
-    def _fail_images(self, keys: Iterable[Hashable], why: str) -> None:
-        for key in keys:
-            error = InputError(f"an image cannot be encoded: {why}", field="image", code="image_failed")
-            self.scheduler.cancel(key)
-            if key in self._open:
-                self._tell(self._open[key], error)  # type: ignore[index]
-
     def _start(self, step: GenerateStep, started: float) -> None:
         readers = self._readers(step)
-        message = message_of(self.worker.facts, step, readers, visits=self.visits is not None)
+        message = message_of(self.worker.facts, step, readers, self._on_message)
         planned = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
         if ticket is None:
@@ -391,15 +361,9 @@ class Generator:
             self._flights.popleft()
             ended, failed = flight.take(result, stats)
             ids = np.maximum(result.ids, 0).tolist()
-            if isinstance(result, VisitResult):
-                done = self.scheduler.commit(flight.step, result, ids, ended)
-            else:
-                done = self.scheduler.commit(flight.step, ids, ended)
+            done = self.scheduler.commit(flight.step, ids, ended, result)
             requests, tokens = self._tell_ended(flight, ended)
-            for key, error in failed.items():
-                self.scheduler.cancel(key)
-                if key in self._open:
-                    self._tell(self._open[key], error)  # type: ignore[index]
+            self._fail(failed)
         again = stats.recomputed_rows + stats.discarded_rows - before
         self._account(flight, requests, tokens, again, done)
 
@@ -424,9 +388,7 @@ class Generator:
             stats.generation = self.scheduler.stats = GenerationStats()
 
     def _account(self, flight: Flight, requests: int, tokens: int, again: int, done: list[Running]) -> None:
-        step = flight.step
-        # Where a step is a visit, a row counts at its first.
-        rows = step.num_rows if self.visits is None else step.first_rows
+        step, rows = flight.step, flight.step.first_rows
         self._meter.add(
             seconds={"compile": self.worker.compile_seconds()},
             steps=1,

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 from ..cache import RadixCache
 from ..errors import ForkedError, InputError, OutOfMemoryError, PrefoldError, RankError
 from ..schedule.generate_step import NOBODY
+from ..schedule.parts import EnginePart
 from ..text import Tokenizer
 from ..types import Owner, Readout, Request, Result, Stats
 from .fault import find_fault
@@ -143,7 +144,7 @@ class EngineLoop:
 
     The thread begins with the first request. A step that raises an error ends the requests that it fails for (see
     `fault.py`), and the thread goes on. It does not keep the engine: it ends with it. A subclass has the attributes
-    meter, images, and `make_generator`.
+    meter, parts, and `make_generator`.
 
     failure  of the last step, where no request alone could be at fault, and when that was (failed_at); None after a
              step that did not fail
@@ -151,7 +152,7 @@ class EngineLoop:
     """
 
     meter: Meter
-    images: Any
+    parts: Sequence[EnginePart]
     make_generator: Callable[[], Generator]
 
     def __init__(self) -> None:
@@ -315,8 +316,8 @@ class EngineLoop:
         if pace is not None:
             pace.reading = lambda: self._readings.has_interactive
             self._readings.share_of = pace.admission.share_of
-            if self.images is not None:
-                self.images.set_tenants(pace.admission.tenant_of)
+            for part in self.parts:
+                part.set_tenants(pace.admission.tenant_of)
         with self._lock:
             self.pace, generator = pace, self._generator
         if generator is not None:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from ..looped.decode_step import DecodeStep
-from ..looped.draft import RoutedStep
-from ..looped.steps import VisitStep
 from ..schedule.generate_step import GenerateStep
 from ..schedule.steps import Numbers, SlotStep
-from ..types import Exits, Readout
+from ..types import Readout
 from ..worker.protocol import Facts
 from .requests import NumberReader, Reader, adapter_number
 from .sampling import drawing_of
 
-__all__ = ["is_known", "message_of"]
+__all__ = ["adapter_of", "is_known", "message_of"]
 
 
 def message_of(
-    facts: Facts, step: GenerateStep | RoutedStep | DecodeStep, readers: Sequence[Reader], *, visits: bool
-) -> SlotStep | VisitStep:
-    """Returns the message of a step, with how tokens are chosen, what is read as numbers, the rows' adapters, and when
-    rows are read.
+    facts: Facts,
+    step: GenerateStep,
+    readers: Sequence[Reader],
+    hooks: Sequence[Callable[[GenerateStep, Sequence[Reader]], Mapping[str, Any]]] = (),
+) -> SlotStep:
+    """Returns the message of a step, with how tokens are chosen, what is read as numbers, and the rows' adapters.
 
     readers  of the step's takers
-    visits   whether a step is a visit; then its rows say themselves when they leave
+    hooks    return further fields of the message
     """
     drawing = drawing_of([reader.state for reader in readers], [running.unknown for running in step.takers])
     numbers = _numbers_of(readers)
@@ -35,16 +35,13 @@ def message_of(
     if facts.adapters:
         adapters = np.full(step.num_rows, -1, np.int64)
         for namespace, first, stop in step.namespaces:
-            adapters[first:stop] = _adapter(facts, namespace)
-    exits = None if visits else _exits_of(readers)
-    if drawing is None and not numbers and adapters is None and exits is None:
+            adapters[first:stop] = adapter_of(facts, namespace)
+    more: dict[str, Any] = {}
+    for hook in hooks:
+        more |= hook(step, readers)
+    if drawing is None and not numbers and adapters is None and not more:
         return step.message
-    if isinstance(step, GenerateStep):
-        return replace(step.message, drawing=drawing, numbers=numbers, adapters=adapters, exits=exits)
-    projected = None
-    if adapters is not None:
-        projected = np.array([_adapter(facts, namespace) for namespace in step.projects], np.int64)
-    return replace(step.message, drawing=drawing, numbers=numbers, adapters=adapters, project_adapters=projected)
+    return replace(step.message, drawing=drawing, numbers=numbers, adapters=adapters, **more)
 
 
 def is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
@@ -55,19 +52,10 @@ def is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
     )
 
 
-def _adapter(facts: Facts, namespace: Sequence[object]) -> int:
+def adapter_of(facts: Facts, namespace: Sequence[object]) -> int:
     """Returns the number of the adapter of a namespace, -1: none."""
     number = adapter_number(facts, namespace[0])  # type: ignore[arg-type]
     return -1 if number is None else number
-
-
-def _exits_of(readers: Sequence[Reader]) -> np.ndarray | None:
-    """Returns when the rows of a step's reads leave, as of SlotStep; None: all as the checkpoint says."""
-    if all(reader.read_exits is None for reader in readers):
-        return None
-    asked = [reader.read_exits or Exits() for reader in readers]
-    rows = [(one.threshold, one.min_visits, one.max_visits or np.inf) for one in asked]
-    return np.array(rows, np.float64)  # None becomes nan
 
 
 def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:

@@ -9,9 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import InputError
-from ..looped.engine import check_visits
-from ..looped.scheduler import VisitOptions
-from ..looped.sequence import Decided
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
@@ -27,10 +24,7 @@ Answer = list[Generated] | Result | InputError
 
 
 class NumberReader:
-    """A NumberReader takes the numbers that are read at the last row of a prompt. It has no tokens, and takes none.
-
-    read_exits  what is said of the visit that the row is read after; None: as the checkpoint says
-    """
+    """A NumberReader takes the numbers that are read at the last row of a prompt. It has no tokens, and takes none."""
 
     number = 0
     state = None
@@ -38,7 +32,6 @@ class NumberReader:
 
     def __init__(self, readout: Readout, target: int):
         self.readout, self.target, self.exits = readout, target, readout.exits
-        self.read_exits = None if readout.exits is None else readout.exits.without_route()
         self.result: Result | None = None
 
     @property
@@ -69,7 +62,7 @@ class OpenRequest:
     again          whether it is a further read of a prompt, which an earlier request counts
     cached_tokens  how many of the prompt's rows the first sample found in place
     approximate_tokens  how many of the prompt's rows were copied from other positions
-    decided        which blocks its rows visit, and after which visits they left, as far as that was decided
+    notes          what parts of the engine keep with it
     """
 
     key: int
@@ -83,7 +76,7 @@ class OpenRequest:
     again: bool = False
     cached_tokens: int = 0
     approximate_tokens: int = 0
-    decided: Decided = field(default_factory=Decided)
+    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -124,11 +117,13 @@ class Maker:
     """A Maker makes an OpenRequest of what is asked, in any thread.
 
     reserve  whether room for the whole output is set aside where its length is given
-    visits   how rows go through the model a visit at a time; None: a step is a whole pass
+    checks   take the exits of a request, and raise InputError for those that cannot be followed
     """
 
-    def __init__(self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool, visits: VisitOptions | None = None):
-        self.facts, self.eos_ids, self._reserve, self._visits = facts, tuple(eos_ids), reserve, visits
+    def __init__(
+        self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool, checks: Iterable[Callable[..., None]] = ()
+    ):
+        self.facts, self.eos_ids, self._reserve, self._checks = facts, tuple(eos_ids), reserve, checks
         self._texts: _TextMakers | None = None
 
     def make(
@@ -150,8 +145,9 @@ class Maker:
         owner    for whom it runs
         """
         adapter_number(self.facts, request.adapter)
-        exits = readout.exits if request.sampling is None and readout is not None else None
-        check_visits(request.sampling.exits if request.sampling is not None else exits, self.facts, self._visits)
+        asks = request.sampling or readout
+        for check in self._checks:
+            check(None if asks is None else asks.exits)
         # What does not share is in a namespace of its own.
         namespace = (request.adapter, request.salt, *(() if sharing else (key,)))
         if request.sampling is None:

@@ -39,7 +39,6 @@ class Sample:
     finish_reason  why it ended; None while it has not
     state          what the choice of its next token depends on
     error          why there is no result; None where there is one
-    read_exits     what is said of the visits that its rows are read after; None: as the checkpoint says
     on_text        called with every piece of text as it becomes final; None: nobody listens
     """
 
@@ -59,8 +58,7 @@ class Sample:
         sampling = request.sampling
         assert sampling is not None
         self.number = number
-        self.exits = exits = sampling.exits
-        self.read_exits = None if exits is None else exits.without_route()
+        self.exits = sampling.exits
         self.tokens: list[int] = []
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
         self.error: InputError | None = None

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import InputError
-from ..images.desk import ImageDesk
 from ..prefix import SPAN_BASE, common_prefix_lengths, lexsort_sequences
+from ..schedule.parts import hooks
 from ..schedule.prefill import PlannedStep, PrefillScheduler
 from ..schedule.steps import StepResult
 from ..stream import Window
@@ -47,7 +47,6 @@ def run_stream(
     budget: StepBudget,
     meter: Meter,
     stopping: Callable[[], bool] = lambda: False,
-    images: ImageDesk | None = None,
     loop: EngineLoop,
 ) -> Iterator[tuple[bytes, Result]]:
     """Yields (tag, result) of every request when the step that ends it has been computed.
@@ -57,10 +56,9 @@ def run_stream(
 
     choice     with sharing "full": says which windows run as with "off"; None: none
     stopping   called after every step: once it returns True, no more steps are begun
-    images     sees to it that the worker has the rows of images; None: it takes none
-    loop       has the thread in which the worker is asked for steps
+    loop       has the thread in which the worker is asked for steps, and the parts of the engine
     """
-    run = _StreamRun(worker, readout, sharing, choice, budget, meter, images, loop.call)
+    run = _StreamRun(worker, readout, sharing, choice, budget, meter, loop)
     # Wherever Ctrl-C falls, the worker forgets the stream after the last of its steps.
     end = weakref.finalize(run, loop.post, worker.forget, run.number)
     begun: deque[_Begun] = deque()
@@ -109,10 +107,9 @@ class _StreamRun:
         choice: SharingChoice | None,
         budget: StepBudget,
         meter: Meter,
-        images: ImageDesk | None,
-        call: Callable[[Callable[[], Any]], Any],
+        loop: EngineLoop,
     ):
-        self._images, self._call = images, call
+        self._call, self._using = loop.call, hooks(loop.parts, "using")
         self.number = next(_NUMBERS)
         self._worker, self._readout, self._sharing = worker, readout, sharing
         self._choice = choice
@@ -171,7 +168,9 @@ class _StreamRun:
                 yield _Begun(work.results, planned, ticket, started + self._budget.paused - paused)
 
     def _start(self, planned: PlannedStep, rows: int, prepared: Any) -> Ticket | None:
-        with nullcontext() if self._images is None else self._images.using(planned.message.tokens):
+        with ExitStack() as stack:
+            for using in self._using:
+                stack.enter_context(using(planned.message.tokens))
             return self._budget.start(self._worker, planned.message, rows, prepared)
 
     def finish(self, step: _Begun) -> Iterator[tuple[bytes, Result]]:

@@ -6,10 +6,12 @@ from typing import Any
 
 from ..checkpoint.checkpoint import TOWERS
 from ..model.families import add_families
+from ..schedule.parts import EnginePart, add_engine_part
 from ..worker.protocol import WorkerPart, add_part
 from .config import SeeingConfig
 from .families import REFUSED, gemma3_images, idefics3_images
 from .gguf import config_with_tower
+from .steps import ImageFacts
 
 add_families(
     {
@@ -38,3 +40,15 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
 
     # Each rank encodes whole images: their rows are wanted whole on all.
     return image_part(load_tower(checkpoint, model.config, dtype=model.dtype, device=model.device, seed=seed))
+
+
+@add_engine_part
+def _engine_part(worker: Any, options: Any, meter: Any, beside: Any) -> EnginePart | None:
+    if worker.facts.of(ImageFacts) is None:
+        return None
+    from .desk import ImageDesk
+    from .queue import ImageQueue
+    from .table import MediaTable
+
+    table = next((one for one in beside if isinstance(one, MediaTable)), None)
+    return ImageQueue(ImageDesk(worker, MediaTable() if table is None else table, options.images.media_memory, meter))

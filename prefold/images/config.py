@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from ..model.config import ModelConfig
 from .tower_config import TowerConfig
 
-__all__ = ["SeeingConfig", "tower_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SeeingConfig(ModelConfig):

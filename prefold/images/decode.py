@@ -13,8 +13,6 @@ from ..errors import InputError
 from ..helper import Ended, Helper
 from .image import Image, pillow
 
-__all__ = ["Allowance", "Decoded", "Decoder", "Limits"]
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

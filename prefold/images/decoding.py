@@ -14,8 +14,6 @@ from ..errors import InputError
 from ..helper import answer_all, limit_process
 from .image import image_of, pillow
 
-__all__ = ["main"]
-
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 # What files of other kinds begin with.
 OTHERS = (

@@ -19,8 +19,6 @@ from ..worker.protocol import Worker
 from .steps import DropImages, EncodeImage, ImageFacts
 from .table import MediaTable
 
-__all__ = ["ImageDesk"]
-
 # In place of the tiles of an image that cannot be read.
 NO_TILES = np.empty((0, 0, 0, 0), np.float32)
 

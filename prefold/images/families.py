@@ -13,8 +13,6 @@ from ..model.decoders import HFConfig, gemma3, llama
 from .config import SeeingConfig
 from .tower_config import TowerConfig, gemma3_tower, idefics3_tower
 
-__all__ = ["REFUSED", "gemma3_images", "idefics3_images"]
-
 # What a config leaves out of its text_config is as in transformers.
 GEMMA3_TEXT: Mapping[str, Any] = {
     "vocab_size": 262208,

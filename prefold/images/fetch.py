@@ -17,8 +17,6 @@ from urllib.parse import urljoin, urlsplit
 
 from ..errors import InputError
 
-__all__ = ["MediaHosts"]
-
 MOST_REDIRECTS = 5
 REDIRECTS = (301, 302, 303, 307, 308)
 CHUNK = 1 << 16

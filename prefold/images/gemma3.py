@@ -11,8 +11,6 @@ from .image import Image
 from .processor import BILINEAR, Layout, Processor, picture_of, resampling, resized
 from .tower_config import TowerConfig
 
-__all__ = ["Gemma3Processor"]
-
 BEGIN, ROW, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 
 

@@ -9,8 +9,6 @@ from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import MOST_LAYERS, Settings
 from ..errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["config_with_tower", "tower_settings"]
-
 # By the projector's type: the architecture of the whole model, and the text model's that it stands on.
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),

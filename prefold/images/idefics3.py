@@ -11,8 +11,6 @@ from .image import Image
 from .processor import LANCZOS, Layout, Processor, picture_of, resampling, resized
 from .tower_config import TowerConfig
 
-__all__ = ["Idefics3Processor"]
-
 ROW, BORDER, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 # Pixels of the longest side that an image is made no longer than.
 LONGEST = 4096

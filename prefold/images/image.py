@@ -12,8 +12,6 @@ import numpy as np
 
 from ..errors import InputError, MissingExtraError
 
-__all__ = ["Image", "image_of", "pillow"]
-
 # Modes of Pillow with more than 8 bits a channel. Pillow makes all that is above 255 white when it makes RGB of them.
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 # What the EXIF tag 274 says of how the picture is to be turned: 1, or none, is not at all.

@@ -29,16 +29,6 @@ from .reading import Reader, content_of, is_picture
 from .recent import RecentFiles, RecentImages, Seen
 from .table import MediaTable
 
-__all__ = [
-    "Chat",
-    "ImageInputs",
-    "Loading",
-    "all_images",
-    "chat_of",
-    "image_inputs",
-    "refuse_images",
-]
-
 # Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
 IMAGE_PARTS = ("image_url", "input_image", "image")
 LOAD = "load a model that sees images: a folder of Gemma 3 (4B and larger), Idefics3 or SmolVLM, or its GGUF file with "

@@ -16,7 +16,6 @@ from .tower_config import TowerConfig
 if TYPE_CHECKING:
     from ..text import Tokenizer
 
-__all__ = ["load_processor"]
 
 KINDS: dict[str, type[Processor]] = {"gemma3": Gemma3Processor, "idefics3": Idefics3Processor}
 # Where transformers keeps the settings: since version 5 inside the first file, before in the second.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-__all__ = ["TowerPace"]
-
 # The tower goes on where steps take long for another reason: it has this part of their time at least.
 LEAST = 0.25
 # So many steps after the tower's work it shows no more in how long one takes: the second step is still slower.

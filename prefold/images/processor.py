@@ -21,8 +21,6 @@ from ..errors import InputError, UnsupportedModelError
 from .image import Image, pillow
 from .tower_config import TowerConfig
 
-__all__ = ["Layout", "Processor"]
-
 BILINEAR, LANCZOS = 2, 1  # of Pillow
 SETTINGS: Mapping[str, Any] = {
     "do_rescale": True,

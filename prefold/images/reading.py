@@ -19,8 +19,6 @@ from .decode import Allowance, Decoded, Decoder
 from .fetch import MediaHosts
 from .image import Image, image_of
 
-__all__ = ["Reader", "content_of", "is_picture"]
-
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.+=-]+)*),", re.ASCII)
 FILE_ID = re.compile(r"file-[0-9a-zA-Z_-]+", re.ASCII)
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):", re.ASCII)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from .decode import Decoded
 from .image import Image
 
-__all__ = ["RecentFiles", "RecentImages", "Seen"]
-
 MEMORY = 64 << 20
 FILES = 4096
 

@@ -26,8 +26,6 @@ from .items import Loading
 from .processor import Processor
 from .table import MediaTable
 
-__all__ = ["HeldPictures", "SentPictures"]
-
 
 class SentPictures:
     """A SentPictures knows which images each replica holds, and which of its requests need them. table: of the job."""

@@ -9,8 +9,6 @@ import numpy as np
 from ..schedule.steps import Message
 from .tower_config import TowerConfig
 
-__all__ = ["DropImages", "EncodeImage", "Encoded", "ImageFacts"]
-
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:

@@ -20,8 +20,6 @@ from ..errors import InputError
 from ..prefix import MEDIA_BASE, SPAN_BASE
 from ..types import Medium
 
-__all__ = ["MediaTable"]
-
 # Ids that nobody holds are looked for when there are twice as many images as were in use the last time, and so many
 # more.
 SLACK = 256

@@ -16,8 +16,6 @@ from ..model.layers import ActivatedLinear, Linear, Norm
 from ..model.ops import Ops, choose_ops
 from .tower_config import PIECE_ROWS, TowerConfig
 
-__all__ = ["Tower", "TowerAttention", "TowerPass"]
-
 
 class TowerAttention(Protocol):
     """A TowerAttention attends in a layer of the tower: every patch sees all patches of its tile."""

@@ -11,8 +11,6 @@ import numpy as np
 from ..checkpoint.settings import MOST_LAYERS, Settings
 from ..errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["PIECE_ROWS", "TowerConfig", "gemma3_tower", "idefics3_tower"]
-
 # Rows of a piece of the tower's work: with fewer, linears lose speed; more would keep others waiting for longer.
 PIECE_ROWS = 512
 

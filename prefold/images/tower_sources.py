@@ -18,8 +18,6 @@ from ..model.names import tower_name
 from ..model.sources import RandomSource, SafetensorsSource, TensorSource
 from .tower_config import TowerConfig
 
-__all__ = ["PROJECTION", "PROJECTOR_NORM", "open_tower_source"]
-
 PROJECTOR_NORM = "mm_soft_emb_norm.weight"
 # By TowerConfig.kind. That of Gemma 3 is stored as [inputs, outputs], in folders and in GGUF files.
 PROJECTION = {"gemma3": "mm_input_projection_weight", "idefics3": "modality_projection.proj.weight"}

@@ -17,8 +17,6 @@ from .tower import Tower, TowerLayer
 from .tower_config import TowerConfig
 from .tower_sources import PROJECTION, PROJECTOR_NORM, open_tower_source
 
-__all__ = ["load_tower"]
-
 
 def load_tower(
     checkpoint: Checkpoint,

@@ -16,8 +16,6 @@ from ..worker.protocol import DONE, Known, Ticket, WorkerPart
 from .steps import DropImages, Encoded, EncodeImage, ImageFacts
 from .tower import Tower, TowerPass
 
-__all__ = ["ImageRows", "TowerAttend", "image_part"]
-
 # Plans are kept for so many parts of images: those of one size, in all pieces of a layer and a few at once.
 MOST_PLANS = 256
 

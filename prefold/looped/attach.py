@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..model.families import add_families
-from ..schedule.kinds import add_scheduler
+from ..schedule.parts import EnginePart, add_engine_part
 from ..worker.protocol import WorkerPart, add_part
 from .config import LoopedConfig
 from .families import huginn, looped, ouro
@@ -30,8 +30,8 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
     return looped_part(model)
 
 
-@add_scheduler
-def _make(*given: Any) -> Any:
-    from .engine import visit_scheduler
+@add_engine_part
+def _engine_part(worker: Any, options: Any, meter: Any, beside: Any) -> EnginePart:
+    from .engine import engine_part
 
-    return visit_scheduler(*given)
+    return engine_part(worker, options)

@@ -18,8 +18,6 @@ import numpy as np
 from ..cache.radix import RadixCache
 from ..cache.tree import Node, common_prefix
 
-__all__ = ["NodeVisit", "Prefix", "VisitCache", "VisitNode"]
-
 Prefix = tuple[int, ...]
 _NO_SLOTS = np.empty(0, np.int64)
 

@@ -13,8 +13,6 @@ from .sequence import Routed
 if TYPE_CHECKING:
     from .scheduler import VisitScheduler
 
-__all__ = ["check_visits"]
-
 
 def check_visits(scheduler: VisitScheduler) -> None:
     """Raises AssertionError where slots, users of nodes and states of sequences do not agree; for tests."""

@@ -16,8 +16,6 @@ from .steps import DECIDES
 from .tails import TailVisit
 from .visit_options import VisitOptions
 
-__all__ = ["TAIL_SLOTS", "Claims"]
-
 # Slots that a tail takes at once at a visit, so that its rows lie side by side.
 TAIL_SLOTS = 8
 

@@ -8,8 +8,6 @@ from typing import ClassVar
 from ..model.config import ModelConfig
 from .loop import Loop
 
-__all__ = ["LoopedConfig", "loop_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoopedConfig(ModelConfig):

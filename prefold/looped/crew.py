@@ -12,8 +12,6 @@ from .sequence import Routed
 from .steps import PRELUDE
 from .tails import Tails
 
-__all__ = ["Crew"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Route:

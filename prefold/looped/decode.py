@@ -27,8 +27,6 @@ from .sequence import Routed
 from .steps import DECIDES, LEAVES, PRELUDE, STAYS, VisitResult, VisitRounds, VisitStep
 from .tails import Tails
 
-__all__ = ["Decoding"]
-
 NOTHING = np.zeros(0, np.int64)
 # Where no more than so many rows would go on, and no more than half of the sequences have such, they wait for those of
 # the others: on a CPU so few take as long as twice as many, for the weights are read once for all.

@@ -11,8 +11,6 @@ from .crew import Crew
 from .sequence import Routed
 from .steps import VisitResult, VisitStep
 
-__all__ = ["DecodeDraft", "DecodeStep"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DecodeDraft:

@@ -16,8 +16,6 @@ from .cache import NodeVisit, Prefix
 from .sequence import Routed
 from .steps import PRELUDE, Routing, VisitStep
 
-__all__ = ["RoutedStep", "Take", "VisitDraft", "lay_out"]
-
 
 @dataclass(frozen=True, slots=True)
 class Take:

@@ -1,20 +1,122 @@
-"""How a generator goes through its model: in one pass a step, or a visit a step where rows leave or take routes."""
+"""What looped models add to an engine: which exits can be followed, in one pass a step or in a visit a step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from ..cache import SlotPool
-from ..engine.options import GenerateOptions
+from ..engine.messages import adapter_of
+from ..engine.options import EngineOptions, GenerateOptions
 from ..errors import InputError
 from ..schedule.generate_step import Held
-from ..types import Exits
+from ..schedule.parts import EnginePart
+from ..types import Exits, Sharing
 from ..worker.protocol import Facts, Worker
 from .requests import check_exits
-from .scheduler import VisitOptions, VisitScheduler
+from .scheduler import VisitScheduler
+from .sequence import Decided
 from .steps import LoopedFacts, MakeVisitStore
+from .visit_options import VisitOptions
 
-__all__ = ["check_visits", "visit_scheduler", "visits_of"]
+NO_EXITS = (None, 1, np.inf)
+
+
+class Unlooped(EnginePart):
+    """An Unlooped is the part of an engine whose model is not looped: no exits can be followed."""
+
+    def check(self, exits: Exits | None, sharing: Sharing = "full") -> None:
+        check_exits(exits, None)
+
+
+class Passes(EnginePart):
+    """A Passes is the part of an engine whose steps are whole passes through a looped model."""
+
+    def __init__(self, looped: LoopedFacts):
+        self._looped = looped
+
+    def check(self, exits: Exits | None, sharing: Sharing = "full") -> None:
+        if exits is None:
+            return
+        for name in exits.given:
+            if name in ("exit_change", "exit_prompts", "exit_visits"):
+                message = f"{name} is given, and rows make all visits"
+                raise InputError(message, field=name, remedy='give the LLM looped={"exits": "save"}', code="no_exits")
+            if name in ("min_visits", "max_visits") and not self._looped.gate:
+                message = f"{name} is given, and the model has no gate: its rows are read after the last visit"
+                raise InputError(
+                    message, field=name, remedy='leave it out, or give the LLM looped={"exits": "save"}', code="no_gate"
+                )
+        if exits.route is not None and not self._looped.routes:
+            message = "a route is given, and the model's blocks differ in windows or rotary settings"
+            raise InputError(message, field="route", remedy='give the LLM looped={"exits": "save"}', code="no_exits")
+
+    def submit(self, request: Any) -> Mapping[str, Any]:
+        exits = request.readers[0].exits
+        return {} if exits is None or exits.route is None else {"route": exits.route}
+
+    def message(self, step: Any, readers: Sequence[Any]) -> Mapping[str, Any]:
+        rows = [_exits_row(reader.exits) for reader in readers]
+        if all(row == NO_EXITS for row in rows):
+            return {}
+        return {"exits": np.array(rows, np.float64)}  # None becomes nan
+
+
+class Visits(EnginePart):
+    """A Visits is the part of an engine whose rows go through the model a visit at a time.
+
+    visits  how they do
+    """
+
+    in_slots = True
+
+    def __init__(self, worker: Worker, options: GenerateOptions, visits: VisitOptions):
+        self._worker, self._options, self.visits = worker, options, visits
+
+    def check(self, exits: Exits | None, sharing: Sharing = "full") -> None:
+        if sharing == "mlp":
+            remedy = 'use full or off, or give the LLM looped={"exits": "read"}'
+            raise InputError("rows that leave share all or nothing", field="sharing", remedy=remedy)
+        if exits is not None and exits.prompts and self.visits.routed and exits.route is None:
+            message = "exit_prompts is given, and the router reads the prompt's rows after each visit"
+            raise InputError(message, field="exit_prompts", remedy="leave it out, or give a route", code="no_exits")
+
+    def scheduler(self, max_batch_rows: int, held: Held | None) -> VisitScheduler:
+        worker, options, looped = self._worker, self._options, self._worker.facts.of(LoopedFacts)
+        assert looped is not None
+        slots = worker.kv_slots(options.kv_memory, looped.visit_bytes)
+        worker.start(MakeVisitStore(slots + 1)).result()
+        limits = {"max_batch_rows": max_batch_rows, "max_running": options.max_running}
+        slot_bytes = looped.visit_bytes
+        return VisitScheduler(SlotPool(slots), self.visits, **limits, cache=options.cache, slot_bytes=slot_bytes)
+
+    def submit(self, request: Any) -> Mapping[str, Any]:
+        return {"exits": request.readers[0].exits, "decided": request.notes.setdefault("decided", Decided())}
+
+    def message(self, step: Any, readers: Sequence[Any]) -> Mapping[str, Any]:
+        facts = self._worker.facts
+        if not facts.adapters:
+            return {}
+        projected = [adapter_of(facts, namespace) for namespace in step.projects]
+        return {"project_adapters": np.array(projected, np.int64)}
+
+
+@lru_cache
+def _exits_row(exits: Exits | None) -> tuple[float | None, int, float]:
+    """Returns when a row is read that was asked for with these exits, as of SlotStep."""
+    return NO_EXITS if exits is None else (exits.threshold, exits.min_visits, exits.max_visits or np.inf)
+
+
+def engine_part(worker: Worker, options: EngineOptions) -> EnginePart:
+    """Returns the part of an engine. Raises InputError where rows should leave, and cannot."""
+    looped, visits = worker.facts.of(LoopedFacts), visits_of(worker.facts, options.generation)
+    if looped is None:
+        return Unlooped()
+    return Passes(looped) if visits is None else Visits(worker, options.generation, visits)
 
 
 def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
@@ -32,44 +134,3 @@ def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
     keys = "project" if options.looped.exits == "project" else "last"
     how = {name: value for name, value in asdict(options.looped).items() if name != "exits"}
     return replace(visits, keys=keys, **how)
-
-
-def visit_scheduler(
-    worker: Worker, options: GenerateOptions, max_batch_rows: int, held: Held | None = None
-) -> VisitScheduler | None:
-    """Returns the scheduler of rows that go through the model a visit at a time; None where a step is a whole pass."""
-    visits, looped = visits_of(worker.facts, options), worker.facts.of(LoopedFacts)
-    if visits is None or looped is None:
-        return None
-    slots = worker.kv_slots(options.kv_memory, looped.visit_bytes)
-    worker.start(MakeVisitStore(slots + 1)).result()
-    limits = {"max_batch_rows": max_batch_rows, "max_running": options.max_running}
-    return VisitScheduler(SlotPool(slots), visits, **limits, cache=options.cache, slot_bytes=looped.visit_bytes)
-
-
-def check_visits(exits: Exits | None, facts: Facts, visits: VisitOptions | None) -> None:
-    """Raises InputError for exits and routes of a request that cannot be followed.
-
-    visits: how rows go through the model a visit at a time; None: a step is a whole pass
-    """
-    if exits is None:
-        return
-    looped = facts.of(LoopedFacts)
-    if looped is None:
-        check_exits(exits, None)
-    elif visits is None:
-        for name in exits.given:
-            if name in ("exit_change", "exit_prompts", "exit_visits"):
-                message = f"{name} is given, and rows make all visits"
-                raise InputError(message, field=name, remedy='give the LLM looped={"exits": "save"}', code="no_exits")
-            if name in ("min_visits", "max_visits") and not looped.gate:
-                message = f"{name} is given, and the model has no gate: its rows are read after the last visit"
-                raise InputError(
-                    message, field=name, remedy='leave it out, or give the LLM looped={"exits": "save"}', code="no_gate"
-                )
-        if exits.route is not None and not looped.routes:
-            message = "a route is given, and the model's blocks differ in windows or rotary settings"
-            raise InputError(message, field="route", remedy='give the LLM looped={"exits": "save"}', code="no_exits")
-    elif exits.prompts and visits.routed and exits.route is None:
-        message = "exit_prompts is given, and the router reads the prompt's rows after each visit"
-        raise InputError(message, field="exit_prompts", remedy="leave it out, or give a route", code="no_exits")

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..types import Exits
 
-__all__ = ["RowExits", "visits_at_exit"]
-
 
 @dataclass(frozen=True, slots=True)
 class RowExits:

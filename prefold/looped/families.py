@@ -14,8 +14,6 @@ from .config import LoopedConfig
 from .loop import MOST_PLANES, Loop
 from .routing import Routing
 
-__all__ = ["huginn", "looped", "ouro"]
-
 # What Huginn's settings must say where they say anything; other values are of models that differ in more than size.
 HUGINN = {
     "block_class_name": "SandwichBlock",

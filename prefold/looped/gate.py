@@ -14,8 +14,6 @@ from ..model.layers import Linear
 from ..model.ops import entropy
 from .loop import GATE_FEATURES
 
-__all__ = ["Gate", "Seen"]
-
 
 @dataclass(frozen=True, slots=True)
 class Seen:

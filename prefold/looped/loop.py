@@ -9,8 +9,6 @@ from typing import Literal
 from ..errors import InputError, UnsupportedModelError
 from .routing import Routing
 
-__all__ = ["Loop"]
-
 # More planes than any model has come from a damaged config.
 MOST_PLANES = 2**14
 # What a gate that does not read states reads: see `Gate`.

@@ -23,8 +23,6 @@ from .gate import Gate, Seen
 from .noise import position_noise
 from .router import Planner, Router, summary
 
-__all__ = ["LoopedLM"]
-
 
 class LoopedLM(CausalLM):
     """A LoopedLM is a CausalLM whose blocks of layers are visited as `config.loop` says.

@@ -10,8 +10,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["position_noise"]
-
 _WORD = 2**32 - 1
 # The noise is cut off at so many standard deviations.
 _BOUND = 3.0

@@ -10,8 +10,6 @@ from ..model.config import ModelConfig
 from ..types import Exits
 from .config import loop_of
 
-__all__ = ["check_exits"]
-
 
 def check_exits(exits: Exits | None, config: ModelConfig | None) -> Exits | None:
     """Returns `exits`. Raises InputError for values that cannot be, and for what the model has not: a gate, or visits.

@@ -6,8 +6,6 @@ import numpy as np
 
 from .steps import VisitStep
 
-__all__ = ["part_of"]
-
 
 def part_of(
     step: VisitStep, block: int, first: int, stop: int, runs: slice, going: np.ndarray | None = None

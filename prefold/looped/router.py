@@ -10,8 +10,6 @@ from ..model.layers import Linear
 from .config import LoopedConfig
 from .routing import Routing
 
-__all__ = ["Planner", "Router", "choose", "mixture", "summary"]
-
 
 class Router(nn.Module):
     """A Router gives the logits of each block and of leaving before a visit, from a summary of the states so far.

@@ -7,8 +7,6 @@ from typing import Literal
 
 from ..errors import UnsupportedModelError
 
-__all__ = ["ROUTING_KINDS", "Routing"]
-
 ROUTING_KINDS = ("fixed", "soft", "hard", "top", "planned")
 
 

@@ -37,8 +37,6 @@ from .steps import CODA, VisitResult
 from .tails import Tails
 from .visit_options import VisitOptions, may_leave, rule_of
 
-__all__ = ["VisitOptions", "VisitScheduler"]
-
 
 class VisitScheduler(Sequences[Routed]):
     """A VisitScheduler decides what each step computes, and has the face of a GenerateScheduler.
@@ -47,6 +45,8 @@ class VisitScheduler(Sequences[Routed]):
     visits          how rows go through the model
     max_batch_rows, max_running, cache, clock, slot_bytes   as of GenerateScheduler
     """
+
+    makes_passes = False
 
     def __init__(
         self,
@@ -204,13 +204,13 @@ class VisitScheduler(Sequences[Routed]):
         stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
 
     def commit(
-        self, step: RoutedStep | DecodeStep, result: VisitResult, tokens: Sequence[int], ended: Sequence[bool]
+        self, step: RoutedStep | DecodeStep, tokens: Sequence[int], ended: Sequence[bool], result: VisitResult
     ) -> list[Routed]:
         """Books what a step has given, and returns the sequences that have ended, by `ended` or by their limit.
 
-        result  which rows left, which reads were made, and the blocks that the router chose
         tokens  the token that each of `step.takers` got; ignored where its read was not made
         ended   whether each of them ends here; its token is then no part of the output
+        result  which rows left, which reads were made, and the blocks that the router chose
 
         Raises ValueError where this is not the step that was begun.
         """

@@ -16,8 +16,6 @@ from .steps import CODA, DECIDES, LEAVES, PRELUDE, STAYS
 from .tails import NEVER, TailNode, Tails
 from .visit_options import VisitOptions
 
-__all__ = ["Decided", "Routed"]
-
 NAN = float("nan")
 
 

@@ -12,20 +12,6 @@ import numpy as np
 from ..schedule.steps import NOTHING, Drawing, Message, Numbers, SlotResult
 from .visit_options import VisitOptions
 
-__all__ = [
-    "CODA",
-    "DECIDES",
-    "LEAVES",
-    "PRELUDE",
-    "STAYS",
-    "LoopedFacts",
-    "MakeVisitStore",
-    "Routing",
-    "VisitResult",
-    "VisitRounds",
-    "VisitStep",
-]
-
 # Visits that are no blocks: the layers before the first block, and those after the last.
 PRELUDE, CODA = -1, -2
 # Whether a row leaves after a visit: it does, it does not, or its criteria decide.
@@ -164,13 +150,11 @@ class VisitResult(SlotResult):
     """A VisitResult holds what a VisitStep gave.
 
     left    bool [n]: whether each row left after this visit; with `rounds`, after the last that it made
-    taken   bool [p]: whether each read was made; the ids of others are -1
     blocks  int64 [n, visits]: what the router chose for the requests of all `routings`, in their order, for the next
             visit or, where it plans, for all: a block, as many as there are blocks for the exit, or NOT_FINITE
     made    int64 [n]: with `rounds`, how many visits each row made
     """
 
     left: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    taken: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     blocks: np.ndarray = field(default_factory=lambda: NOTHING.reshape(0, 1))
     made: np.ndarray = field(default_factory=lambda: NOTHING)

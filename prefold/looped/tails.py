@@ -13,8 +13,6 @@ import numpy as np
 from ..cache.tree import Node
 from .cache import NodeVisit, Prefix, VisitNode
 
-__all__ = ["NEVER", "TailNode", "TailVisit", "Tails"]
-
 # Of a row that no criterion lets leave.
 NEVER = 1 << 30
 _PLACES, _ROWS, _RUNS = 8, 32, 8  # that there is room for at first

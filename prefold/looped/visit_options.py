@@ -8,8 +8,6 @@ from typing import Literal
 
 from ..types import Exits
 
-__all__ = ["VisitOptions", "may_leave", "rule_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class VisitOptions:

@@ -18,8 +18,6 @@ from ..model.transformer import Attend, Pass
 from .model import LoopedLM
 from .noise import position_noise
 
-__all__ = ["Visits"]
-
 
 class Visits:
     """A Visits takes states [rows, hidden] through the parts of a looped model. A state is the residual stream between

@@ -38,8 +38,6 @@ from .steps import (
 from .visit_options import VisitOptions
 from .visits import Visits
 
-__all__ = ["VisitStore", "looped_part", "visit_options", "visit_slot_bytes"]
-
 
 def looped_part(model: LoopedLM) -> WorkerPart:
     """Returns the part of a worker that takes rows through a looped model a visit at a time."""
@@ -341,11 +339,11 @@ class VisitTicket:
     def result(self) -> VisitResult:
         ids = np.full(len(self.taken), -1, np.int64)
         if self.reads is None:
-            return VisitResult(ids, left=self.left, taken=self.taken, blocks=self.blocks, made=self.made)
+            return VisitResult(ids, taken=self.taken, left=self.left, blocks=self.blocks, made=self.made)
         found, at = self.reads.result(), np.flatnonzero(self.taken)
         ids[at] = found.ids
         logprobs = {int(at[read]): one for read, one in found.logprobs.items()}
-        return VisitResult(ids, logprobs, found.numbers, self.left, self.taken, self.blocks, self.made)
+        return VisitResult(ids, logprobs, found.numbers, self.taken, self.left, self.blocks, self.made)
 
 
 def _picked(drawing: Drawing, taken: np.ndarray, order: np.ndarray) -> Drawing | None:

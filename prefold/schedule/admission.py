@@ -15,8 +15,6 @@ from .generate_step import Running
 if TYPE_CHECKING:
     from .sequences import Sequences
 
-__all__ = ["Admission", "D", "Fillable", "InOrder"]
-
 
 class Fillable(Protocol):
     """A Fillable is the draft of a step, while who has rows in it is being decided.

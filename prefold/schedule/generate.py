@@ -32,8 +32,6 @@ from ..types import Exits, Owner
 from .generate_step import NOBODY, Draft, GenerateStep, Held, Running, lay_out
 from .sequences import Sequences
 
-__all__ = ["GenerateScheduler"]
-
 # Slots that a sequence of unknown length takes at once, so that its rows lie side by side.
 TAIL_SLOTS = 16
 
@@ -202,11 +200,14 @@ class GenerateScheduler(Sequences[Running]):
                 self._ending[sequence] = None
                 sequence.state = "ending"
 
-    def commit(self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool]) -> list[Running]:
+    def commit(
+        self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool], result: object = None
+    ) -> list[Running]:
         """Books what a step has given, and returns the sequences that have ended, by `ended` or by their limit.
 
         tokens  the token that each of `step.takers` got; ignored for a sequence that had ended before
         ended   whether each of them ends here; its token is then no part of the output
+        result  what the step gave beside; not looked at
 
         Raises ValueError where another step was begun before this one, or this one was not begun.
         """

@@ -17,8 +17,6 @@ from ..prefix import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..types import Owner
 from .steps import SlotStep
 
-__all__ = ["NOBODY", "Draft", "GenerateStep", "Held", "Running", "joined", "lay_out"]
-
 # Returns which rows of images, by their ids int32 [n], the worker holds and can put into a step: bool [n].
 Held = Callable[[np.ndarray], np.ndarray]
 NOBODY = Owner()
@@ -107,6 +105,11 @@ class GenerateStep:
     @property
     def num_rows(self) -> int:
         """Returns how many rows go through the model."""
+        return self.message.num_rows
+
+    @property
+    def first_rows(self) -> int:
+        """Returns how many of its rows come into the model: all."""
         return self.message.num_rows
 
 

@@ -19,8 +19,6 @@ from ..stream import Window
 from ..types import Readout, Sharing
 from .steps import NOTHING, StreamStep
 
-__all__ = ["PlannedStep", "PrefillScheduler", "reusable_rows"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlannedStep:

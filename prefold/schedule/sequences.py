@@ -14,8 +14,6 @@ from ..types import Exits, GenerationStats
 from .admission import Admission, InOrder
 from .generate_step import Running
 
-__all__ = ["Sequences"]
-
 S = TypeVar("S", bound=Running)
 
 
@@ -29,7 +27,10 @@ class Sequences(Generic[S]):
     max_running     the most sequences that run at once; never more than the rows of a step
     slot_bytes      the bytes of one slot, for the statistics
     slots_per_row   the most slots that a row may need
+    makes_passes    whether a step takes its rows through the whole model, so that the next may be planned ahead
     """
+
+    makes_passes = True
 
     def __init__(
         self,

@@ -24,11 +24,6 @@ import numpy as np
 from ..prefix import PrefixMap
 from ..types import Readout, TokenLogprobs
 
-__all__ = [
-    "NOT_FINITE", "Drawing", "EndStream", "MakeStore", "Message", "Numbers", "Ragged", "SlotResult", "SlotStep",
-    "StepResult", "StreamStep",
-]  # fmt: skip
-
 # In place of a token: the logits are no finite numbers, so that no token follows from them.
 NOT_FINITE = -2
 LAST = Readout("last")
@@ -274,8 +269,10 @@ class SlotResult:
     ids       int64 [p]: the token of each read; -1 where none is allowed, or numbers were read; or NOT_FINITE
     logprobs  the log-probabilities at each read where they were asked for, by its number
     numbers   a StepResult for each of the step's `numbers`
+    taken     bool [p]: whether each read was made; the ids of others are -1. None: all were
     """
 
     ids: np.ndarray
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     numbers: tuple[StepResult, ...] = ()
+    taken: np.ndarray | None = None

@@ -267,7 +267,7 @@ class Desk:
     async def _prepared(self, order: TaskOrder) -> tuple[Any, list[Work]]:
         """Returns what `_prepare` does, called in a pool of threads, when it is the tenant's turn."""
         pool = self._pool
-        if self.llm.engine.images is not None and any(map(has_images, order.items)):
+        if self.llm.images is not None and any(map(has_images, order.items)):
             pool = self._pool_of_images
         elif self.options.allow_chat_template and any(map(has_template, order.items)):
             pool = self._pool_of_templates
@@ -313,7 +313,7 @@ class Desk:
         have to be fetched, and the generator is there, where it takes one: to make it takes long."""
         engine = self.llm.engine
         has_all = self.engine.has_generator or (order.task != "generate" and not engine.may_read_in_slots)
-        is_known = has_all and engine.images is None and order.tokens is None
+        is_known = has_all and self.llm.images is None and order.tokens is None
         return is_known and are_soon_ready(order.items, num_bytes)
 
     def _generate(self, works: Sequence[Work], replies: Sequence[Reply], text: bool, share: bool) -> None:

@@ -97,7 +97,7 @@ class Lane:
     ) -> Iterator[tuple[bytes, Result | InputError]]:
         """Yields (tag, result) of every request, as the steps that end them come in; (tag, InputError) of one that
         cannot be read, or that steps fail for. Raises what no request is at fault for."""
-        if self._engine.rows_leave:
+        if self._engine.all_in_slots:
             upcoming = (tag for probes in last_rows(windows, readout) for tag, _ in probes or ())
             yield from self._in_slots(upcoming, None, stopping, readout)
             return

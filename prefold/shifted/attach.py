@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..schedule.kinds import add_scheduler
+from ..schedule.parts import EnginePart, add_engine_part
 from ..worker.protocol import WorkerPart, add_part
 
 
@@ -15,16 +15,8 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart:
     return shifted_part(model)
 
 
-def _make(*given: Any) -> Any:
-    from .engine import shifting_scheduler
+@add_engine_part
+def _engine_part(worker: Any, options: Any, meter: Any, beside: Any) -> EnginePart | None:
+    from .engine import engine_part
 
-    return shifting_scheduler(*given)
-
-
-def _check(*given: Any) -> None:
-    from .engine import check_shifted
-
-    check_shifted(*given)
-
-
-add_scheduler(_make, _check)
+    return engine_part(worker, options, meter)

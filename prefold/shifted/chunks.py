@@ -20,8 +20,6 @@ from ..cache.tree import Node, RadixTree
 from ..errors import InputError
 from ..prefix import MEDIA_BASE
 
-__all__ = ["Chunk", "ChunkIndex", "ShiftedReuse"]
-
 # Of so many places where a block was met, the one with the longest chunk is taken.
 TRIES = 4
 # Places of a prompt that are looked at in vain, before it is given up: text that repeats itself would have one at each

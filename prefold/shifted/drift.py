@@ -10,8 +10,6 @@ from ..errors import InputError
 from ..types import Generated, Request, Sampling
 from .measured import Drift
 
-__all__ = ["TOP", "drift_between", "first_tokens"]
-
 # Of each prompt so many likeliest first tokens are compared.
 TOP = 20
 

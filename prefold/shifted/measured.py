@@ -17,8 +17,6 @@ from ..cache.radix import CacheOptions
 from ..errors import InputError
 from .chunks import ShiftedReuse
 
-__all__ = ["Bound", "Drift", "Measured", "permitted"]
-
 FORMAT = "prefold drift 1"
 T = TypeVar("T", "Bound", "Drift", ShiftedReuse)
 

@@ -23,8 +23,6 @@ from ..schedule.generate_step import Running
 from .chunks import ChunkIndex, ShiftedReuse
 from .steps import MoveRows
 
-__all__ = ["Moved", "ShiftingScheduler"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Moved:

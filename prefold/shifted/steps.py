@@ -8,8 +8,6 @@ import numpy as np
 
 from ..schedule.steps import Message
 
-__all__ = ["MoveRows", "ShiftedFacts"]
-
 
 @dataclass(frozen=True, slots=True)
 class ShiftedFacts:

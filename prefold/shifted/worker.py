@@ -13,8 +13,6 @@ from ..worker.local import LocalWorker
 from ..worker.protocol import DONE, Ticket, WorkerPart
 from .steps import MoveRows, ShiftedFacts
 
-__all__ = ["move_rows", "shifted_part", "turn"]
-
 
 def shifted_part(model: CausalLM) -> WorkerPart:
     """Returns the part of a worker that moves rows."""

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from generating import AtOnce
+from generating import AtOnce, image_desk
 from noting import PIECES, ROWS, TOWER, Noting, desk_of, engine_of, finish, take
 
 from prefold.cache import CacheOptions
+from prefold.cache.tree import RadixTree
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.errors import InputError
 from prefold.images.pace import TowerPace
@@ -82,13 +83,13 @@ def test_steps_beside_the_reading_of_an_image_are_not_taken_for_steps_alone():
     queue, one = ImageQueue(desk), take(table, "one", load=lambda: read.wait(60) and np.zeros((1, 3, 2, 2), np.float32))
     assert queue.seconds_after(8, 0.01) == 0.01 and not desk.is_busy
     desk.want(queue, [one])
-    queue.encode(0.01, idle=False)  # which begins to read it
+    desk.advance(queue, 0.01, idle=False)  # which begins to read it
     assert desk.is_busy
     for _ in range(40):
         assert queue.seconds_after(8, 0.018) == pytest.approx(0.0045), "a step alone takes 0.01 seconds"
     read.set()
     while not desk.held(one.ids).all():
-        queue.encode(1.0, idle=True)
+        desk.advance(queue, 1.0)
     assert not desk.is_busy
 
 
@@ -209,10 +210,10 @@ def test_what_another_step_drops_is_asked_for():
 
     desk._lock = Late()
     queue = ImageQueue(desk)
-    queue.add("key", one.ids)
+    queue.submit(SimpleNamespace(key="key", request=SimpleNamespace(tokens=one.ids)))
     node = SimpleNamespace(tokens=one.ids, computed=0, pending=True)
     sequence = SimpleNamespace(ready=False, key="key", leaf=SimpleNamespace(path=lambda: [node]))
-    assert queue.want([sequence]) == (True, [])
+    assert queue.before_plan(SimpleNamespace(running=[sequence], tree=RadixTree()), {}) == {} and queue.is_waiting
     assert desk._wanted == {queue: [one]}
 
 
@@ -321,9 +322,9 @@ def test_an_error_without_a_text_is_called_by_its_type():
 def test_text_goes_on_while_images_wait():
     worker = Noting()
     engine = engine_of(worker)
-    desk, generator = engine.images, engine.generator
+    desk, generator = image_desk(engine), engine.generator
     desk._stop = lambda run, seconds, idle: run.done + 1
-    image, told = take(engine.media, "one"), {}
+    image, told = take(image_desk(engine).media, "one"), {}
     text = Request(np.array([1, 2, 3], np.int32), sampling=Sampling(max_tokens=30))
     generator.add(text, None, lambda answer: told.__setitem__("text", answer))
     generator.step()
@@ -348,7 +349,7 @@ def test_half_of_the_rate_is_kept_where_the_tower_makes_steps_slower(monkeypatch
     worker, clock, ran = Noting(), [0.0], [False]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     engine = engine_of(worker)
-    engine.images._pool = AtOnce()
+    image_desk(engine)._pool = AtOnce()
 
     def encodes(pieces: int) -> None:
         clock[0], ran[0] = clock[0] + 0.004 * pieces, True
@@ -363,14 +364,14 @@ def test_half_of_the_rate_is_kept_where_the_tower_makes_steps_slower(monkeypatch
     generator.add(Request(np.array([1], np.int32), sampling=Sampling(max_tokens=60)), None, lambda answer: None)
     for _ in range(5):
         generator.step()
-    images = [take(engine.media, str(i)) for i in range(8)]
+    images = [take(image_desk(engine).media, str(i)) for i in range(8)]
     tokens = np.concatenate([*(image.ids for image in images), [2]]).astype(np.int32)
     generator.add(Request(tokens, sampling=Sampling(max_tokens=1), media=tuple(images)), None, told.append)
     began, before = clock[0], len(worker.steps)
     while not told:
         generator.step()
     assert engine.stats.tower_runs == 8 and engine.stats.seconds["tower"] == pytest.approx(0.004 * 8 * PIECES)
-    spent = clock[0] - began + engine.images._credit  # its last pieces may take more than it was given until then
+    spent = clock[0] - began + image_desk(engine)._credit  # its last pieces may take more than it was given until then
     assert spent / (len(worker.steps) - before) == pytest.approx(0.020, rel=0.04)
 
 
@@ -378,7 +379,7 @@ def test_who_waits_is_told_when_the_tower_fails():
     worker = Noting()
     engine = engine_of(worker)
     generator, told = engine.generator, {}
-    bad, good = take(engine.media, "bad"), take(engine.media, "good")
+    bad, good = take(image_desk(engine).media, "bad"), take(image_desk(engine).media, "good")
     worker.fails = {int(bad.ids[0])}
     for name, images in {"bad": (bad,), "both": (good, bad), "good": (good,), "text": ()}.items():
         tokens = np.concatenate(([1], *(image.ids for image in images), [2])).astype(np.int32)
@@ -394,15 +395,15 @@ def test_who_waits_is_told_when_the_tower_fails():
 def test_requests_that_are_cancelled_stop_the_tower():
     worker = Noting()
     engine = engine_of(worker)
-    generator, image = engine.generator, take(engine.media, "one")
-    engine.images._stop = lambda run, seconds, idle: run.done + 1
+    generator, image = engine.generator, take(image_desk(engine).media, "one")
+    image_desk(engine)._stop = lambda run, seconds, idle: run.done + 1
     tokens = np.concatenate(([1], image.ids, [2])).astype(np.int32)
     key = generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
     generator.step()
     generator.cancel(key)
     before = len(worker.told)
     assert not generator.step()
-    assert len(worker.told) == before and not engine.images._wanted
+    assert len(worker.told) == before and not image_desk(engine)._wanted
 
 
 def test_an_image_whose_rows_are_cached_is_not_encoded():
@@ -411,11 +412,11 @@ def test_an_image_whose_rows_are_cached_is_not_encoded():
     engine = Engine(worker, EngineOptions(max_batch_rows=20, generation=generation))
     generator = engine.generator
     for number in range(2):
-        image = take(engine.media, "one")
+        image = take(image_desk(engine).media, "one")
         tokens = np.concatenate(([1], image.ids, [2 + number])).astype(np.int32)
         generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
         while generator.has_work:
             generator.step()
-        engine.images._drop(image)
+        image_desk(engine)._drop(image)
         assert not worker.made
     assert engine.stats.tower_runs == 1

@@ -10,10 +10,9 @@ from looped_dense import LOOPED, Dense, looped_checkpoint
 from running import as_request, prompts, run
 
 from prefold import LLM, InputError
-from prefold.looped.engine import check_visits
+from prefold.looped.engine import Unlooped
 from prefold.options import journal_names
 from prefold.types import Exits, Readout
-from prefold.worker.protocol import Facts
 
 GATED = LOOPED["loop"] | {"gate": True}
 ASKED = [
@@ -133,5 +132,5 @@ def test_exits_that_cannot_be(model, tmp_path):
 def test_an_engine_refuses_exits_of_a_model_that_does_not_loop():
     """Also where a request comes with no task that has looked at it."""
     with pytest.raises(InputError, match="exit_threshold is given, and the model is not looped"):
-        check_visits(Exits(threshold=0.5), Facts(), None)
-    check_visits(Exits(), Facts(), None)
+        Unlooped().check(Exits(threshold=0.5))
+    Unlooped().check(Exits())

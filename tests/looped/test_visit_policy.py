@@ -61,7 +61,7 @@ def test_rows_of_batches_are_bounded(batch_rows, after):
         assert sum(rows for key, rows in rows_of(step) if key != "live") <= batch_rows
         scheduler.begin(step)
         result, tokens = worker.run(step)
-        for done in scheduler.commit(step, result, tokens, [False] * len(tokens)):
+        for done in scheduler.commit(step, tokens, [False] * len(tokens), result):
             ended[done.key, done.sample] = list(done.tokens)
     scheduler.waiting.batch_rows = None
     while scheduler.has_work:

@@ -263,7 +263,7 @@ def run_step(scheduler: VisitScheduler, worker: FakeWorker, ended: dict, failed:
     assert step.num_rows + len(step.message.project_slots) <= scheduler.max_batch_rows
     scheduler.begin(step)
     result, tokens = worker.run(step)
-    for done in scheduler.commit(step, result, tokens, [False] * len(tokens)):
+    for done in scheduler.commit(step, tokens, [False] * len(tokens), result):
         ended[done.key, done.sample] = list(done.tokens)
     scheduler.check()
     return True

@@ -13,6 +13,7 @@ from dataclasses import replace
 import httpx
 import PIL.Image
 import pytest
+from generating import image_desk
 from serving import serving, until
 from tiny_vision import drawing, tiny_vision
 
@@ -167,7 +168,7 @@ def test_one_tenants_image_is_not_read_from_anothers_file(llm, tmp_path, monkeyp
             (request,) = works[0].requests
             assert request.media[0].salt == request.salt == f"{namespace}/"
             media.append(request.media[0])
-            assert llm.engine.images._tenant_of((None, request.salt)) == name
+            assert image_desk(llm.engine)._tenant_of((None, request.salt)) == name
         desk._store.drop_content(files[0][1])
         assert media[1].load().shape[1] == 3
         with pytest.raises(InputError, match=files[0][1]):

@@ -179,7 +179,7 @@ def test_a_later_request_is_exact(llama):
     again = [*c, *b, 6, *approximate.tokens, 9]
     for prompt in ([*c, *b, 6], again):
         # From here on nothing is shifted, while the cache stays.
-        engine.generator._shifting.chunks.find = lambda *asked: []
+        engine.generator.scheduler.chunks.find = lambda *asked: []
         (exact,) = generate(engine_of(llama, slots=800), [ask(prompt, max_tokens=8, ignore_eos=True, logprobs=20)])[0]
         (found,) = generate(engine, [ask(prompt, max_tokens=8, ignore_eos=True, logprobs=20)])[0]
         assert found.tokens == exact.tokens and found.approximate_tokens == 0
