@@ -15,7 +15,7 @@ from ..records.lines import dumps
 from ..records.record import error_text
 from ..report.progress import Counts
 from ..stream import LiveInput, Spool, Windows
-from ..stream.feed import See
+from ..stream.live_windows import See
 from ..tasks.base import attempt
 from ..tasks.run import finish, results_of
 from .gather import Done, Gather

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..engine.requests import PROBED
 from ..stream import LiveInput, LiveWindows
-from ..stream.feed import See
+from ..stream.live_windows import See
 
 _STEPS = 2  # an engine is given about what fills so many steps at a time
 _HELD = 0.3  # of a bucket's prefix, from which on the engine counts as holding it

@@ -53,17 +53,17 @@ def expand_names(names: Sequence[str]) -> list[str]:
     for name in names:
         path = Path(name)
         if name != "-" and path.is_dir():
-            matching = sorted(str(file) for file in path.rglob("*") if file.is_file() and _is_input(file, path))
-            if not matching:
-                raise JobError(f"the folder {name} holds no file that ends in {', '.join(SUFFIXES)}")
-            out += matching
+            files = [str(file) for file in path.rglob("*") if file.is_file() and _is_input(file, path)]
+            nothing = f"the folder {name} holds no file that ends in {', '.join(SUFFIXES)}"
         elif name != "-" and glob.has_magic(name) and not path.exists():
-            matching = sorted(file for file in glob.glob(name, recursive=True) if Path(file).is_file())
-            if not matching:
-                raise JobError(f"no file matches {name}")
-            out += matching
+            files = [file for file in glob.glob(name, recursive=True) if Path(file).is_file()]
+            nothing = f"no file matches {name}"
         else:
             out.append(name)
+            continue
+        if not files:
+            raise JobError(nothing)
+        out += sorted(files)
     return out
 
 

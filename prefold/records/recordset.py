@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+_MOST_NEW = 1 << 16
 
 
 class RecordSet:
@@ -34,57 +37,34 @@ class RecordSet:
 
 
 class TextSet:
-    """Holds a set of texts, as 64-bit digests in one flat table.
+    """Holds a set of texts, as 64-bit digests.
 
     Two different texts share a digest with a probability of about n^2 / 2^65 (1e-9 for 200,000).
     """
 
     def __init__(self) -> None:
-        self._table = array("Q", bytes(8 * 1024))
-        self._count = 0
+        self._sorted = np.zeros(0, np.uint64)
+        self._new: set[int] = set()  # digests that are to be put among those, many at once
 
     def add(self, text: str) -> bool:
         """Adds a text. Returns False when it was there already."""
-        # Zero marks a free place of the table, so a digest of zero is replaced by one.
-        digest = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()) or 1
-        if 2 * self._count >= len(self._table):
-            self._grow()
-        added = _insert(self._table, digest)
-        self._count += added
-        return added
-
-    def _grow(self) -> None:
-        old, self._table = self._table, array("Q", bytes(16 * len(self._table)))
-        for digest in old:
-            if digest:
-                _insert(self._table, digest)
-
-
-def _insert(table: array, digest: int) -> bool:
-    mask = len(table) - 1
-    place = digest & mask
-    while table[place]:
-        if table[place] == digest:
+        digest = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+        place = int(np.searchsorted(self._sorted, np.uint64(digest)))
+        if digest in self._new or (place < len(self._sorted) and int(self._sorted[place]) == digest):
             return False
-        place = (place + 1) & mask
-    table[place] = digest
-    return True
+        self._new.add(digest)
+        if len(self._new) == _MOST_NEW:
+            new = np.sort(np.fromiter(self._new, np.uint64))
+            self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, new), new)
+            self._new = set()
+        return True
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
     """Returns distinct numbers as a text of ranges such as "1-5,7,9-12"."""
-    parts: list[str] = []
-    start = last = None
-    for number in sorted(numbers):
-        if last is not None and number == last + 1:
-            last = number
-            continue
-        if start is not None:
-            parts.append(f"{start}-{last}" if last != start else str(start))
-        start = last = number
-    if start is not None:
-        parts.append(f"{start}-{last}" if last != start else str(start))
-    return ",".join(parts)
+    ordered = np.sort(np.fromiter(numbers, np.int64))
+    ranges = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+    return ",".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in ranges if len(each))
 
 
 def parse_ranges(text: str) -> Iterator[int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .feed import Feed, LiveInput
-from .live_windows import LiveWindows
+from .live_windows import Feed, LiveInput, LiveWindows
 from .order import Order
 from .spool import Spool
 from .window import Window, Windows

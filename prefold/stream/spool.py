@@ -10,7 +10,8 @@ import heapq
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from types import TracebackType
 from typing import NamedTuple
 
@@ -179,15 +180,10 @@ class Spool:
         if not self._runs:
             yield from sorted(self._held, key=attrgetter("namespace", "number"))
             return
-        # Every run is read once, one namespace after the other. Runs hold consecutive ranges of arrivals.
-        ahead = [(next(run.requests(_MIN_BUFFER)).namespace, number, 0) for number, run in enumerate(self._runs)]
-        heapq.heapify(ahead)
-        while ahead:
-            _, run, offset = heapq.heappop(ahead)
-            part, follows = _read_part(self._runs[run], offset)
+        # Runs hold consecutive ranges of arrivals. Each is read once, together with the others, by namespace.
+        parts = (_parts(number, run) for number, run in enumerate(self._runs))
+        for _, _, part in heapq.merge(*parts, key=itemgetter(0, 1)):
             yield from sorted(part, key=attrgetter("number"))
-            if follows is not None:
-                heapq.heappush(ahead, (follows[0], run, follows[1]))
 
 
 class _Run(NamedTuple):
@@ -202,19 +198,13 @@ class _Run(NamedTuple):
         """Returns the run of these requests, which are written to the file."""
         return cls(file, *file.append(map(request_bytes, requests)))
 
-    def requests(self, buffering: int, offset: int = 0) -> Iterator[SpooledRequest]:
-        """Yields the requests of the run from the byte `offset` of it on."""
-        with self.file.reader(self.start + offset, self.stop, buffering) as file:
+    def requests(self, buffering: int) -> Iterator[SpooledRequest]:
+        """Yields the requests of the run, read `buffering` bytes at a time."""
+        with self.file.reader(self.start, self.stop, buffering) as file:
             yield from read_requests(file)
 
 
-def _read_part(run: _Run, offset: int) -> tuple[list[SpooledRequest], tuple[tuple[str, str], int] | None]:
-    """Returns the requests of the namespace that begins at `offset` in a run, and the next namespace with its offset;
-    None behind the last one."""
-    part: list[SpooledRequest] = []
-    for request in run.requests(_MIN_BUFFER, offset):
-        if part and request.namespace != part[0].namespace:
-            return part, (request.namespace, offset)
-        part.append(request)
-        offset += len(request_bytes(request))
-    return part, None
+def _parts(number: int, run: _Run) -> Iterator[tuple[tuple[str, str], int, Iterator[SpooledRequest]]]:
+    """Yields (namespace, number, the requests of this namespace) of a run; each part is read before the next."""
+    for namespace, part in groupby(run.requests(_MIN_BUFFER), key=attrgetter("namespace")):
+        yield namespace, number, part

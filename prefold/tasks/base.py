@@ -25,8 +25,7 @@ from ..options import Truncate
 from ..prefix import MEDIA_BASE
 from ..text import Filled, Tokenizer
 from ..text.media import ImageIds, Picture, Pictured, check_cut, notes_of
-from ..text.tokenizer import valid_text
-from ..text.valid import check_said
+from ..text.valid import check_said, valid_text
 from ..types import Medium, Readout, Request
 from .cut import columns_of, cut_columns
 
@@ -249,8 +248,7 @@ class Inputs:
         # NumPy takes [True, 5] for whole numbers.
         has_bool = isinstance(value, (list, tuple)) and any(type(v) is bool for v in value)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or has_bool:
-            kind = type(value).__name__
-            message = f"{field!r} is of type {kind}, neither a text nor a list of whole numbers"
+            message = f"{field!r} is of type {type(value).__name__}, neither a text nor a list of whole numbers"
             raise InputError(message, field=field, remedy=remedy, code="wrong_type")
         self.check_ids(ids, field)
         return ids.astype(np.int32)
@@ -317,17 +315,18 @@ class Inputs:
     def cut(
         self,
         text: str,
-        make: Callable[[str], np.ndarray],
+        make: Callable[[str], T],
         room: int,
-        ids: np.ndarray,
+        ids: T,
         *,
         left: bool = False,
-    ) -> np.ndarray:
+        size: Callable[[T], int] = np.size,
+    ) -> T:
         """Returns the ids, at most `room`, that `make` gives for the text with its longest column cut; `ids` where
-        nothing of that column would be left."""
+        nothing of that column would be left. size: counts what `make` gives."""
         assert self.tokenizer is not None
         columns, filled = columns_of(text)
-        cut = cut_columns(self.tokenizer, columns, lambda values: make(filled(values)), len, room, left=left)
+        cut = cut_columns(self.tokenizer, columns, lambda values: make(filled(values)), size, room, left=left)
         return ids if cut is None else cut
 
     def over(self, num_tokens: int) -> int:

@@ -19,7 +19,7 @@ from ..options import ClassifyOptions, Truncate
 from ..text import FewShotPrompt, Filled
 from ..text.media import Picture, with_notes
 from ..text.prompts import CONTENT_FREE
-from ..text.tokenizer import valid_text
+from ..text.valid import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, Task, Text, TextBatch, Work, as_item, cut_end, work_of
 from .cut import level

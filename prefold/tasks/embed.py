@@ -13,7 +13,7 @@ from ..errors import InputError, UnsupportedModelError
 from ..options import EmbedOptions
 from ..text import Filled, Tokenizer, instructed_query
 from ..text.media import Picture, Pictured, with_notes
-from ..text.tokenizer import valid_text
+from ..text.valid import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, Task, TextBatch, Work, as_item, check_count, work_of
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings

@@ -14,7 +14,7 @@ from ..options import RerankOptions
 from ..text import RERANK_INSTRUCTION, Filled, RerankPrompt, Tokenizer, rerank_prompt
 from ..text.media import Picture, check_cut, with_notes
 from ..text.prompts import fields_of, fill
-from ..text.tokenizer import valid_text
+from ..text.valid import valid_text, wrong_type
 from ..types import Readout, Request, Result
 from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, as_item, check_count, work_of
 from .cut import part_of
@@ -249,9 +249,7 @@ def _documents(item: RerankItem) -> tuple[list[Any], list[str]]:
     if item.documents is None:
         return [item.document], ["document"]
     if not isinstance(item.documents, (list, tuple, np.ndarray)):
-        kind = type(item.documents).__name__
-        message = f"'documents' is of type {kind}, not a list"
-        raise InputError(message, field="documents", remedy="give a list of texts", code="wrong_type")
+        raise wrong_type(item.documents, "documents", "a list", "give a list of texts")
     if len(item.documents) == 0:
         raise InputError("'documents' is empty", field="documents", remedy="give at least one", code="empty")
     return list(item.documents), [f"documents[{i}]" for i in range(len(item.documents))]

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import InputError
 from ..options import LoopedOptions, SamplerOptions, kind_of
 from ..text.grammar import check_grammar
-from ..text.tokenizer import valid_text
+from ..text.valid import valid_text
 from ..types import Grammar, Sampling
 
 if TYPE_CHECKING:

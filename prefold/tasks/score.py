@@ -19,7 +19,6 @@ from ..text.media import ImageIds, Picture, check_cut, notes_of, with_notes
 from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
 from .base import Inputs, Task, Text, TextBatch, Work, as_item, check_count
-from .cut import columns_of, cut_columns
 
 CONTINUATION_TOO_LONG = "shorten it, since truncation cuts the prompt only"
 PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
@@ -106,23 +105,18 @@ class ScoreTask(Task):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of a prompt, with its longest column cut where it is too long, and those of its
         continuation."""
-        tokenizer = self.inputs.tokenizer
 
         def size(pair: tuple[np.ndarray, np.ndarray]) -> int:
             return pair[0].size + pair[1].size - 1
 
-        if not self.inputs.over(size(ids)) or tokenizer is None:
-            return ids
-        columns, filled = columns_of(prompt)
-
-        def make(values: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-            batch = TextBatch(tokenizer)
-            pair = add_pair(batch, self.inputs, filled(values), continuation)
+        def make(text: str) -> tuple[np.ndarray, np.ndarray]:
+            batch = TextBatch(self.inputs.tokenizer)
+            pair = add_pair(batch, self.inputs, text, continuation)
             batch.encode()
             return pair()
 
-        room = size(ids) - self.inputs.over(size(ids))
-        return cut_columns(tokenizer, columns, make, size, room) or ids
+        over = self.inputs.over(size(ids))
+        return self.inputs.cut(prompt, make, size(ids) - over, ids, size=size) if over else ids
 
     def _pair(self, prompt: np.ndarray, continuation: np.ndarray) -> Request:
         if continuation.size == 0:

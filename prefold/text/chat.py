@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import InputError
 from .apart import Apart
-from .valid import valid_text
+from .valid import valid_text, wrong_type
 
 # Processor seconds that the template of a request may take for a conversation. Usual ones take below a millisecond.
 TEMPLATE_SECONDS = 10.0
@@ -98,10 +98,8 @@ class ChatTemplates:
     def _choose(self, template: str | None, tools: object) -> tuple[str, str]:
         """Returns the name by which messages call the template to use, and the template's source."""
         if template is not None and not isinstance(template, str):
-            kind = type(template).__name__
-            message = f"'chat_template' is of type {kind}, not a text"
             remedy = "give the name of one of the checkpoint's templates, or the text of a template"
-            raise InputError(message, field="chat_template", remedy=remedy, code="wrong_type")
+            raise wrong_type(template, "chat_template", "a text", remedy)
         if template is not None:
             named = self.templates.get(template)
             if named is None and "{" not in template:
@@ -135,13 +133,7 @@ class ChatTemplates:
 
 def _checked(messages: object) -> Sequence[object]:
     if not isinstance(messages, (list, tuple)):
-        kind = type(messages).__name__
-        raise InputError(
-            f"'messages' is of type {kind}, not a list",
-            field="messages",
-            remedy='give a list of {"role": ..., "content": ...}',
-            code="wrong_type",
-        )
+        raise wrong_type(messages, "messages", "a list", 'give a list of {"role": ..., "content": ...}')
     if not messages:
         raise InputError("'messages' is empty", field="messages", remedy="give at least one message", code="empty")
     return messages
@@ -168,8 +160,7 @@ def _check_content(message: Mapping[str, object], plain: Mapping[str, Any], fiel
     an assistant's content may be null."""
     field += ".content"
     if "content" in plain and not isinstance(plain["content"], (str, list, dict)):
-        kind = type(plain["content"]).__name__
-        raise InputError(f"{field!r} is of type {kind}, not a text", field=field, remedy=_CONTENT, code="wrong_type")
+        raise wrong_type(plain["content"], field, "a text", _CONTENT)
     if "content" in message and "content" not in plain and plain["role"] != "assistant":
         raise InputError(f"{field!r} is null", field=field, remedy=_CONTENT, code="null")
 

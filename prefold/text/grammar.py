@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import InputError, MissingExtraError, UnsupportedModelError
 from ..types import Grammar
-from .tokenizer import valid_text
+from .valid import valid_text
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer

@@ -5,6 +5,12 @@ from __future__ import annotations
 from ..errors import InputError
 
 
+def wrong_type(value: object, field: str, wanted: str, remedy: str) -> InputError:
+    """Returns the error of a field whose value is of another type than is wanted, such as "a text"."""
+    message = f"{field!r} is of type {type(value).__name__}, not {wanted}"
+    return InputError(message, field=field, remedy=remedy, code="wrong_type")
+
+
 def is_unicode(text: str) -> bool:
     """Returns whether UTF-8 can hold `text`: whether it has no half of a surrogate pair."""
     try:
@@ -30,9 +36,7 @@ def valid_text(text: object, field: str = "text") -> str:
     if text is None:
         raise InputError(f"{field!r} is null", field=field, remedy="give it a text", code="null")
     if not isinstance(text, str):
-        kind = type(text).__name__
-        message = f"{field!r} is of type {kind}, not a text"
-        raise InputError(message, field=field, remedy="give it a text", code="wrong_type")
+        raise wrong_type(text, field, "a text", "give it a text")
     if not text.isascii():
         try:
             text.encode()
