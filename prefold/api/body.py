@@ -70,6 +70,7 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     missing      what is said of a field that must be there, and what to do about it
     may_be_empty whether such a field may be an empty text or list
     is_listed    whether the fields are listed where a field is not known
+    is_strict    whether numbers may not be texts
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -78,11 +79,12 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     missing: ClassVar[tuple[str, str]] = ("{!r} is missing", "give it")
     may_be_empty: ClassVar[bool] = False
     is_listed: ClassVar[bool] = True
+    is_strict: ClassVar[bool] = True
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, in_batch: bool = False) -> Self:
         """Returns the body that was sent as this object. Raises InputError, which names the field that is wrong."""
-        known, refused, remedies = cls.__struct_fields__, cls.unsupported, cls.remedies
+        known, refused, remedies = cls.__struct_encode_fields__, cls.unsupported, cls.remedies
         if in_batch:
             refused = {**refused, **{name: values for name, (values, _) in cls.batch.items()}}
             remedies = {**remedies, **{name: remedy for name, (_, remedy) in cls.batch.items()}}
@@ -108,7 +110,7 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
                 what, remedy = f"{name!r} is empty", "give at least one text"
                 raise InputError(what, field=name, remedy=remedy, code="empty")
         given |= {name: kind.of(given[name]) for name, kind in nested.items() if isinstance(given.get(name), dict)}
-        return converted(given, cls, remedies=cls.remedies)
+        return converted(given, cls, remedies=cls.remedies, strict=cls.is_strict)
 
 
 @cache
@@ -117,7 +119,7 @@ def _parts(kind: type[Body]) -> tuple[list[str], dict[str, type[Body]]]:
     fields = msgspec.structs.fields(kind)
     kinds = {one.name: [part for part in (one.type, *get_args(one.type)) if isinstance(part, type)] for one in fields}
     nested = {name: part for name, parts in kinds.items() for part in parts if issubclass(part, Body)}
-    return [one.name for one in fields if one.required], nested
+    return [one.encode_name for one in fields if one.required], nested
 
 
 class Settings(Body, kw_only=True):
@@ -156,16 +158,19 @@ class Settings(Body, kw_only=True):
         return cut if limit < 0 else cut | {"max_length": limit}
 
 
-def converted(value: Any, kind: type[T], field: str = "", *, remedies: Mapping[str, str] | None = None) -> T:
+def converted(
+    value: Any, kind: type[T], field: str = "", *, remedies: Mapping[str, str] | None = None, strict: bool = True
+) -> T:
     """Returns a value as one of a type. Raises InputError, which names the place that is wrong.
 
     field     where the value stands
     remedies  {field: what to do about it}, where the type does not say it
+    strict    whether numbers may not be texts
     """
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
+        what, _, path = str(error).partition("$")  # of a wrong key of an object: "... - at `key` in `$.metadata`"
         path, missing = path.rstrip("`").partition("[...]")[0], re.search("required field `(.*)`", what)
     place = (field + path).lstrip(".")
     top = re.split(r"[.\[]", place)[0]

@@ -35,9 +35,10 @@ import msgspec
 from ..errors import InputError, JobError
 from ..job import Job, OutputOptions, open_output, run_beside
 from ..records.batch import OpenAIBatch, add_usage
+from ..records.identity import file_identity, is_gzip
 from ..records.record import Source, error_text
+from ..records.textual import LineSource, TableOptions
 from ..types import Owner
-from .batch_input import open_input
 from .desk import Desk, apart
 from .keys import Keys, Tenant
 from .lane import Lane
@@ -318,6 +319,29 @@ class BatchWork:
         body = self._store.get("batch", None, one.id)
         assert body is not None
         return body
+
+
+def open_input(path: Path, name: str, most_bytes: int) -> Source:
+    """Returns the source of the lines of an uploaded file.
+
+    name        by which its client knows it, for errors
+    most_bytes  of a line; a longer one is a record with an error
+
+    Raises JobError where the file itself is at fault, and OSError where the disk is.
+    """
+    try:
+        if is_gzip(path):
+            raise JobError(f"{name} is compressed; upload it as plain JSONL: gunzip {name}")
+        identity = file_identity(path)
+        with path.open("rb") as file:
+            head = file.readline(most_bytes)
+    except FileNotFoundError:
+        raise JobError(f"the input file {name} is gone; upload it again") from None
+    source = LineSource.make(name, "jsonl", identity, head, lambda: path.open("rb"), TableOptions())
+    assert isinstance(source, LineSource)
+    source.most_bytes = most_bytes
+    source.paths = (path,)
+    return source
 
 
 class _Lines(OpenAIBatch):

@@ -6,17 +6,19 @@ import asyncio
 import shutil
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from ..api import ENDPOINTS
-from ..api.body import METADATA_REMEDY, Body, Metadata, doc
+from ..api.body import METADATA_REMEDY, Body, Metadata, converted, doc
 from ..errors import InputError
 from .batches import Batches
 from .http import ClientGone, Refusal, json_response
@@ -29,8 +31,37 @@ from .store import Store
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 FORM_BYTES = 1 << 16  # that the form around a file takes
 PURPOSES = ("batch", "vision", "user_data")
-# {kind of objects: (as many as are listed where a request does not say, at most)}, as OpenAI has it.
-_LISTED = {"file": (10_000, 10_000), "batch": (20, 100)}
+
+
+class Page(Body):
+    """A Page is what a query asks of a list of batches. There are as many as OpenAI has where it does not say."""
+
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    purpose: ClassVar[str | None] = None
+
+    remedies: ClassVar = {"limit": "give a number from 1 to 100", "order": "give asc or desc"}
+    is_listed = is_strict = False
+
+
+class PageOfFiles(Page):
+    """A PageOfFiles is what a query asks of a list of files."""
+
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
+    purpose: str | None = None
+
+    remedies: ClassVar = Page.remedies | {"limit": "give a number from 1 to 10000"}
+
+
+class Expiry(Struct):
+    """An Expiry says when a file is forgotten."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=1, le=10**10)]
+
+
+_EXPIRY_REMEDY = 'give {"anchor": "created_at", "seconds": 1 or more}'
 
 
 class NewBatch(Body, kw_only=True):
@@ -40,10 +71,11 @@ class NewBatch(Body, kw_only=True):
     endpoint: Annotated[Any, doc("The path that all lines are for.", "string", enum=list(ENDPOINTS))] = None
     completion_window: Annotated[str, Meta(pattern="^[1-9][0-9]{0,6}[smhd]$")] = "24h"
     metadata: Metadata | None = None
-    output_expires_after: Annotated[Any, doc("When its files are forgotten: anchor and seconds.", "object")] = None
+    output_expires_after: Expiry | None = None
 
     remedies: ClassVar = {
         "completion_window": 'give "24h", or another time in s, m, h, d', "metadata": METADATA_REMEDY,
+        "output_expires_after": _EXPIRY_REMEDY,
     }  # fmt: skip
     is_listed = False
 
@@ -75,7 +107,8 @@ async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
         raise Refusal(400, f"the form cannot be read: {error.message}", code="invalid_form") from None
     except (KeyError, ValueError, UnicodeDecodeError) as error:  # such as no boundary, or a charset that is none
         raise Refusal(400, f"the form cannot be read: {error!r:.100}", code="invalid_form") from None
-    async with _closing(form):
+    async with AsyncExitStack() as ending:
+        ending.push_async_callback(form.close)
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise InputError("the form has no file", field="file", remedy="give it", code="missing_field")
@@ -84,7 +117,9 @@ async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
             raise InputError(message, field="purpose", remedy=remedy, code="unsupported")
         names = ("expires_after[anchor]", "expires_after[seconds]")
         given = {name[14:-1]: form[name] for name in names if name in form}
-        seconds = _expiry(given or None, "expires_after")
+        remedies = {"expires_after": _EXPIRY_REMEDY}
+        expiry = converted(given, Expiry, "expires_after", remedies=remedies, strict=False) if given else None
+        seconds = None if expiry is None else expiry.seconds
         body = await asyncio.to_thread(_keep, store, _owner(tenant), file, str(purpose), seconds)
     return json_response(body)
 
@@ -141,21 +176,9 @@ async def _limited(site: Site, request: Request, store: Store, owner: str) -> As
         receiving[owner] -= size
 
 
-class _closing:
-    """Closes a form behind a context."""
-
-    def __init__(self, form: Any):
-        self._form = form
-
-    async def __aenter__(self) -> None: ...
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._form.close()
-
-
 async def list_files(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers with a page of the tenant's files."""
-    return await _page(site, request, tenant, "file", {"purpose"})
+    return await _page(site, tenant, "file", PageOfFiles.of(request.query_params))
 
 
 async def retrieve_file(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -204,15 +227,15 @@ async def create_batch(site: Site, request: Request, tenant: Tenant) -> Response
     times = ("finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     made |= {f"{name}_at": None for name in times}
     made |= {"request_counts": {"total": 0, "completed": 0, "failed": 0}, "usage": None}
-    seconds = _expiry(asked.output_expires_after, "output_expires_after")
-    made |= {"_output_seconds": seconds, "_model": desk.llm.checkpoint.name}
+    expiry = asked.output_expires_after
+    made |= {"_output_seconds": None if expiry is None else expiry.seconds, "_model": desk.llm.checkpoint.name}
     await asyncio.to_thread(batches.create, _owner(tenant), made)
     return json_response(batches.with_counts(made))
 
 
 async def list_batches(site: Site, request: Request, tenant: Tenant) -> Response:
     """Answers with a page of the tenant's batches, the newest first."""
-    return await _page(site, request, tenant, "batch", set())
+    return await _page(site, tenant, "batch", Page.of(request.query_params))
 
 
 async def retrieve_batch(site: Site, request: Request, tenant: Tenant) -> Response:
@@ -225,18 +248,6 @@ async def cancel_batch(site: Site, request: Request, tenant: Tenant) -> Response
     _, batches = _stores(site)
     body = await _one(site, request, tenant, "batch")
     return json_response(batches.with_counts(await asyncio.to_thread(batches.cancel, body["id"])))
-
-
-def _expiry(value: Any, name: str) -> int | None:
-    """Returns after how many seconds a file is forgotten; None: never. Raises InputError, which names the field."""
-    if value is None:
-        return None
-    seconds = str(value.get("seconds", "")) if isinstance(value, dict) else ""
-    is_number = seconds.isdecimal() and len(seconds) <= 10 and int(seconds) > 0
-    if not is_number or value.get("anchor") != "created_at":
-        message, remedy = f"{name!r} is wrong", 'give {"anchor": "created_at", "seconds": 1 or more}'
-        raise InputError(message, field=name, remedy=remedy, code="wrong_type")
-    return int(seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------- both
@@ -252,29 +263,12 @@ async def _one(site: Site, request: Request, tenant: Tenant, kind: str) -> Kept:
     return body
 
 
-async def _page(site: Site, request: Request, tenant: Tenant, kind: str, filters: set[str]) -> Response:
+async def _page(site: Site, tenant: Tenant, kind: str, asked: Page) -> Response:
     """Answers with some of the tenant's objects, as the query asks."""
     store, batches = _stores(site)
-    query = dict(request.query_params)
-    for name in query.keys() - {"after", "limit", "order"} - filters:
-        raise InputError(f"unknown parameter {name!r}", field=name, remedy="leave it out", code="unsupported")
-    usual, most = _LISTED[kind]
-    asked = query.get("limit", str(usual))
-    if not asked.isdecimal() or len(asked) > 9 or not 1 <= int(asked) <= most:
-        message, remedy = f"'limit' is {asked!r:.100}", f"give a number from 1 to {most}"
-        raise InputError(message, field="limit", remedy=remedy, code="wrong_type")
-    if query.get("order", "desc") not in ("asc", "desc"):
-        raise InputError(f"'order' is {query['order']!r:.100}", field="order", remedy="give asc or desc")
-    found, more = await asyncio.to_thread(
-        lambda: store.page(
-            kind,
-            _owner(tenant),
-            after=query.get("after"),
-            limit=int(asked),
-            newest=query.get("order") != "asc",
-            purpose=query.get("purpose"),
-        )
-    )
+    newest, after = asked.order == "desc", asked.after
+    ask = partial(store.page, after=after, limit=asked.limit, newest=newest, purpose=asked.purpose)
+    found, more = await asyncio.to_thread(ask, kind, _owner(tenant))
     data = [batches.with_counts(body) for body in found]
     ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return json_response({"object": "list", "data": data, **ids, "has_more": more})
@@ -282,12 +276,12 @@ async def _page(site: Site, request: Request, tenant: Tenant, kind: str, filters
 
 ENTRIES = [
     Entry(OPENAI, "POST", "/v1/files", upload),
-    Entry(OPENAI, "GET", "/v1/files", list_files, query=("after", "limit", "order", "purpose")),
+    Entry(OPENAI, "GET", "/v1/files", list_files, query=PageOfFiles),
     Entry(OPENAI, "GET", "/v1/files/{id}", retrieve_file),
     Entry(OPENAI, "DELETE", "/v1/files/{id}", delete_file),
     Entry(OPENAI, "GET", "/v1/files/{id}/content", content),
     Entry(OPENAI, "POST", "/v1/batches", create_batch, (NewBatch,)),
-    Entry(OPENAI, "GET", "/v1/batches", list_batches, query=("after", "limit", "order")),
+    Entry(OPENAI, "GET", "/v1/batches", list_batches, query=Page),
     Entry(OPENAI, "GET", "/v1/batches/{id}", retrieve_batch),
     Entry(OPENAI, "POST", "/v1/batches/{id}/cancel", cancel_batch),
 ]

@@ -9,9 +9,12 @@ import tomllib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from ..errors import JobError
+from msgspec import Meta, field
+
+from ..api.body import Body
+from ..errors import InputError, JobError
 from ..types import Owner, Share
 
 
@@ -55,6 +58,35 @@ class Tenant:
 
 
 _LIMITS = tuple(field.name for field in fields(Limits))
+_Least1 = Annotated[int, Meta(ge=1)]
+
+
+class _Key(Body, kw_only=True):
+    """A key in the file of keys."""
+
+    key: Annotated[str, Meta(pattern=r"\S")] | None = None
+    sha256: Annotated[str, Meta(pattern="^[0-9a-fA-F]{64}$")] | None = None
+    tenant: str
+    admin: bool = False
+    kind: Literal["interactive", "batch"] = field(name="class", default="interactive")
+    weight: Annotated[float, Meta(gt=0, le=1e300)] | None = None
+    max_running: _Least1 | None = None
+    max_kept_rows: Annotated[int, Meta(ge=0)] | None = None
+    max_waiting_requests: _Least1 | None = None
+    max_waiting_tokens: _Least1 | None = None
+    max_stored_bytes: _Least1 | None = None
+
+    remedies: ClassVar = {
+        "weight": "give a number above 0",
+        "class": "give interactive or batch",
+        "sha256": "give the SHA-256 of a key, in 64 hexadecimal digits",
+    }
+
+    @property
+    def digest(self) -> bytes:
+        """Returns the key's SHA-256."""
+        return bytes.fromhex(self.sha256) if self.key is None else hashlib.sha256(self.key.strip().encode()).digest()
+
 
 ANYBODY = Tenant(None, admin=True)
 
@@ -151,52 +183,23 @@ def read_keys(path: Path) -> list[tuple[bytes, Tenant]]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise JobError(f"the file of keys {path} cannot be read: {error}") from None
     entries = tables.get("key")
-    if set(tables) != {"key"} or not isinstance(entries, list) or not entries:
+    if set(tables) != {"key"} or not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
         raise JobError(f"the file of keys {path} has no keys; write a table [[key]] with key and tenant for each")
-    limits: dict[str, dict[str, Any]] = {}
+    keys, limits = [], dict[str, dict[str, Any]]()
     for number, entry in enumerate(entries, 1):
-        found = {name: value for name, value in entry.items() if name in _LIMITS}
-        before = limits.setdefault(str(entry.get("tenant")), found)
+        where = f"key {number} of {path}"
+        try:
+            keys.append(key := _Key.of(entry))
+        except InputError as wrong:
+            raise JobError(f"{where}: {wrong}") from None
+        if (key.key is None) == (key.sha256 is None):
+            raise JobError(f"{where} needs either key or sha256")
+        found = {name: value for name in _LIMITS if (value := getattr(key, name)) is not None}
+        before = limits.setdefault(key.tenant, found)
         if found and before and before != found:
-            message = f"key {number} of {path} has other limits than an earlier key of the same tenant"
+            message = f"{where} has other limits than an earlier key of the same tenant"
             raise JobError(f"{message}; give them at one of the keys")
         before.update(found)
-    return [_entry(path, number, entry, limits[str(entry.get("tenant"))]) for number, entry in enumerate(entries, 1)]
-
-
-def _limits(where: str, values: Mapping[str, Any]) -> Limits:
-    for name, value in values.items():
-        is_number = isinstance(value, (int, float) if name == "weight" else int) and not isinstance(value, bool)
-        least = 0 if name in ("weight", "max_kept_rows") else 1
-        if not is_number or value < least or (name == "weight" and not 0 < value < float("inf")):
-            kind = "a number above 0" if name == "weight" else f"a whole number of at least {least}"
-            raise JobError(f"{where}: {name} is {value!r:.100}; give {kind}")
-    return Limits(**values)
-
-
-def _entry(path: Path, number: int, entry: Mapping[str, Any], limits: Mapping[str, Any]) -> tuple[bytes, Tenant]:
-    where = f"key {number} of {path}"
-    unknown = set(entry) - {"key", "sha256", "tenant", "admin", "class", *_LIMITS}
-    if unknown:
-        known = f"key or sha256, tenant, admin, class, {', '.join(_LIMITS)}"
-        raise JobError(f"{where} has {', '.join(sorted(unknown))}; a key has {known}")
-    kind = entry.get("class", "interactive")
-    if kind not in ("interactive", "batch"):
-        raise JobError(f"{where}: class is {kind!r:.100}; give interactive or batch")
-    tenant, admin = entry.get("tenant"), entry.get("admin", False)
-    if not isinstance(tenant, str) or not tenant or not isinstance(admin, bool):
-        raise JobError(f"{where} needs tenant, a text; admin is true or false")
-    if ("key" in entry) == ("sha256" in entry):
-        raise JobError(f"{where} needs either key or sha256")
-    if "key" in entry:
-        if not isinstance(entry["key"], str) or not entry["key"].strip():
-            raise JobError(f"{where}: key is not a text")
-        digest = hashlib.sha256(entry["key"].strip().encode()).digest()
-    else:
-        try:
-            digest = bytes.fromhex(entry["sha256"])
-        except (TypeError, ValueError):
-            digest = b""
-        if len(digest) != 32:
-            raise JobError(f"{where}: sha256 is not the SHA-256 of a key, in 64 hexadecimal digits")
-    return digest, Tenant(tenant, admin, kind == "batch", _limits(where, limits))
+    return [
+        (key.digest, Tenant(key.tenant, key.admin, key.kind == "batch", Limits(**limits[key.tenant]))) for key in keys
+    ]

@@ -92,7 +92,9 @@ def _operation(entry: Entry, path: str, bodies: list[Any]) -> dict[str, Any]:
         operation["description"] = "For admins, where the server has keys."
     names = re.findall(r"{(\w+)}", path)
     parameters = [{"name": one, "in": "path", "required": True, "schema": {"type": "string"}} for one in names]
-    parameters += [{"name": one, "in": "query", "schema": {"type": "string"}} for one in entry.query]
+    if entry.query is not None:
+        fields = schema_components([entry.query])[1][entry.query.__name__]["properties"]
+        parameters += [{"name": one, "in": "query", "schema": schema} for one, schema in fields.items()]
     if parameters:
         operation["parameters"] = parameters
     if path == "/v1/files" and is_post:

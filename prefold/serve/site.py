@@ -154,7 +154,7 @@ class Entry:
 
     handle  (site, request, tenant) -> response
     bodies  those that it takes, as JSON or, of a file, as a form: classes, or their schema
-    query   the parameters of a query
+    query   what it takes of a query
     admin   whether only tenants that are admins are let in
     """
 
@@ -163,7 +163,7 @@ class Entry:
     path: str
     handle: Callable[[Site, Request, Tenant], Awaitable[Response]]
     bodies: Sequence[type[Body]] = ()
-    query: Sequence[str] = ()
+    query: type[Body] | None = None
     admin: bool = False
 
     def endpoint(self, site: Site) -> Callable[[Request], Awaitable[Response]]:
