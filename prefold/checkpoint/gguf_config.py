@@ -151,7 +151,7 @@ def _rope(file: GGUFFile, read: Settings, head_dim: int) -> dict[str, Any]:
 
 
 def _linear_factor(read: Settings) -> float:
-    """Returns what positions are divided by: 1 where the file does not say, or says 0."""
+    """Returns the divisor of positions: 1 where the file has none, or has 0."""
     factor = read.number("rope.scaling.factor", None, zero=True)
     return (read.number("rope.scale_linear", 1.0, zero=True) if factor is None else factor) or 1.0
 

@@ -25,7 +25,7 @@ _SINGLE = {"embedding": 1, "embeddings": 2}  # columns of float32 numbers, in li
 
 @dataclass(frozen=True)
 class TableForm:
-    """Holds what is known of a table's columns before its lines are read.
+    """Describes a table's columns, as far as they are known before its lines are read.
 
     head    columns that come first, and exist even in a table without lines
     made    columns that a task makes; the values of other columns are the user's. None: the task makes all

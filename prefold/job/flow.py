@@ -72,7 +72,7 @@ class Flow:
         )
 
     def _rest(self, spool: Spool) -> Callable[[], Windows]:
-        """Returns what gives the windows of a spool that is complete by then."""
+        """Returns a function that gives the windows of a spool, which is complete when it is called."""
 
         def rest() -> Windows:
             if self.reader.error is not None:

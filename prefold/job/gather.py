@@ -58,7 +58,7 @@ class _Item:
 
 @dataclass(slots=True)
 class _Gathering:
-    """A _Gathering is a record of which some results are still missing."""
+    """A _Gathering is a record some of whose results are still missing."""
 
     missing: int
     items: list[_Item | None]

@@ -220,7 +220,7 @@ def _unseal(line: bytes, before: int) -> tuple[dict[str, Any] | None, int]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Returns what differs between two fingerprints, a line for each difference."""
+    """Returns the differences between two fingerprints, a line for each."""
     out: list[str] = []
     for key in dict.fromkeys([*old, *new]):
         a, b = old.get(key), new.get(key)

@@ -156,7 +156,7 @@ def cost_of(shape: StreamShape, config: ModelConfig) -> tuple[Cost, Cost]:
 
 
 def row_cost(config: ModelConfig) -> RowCost:
-    """Returns what a row costs in floating-point operations, without the LM head."""
+    """Returns the cost of a row in floating-point operations, without the LM head."""
     per_key = 4.0 * config.heads * config.head_dim
     return RowCost(float(config.linear_flops), per_key, tuple(plane.window for plane in config.planes))
 

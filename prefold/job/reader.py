@@ -314,7 +314,7 @@ class Reader:
         return any(since is not None and since < late for since in others)
 
     def _works(self, task: str, items: list[Any]) -> list[Any]:
-        """Returns what the task makes of each item; where the model is not made for the task, an InputError each."""
+        """Returns the Work of each item, or its InputError; where the model cannot do the task, that of all items."""
         try:
             return self._job.tasks[task].prepare(items)
         except (InputError, UnsupportedModelError) as error:

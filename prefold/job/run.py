@@ -37,7 +37,7 @@ class Interrupted(JobError):
 
 @dataclass
 class Summary:
-    """Says what a job did. records, errors and resumed count all lines of the output; the rest is that of this run."""
+    """Summarises a job. records, errors and resumed count all lines of the output; the rest is that of this run."""
 
     records: int = 0
     errors: int = 0

@@ -62,7 +62,7 @@ def sample_items(
 
 @dataclass(frozen=True)
 class Run:
-    """Holds what a run gave: the task, which may have been calibrated for this run, and the results of each work."""
+    """Holds a run: its task, which may have been calibrated for this run, and the results of each work."""
 
     task: Any
     results: Sequence[list[Any] | None]

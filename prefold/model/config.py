@@ -164,7 +164,7 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        """Returns what attention multiplies q k with."""
+        """Returns the factor of the products of queries and keys in attention."""
         return (self.query_scalar or self.head_dim) ** -0.5
 
     @property
@@ -184,7 +184,7 @@ class ModelConfig:
 
     @property
     def mlp_kind(self) -> MlpKind:
-        """Returns what the MLP of each layer is."""
+        """Returns the kind of the MLP in each layer."""
         return _MLPS[self.mlp]
 
     def fused_sizes(self, names: Sequence[str]) -> list[int]:

@@ -32,7 +32,7 @@ class Mlp(nn.Module):
         self.down = Linear(width, hidden, bias=bias and ranks.rank == 0, dtype=dtype, device=device)
 
     def forward(self, h: Tensor, adapters: RowAdapters, ops: Ops) -> Tensor:
-        """Returns what the MLP gives for h [rows, hidden], shaped as h, summed over all ranks."""
+        """Returns the result of the MLP for h [rows, hidden], shaped as h, summed over all ranks."""
         if adapters.adapters:
             h = self.gate_up.activate(adapters.add(self.gate_up(h), h, self.number, "gate_up"), ops)
         else:

@@ -59,7 +59,7 @@ class Names:
         return tuple(name + dot + kind for name in self.of_module(module))
 
     def layer(self, number: int) -> str:
-        """Returns what the checkpoint calls a layer, such as "layers.3"."""
+        """Returns the name of a layer in the checkpoint, such as "layers.3"."""
         name = [name for name, first in self.lists.items() if first <= number][-1]
         return f"{name}.{number - self.lists[name]}"
 

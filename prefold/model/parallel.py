@@ -44,7 +44,7 @@ class Shard:
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> Shard:
-        """Returns what a rank holds. Raises InputError where a rank would have nothing to do."""
+        """Returns the sizes of a rank's part of the model. Raises InputError where a rank would have nothing to do."""
         most = min(config.heads, config.intermediate, config.vocab_size)
         if size > most:
             raise InputError(

@@ -140,6 +140,6 @@ class RotaryTables:
         self._table_of = [distinct.index(rope) for rope in ropes]
 
     def __call__(self, positions: Tensor) -> list[Tensor]:
-        """Returns what `RotaryTable` gives for positions int64 [rows], one a plane."""
+        """Returns the result of each plane's `RotaryTable` for positions int64 [rows]."""
         tables = [table(positions) for table in self._tables]
         return [tables[i] for i in self._table_of]

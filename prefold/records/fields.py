@@ -166,7 +166,7 @@ class Template:
         return Filled(out)
 
     def render_many(self, data: dict[str, Any], keep_empty: bool = False) -> str | list[str]:
-        """Returns what `render` makes of a record, or the list of texts of a bare column that holds a list."""
+        """Returns the text that `render` makes, or the texts of a bare column whose value is a list."""
         if self.column is not None:
             value = lookup(data, self.column)
             if isinstance(value, list):

@@ -19,15 +19,15 @@ _DIGEST_BLOCKS = 512
 
 
 def file_identity(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Returns what tells a file, or its first `size` bytes, from another by its content: {"bytes": size, "digest":
+    """Returns the identity of a file, or of its first `size` bytes, by its content: {"bytes": size, "digest":
     BLAKE2b in hex}."""
     size = path.stat().st_size if size is None else size
     return {"bytes": size, "digest": sampled_digest(path, size, _DIGEST_BLOCKS, _WHOLE_DIGEST)}
 
 
 def input_identity(path: Path) -> dict[str, Any]:
-    """Returns what tells an input from another: its content, and of a file too large to be digested as a whole when it
-    was last modified, {"modified": the time as a text}."""
+    """Returns the identity of an input file: that of its content. A file too large to be digested as a whole also has
+    the time when it was last modified, {"modified": the time as a text}."""
     facts = path.stat()
     identity = file_identity(path, facts.st_size)
     if facts.st_size > _WHOLE_DIGEST:

@@ -100,7 +100,7 @@ class TreeShape:
         return np.concatenate(pieces[::-1]) if pieces else np.empty(0, np.int32)
 
     def data(self, decode: Callable[[np.ndarray], str] | None, *, max_nodes: int = 2000) -> dict[str, Any]:
-        """Returns what a page draws: {"nodes": as `to_data`, each with sequences running below it and whose it is;
+        """Returns the data of a drawing: {"nodes": as `to_data`, each with the sequences below it and its owner;
         "parting": [owner, end of the text that is shared, its tokens, branches, paths] of where most paths part}."""
         if not self.owners:
             return {"nodes": [], "parting": []}

@@ -57,7 +57,7 @@ def merged(entries: np.ndarray, most: int) -> np.ndarray:
 
 @dataclass
 class Report:
-    """Holds what the page shows. tokens and rows are those of the whole run, seconds those of the model's part."""
+    """Holds the content of the page. tokens and rows are those of the whole run, seconds those of the model's part."""
 
     title: str
     when: str
@@ -133,7 +133,7 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def machine() -> list[tuple[str, str]]:
-    """Returns what the run ran on, as (name, value); versions only of packages that are loaded."""
+    """Describes the machine, as (name, value) pairs; versions only of packages that are loaded."""
     import sys
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

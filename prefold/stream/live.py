@@ -194,7 +194,7 @@ class LiveWindow:
         return bucket
 
     def now(self, bucket: Bucket) -> Bucket | None:
-        """Returns what a bucket is now that some have left it, and others come; None where it is none any more."""
+        """Returns the bucket as it is now that requests have left it and others have come; None if it is gone."""
         if bucket.node not in self._sums:
             return None
         current = self._bucket(bucket.node, bucket.is_whole)

@@ -81,7 +81,7 @@ class Feed:
         return is_new
 
     def end(self) -> None:
-        """Nothing comes any more."""
+        """Declares that no more requests come."""
         self.has_ended = True
 
     # -------------------------------------------------------------------------------- the taking thread
@@ -159,7 +159,7 @@ class LiveWindows:
         return (True,) if self._is_held(namespace, prefix) else ()
 
     def close(self) -> None:
-        """No more windows are wanted."""
+        """Ends the windows."""
         self.is_closed = True
 
     @property

@@ -44,26 +44,12 @@ class Work:
 
 
 def attempt(make: Callable[..., T], *args: Any) -> T | InputError:
-    """Returns what make(*args) returns, or the InputError that stands for the exception it raised (see
+    """Calls make(*args) and returns its value, or the InputError that stands for the exception it raised (see
     `record_error`)."""
     try:
         return make(*args)
     except Exception as error:
         return record_error(error)
-
-
-def prepare_each(
-    tokenizer: Tokenizer | None, items: Sequence[Any], plan: Callable[[Any, TextBatch], Callable[[], Work]]
-) -> list[Work | InputError]:
-    """Returns a Work, or an InputError, for each item; all texts of all items are encoded in one batch.
-
-    plan  plan(item, batch) checks an item, adds its texts to the batch and returns a function that makes the Work
-          once the batch is encoded. What either of them raises is the error of that item alone
-    """
-    batch = TextBatch(tokenizer)
-    makers = [attempt(plan, item, batch) for item in items]
-    batch.encode()
-    return [maker if isinstance(maker, InputError) else attempt(maker) for maker in makers]
 
 
 class TextBatch:
@@ -123,6 +109,9 @@ class TextBatch:
             self._ids = [attempt(self._tokenizer.encode, text, False) for text in texts]
 
 
+Plan = Callable[[Any, TextBatch], Callable[[], Work]]
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Checks the inputs of all tasks, and makes requests of them.
@@ -157,21 +146,27 @@ class Inputs:
             raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")
         return name
 
-    def prepare(
-        self, items: Sequence[Any], plan: Callable[[Any, TextBatch], Callable[[], Work]]
-    ) -> list[Work | InputError]:
-        """Returns what `prepare_each` does; the requests of an item run with the adapter that the item names."""
-        works = prepare_each(self.tokenizer, items, plan)
-        if not self.adapters and self.adapter is None:
-            return works
+    def prepare(self, items: Sequence[Any], plan: Plan) -> list[Work | InputError]:
+        """Returns a Work, or an InputError, for each item, whose requests run with the adapter that the item names. All
+        texts of all items are encoded in one batch.
+
+        plan  plan(item, batch) checks an item, adds its texts to the batch and returns a function that makes the Work
+              once the batch is encoded. What either of them raises is the error of that item alone
+        """
+        batch = TextBatch(self.tokenizer)
+        makers = [attempt(plan, item, batch) for item in items]
+        batch.encode()
         return [
-            work if isinstance(work, InputError) else attempt(self._adapted, item, work)
-            for item, work in zip(items, works, strict=True)
+            maker if isinstance(maker, InputError) else attempt(self._adapted, item, maker)
+            for item, maker in zip(items, makers, strict=True)
         ]
 
-    def _adapted(self, item: Any, work: Work) -> Work:
+    def _adapted(self, item: Any, make: Callable[[], Work]) -> Work:
         name = item.get("adapter") if isinstance(item, Mapping) else getattr(item, "adapter", None)
         name = self.adapter if name is None else self.check_adapter(name)
+        work = make()
+        if name is None:
+            return work
         return replace(work, requests=[replace(request, adapter=name) for request in work.requests])
 
     def text(self, value: Any, field: str, seen: list[Picture] | None = None) -> Text:
@@ -184,7 +179,8 @@ class Inputs:
         return self._ids(value, field)
 
     def said(self, value: Any, field: str, seen: list[Picture] | None = None, *, blank: bool = False) -> Text:
-        """Returns what `text` does. Raises InputError for a text that says nothing, too (see `check_said`)."""
+        """Returns the text or ids as `text` does. Raises InputError also for a text that says nothing (see
+        `check_said`)."""
         text = self.text(value, field, seen)
         if isinstance(text, str):
             check_said(text, field, blank=blank)
@@ -416,6 +412,15 @@ def as_item(kind: type[T], value: Any) -> T:
         if name not in value and field.default is MISSING:
             raise InputError(f"{name!r} is missing", field=name, remedy="give it", code="missing_field")
     return kind(**value)
+
+
+def encoded(tokenizer: Tokenizer | None, add: Callable[[TextBatch], Callable[[], T]]) -> T:
+    """Returns the ids of texts that are encoded by themselves. add: adds them to a batch, and returns a function that
+    gives the ids once the batch is encoded."""
+    batch = TextBatch(tokenizer)
+    get = add(batch)
+    batch.encode()
+    return get()
 
 
 def cut_end(ids: np.ndarray, over: int, field: str, *, left: bool = False) -> np.ndarray:

@@ -93,7 +93,7 @@ class Conversations(ConversationOptions):
         return text, None if escaping is None else partial(_encoded, inputs, escaping, seen, salt)
 
     def _escaping(self, item: GenerateItem, inputs: Inputs, seen: list[Picture]) -> Escaping | None:
-        """Returns what escapes special tokens in the texts of a conversation; None where nothing is to be escaped.
+        """Returns the escaping of special tokens in the texts of a conversation; None where nothing is to be escaped.
         Where a model sees images, the tokens that stand for them are text in what users write."""
         tokenizer, images = inputs.tokenizer, inputs.images
         if tokenizer is None:

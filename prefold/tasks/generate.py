@@ -21,7 +21,7 @@ from ..text.chat import THINK
 from ..text.grammar import example_of
 from ..text.media import Picture, Pictured, too_long, with_notes
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
-from .base import TRUNCATE, Inputs, Task, TextBatch, Work, as_item, cut_end, prepare_each, work_of
+from .base import TRUNCATE, Inputs, Task, TextBatch, Work, as_item, cut_end, work_of
 from .conversations import Conversations, GenerateItem, has_images, is_cut, plain_message
 from .cut import columns_of, cut_columns
 from .sampling import format_grammar, sampling_from
@@ -88,9 +88,6 @@ class GenerateTask(Task):
         logprobs = None if top is None else (TokenLogprobs(0.0, ((0, 0.0),) * top),)
         return self.finish({"tokens": 0}, [[Generated((0,), said, "stop", logprobs=logprobs)] * self.sampling.n])
 
-    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        return prepare_each(self.inputs.tokenizer, items, self._plan)
-
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
         item = as_item(GenerateItem, _named(item))
         if isinstance(item.prompt, Pictured) and item.images is None:
@@ -99,7 +96,6 @@ class GenerateTask(Task):
         # A prompt is too long for the max_tokens that was asked for, but never for a default.
         asked = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
         beside = {
-            "adapter": self.inputs.adapter if item.adapter is None else self.inputs.check_adapter(item.adapter),
             "salt": _of_type(self.salt if item.salt is None else item.salt, "salt", str),
             "priority": _of_type(self.priority if item.priority is None else item.priority, "priority", int),
         }

@@ -16,7 +16,7 @@ from ..text.media import Picture, check_cut, with_notes
 from ..text.prompts import fields_of, fill
 from ..text.valid import valid_text, wrong_type
 from ..types import Readout, Request, Result
-from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, as_item, check_count, work_of
+from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, as_item, check_count, encoded, work_of
 from .cut import part_of
 from .embed import is_list_of_texts
 from .sentence import PairSettings
@@ -163,10 +163,7 @@ class RerankTask(Task):
         return self.inputs.request(tokens, name, remedy=f"shorten it, or have documents cut with {TRUNCATE}")
 
     def _encode_body(self, fields: Mapping[str, Text]) -> np.ndarray:
-        batch = TextBatch(self.inputs.tokenizer)
-        get = self._add_body(batch, fields)
-        batch.encode()
-        return get()
+        return encoded(self.inputs.tokenizer, lambda batch: self._add_body(batch, fields))
 
     def _add_body(self, batch: TextBatch, fields: Mapping[str, Text]) -> Callable[[], np.ndarray]:
         if not self.pair:

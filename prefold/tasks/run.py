@@ -73,7 +73,7 @@ def run_works(
 
 
 def checked(results: list[list[Any] | None]) -> list[list[Any] | None]:
-    """Returns what `run_works` gave, as it is. Raises the first InputError of a request that could not be run."""
+    """Returns the results of `run_works` as they are. Raises the first InputError among them."""
     for of_work in results:
         for result in of_work or ():
             if isinstance(result, InputError):
@@ -82,7 +82,7 @@ def checked(results: list[list[Any] | None]) -> list[list[Any] | None]:
 
 
 def finish(task: Any, note: Any, results: Sequence[Any]) -> dict[str, Any]:
-    """Returns what the task makes of an item's results.
+    """Returns the task's answer to an item, made of its results.
 
     Raises the InputError that is among them, and one of code "not_finite" for a result that holds NaN or infinity.
     """
@@ -109,7 +109,7 @@ def all_finite(value: Any) -> bool:
 
 
 def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | None]) -> list[Any]:
-    """Returns what the task makes of each item's results, or the item's InputError."""
+    """Returns the task's answer to each item, or the item's InputError."""
     return [
         work if isinstance(work, InputError) else attempt(finish, task, work.note, result)
         for work, result in zip(works, results, strict=True)

@@ -18,7 +18,7 @@ from ..text import Filled, Tokenizer
 from ..text.media import ImageIds, Picture, check_cut, notes_of, with_notes
 from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
-from .base import Inputs, Task, Text, TextBatch, Work, as_item, check_count
+from .base import Inputs, Task, Text, TextBatch, Work, as_item, check_count, encoded
 
 CONTINUATION_TOO_LONG = "shorten it, since truncation cuts the prompt only"
 PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
@@ -110,10 +110,7 @@ class ScoreTask(Task):
             return pair[0].size + pair[1].size - 1
 
         def make(text: str) -> tuple[np.ndarray, np.ndarray]:
-            batch = TextBatch(self.inputs.tokenizer)
-            pair = add_pair(batch, self.inputs, text, continuation)
-            batch.encode()
-            return pair()
+            return encoded(self.inputs.tokenizer, lambda batch: add_pair(batch, self.inputs, text, continuation))
 
         over = self.inputs.over(size(ids))
         return self.inputs.cut(prompt, make, size(ids) - over, ids, size=size) if over else ids

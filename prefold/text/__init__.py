@@ -1,4 +1,4 @@
-"""Holds what makes token ids of text: tokenizers, chat templates and the prompts of the tasks. It never imports
+"""Turns text into token ids: tokenizers, chat templates and the prompts of the tasks. It never imports
 torch."""
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Picture:
 
     @property
     def note(self) -> str | None:
-        """Returns what is to be said of it."""
+        """Returns a sentence that the user should read about this image; None: there is none."""
         return f"{self.field} is an animation, of which the first frame is seen" if self.animated else None
 
 
@@ -82,8 +82,7 @@ KEY = "image_notes"
 
 
 def notes_of(seen: Sequence[Picture]) -> dict[str, Any]:
-    """Returns what a Work's note holds of the images that were seen: {"image_notes": [...]}; {} where nothing is to be
-    said."""
+    """Returns the notes on a Work's images, as a part of its note: {"image_notes": [...]}; {} without notes."""
     notes = [picture.note for picture in seen if picture.note is not None]
     return {KEY: notes} if notes else {}
 

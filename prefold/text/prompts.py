@@ -116,14 +116,14 @@ class FewShotPrompt:
 
     @cached_property
     def head(self) -> str:
-        """Returns what every prompt begins with: instructions, examples, and the template up to {text}."""
+        """Returns the beginning of every prompt: instructions, examples, and the template up to {text}."""
         shots = [fill(self.template, {"text": text, "label": label}) for text, label in self.examples]
         parts = [self.instructions, *shots] if self.instructions else shots
         return "".join(part + self.separator for part in parts) + self.template[: self.template.index("{text}")]
 
     @cached_property
     def tail(self) -> str:
-        """Returns what stands between the text and its label."""
+        """Returns the part of the template between the text and its label."""
         return self.template[self.template.index("{text}") + len("{text}") : self.template.index("{label}")]
 
     def render(self, text: str) -> str:

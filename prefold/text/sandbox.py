@@ -66,8 +66,8 @@ def compile_template(source: str) -> tuple[jinja2.Template, frozenset[str]]:
 
 
 def _write(template: jinja2.Template, values: Mapping[str, Any]) -> str:
-    """Returns what the template writes of these values. If it fails because an assistant's message has no content,
-    that content is made empty."""
+    """Returns the text that the template writes with these values. If it fails because an assistant's message has no
+    content, that content is made empty."""
     try:
         return template.render(values)
     except Exception:

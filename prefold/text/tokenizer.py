@@ -150,7 +150,8 @@ class Tokenizer:
 
     @cached_property
     def escaping(self) -> Escaping:
-        """Returns what encodes conversations whose texts hold no special tokens; made when it is asked for first."""
+        """Returns the encoder of conversations in whose texts all special tokens stay text. It is made at the first
+        use."""
         return Escaping(self.backend)
 
     def escaping_only(self, tokens: Collection[str]) -> Escaping:

@@ -10,7 +10,7 @@ from task_inputs import FakeCheckpoint, tokenizer
 
 from prefold.errors import InputError, JobError
 from prefold.tasks import EmbedItem, RerankItem, Work, make_task
-from prefold.tasks.base import Inputs, TextBatch, as_item, attempt, check_count, prepare_each
+from prefold.tasks.base import Inputs, TextBatch, as_item, attempt, check_count
 from prefold.types import Request
 
 TOK = tokenizer()
@@ -221,7 +221,7 @@ def test_an_item_that_raises_anything_fails_alone():
         get = batch.add(item.lower())
         return lambda: Work([Request(get())])
 
-    works = prepare_each(Broken(), ["a", "bad", 5, "BAD", "abc"], plan)
+    works = Inputs(Broken()).prepare(["a", "bad", 5, "BAD", "abc"], plan)
     assert [w.requests[0].tokens.tolist() for w in (works[0], works[4])] == [[1], [3]]
     for bad, name in ((works[1], "OverflowError: too much"), (works[2], "AttributeError"), (works[3], "OverflowError")):
         assert isinstance(bad, InputError) and bad.code == "unexpected" and name in str(bad)
@@ -234,4 +234,11 @@ def test_what_is_no_items_fault_is_raised(error):
         raise error
 
     with pytest.raises(type(error)):
-        prepare_each(None, ["a"], plan)
+        Inputs(None).prepare(["a"], plan)
+
+
+def test_an_adapter_is_refused_where_none_is_loaded():
+    task = make_task("embed", FakeCheckpoint(), TOK)
+    good, bad = task.prepare([{"text": "a", "adapter": None}, {"text": "a", "adapter": "xx"}])
+    assert good.requests[0].adapter is None
+    assert isinstance(bad, InputError) and bad.code == "unknown_adapter" and bad.field == "adapter"
