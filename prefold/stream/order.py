@@ -78,7 +78,7 @@ class SpooledRequest(NamedTuple):
     number: int  # of arrival
     targets: bytes | None  # int32, native
     tag: bytes
-    options: bytes = b""  # see `options.py`
+    options: bytes = b""  # see `encode_options`
     media: tuple[Medium, ...] = ()  # where nothing else refers to them; they are not written to files
 
     @property

@@ -28,7 +28,7 @@ class Window:
     is_sorted                      whether the requests of all windows lie in lexicographic order
     common                         how many leading tokens the first request shares with the last request of the
                                    window before; 0 in the first window, and in all windows when not sorted
-    options         [B]            what else is wanted of each request (see `options.py`)
+    options         [B]            what else is wanted of each request (see `encode_options`)
     adapter, salt                  of all requests
     numbers         int64 [B]      each request's place in the order of arrival
     media                          the images of the requests that nothing else refers to
