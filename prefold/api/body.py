@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
@@ -198,3 +199,27 @@ def _remedy(what: str, kind: Any, name: str) -> str:
     if expected is None:
         return "leave it out"
     return f"give {expected[2]} or more" if expected[2] else f"give {_REMEDIES.get(expected[1], expected[1])}"
+
+
+def renamed(field: str | None, names: Mapping[str, str]) -> str | None:
+    """Returns what the request calls a field of a task's items: "text[3]" is "inputs[3]" of a request to TEI."""
+    name, bracket, index = (field or "").partition("[")
+    return field and names.get(name, name) + bracket + index
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An Asked is what one body asks of a task.
+
+    task     the task's name
+    items    its items
+    make     (the task's result of each item) -> the body of the response
+    options  of the task
+    fields   {name of a field of the task's items: what the request calls it}, where they differ
+    """
+
+    task: str
+    items: Sequence[Any]
+    make: Callable[[list[dict[str, Any]]], Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)

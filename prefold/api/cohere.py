@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from ..errors import InputError
-from .asked import Asked
-from .body import Body, Ignored, Model, Word, doc
-from .embeddings import DIMENSIONS, in_base64
+from .body import Asked, Body, Ignored, Model, Word, doc
+from .numbers import DIMENSIONS, in_base64
 
 
 def _ubinary(vectors: np.ndarray) -> Any:

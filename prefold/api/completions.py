@@ -18,7 +18,7 @@ from ..options import http_names
 from ..tasks.sampling import format_grammar
 from .body import IDS, OBJECTS, TEXT_OR_TEXTS, Body, Ignored, Settings, Word, doc, doc_of_option
 from .echo import prompt_logprobs
-from .embeddings import Prompts
+from .numbers import Prompts
 from .reasoning import parted
 from .tools import calls_in, read_tools
 
@@ -58,6 +58,8 @@ class Streamed(Settings, kw_only=True):
 
     stream: Annotated[bool, doc("Whether the answer is sent as server-sent events.")] = False
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[Any, doc("Requests share a prefix only where this is equal.", "string")] = None
+    priority: Annotated[Any, doc("The larger, the longer its K/V is kept (--cache priority).", "integer")] = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
@@ -96,24 +98,14 @@ def sampling_of(body: Any, parameters: Iterable[str] = _SAMPLING) -> dict[str, A
 class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
     """Generating is the body of a request for text."""
 
-    prompt_logprobs: Annotated[
-        Any, doc("vLLM's: so many most likely tokens at each token of the prompt.", "integer", minimum=0)
-    ] = None
+    prompt_logprobs: Annotated[Any, doc("So many likely tokens at each of the prompt.", "integer", minimum=0)] = None
     response_format: Annotated[Any, doc("OpenAI's: text, json_object or json_schema.", "object")] = None
-    structured_outputs: Annotated[Any, doc("vLLM's: one of json, json_object, regex, choice, grammar.", "object")] = (
-        None
-    )
+    structured_outputs: Annotated[Any, doc("One of json, json_object, regex, choice, grammar.", "object")] = None
     guided_json: Annotated[Any, doc("A JSON schema that the answer keeps.", "object")] = None
     guided_regex: Annotated[Any, doc("A regular expression of the answer.", "string")] = None
     guided_choice: Annotated[Any, doc("The answers.", "array", items={"type": "string"})] = None
     guided_grammar: Annotated[Any, doc("A grammar in Lark's syntax.", "string")] = None
-    cache_salt: Annotated[Any, doc("Requests share a prefix only where this is equal.", "string")] = None
-    priority: Annotated[
-        Any, doc("What a request of larger priority computed is kept longer (--cache priority).", "integer")
-    ] = None
-    return_token_ids: Annotated[
-        bool, doc("vLLM's: whether the ids of the prompt's and the answer's tokens are told.")
-    ] = False
+    return_token_ids: Annotated[bool, doc("Whether the ids of the prompt's and the answer's tokens are given.")] = False
     metadata: Ignored = None
     guided_decoding_backend: Ignored = None
 

@@ -7,12 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .asked import renamed
 from .body import Body as RequestBody
+from .body import renamed
 from .completions import Chat, Completion, chat_body, completion_body, read_chat, read_completion, usage_of
-from .embeddings import Embeddings, embeddings_body, read_embeddings
+from .numbers import (
+    Embeddings,
+    Rerank,
+    Scoring,
+    embeddings_body,
+    read_embeddings,
+    read_rerank,
+    read_score,
+    rerank_body,
+    score_body,
+)
 from .responses import Responses, read_responses, responses_body
-from .scores import Rerank, Scoring, read_rerank, read_score, rerank_body, score_body
 
 Body = dict[str, Any]
 Meta = dict[str, Any]

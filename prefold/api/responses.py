@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ..errors import InputError
 from ..options import SamplerOptions, http_names
-from .body import METADATA_REMEDY, Ignored, Metadata, converted, doc
+from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, converted, doc
 from .completions import Chat, Effort, Streamed, ToolChoice, Tools, chat_body, read_chat, sampled, usage_of
 from .reasoning import Parting
 from .tools import GrowingText
@@ -47,9 +47,7 @@ class Reasoning(Struct, forbid_unknown_fields=True):
 class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
     """Continues a conversation of items."""
 
-    input: Annotated[
-        Any, doc("A text, or items.", anyOf=[{"type": "string"}, {"type": "array", "items": {"type": "object"}}])
-    ]
+    input: Annotated[Any, doc("A text, or items.", anyOf=[{"type": "string"}, OBJECTS])]
     instructions: Annotated[str | None, doc("What stands before the input, as a system message.")] = None
     max_output_tokens: Annotated[Any, doc("The most tokens of the answer.", "integer", minimum=1)] = None
     tools: Tools = None
@@ -60,8 +58,6 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
     top_logprobs: Annotated[Any, doc("How many most likely tokens are listed.", "integer", minimum=0)] = None
     metadata: Metadata | None = None
     reasoning: Annotated[Any, doc('{"effort": ...}: a variable of the chat template.', "object")] = None
-    cache_salt: Annotated[Any, doc("Requests share a prefix only where this is equal.", "string")] = None
-    priority: Annotated[Any, doc("What a request of larger priority computed is kept longer.", "integer")] = None
     chat_template_kwargs: Annotated[Any, doc("Variables of the chat template.", "object")] = None
 
     unsupported: ClassVar = {

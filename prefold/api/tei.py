@@ -10,8 +10,7 @@ from msgspec import Meta
 
 from ..errors import InputError
 from ..tasks.classify import sigmoids, softmax
-from .asked import Asked
-from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, Word, doc
+from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Asked, Body, Word, doc
 
 Sent = Mapping[str, Any]
 # What TEI answers with: {status, or code, of a refusal: (status, error_type)}

@@ -3,8 +3,8 @@
 desk      Desk: bodies become items of tasks, tasks' requests go to the thread, results become responses
 turns     threads for which tenants take turns
 room      who is let in; short: what the event loop does itself; limits: what a request may not bring
-http      notices clients that leave, writes events; bodies: reads them within limits; hosts: refuses foreign pages
-asking    what faces do alike; openai, anthropic, cohere, tei, responses: which URL is answered how
+http      notices clients that leave, reads bodies within limits, writes events; hosts: refuses foreign pages
+asking    what faces do alike; openai, anthropic, cohere, tei, files: which path is answered how
 events    answers in events
 batches   which batches there are, and who works for them; batch: one batch's way to its output;
           lane: its engine, and narrow: the line of it that steps fail for

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..api.asked import Asked, renamed
+from ..api.body import Asked, renamed
 from ..errors import InputError
 from .desk import Desk, TaskOrder
 from .http import json_response, unless_gone

@@ -8,9 +8,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..api.asked import Asked
+from ..api.body import Asked
 from ..api.cohere import CohereEmbed, cohere_error, read_cohere_embed
-from ..api.scores import Rerank
+from ..api.numbers import Rerank
 from .asking import Asking, Handle, handle_of
 from .desk import Desk
 from .keys import Tenant

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -65,17 +64,12 @@ class Metrics:
         self.cancelled = Counter("prefold:requests_cancelled", "Requests whose client left.", **place)
         self.registry.register(self)  # type: ignore[arg-type]
 
-    @contextmanager
-    def request(self, face: str, path: str) -> Iterator[Callable[[Any], Any]]:
-        """Counts a request; what is yielded takes its response, and returns it."""
-
-        def told(response: Any) -> Any:
-            self.requests.labels(face, path, response.status_code).inc()
-            if response.status_code == 499:
-                self.cancelled.inc()
-            return response
-
-        yield told
+    def answered(self, face: str, path: str, response: Any) -> Any:
+        """Counts a request by its response, and returns that."""
+        self.requests.labels(face, path, response.status_code).inc()
+        if response.status_code == 499:
+            self.cancelled.inc()
+        return response
 
     def prompt(self, tenant: str | None, result: Mapping[str, Any]) -> None:
         """Counts the tokens of a prompt that was continued, by the result of its item."""

@@ -16,9 +16,8 @@ from ..api.body import IDS, Body, Model, doc
 from ..api.chunks import Chunks
 from ..api.completions import Chat, Completion, Generating, Streamed
 from ..api.echo import Echo, read_echo
-from ..api.pooling import Classify, Pooling, read_classify, read_pooling
+from ..api.numbers import Classify, Pooling, Rerank, read_classify, read_pooling
 from ..api.responses import ResponseEvents, Responses, read_responses
-from ..api.scores import Rerank
 from ..api.tei import TeiRerank, TeiTokenize
 from ..errors import InputError
 from ..text.valid import valid_text

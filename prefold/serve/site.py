@@ -17,9 +17,8 @@ from ..api.body import Body
 from ..errors import InputError, PrefoldError, RankError, UnsupportedModelError
 from ..tasks.base import TRUNCATE
 from .batches import Batches
-from .bodies import Bodies
 from .desk import Desk
-from .http import ClientGone, Refusal, json_response
+from .http import Bodies, ClientGone, Refusal, json_response
 from .keys import Keys, Tenant
 from .metrics import Metrics
 from .options import ServeOptions
@@ -153,7 +152,7 @@ class Entry:
     """An Entry is a path of a face, and what answers it.
 
     handle  (site, request, tenant) -> response
-    bodies  those that it takes, as JSON or, of a file, as a form: classes, or their schema
+    bodies  those that it takes
     query   what it takes of a query
     admin   whether only tenants that are admins are let in
     """
@@ -170,23 +169,25 @@ class Entry:
         """Returns the endpoint that answers with `handle`, and with the face's error where that raises one."""
 
         async def respond(request: Request) -> Response:
-            with site.metrics.request(self.face.name, self.path) as told:
-                try:
-                    tenant = site.keys.tenant(request.headers)
-                    if tenant is None:
-                        message, remedy = "the key is missing or unknown", "send Authorization: Bearer KEY"
-                        headers = {"www-authenticate": "Bearer"}
-                        raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=headers)
-                    request.scope["tenant"] = tenant.name  # for the access log
-                    if self.admin and not tenant.admin:
-                        message, remedy = "this is for admins", "use the key of an admin"
-                        raise Refusal(403, message, remedy=remedy, code="forbidden")
-                    return told(await self.handle(site, request, tenant))
-                except ClientGone:
-                    return told(Response(status_code=499))  # nobody reads it
-                except Exception as error:
-                    face: Face = request.scope.get("face", self.face)  # of a path that several share, by the body
-                    return told(face.refuse(site, error))
+            return site.metrics.answered(self.face.name, self.path, await answer(request))
+
+        async def answer(request: Request) -> Response:
+            try:
+                tenant = site.keys.tenant(request.headers)
+                if tenant is None:
+                    message, remedy = "the key is missing or unknown", "send Authorization: Bearer KEY"
+                    headers = {"www-authenticate": "Bearer"}
+                    raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=headers)
+                request.scope["tenant"] = tenant.name  # for the access log
+                if self.admin and not tenant.admin:
+                    message, remedy = "this is for admins", "use the key of an admin"
+                    raise Refusal(403, message, remedy=remedy, code="forbidden")
+                return await self.handle(site, request, tenant)
+            except ClientGone:
+                return Response(status_code=499)  # nobody reads it
+            except Exception as error:
+                face: Face = request.scope.get("face", self.face)  # of a path that several share, by the body
+                return face.refuse(site, error)
 
         return respond
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import __version__
-from ..api.asked import Asked, renamed
+from ..api.body import Asked, renamed
 from ..api.tei import (
     TeiDecode,
     TeiEmbed,

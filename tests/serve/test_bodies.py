@@ -9,8 +9,7 @@ import pytest
 from serving import Raw, serving, until
 
 from prefold.errors import JobError
-from prefold.serve.bodies import Bodies
-from prefold.serve.http import Refusal
+from prefold.serve.http import Bodies, Refusal
 from prefold.serve.keys import Tenant
 from prefold.serve.options import ServeOptions
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from serving import serving
 from starlette.routing import Route
 
 from prefold.api import KINDS, anthropic, cohere, tei
+from prefold.api.body import Body
 from prefold.errors import InputError
+from prefold.serve import app
 from prefold.serve.app import DIALECTS, make_app
+from prefold.serve.asking import Asking
+from prefold.serve.http import json_response
+from prefold.serve.site import Entry, Face
 
 GOOD = {
     "embeddings": {"input": "a"}, "rerank": {"query": "a", "documents": ["b"]}, "score": {"text_1": "a", "text_2": "b"},
@@ -125,3 +132,27 @@ def test_docs_work_without_anything_from_elsewhere(browser, server):
     assert browser.value("document.documentElement.scrollWidth - innerWidth") <= 0
     assert all(url.startswith((server.url, "data:", "about:")) for url in browser.requested())
     assert browser.complaints() == []
+
+
+def test_a_dialect_is_a_list_of_entries(llm, monkeypatch):
+    """Its path is answered, refused in its form, and described by the struct of its body."""
+
+    class Greeting(Body):
+        """Greets somebody."""
+
+        name: str
+
+    async def greet(site, request, tenant):
+        asking = await Asking.of(site, request, tenant)
+        return json_response({"said": f"Hello {Greeting.of(asking.body).name}"})
+
+    polite = Face("polite", lambda status, message, code, param: (status, {"sorry": message}))
+    own = SimpleNamespace(ENTRIES=[Entry(polite, "POST", "/greet", greet, (Greeting,))])
+    monkeypatch.setattr(app, "DIALECTS", (*app.DIALECTS, own))
+    with serving(llm) as server:
+        assert httpx.post(f"{server.url}/greet", json={"name": "Ada"}).json() == {"said": "Hello Ada"}
+        assert httpx.post(f"{server.url}/greet", json={"name": 5}).json() == {"sorry": "'name' is 5; give a text"}
+        found = httpx.get(f"{server.url}/openapi.json").json()
+        described = found["paths"]["/greet"]["post"]
+        assert (described["tags"], described["summary"]) == (["polite"], "Greets somebody.")
+        assert found["components"]["schemas"]["Greeting"]["required"] == ["name"]
