@@ -53,44 +53,32 @@ def as_texts(value: Any, argument: str) -> tuple[list[Any], bool]:
     return [_text(item) for item in items], single
 
 
-def as_prompts(value: Any, argument: str, adapter: Any) -> tuple[list[Any], bool]:
-    """Returns (items of generation, whether a single prompt was given); see `give_adapters` for `adapter`."""
-    items, single = as_items(value, argument)
-    return give_adapters(items, single, adapter), single
-
-
-def chats_of(messages: Any, adapter: Any) -> tuple[list[Any], bool]:
+def chats_of(messages: Any) -> tuple[list[Any], bool]:
     """Returns (items of generation, whether a single conversation was given) of one conversation or a list of them.
 
-    See `give_adapters` for `adapter`. Raises InputError for what is no list.
+    Raises InputError for what is no list.
     """
     if not isinstance(messages, (list, tuple)):
         remedy = 'give a conversation, [{"role": "user", "content": "..."}], or a list of several'
         raise InputError(f"messages is {_kind(messages)}", field="messages", remedy=remedy, code="wrong_type")
     single = bool(messages) and isinstance(messages[0], Mapping)
-    items = [{"messages": chat} for chat in ([messages] if single else messages)]
-    return give_adapters(items, single, adapter), single
-
-
-def give_adapters(items: list[Any], single: bool, adapter: Any) -> list[Any]:
-    """Returns the items, each with its own adapter where `adapter` is a list of one name, or None, an item.
-
-    Raises InputError where the list has another length, or a single item was given.
-    """
-    if not isinstance(adapter, (list, tuple)):
-        return items
-    if single or len(adapter) != len(items):
-        message = f"adapter is a list of {len(adapter)}, for {'one prompt' if single else f'{len(items)} prompts'}"
-        raise InputError(message, field="adapter", remedy="give one name, or a list of one a prompt")
-    return [_with_adapter(item, name) for item, name in zip(items, adapter, strict=True)]
+    return [{"messages": chat} for chat in ([messages] if single else messages)], single
 
 
 def take_adapters(items: list[Any], single: bool, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Returns (items, options of the task). A list in the option `adapter` moves to the items (see `give_adapters`)."""
+    """Returns (items, options of the task). Where the option `adapter` is a list of one name, or None, an item, each
+    item has its own.
+
+    Raises InputError where the list has another length, or a single item was given.
+    """
     adapter = options.get("adapter")
     if not isinstance(adapter, (list, tuple)):
         return items, dict(options)
-    return give_adapters(items, single, adapter), {**options, "adapter": None}
+    if single or len(adapter) != len(items):
+        message = f"adapter is a list of {len(adapter)}, for {'one prompt' if single else f'{len(items)} prompts'}"
+        raise InputError(message, field="adapter", remedy="give one name, or a list of one a prompt")
+    named = [_with_adapter(item, name) for item, name in zip(items, adapter, strict=True)]
+    return named, {**options, "adapter": None}
 
 
 def _with_adapter(item: Any, name: str | None) -> Any:

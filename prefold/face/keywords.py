@@ -34,10 +34,11 @@ class TaskKeywords(TypedDict, total=False):
 class NumberKeywords(TaskKeywords, total=False):
     """Holds the keywords that all tasks whose answers are numbers have.
 
-    The methods that generate text have `adapter` as a parameter of their own, so it is not among `TaskKeywords`.
+    Methods for a single prompt have `adapter` as a parameter of their own, so it is not among `TaskKeywords`.
     """
 
     adapter: str | Sequence[str | None] | None
+    progress: bool
 
 
 class EmbedKeywords(NumberKeywords, total=False):

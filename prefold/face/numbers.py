@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
 import numpy as np
@@ -10,10 +11,10 @@ import numpy as np
 from ..errors import InputError
 from ..tasks.base import check_count
 from ..tasks.run import finish_items
-from .arguments import Text, Vector, as_items, as_texts, check_errors, first_error, pair_up, take_adapters
+from .arguments import Text, Vector, as_items, as_texts, check_errors, first_error, pair_up
 from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
 from .results import Classification, Ranking, Score
-from .running import CallForm, TaskRunner
+from .running import CallForm, TaskRunner, read_call
 
 T = TypeVar("T")
 Labels = Sequence[str] | Mapping[str, str] | None
@@ -36,28 +37,18 @@ class NumericTasks(TaskRunner):
 
     @overload
     def embed(
-        self,
-        texts: Text | Sequence[Text],
-        *,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[EmbedKeywords],
+        self, texts: Text | Sequence[Text], *, errors: Raise = "raise", **options: Unpack[EmbedKeywords]
     ) -> Vector: ...
     @overload
     def embed(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
-        self, texts: str, *, errors: Return, progress: bool = False, **options: Unpack[EmbedKeywords]
+        self, texts: str, *, errors: Return, **options: Unpack[EmbedKeywords]
     ) -> Vector | InputError: ...
     @overload
     def embed(
-        self, texts: Sequence[Text], *, errors: Return, progress: bool = False, **options: Unpack[EmbedKeywords]
+        self, texts: Sequence[Text], *, errors: Return, **options: Unpack[EmbedKeywords]
     ) -> list[Vector | InputError]: ...
     def embed(
-        self,
-        texts: Text | Sequence[Text],
-        *,
-        errors: Errors = "raise",
-        progress: bool = False,
-        **options: Unpack[EmbedKeywords],
+        self, texts: Text | Sequence[Text], *, errors: Errors = "raise", **options: Unpack[EmbedKeywords]
     ) -> Vector | InputError | list[Vector | InputError]:
         """Returns the embedding of each text, float32 [n, dim]; [dim] for one text; with errors="return" a list.
 
@@ -68,8 +59,7 @@ class NumericTasks(TaskRunner):
         Raises InputError naming the text that cannot be embedded.
         """
         items, single = as_texts(texts, "texts")
-        call = CallForm("texts", single, check_errors(errors), progress)
-        named, given = take_adapters(_named(items, "text"), single, options)
+        call, named, given = read_call("texts", _named(items, "text"), single, errors, options)
         lines = self._lines(self.task("embed", **given), named, call)
         found: list[Any] = [line if isinstance(line, InputError) else line["embedding"] for line in lines]
         if single:
@@ -85,7 +75,6 @@ class NumericTasks(TaskRunner):
         *,
         top_n: int | None = None,
         errors: Errors = "raise",
-        progress: bool = False,
         **options: Unpack[RerankKeywords],
     ) -> Ranking:
         """Returns the Ranking of the documents: how well each answers the query, and their order.
@@ -108,8 +97,9 @@ class NumericTasks(TaskRunner):
             raise InputError(f"documents is {what}", field="documents", remedy="give a list of texts")
         if top_n is not None:
             check_count(top_n, "top_n")  # before anything is computed
-        task: Any = self.task("rerank", **options)
+        progress = options.pop("progress", False)
         call = CallForm("documents", back=check_errors(errors), progress=progress)
+        task: Any = self.task("rerank", **options)
         works = task.prepare([{"query": query, "document": item} for item in items])
         if not call.back:
             first_error(works, call.argument)
@@ -129,13 +119,7 @@ class NumericTasks(TaskRunner):
 
     @overload
     def classify(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
-        self,
-        texts: Text,
-        labels: Labels = None,
-        *,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[ClassifyKeywords],
+        self, texts: Text, labels: Labels = None, *, errors: Raise = "raise", **options: Unpack[ClassifyKeywords]
     ) -> Classification: ...
     @overload
     def classify(
@@ -144,18 +128,11 @@ class NumericTasks(TaskRunner):
         labels: Labels = None,
         *,
         errors: Raise = "raise",
-        progress: bool = False,
         **options: Unpack[ClassifyKeywords],
     ) -> list[Classification]: ...
     @overload
     def classify(
-        self,
-        texts: Sequence[Text],
-        labels: Labels = None,
-        *,
-        errors: Return,
-        progress: bool = False,
-        **options: Unpack[ClassifyKeywords],
+        self, texts: Sequence[Text], labels: Labels = None, *, errors: Return, **options: Unpack[ClassifyKeywords]
     ) -> list[Classification | InputError]: ...
     def classify(
         self,
@@ -163,7 +140,6 @@ class NumericTasks(TaskRunner):
         labels: Labels = None,
         *,
         errors: Errors = "raise",
-        progress: bool = False,
         **options: Unpack[ClassifyKeywords],
     ) -> Classification | Sequence[Classification | InputError] | InputError:
         """Returns the Classification of each text: the label that fits it best, and the probability of every label.
@@ -176,8 +152,7 @@ class NumericTasks(TaskRunner):
         Raises InputError naming the text that cannot be classified.
         """
         items, single = as_texts(texts, "texts")
-        call = CallForm("texts", single, check_errors(errors), progress)
-        named, given = take_adapters(_named(items, "text"), single, options)
+        call, named, given = read_call("texts", _named(items, "text"), single, errors, options)
         task = self.task("classify", labels=labels, **given)
         found = [
             line if isinstance(line, InputError) else Classification(line["label"], line["probabilities"])
@@ -192,18 +167,11 @@ class NumericTasks(TaskRunner):
         continuations: str | None = None,
         *,
         errors: Raise = "raise",
-        progress: bool = False,
         **options: Unpack[ScoreKeywords],
     ) -> Score: ...
     @overload
     def score(  # type: ignore[overload-overlap]
-        self,
-        prompts: str,
-        continuations: Sequence[Text],
-        *,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[ScoreKeywords],
+        self, prompts: str, continuations: Sequence[Text], *, errors: Raise = "raise", **options: Unpack[ScoreKeywords]
     ) -> list[Score]: ...
     @overload
     def score(  # type: ignore[overload-overlap]
@@ -212,7 +180,6 @@ class NumericTasks(TaskRunner):
         continuations: Sequence[str] | None = None,
         *,
         errors: Raise = "raise",
-        progress: bool = False,
         **options: Unpack[ScoreKeywords],
     ) -> list[Score]: ...
     @overload
@@ -222,7 +189,6 @@ class NumericTasks(TaskRunner):
         continuations: Sequence[Sequence[Text]],
         *,
         errors: Raise = "raise",
-        progress: bool = False,
         **options: Unpack[ScoreKeywords],
     ) -> list[list[Score]]: ...
     @overload
@@ -232,7 +198,6 @@ class NumericTasks(TaskRunner):
         continuations: Text | Sequence[Text] | Sequence[Sequence[Text]] | None = None,
         *,
         errors: Errors = "raise",
-        progress: bool = False,
         **options: Unpack[ScoreKeywords],
     ) -> Score | InputError | Sequence[Score | InputError | Sequence[Score | InputError]]: ...
     def score(
@@ -241,7 +206,6 @@ class NumericTasks(TaskRunner):
         continuations: Text | Sequence[Text] | Sequence[Sequence[Text]] | None = None,
         *,
         errors: Errors = "raise",
-        progress: bool = False,
         **options: Unpack[ScoreKeywords],
     ) -> Score | InputError | Sequence[Score | InputError | Sequence[Score | InputError]]:
         """Returns the Score of each continuation after its prompt; without continuations, of each text as a whole.
@@ -254,17 +218,16 @@ class NumericTasks(TaskRunner):
         Options are the fields of ScoreOptions: prefix_token, max_length, truncate (of the prompt only). Raises
         InputError naming the pair or text that cannot be scored.
         """
-        back = check_errors(errors)
         if continuations is None:
             items, single = as_texts(prompts, "prompts")
-            named, given = take_adapters(_named(items, "text"), single, options)
-            found = self._scores(self.task("score", **given), named, CallForm("prompts", single, back, progress))
+            call, named, given = read_call("prompts", _named(items, "text"), single, errors, options)
+            found = self._scores(self.task("score", **given), named, call)
             return _only(found) if single else found
-        lists, single, many = pair_up(prompts, continuations)
-        lists, given = take_adapters(lists, single, options)
+        pairs_of, single, many = pair_up(prompts, continuations)
+        call, lists, given = read_call("continuations" if single else "pairs", pairs_of, single, errors, options)
         task = self.task("score", **given)
         flat = [pair for pairs in lists for pair in pairs]
-        call = CallForm("continuations" if single else "pairs", single and not many, back, progress)
+        call = replace(call, single=single and not many)
         each = iter(self._scores(task, flat, call))
         answers = [[next(each) for _ in pairs] if many else next(each) for pairs in lists]
         return _only(answers) if single else answers

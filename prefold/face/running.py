@@ -19,7 +19,7 @@ from ..model import ModelConfig
 from ..tasks import Task, Work, make_task
 from ..tasks.run import calibrated, finish_items, run_works
 from ..text import Tokenizer
-from .arguments import first_error
+from .arguments import check_errors, first_error, take_adapters
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -60,6 +60,16 @@ class CallForm:
     single: bool = False
     back: bool = False
     progress: bool = False
+
+
+def read_call(
+    argument: str, items: list[Any], single: bool, errors: str, options: Mapping[str, Any]
+) -> tuple[CallForm, list[Any], dict[str, Any]]:
+    """Returns how a method was called, its items, each with its adapter where there is a list of them, and the options
+    of the task."""
+    rest = dict(options)
+    call = CallForm(argument, single, check_errors(errors), rest.pop("progress", False))
+    return call, *take_adapters(items, single, rest)
 
 
 class TaskRunner:

@@ -9,17 +9,23 @@ from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 from ..engine.samples import TextPiece
 from ..errors import InputError
 from ..types import Generated, Request
-from .arguments import Message, Prompt, Text, as_prompts, chats_of, check_errors, first_error
+from .arguments import Message, Prompt, Text, as_items, chats_of, first_error
 from .keywords import GenerationKeywords
 from .results import Piece
-from .running import CallForm, TaskRunner, warn_of_images
+from .running import TaskRunner, read_call, warn_of_images
 
 Item: TypeAlias = "Text | Mapping[str, object]"  # a prompt, or the fields of GenerateItem
-Adapter = str | Sequence[str | None] | None
 Answer = Generated | InputError | list[Generated]
 Errors = Literal["raise", "return"]
 Raise = Literal["raise"]
 Return = Literal["return"]
+
+
+class CallKeywords(GenerationKeywords, total=False):
+    """Holds the keywords of `generate` and `chat`, but `n` and `errors`, which decide what comes back."""
+
+    adapter: str | Sequence[str | None] | None
+    progress: bool
 
 
 class Texts(TaskRunner):
@@ -36,88 +42,43 @@ class Texts(TaskRunner):
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
-        self,
-        prompts: Item,
-        *,
-        n: None = None,
-        adapter: str | None = None,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        self, prompts: Item, *, n: None = None, errors: Raise = "raise", **options: Unpack[CallKeywords]
     ) -> Generated: ...
     @overload
     def generate(
-        self,
-        prompts: Sequence[Item],
-        *,
-        n: None = None,
-        adapter: Adapter = None,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        self, prompts: Sequence[Item], *, n: None = None, errors: Raise = "raise", **options: Unpack[CallKeywords]
     ) -> list[Generated]: ...
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self,
-        prompts: Item,
-        *,
-        n: int,
-        adapter: str | None = None,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        self, prompts: Item, *, n: int, errors: Raise = "raise", **options: Unpack[CallKeywords]
     ) -> list[Generated]: ...
     @overload
     def generate(
-        self,
-        prompts: Sequence[Item],
-        *,
-        n: int,
-        adapter: Adapter = None,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        self, prompts: Sequence[Item], *, n: int, errors: Raise = "raise", **options: Unpack[CallKeywords]
     ) -> list[list[Generated]]: ...
     @overload
     def generate(
-        self,
-        prompts: Sequence[Item],
-        *,
-        n: None = None,
-        adapter: Adapter = None,
-        errors: Return,
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        self, prompts: Sequence[Item], *, n: None = None, errors: Return, **options: Unpack[CallKeywords]
     ) -> list[Generated | InputError]: ...
     def generate(
         self,
         prompts: Item | Sequence[Item],
         *,
         n: int | None = None,
-        adapter: Adapter = None,
         errors: Errors = "raise",
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        **options: Unpack[CallKeywords],
     ) -> Answer | Sequence[Answer]:
         """Returns what follows each prompt: a Generated a prompt, or with `n` a list of them.
 
         A prompt is a text, token ids, or a mapping of the fields of GenerateItem: {"prompt": ..., "adapter": ...}.
         Raises InputError naming the prompt that cannot be continued.
         """
-        items, single = as_prompts(prompts, "prompts", adapter)
-        call = CallForm("prompts", single, check_errors(errors), progress)
-        return self._generate(items, call, n, adapter, options)
+        items, single = as_items(prompts, "prompts")
+        return self._generate(items, "prompts", single, errors, n, options)
 
     @overload
     def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        n: None = None,
-        adapter: str | None = None,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        self, messages: Sequence[Message], *, n: None = None, errors: Raise = "raise", **options: Unpack[CallKeywords]
     ) -> Generated: ...
     @overload
     def chat(
@@ -125,69 +86,42 @@ class Texts(TaskRunner):
         messages: Sequence[Sequence[Message]],
         *,
         n: None = None,
-        adapter: Adapter = None,
         errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        **options: Unpack[CallKeywords],
     ) -> list[Generated]: ...
     @overload
     def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        n: int,
-        adapter: str | None = None,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        self, messages: Sequence[Message], *, n: int, errors: Raise = "raise", **options: Unpack[CallKeywords]
     ) -> list[Generated]: ...
     @overload
     def chat(
-        self,
-        messages: Sequence[Sequence[Message]],
-        *,
-        n: int,
-        adapter: Adapter = None,
-        errors: Raise = "raise",
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        self, messages: Sequence[Sequence[Message]], *, n: int, errors: Raise = "raise", **options: Unpack[CallKeywords]
     ) -> list[list[Generated]]: ...
     @overload
     def chat(
-        self,
-        messages: Sequence[Sequence[Message]],
-        *,
-        n: None = None,
-        adapter: Adapter = None,
-        errors: Return,
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        self, messages: Sequence[Sequence[Message]], *, n: None = None, errors: Return, **options: Unpack[CallKeywords]
     ) -> list[Generated | InputError]: ...
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         *,
         n: int | None = None,
-        adapter: Adapter = None,
         errors: Errors = "raise",
-        progress: bool = False,
-        **options: Unpack[GenerationKeywords],
+        **options: Unpack[CallKeywords],
     ) -> Answer | Sequence[Answer]:
         """Returns the model's answer to a conversation, [{"role": ..., "content": ...}, ...], or to each of a list.
 
         The conversation is written in the checkpoint's chat template, or in the one named by chat_template. Raises
         InputError naming the conversation that cannot be answered.
         """
-        items, single = chats_of(messages, adapter)
-        call = CallForm("messages", single, check_errors(errors), progress)
-        return self._generate(items, call, n, adapter, options)
+        items, single = chats_of(messages)
+        return self._generate(items, "messages", single, errors, n, options)
 
     def _generate(
-        self, items: list[Any], call: CallForm, n: int | None, adapter: Adapter, options: Mapping[str, Any]
+        self, items: list[Any], argument: str, single: bool, errors: Errors, n: int | None, options: CallKeywords
     ) -> Answer | Sequence[Answer]:
-        given = {} if n is None else {"n": n}
-        one = adapter if adapter is None or isinstance(adapter, str) else None
-        task = self.task("generate", adapter=one, **given, **options)
+        call, items, rest = read_call(argument, items, single, errors, options)
+        task = self.task("generate", **rest if n is None else rest | {"n": n})
         works, results = self._results(task, items, call)
         found: list[InputError | list[Generated]] = [
             work if isinstance(work, InputError) else result[0]  # an InputError where it could not run
@@ -202,12 +136,7 @@ class Texts(TaskRunner):
         return answers[0] if call.single else answers
 
     def stream(
-        self,
-        prompt: Prompt,
-        *,
-        n: int | None = None,
-        adapter: str | None = None,
-        **options: Unpack[GenerationKeywords],
+        self, prompt: Prompt, *, n: int | None = None, adapter: str | None = None, **options: Unpack[GenerationKeywords]
     ) -> Iterator[Piece]:
         """Returns the answer to one prompt, or conversation, piece by piece as it is made.
 
@@ -233,12 +162,7 @@ class Texts(TaskRunner):
         self, prompt: Prompt, *, n: int, adapter: str | None = None, **options: Unpack[GenerationKeywords]
     ) -> list[Generated]: ...
     async def agenerate(
-        self,
-        prompt: Prompt,
-        *,
-        n: int | None = None,
-        adapter: str | None = None,
-        **options: Unpack[GenerationKeywords],
+        self, prompt: Prompt, *, n: int | None = None, adapter: str | None = None, **options: Unpack[GenerationKeywords]
     ) -> Generated | list[Generated]:
         """Returns what follows one prompt, or conversation; with `n` a list of that. For event loops.
 
@@ -252,12 +176,7 @@ class Texts(TaskRunner):
         raise AssertionError("a request ended without an answer")
 
     async def astream(
-        self,
-        prompt: Prompt,
-        *,
-        n: int | None = None,
-        adapter: str | None = None,
-        **options: Unpack[GenerationKeywords],
+        self, prompt: Prompt, *, n: int | None = None, adapter: str | None = None, **options: Unpack[GenerationKeywords]
     ) -> AsyncIterator[Piece]:
         """Returns the answer to one prompt, or conversation, piece by piece, as `stream` does. For event loops.
 
