@@ -10,34 +10,15 @@ from typing import Any
 
 import click
 
-from .options import (
-    NUMERIC_TASKS,
-    TASKS,
-    column_options,
-    limit_options,
-    machine_options,
-    media_options,
-    model_options,
-    task_options,
-    text_options,
-)
+from .options import machine_options, number, sample_options
 
 MODES = ("full", "mlp", "off")
 
 
 @click.command(short_help="Time sharing full, mlp and off.")
-@click.argument("input", metavar="[INPUT]...", nargs=-1)
-@click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
-@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Runs of each mode.")
-@model_options
-@column_options(*TASKS)
-@task_options(*NUMERIC_TASKS)
-@text_options
-@limit_options
-@media_options
+@sample_options(number("--repeat", "Runs of each mode.", 3), needs_input=False)
 @machine_options
-@click.option("--max-batch-rows", type=click.IntRange(1), metavar="N", help="Rows of a step.")
-@click.option("--json", "as_json", is_flag=True, help="The numbers as JSON.")
+@number("--max-batch-rows", "Rows of a step.")
 def bench(**o: Any) -> None:
     """Time sharing full, mlp and off on INPUT (100 records, or --limit of them), or on the demo's data.
 

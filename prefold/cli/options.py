@@ -2,20 +2,74 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import Field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
-from ..options import POLICIES, LoopedOptions, SamplerOptions, cli_names, kind_of, model_fields, option_of
-from .kinds import Blocks, Bytes, Device, Threshold
+from ..options import OPTIONS, POLICIES, ConversationOptions, kind_of, model_fields
 
 DEFAULT_MODEL = "smollm2-135m"
 NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # the tasks whose results are numbers
 TASKS = (*NUMERIC_TASKS, "generate")
 FORMATS = ("jsonl", "csv", "tsv", "parquet")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Bytes(click.ParamType):
+    """Reads a number of bytes: 1000000, 512MiB, 4GiB, 2GB."""
+
+    name = "bytes"
+    units: ClassVar[str] = "kmgt"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).strip().lower())
+        if match is None or not float(match[1]):
+            self.fail(f"{value!r} is not a number of bytes; write 512MiB, or 4GiB", param, ctx)
+        number, unit, binary = match.groups()
+        return int(float(number) * (1024 if binary else 1000) ** (1 + self.units.index(unit) if unit else 0))
+
+
+class Threshold(click.ParamType):
+    """Reads a share above 0 and at most 1, or auto."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        with suppress(ValueError):
+            if value == "auto" or 0 < float(value) <= 1:
+                return value if value == "auto" else float(value)
+        self.fail(f"{value!r} is no share; write auto, or a number above 0 and at most 1, such as 0.85", param, ctx)
+
+
+class Device(click.ParamType):
+    """Reads a device, named as torch does: auto, cpu, cuda, cuda:N, the kinds that prefold has kernels for.
+
+    Whether the machine has it is not checked here, as that takes torch.
+    """
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)) is None:
+            self.fail(f"{value!r} is not a device; write auto, cpu, cuda, or cuda:1 for the second GPU", param, ctx)
+        return str(value)
+
+
+class Blocks(click.ParamType):
+    """Reads the blocks of a route: 0,1,0."""
+
+    name = "blocks"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, (list, tuple)):
+            return tuple(value)
+        if re.fullmatch(r"\d+(\s*,\s*\d+)*", str(value).strip()) is None:
+            self.fail(f"{value!r} is not a route; write the numbers of blocks: 0,1,0", param, ctx)
+        return tuple(int(block) for block in str(value).split(","))
 
 
 def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) -> Decorator:
@@ -43,12 +97,6 @@ def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) ->
     return click.option(*(flags or (f"--{name.replace('_', '-')}",)), name, **found | settings)
 
 
-def _of(task: str, name: str, *flags: str, **settings: Any) -> Decorator:
-    """Returns the command line's option for one of a task's options."""
-    parameter = next(iter(cli_names(task)[name]), name)
-    return click_option(option_of(task, name), parameter, *flags, **settings)
-
-
 def all_of(*decorators: Decorator) -> Decorator:
     """Returns a decorator that adds several options, in their order."""
 
@@ -58,6 +106,12 @@ def all_of(*decorators: Decorator) -> Decorator:
         return function
 
     return decorate
+
+
+def number(flag: str, help: str, default: int | None = None, *, least: int = 1, metavar: str = "N") -> Decorator:
+    """Returns the command line's option for a whole number."""
+    kind = click.IntRange(least)
+    return click.option(flag, type=kind, default=default, show_default=default is not None, metavar=metavar, help=help)
 
 
 def _plugins(ctx: click.Context, param: click.Parameter, names: tuple[str, ...]) -> None:
@@ -82,9 +136,9 @@ def declared(parameter: str, option: Field[Any], *flags: str) -> Decorator:
     return click_option(option, parameter, *flags, **default | _KINDS.get(parameter, {}))
 
 
-def model_group(*groups: str, but: Sequence[str] = ()) -> Decorator:
+def model_group(*groups: str) -> Decorator:
     """Returns a decorator that adds the options of a model which these groups of commands have."""
-    on = {name: one for name, one in model_fields().items() if one.metadata["on"] in groups and name not in but}
+    on = {name: one for name, one in model_fields().items() if one.metadata["on"] in groups}
     return all_of(*(declared(name, one) for name, one in on.items()))
 
 
@@ -112,8 +166,7 @@ threshold_option = model_group("threshold")
 media_options = all_of(
     model_group("media"),
     click.option("--media-bytes", type=Bytes(), metavar="BYTES", help="Size of an image's file.  [default: 20MB]"),
-    click.option("--media-pixels", type=click.IntRange(1), metavar="N",
-                 help="Height times width of an image.  [default: 64000000]"),
+    number("--media-pixels", "Height times width of an image.  [default: 64000000]"),
 )  # fmt: skip
 
 fleet_options = all_of(
@@ -132,23 +185,15 @@ fleet_options = all_of(
                       "[default: prefold]"),
     click.option("--backend-option", metavar="NAME=VALUE", multiple=True,
                  help="With --backend vllm: a field of its AsyncEngineArgs, such as block_size=32. May be repeated."),
-    click.option("--replicas", type=click.IntRange(1), metavar="N",
-                 help="How many, each with --threads or, on GPUs, --tensor-parallel GPUs of its own.  [default: as "
-                      "many as there is room for]"),
+    number("--replicas", "How many, each with --threads or, on GPUs, --tensor-parallel GPUs of its own.  [default: as "
+                         "many as there is room for]"),
     click.option("--patience", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True,
                  metavar="SECONDS", help="A replica that has work and makes no progress for so long is killed."),
 )  # fmt: skip
 
 limit_options = all_of(
-    click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N records."),
-    _of("embed", "max_length"),
-    click.option("--truncate", is_flag=True,
-                 help="Cut what is too long instead of failing: the longest column of a template, the longest content "
-                      "of a conversation, of rerank the document. What is around it stays."),
-    click.option("--truncate-side", type=click.Choice(["left", "right"]),
-                 help="Cut the prompt as a whole, at this end."),
-    click.option("--window", type=click.IntRange(1), default=1 << 20, show_default=True, metavar="N",
-                 help="Tokens held in memory at once; with --stream those that wait."),
+    number("--limit", "Only the first N records."),
+    number("--window", "Tokens held in memory at once; with --stream those that wait.", 1 << 20),
 )  # fmt: skip
 
 output_options = all_of(
@@ -195,107 +240,84 @@ chat_option = click.option(
     "--chat/--raw", default=None,
     help="Put prompts into the model's chat template, or not.  [default: if it has one]",
 )  # fmt: skip
-# Options of generation that the command line reads in a way of its own; the others are as `prefold.options` says.
-_BY_HAND = {
+# Parameters that the command line reads in a way of its own: settings of click in place of what is declared.
+_BY_HAND: dict[str, dict[str, Any]] = {
+    "truncate": {"is_flag": True, "type": None,
+                 "help": "Cut what is too long instead of failing: the longest column of a template, the longest "
+                         "content of a conversation, of rerank the document. What is around it stays."},
+    "truncate_side": {"help": "Cut the prompt as a whole, at this end."},
+    "route": {"type": Blocks(), "metavar": "0,1,..."},
+    "adapter": {"metavar": "NAME=FOLDER", "multiple": True,
+                "help": "A LoRA adapter (PEFT). One is used for all records; of several, --adapter-column or the model "
+                        "of a batch line chooses."},
+    "normalize": {"default": None},
+    "prompt_name": {"metavar": "NAME"},
+    "words": {"metavar": "YES,NO"},
+    "labels": {"metavar": "A,B,...", "help": "The labels."},
+    "labels_file": {"metavar": "FILE",
+                    "help": 'The labels, one a line, or as JSON ["a", ...] or {"label": "how it is written", ...}.'},
+    "examples": {"metavar": "FILE", "help": "JSONL or CSV with the columns text and label."},
+    "chat_template_kwargs": {"metavar": "JSON", "help": 'Variables of the chat template: {"enable_thinking": false}.'},
     "max_tokens": {"type": click.IntRange(0), "metavar": "N"},
     "temperature": {"help": "0: always the most likely token.  [default: 0; batch lines: 1]"},
     "logit_bias": {"metavar": "ID=X", "multiple": True, "help": "Added to a token's logit. May be repeated."},
-    "seed": {"type": click.IntRange(0, 2**53 - 1),
-             "help": "Of sampling; each record's own is made of it.  [default: drawn, and kept in the journal]"},
     "stop": {"metavar": "TEXT", "multiple": True, "help": "A text that ends the answer. May be repeated."},
-    "stop_ids": {"type": click.IntRange(0), "metavar": "ID", "multiple": True,
-                 "help": "A token id that ends the answer. May be repeated."},
+    "stop_id": {"type": click.IntRange(0), "metavar": "ID", "multiple": True,
+                "help": "A token id that ends the answer. May be repeated."},
+    "json_schema": {"metavar": "FILE|JSON", "help": "Answers are JSON of this schema."},
+    "json_object": {"is_flag": True, "help": "Answers are a JSON object."},
+    "regex": {"metavar": "REGEX", "help": "Answers match this regular expression."},
+    "choice": {"metavar": "TEXT", "multiple": True, "help": "Answers are one of these texts. Repeated for each text."},
+    "grammar": {"metavar": "TEXT", "help": "Answers follow a grammar in Lark's syntax; @FILE reads it."},
 }  # fmt: skip
-_SAMPLER = {
-    one.name: _of("generate", one.name, **_BY_HAND.get(one.name, {}))
-    for one in fields(SamplerOptions)
-    if one.name not in ("exit_visits", "grammar")
-}
-# What commands that compare runs need to generate text.
-text_options = all_of(
-    chat_option,
-    _SAMPLER["max_tokens"],
-    _SAMPLER["ignore_eos"],
-)
-# How conversations are written, for tasks that read them as for the one that continues them.
-_CONVERSATION = (
-    _of("generate", "system"),
-    _of("generate", "chat_template"),
-    click.option("--chat-template-kwargs", metavar="JSON",
-                 help='Variables of the chat template: {"enable_thinking": false}.'),
-    _of("generate", "template_seconds"),
-    _of("generate", "escape_special"),
-)  # fmt: skip
-
-_TASKS: dict[str, tuple[Decorator, ...]] = {
-    "embed": (
-        _of("embed", "pooling"),
-        _of("embed", "normalize", "--normalize/--no-normalize", default=None),
-        _of("embed", "dimensions"),
-        _of("embed", "prompt_name", metavar="NAME"),
-        *_CONVERSATION,
-    ),
-    "rerank": (
-        _of("rerank", "words", metavar="YES,NO"),
-        _of("rerank", "raw_scores"),
-    ),
-    "classify": (
-        click.option("--labels", metavar="A,B,...", help="The labels."),
-        click.option("--labels-file", metavar="FILE",
-                     help='The labels, one a line, or as JSON ["a", ...] or {"label": "how it is written", ...}.'),
-        _of("classify", "instructions"),
-        click.option("--examples", metavar="FILE", help="JSONL or CSV with the columns text and label."),
-        _of("classify", "normalization"),
-        _of("classify", "calibrate"),
-        *_CONVERSATION,
-    ),
-    "score": _CONVERSATION,
+# Options of the command line that the table has not, beside those of a task.
+_BESIDE = {
     "generate": (
         chat_option,
-        *_CONVERSATION,
-        *_SAMPLER.values(),
         click.option("--recommended", is_flag=True,
                      help="Where an option is not given, sample as the checkpoint's generation_config.json says."),
-        _of("generate", "max_n"),
-        _of("generate", "max_logprobs"),
-        click.option("--json-schema", metavar="FILE|JSON", help="Answers are JSON of this schema."),
-        click.option("--json-object", is_flag=True, help="Answers are a JSON object."),
-        _of("generate", "json_space"),
+        click.option("--seed", type=click.IntRange(0, 2**53 - 1), metavar="N",
+                     help="Of sampling; each record's own is made of it.  [default: drawn, and kept in the journal]"),
         click.option("--json-columns", is_flag=True,
                      help="Each property of a JSON answer becomes a column of its own, beside text. Needs "
                           "--json-schema or --json-object."),
-        click.option("--regex", metavar="REGEX", help="Answers match this regular expression."),
-        click.option("--choice", metavar="TEXT", multiple=True,
-                     help="Answers are one of these texts. Repeated for each text."),
-        click.option("--grammar", metavar="TEXT", help="Answers follow a grammar in Lark's syntax; @FILE reads it."),
     ),
 }  # fmt: skip
-_INSTRUCTION = click.option("--instruction", metavar="TEXT",
-                            help="embed: what queries are for; rerank: what is wanted of a document.")  # fmt: skip
-_TEMPLATE = click.option("--template", metavar="TEXT",
-                         help="The task's own prompt: rerank: with {query} and {document}; classify: with {text} "
-                              "and {label}.")  # fmt: skip
 
 
-_ADAPTER = click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
-                        help="A LoRA adapter (PEFT). One is used for all records; of several, --adapter-column or the "
-                             "model of a batch line chooses.")  # fmt: skip
+def _declarations() -> dict[str, tuple[Decorator, set[str]]]:
+    """Returns {parameter: (its option, the tasks that have it)} of all that tasks declare. Where what an option means
+    depends on the task, its help says so for each."""
+    declarations: dict[str, dict[str, Field[Any]]] = {}
+    for task, kind in OPTIONS.items():
+        own = {one.name: one for one in fields(kind)}
+        if task not in ("rerank", "generate"):  # those that read conversations, too
+            own |= {one.name: one for one in fields(ConversationOptions)}
+        for one in own.values():
+            names = one.metadata["cli"] or (one.name,)
+            for parameter in [name for name in names if name is not None and name != "tools"]:  # which are a column
+                declarations.setdefault(parameter, {})[task] = one
+    found = {}
+    for parameter, of in declarations.items():
+        docs = {one.metadata["doc"] for one in of.values()}
+        joined = (
+            {"help": " ".join(f"{task}: {one.metadata['doc']}" for task, one in of.items())} if len(docs) > 1 else {}
+        )
+        flags = ("--normalize/--no-normalize",) if parameter == "normalize" else ()
+        settings = joined | _BY_HAND.get(parameter, {})
+        found[parameter] = click_option(next(iter(of.values())), parameter, *flags, **settings), {*of}
+    return found
 
 
-_EXITS = tuple(
-    _of("embed", one.name, **({"type": Blocks(), "metavar": "0,1,..."} if one.name == "route" else {}))
-    for one in fields(LoopedOptions)
-)
+_DECLARED = _declarations()
+# What commands that compare runs need to generate text.
+text_options = all_of(chat_option, _DECLARED["max_tokens"][0], _DECLARED["ignore_eos"][0])
 
 
 def task_options(*tasks: str) -> Decorator:
-    """Returns a decorator that adds the options which tasks have of their own."""
-    options = list(dict.fromkeys(option for task in tasks for option in _TASKS[task]))
-    if {"embed", "rerank"} & set(tasks):
-        options.append(_INSTRUCTION)
-    if {"rerank", "classify"} & set(tasks):
-        options.append(_TEMPLATE)
-    return all_of(*options, *_EXITS, _ADAPTER)
+    """Returns a decorator that adds the options which tasks have."""
+    declared = [option for option, of in _DECLARED.values() if of & {*tasks}]
+    return all_of(*(option for task in tasks for option in _BESIDE.get(task, ())), *declared)
 
 
 _IMAGES = (
@@ -327,10 +349,9 @@ def column_options(*tasks: str) -> Decorator:
                      help="Format of the input.  [default: as its name says; standard input: jsonl]"),
         click.option("--delimiter", metavar="CHAR",
                      help="What parts the cells of CSV or TSV, such as ';' or tab.  [default: a comma; of TSV a tab]"),
-        click.option("--max-cell-lines", type=click.IntRange(0), metavar="N",
-                     help="Lines that a quoted cell of CSV or TSV may have; a longer one, or one whose lines look like "
-                          "rows, is taken for a broken quote. 0: any number, whatever they look like.  "
-                          "[default: 1000]"),
+        number("--max-cell-lines", "Lines that a quoted cell of CSV or TSV may have; a longer one, or one whose lines "
+               "look like rows, is taken for a broken quote. 0: any number, whatever they look like.  [default: 1000]",
+               least=0),
     )  # fmt: skip
 
 
@@ -356,4 +377,27 @@ def job_options(*tasks: str) -> Decorator:
         fleet_options,
         media_options,
         *([generation_options] if "generate" in tasks else []),
+    )
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Answers, or numbers, as JSON.")
+
+
+def sample_options(*more: Decorator, tasks: Sequence[str] = NUMERIC_TASKS, needs_input: bool = True) -> Decorator:
+    """Returns a decorator that adds the options of commands that look at a job, or run a part of it. more: their own.
+
+    tasks: those that have all of their options. Of generation others have what a comparison of runs needs.
+    """
+    metavar = "INPUT..." if needs_input else "[INPUT]..."
+    return all_of(
+        click.argument("input", metavar=metavar, nargs=-1, required=needs_input),
+        click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`."),
+        *more,
+        model_options,
+        column_options(*TASKS),
+        task_options(*tasks),
+        *([] if "generate" in tasks else [text_options]),
+        limit_options,
+        media_options,
+        json_option,
     )

@@ -10,42 +10,21 @@ from typing import Any
 
 import click
 
-from .options import TASKS, column_options, limit_options, media_options, model_options, task_options
+from .options import TASKS, number, sample_options
 
 _SHOWN_SEGMENTS = 32
 
 
 @click.command(short_help="What a job would share and cost; computes nothing.")
-@click.argument("input", metavar="INPUT...", nargs=-1, required=True)
-@click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
-@model_options
-@column_options(*TASKS)
-@task_options(*TASKS)
-@limit_options
-@media_options
-@click.option(
-    "--max-batch-rows",
-    type=click.IntRange(1),
-    default=4096,
-    show_default=True,
-    metavar="N",
-    help="Rows of a step, which is as far as sharing mlp reaches.",
-)
-@click.option(
-    "--gflops",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="X",
-    help="Reckon the time at X GFLOP/s.  [default: this machine's float32 matrix product, measured]",
-)
-@click.option(
-    "--replicas",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Cut the stream into segments for N equal replicas, and say what they would do.",
-)
-@click.option("--report", metavar="FILE", help="Write an HTML page with the trie.")
-@click.option("--json", "as_json", is_flag=True, help="The counts as JSON.")
-def plan(**o: Any) -> None:  # fmt: skip
+@sample_options(
+    number("--max-batch-rows", "Rows of a step, which is as far as sharing mlp reaches.", 4096),
+    click.option("--gflops", type=click.FloatRange(min=0, min_open=True), metavar="X",
+                 help="Reckon the time at X GFLOP/s.  [default: this machine's float32 matrix product, measured]"),
+    number("--replicas", "Cut the stream into segments for N equal replicas, and say what they would do."),
+    click.option("--report", metavar="FILE", help="Write an HTML page with the trie."),
+    tasks=TASKS,
+)  # fmt: skip
+def plan(**o: Any) -> None:
     """Say what a job would share and what it would cost; compute nothing.
 
     Takes those options of `prefold run` that say what is read and what is done with it, tokenises and sorts the whole

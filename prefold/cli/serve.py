@@ -11,16 +11,7 @@ import click
 
 from ..errors import JobError
 from ..serve.options import ServeOptions
-from .options import (
-    all_of,
-    declared,
-    engine_options,
-    generation_options,
-    media_options,
-    model_group,
-    model_options,
-    threshold_option,
-)
+from .options import all_of, declared, generation_options, media_options, model_group, model_options
 
 
 def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -45,37 +36,25 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
 
 
 _SERVER = all_of(
+    click.option("--config", metavar="FILE", is_eager=True, expose_value=False, callback=read_config,
+                 help="Options in a TOML file, under the names of the command line: port = 8000."),
+    model_options,
     *(
         declared(one.name, one, *(f"--{name.replace('_', '-')}" for name in one.metadata["cli"]))
         for one in fields(ServeOptions)
         if one.metadata["cli"] != (None,)
-    )
-)
+    ),
+    click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
+                 help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated."),
+    model_group("serve", "machine", "engine", "threshold"),
+    media_options,
+    generation_options,
+)  # fmt: skip
 
 
 @click.command(short_help="Answer HTTP requests: the APIs of OpenAI, vLLM and others.")
-@click.option(
-    "--config",
-    metavar="FILE",
-    is_eager=True,
-    expose_value=False,
-    callback=read_config,
-    help="Options in a TOML file, under the names of the command line: port = 8000.",
-)
-@model_options
 @_SERVER
-@click.option(
-    "--adapter",
-    metavar="NAME=FOLDER",
-    multiple=True,
-    help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated.",
-)
-@model_group("serve")
-@engine_options
-@threshold_option
-@media_options
-@generation_options
-def serve(**o: Any) -> None:  # fmt: skip
+def serve(**o: Any) -> None:
     """Answer HTTP requests with a model until told to end.
 
     The address is bound before the model is loaded; /health answers 503 until it is. SIGTERM takes no more requests,

@@ -11,6 +11,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from .options import number
+
 
 @click.command(short_help="What a fleet would take: seconds, cost, idle time.")
 @click.argument("what", metavar="repetition|TRACE")
@@ -21,20 +23,15 @@ from click.core import ParameterSource
 @click.option("--policy", multiple=True, metavar="NAME", help="Of stream and routed; see below.  [default: prefix]")
 @click.option("--load", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="Until a model is there.")
 @click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="Records a second that come in.")
-@click.option("--prompts", type=click.IntRange(1), default=10_000, show_default=True, metavar="N", help="Repetition.")
-@click.option("--prefixes", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Repetition.")
-@click.option("--prefix", type=click.IntRange(1), default=256, show_default=True, metavar="TOKENS", help="Repetition.")
-@click.option("--suffix", type=click.IntRange(1), default=256, show_default=True, metavar="TOKENS", help="Repetition.")
-@click.option("--output", type=click.IntRange(1), default=128, show_default=True, metavar="TOKENS", help="Repetition.")
+@number("--prompts", "Repetition.", 10_000)
+@number("--prefixes", "Repetition.", 64)
+@number("--prefix", "Repetition.", 256, metavar="TOKENS")
+@number("--suffix", "Repetition.", 256, metavar="TOKENS")
+@number("--output", "Repetition.", 128, metavar="TOKENS")
 @click.option("--skew", type=click.FloatRange(0), default=0.0, metavar="X", help="Prefix i comes as 1 / i ** X.")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the order of the prompts.")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="The first N requests of a trace.")
-@click.option(
-    "--max-batch-rows",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Rows of a step.  [default: what is found to be fast, at most 8,192]",
-)
+@number("--limit", "The first N requests of a trace.")
+@number("--max-batch-rows", "Rows of a step.  [default: what is found to be fast, at most 8,192]")
 @click.option("--write-job", metavar="FILE", help="Write the requests as a job that `prefold run` takes.")
 @click.option("--json", "as_json", is_flag=True, help="The outcomes as JSON lines.")
 def simulate(**o: Any) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
 import click
 
-from .options import TASKS, job_options
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Answer texts in JSON lines.")
+from .options import TASKS, Decorator, all_of, job_options, json_option
 
 
 def is_input(arguments: tuple[str, ...]) -> bool:
@@ -46,10 +44,14 @@ def run(**o: Any) -> None:
     run_command(o["task"], o["input"], o)
 
 
-@click.command(short_help="How well documents answer a query.")
-@click.argument("input", metavar="INPUT | QUERY DOCUMENT...", nargs=-1, required=True)
-@job_options("rerank")
-@json_option
+def _command(task: str, metavar: str, short_help: str, *more: Decorator) -> Callable[..., click.Command]:
+    """Returns a decorator that makes the command of a task. more: options that it has of its own."""
+    argument = click.argument("input", metavar=metavar, nargs=-1, required=task != "generate")
+    options = all_of(argument, *more, job_options(task), json_option)
+    return lambda function: click.command(short_help=short_help)(options(function))
+
+
+@_command("rerank", "INPUT | QUERY DOCUMENT...", "How well documents answer a query.")
 def rerank(input: tuple[str, ...], **o: Any) -> None:
     """Score how well documents answer a query.
 
@@ -63,10 +65,7 @@ def rerank(input: tuple[str, ...], **o: Any) -> None:
     _start("rerank", input, o)
 
 
-@click.command(short_help="Embeddings of texts.")
-@click.argument("input", metavar="INPUT | TEXT...", nargs=-1, required=True)
-@job_options("embed")
-@json_option
+@_command("embed", "INPUT | TEXT...", "Embeddings of texts.")
 def embed(input: tuple[str, ...], **o: Any) -> None:
     """Make embeddings of texts.
 
@@ -77,10 +76,7 @@ def embed(input: tuple[str, ...], **o: Any) -> None:
     _start("embed", input, o)
 
 
-@click.command(short_help="The label that fits a text best.")
-@click.argument("input", metavar="INPUT | TEXT...", nargs=-1, required=True)
-@job_options("classify")
-@json_option
+@_command("classify", "INPUT | TEXT...", "The label that fits a text best.")
 def classify(input: tuple[str, ...], **o: Any) -> None:
     """Find the label that fits a text best, by label likelihoods or by the model's classification head.
 
@@ -91,10 +87,7 @@ def classify(input: tuple[str, ...], **o: Any) -> None:
     _start("classify", input, o)
 
 
-@click.command(short_help="Log-probabilities of continuations, or of texts.")
-@click.argument("input", metavar="INPUT | TEXT | PROMPT CONTINUATION...", nargs=-1, required=True)
-@job_options("score")
-@json_option
+@_command("score", "INPUT | TEXT | PROMPT CONTINUATION...", "Log-probabilities of continuations, or of texts.")
 def score(input: tuple[str, ...], **o: Any) -> None:
     """Compute the log-probability of continuations after a prompt, or of a whole text.
 
@@ -105,17 +98,13 @@ def score(input: tuple[str, ...], **o: Any) -> None:
     _start("score", input, o)
 
 
-@click.command(short_help="Text that follows a prompt, or answers a message.")
-@click.argument("input", metavar="INPUT | PROMPT...", nargs=-1)
-@click.option(
-    "-f",
-    "--prompt-file",
-    metavar="FILE",
-    multiple=True,
+_PROMPT_FILE = click.option(
+    "-f", "--prompt-file", metavar="FILE", multiple=True,
     help="A prompt that is the whole of a file (- is standard input). May be repeated.",
-)
-@job_options("generate")
-@json_option
+)  # fmt: skip
+
+
+@_command("generate", "INPUT | PROMPT...", "Text that follows a prompt, or answers a message.", _PROMPT_FILE)
 def generate(input: tuple[str, ...], **o: Any) -> None:
     """Generate text. A model with a chat template answers the prompt as a user's message (--raw: continues it).
 

@@ -10,48 +10,20 @@ from typing import Any
 
 import click
 
-from .options import (
-    NUMERIC_TASKS,
-    TASKS,
-    column_options,
-    engine_options,
-    limit_options,
-    media_options,
-    model_options,
-    task_options,
-    text_options,
-)
+from .options import engine_options, number, sample_options
 from .reuse import refuse_reuse_options, reuse_options, verify_reuse
 
 
 @click.command(short_help="Measure what sharing and precision do to results.")
-@click.argument("input", metavar="INPUT...", nargs=-1, required=True)
-@click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`.")
-@click.option(
-    "--sample",
-    type=click.IntRange(1),
-    default=64,
-    show_default=True,
-    metavar="N",
-    help="Records to run, drawn evenly over the input in groups of neighbours.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draw.")
-@click.option(
-    "--tolerance",
-    type=click.FloatRange(min=0),
-    metavar="X",
-    help="Fail (status 1) if sharing, or reuse, moves a value by more than X.",
-)
-@model_options
-@column_options(*TASKS)
-@task_options(*NUMERIC_TASKS)
-@text_options
-@limit_options
-@media_options
+@sample_options(
+    number("--sample", "Records to run, drawn evenly over the input in groups of neighbours.", 64),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the draw."),
+    click.option("--tolerance", type=click.FloatRange(min=0), metavar="X",
+                 help="Fail (status 1) if sharing, or reuse, moves a value by more than X."),
+)  # fmt: skip
 @engine_options
 @reuse_options
-@click.option("--json", "as_json", is_flag=True, help="The numbers as JSON.")
-def verify(**o: Any) -> None:  # fmt: skip
+def verify(**o: Any) -> None:
     """Run a sample of a job shared and unshared, and in float32, and print how far the results are apart.
 
     Three comparisons: sharing alone (the given --sharing against off, same dtype), precision alone

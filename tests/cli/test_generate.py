@@ -273,7 +273,7 @@ def test_a_terminal_shows_text_as_it_comes_and_in_the_end_the_same(prefold, monk
 
 def test_text_is_shown_before_the_next_step(model, monkeypatch):
     from prefold import LLM
-    from prefold.cli.live import generate_live
+    from prefold.cli.direct import generate_live
 
     llm = LLM(model, dtype="float32")
     task = llm.task("generate", max_tokens=30, ignore_eos=True)
@@ -293,7 +293,7 @@ def test_text_is_shown_before_the_next_step(model, monkeypatch):
 
 
 def test_answers_are_shown_in_order():
-    from prefold.cli.live import InOrder
+    from prefold.cli.direct import InOrder
 
     seen = []
     shown = InOrder(3, lambda p: seen.append(p), lambda p, t: seen.append(t), lambda p, r: seen.append(("end", p, r)))

