@@ -674,7 +674,7 @@ class SlotOptions(_Checked):
         "Bytes of keys and values while text is generated; by default half of what is free, on a CPU at most 4 GiB.",
         least=1, on="text",
     )  # fmt: skip
-    max_running: int = option(256, "Sequences that are generated at once, at most.", least=1, on="text")
+    max_running: int = option(256, "Sequences that are generated at once, at most; by default 256.", least=1, on="text")
     reserve_output: bool = option(
         True,
         "Set aside memory for a whole output where max_tokens is given. Otherwise an output may be interrupted when"
@@ -718,8 +718,8 @@ class ModelOptions(StepOptions, SlotOptions):
     adapters: Mapping[str, str] | None = option(None, "LoRA adapters that calls may name, {name: PEFT folder}.")
     cache: CacheOptions | None = option(
         "lru",
-        "How keys and values of prompts are kept for later calls (of a job: later windows), by what policy they are"
-        " forgotten: lru, lfu, priority; off: not at all. In Python also a CacheOptions.",
+        "By what policy keys and values that are kept for later calls are forgotten: lru, lfu, priority; off: none are"
+        " kept. A job keeps them for later windows, by default of a stream alone. In Python also a CacheOptions.",
         on="text",
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import click
 
-from ..options import OPTIONS, POLICIES, ConversationOptions, kind_of, model_fields
+from ..options import OPTIONS, POLICIES, ConversationOptions, TaskOptions, kind_of, model_fields
 
 DEFAULT_MODEL = "smollm2-135m"
 NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # the tasks whose results are numbers
@@ -287,18 +287,19 @@ _BESIDE = {
 
 def _declarations() -> dict[str, tuple[Decorator, set[str]]]:
     """Returns {parameter: (its option, the tasks that have it)} of all that tasks declare. Where what an option means
-    depends on the task, its help says so for each."""
+    depends on the task, its help says so for each. What all tasks have comes last."""
+    common = {one.name for one in fields(TaskOptions)}
     declarations: dict[str, dict[str, Field[Any]]] = {}
     for task, kind in OPTIONS.items():
         own = {one.name: one for one in fields(kind)}
         if task not in ("rerank", "generate"):  # those that read conversations, too
             own |= {one.name: one for one in fields(ConversationOptions)}
-        for one in own.values():
+        for one in sorted(own.values(), key=lambda one: one.name in common):
             names = one.metadata["cli"] or (one.name,)
             for parameter in [name for name in names if name is not None and name != "tools"]:  # which are a column
                 declarations.setdefault(parameter, {})[task] = one
     found = {}
-    for parameter, of in declarations.items():
+    for parameter, of in sorted(declarations.items(), key=lambda pair: next(iter(pair[1].values())).name in common):
         docs = {one.metadata["doc"] for one in of.values()}
         joined = (
             {"help": " ".join(f"{task}: {one.metadata['doc']}" for task, one in of.items())} if len(docs) > 1 else {}
