@@ -266,7 +266,7 @@ def check_values(options: object, declared: Iterable[Field[Any]]) -> None:
     """Raises InputError for a value of one of these options that its declaration does not allow."""
     for one in declared:
         value, kind = getattr(options, one.name), kind_of(one)
-        allowed, least = one.metadata["one_of"], one.metadata["least"]
+        allowed, least, most, above = (one.metadata[name] for name in ("one_of", "least", "most", "above"))
         if allowed and not any(type(value) is type(each) and value == each for each in allowed):
             raise _wrong(one.name, value, f"use one of {', '.join(repr(each) for each in allowed)}")
         if allowed or kind is None or (value is None and one.default is None):
@@ -279,9 +279,10 @@ def check_values(options: object, declared: Iterable[Field[Any]]) -> None:
                 float: "give a number",
             }
             raise _wrong(one.name, value, remedies[kind], "wrong_type")
-        if least is not None and (value < least or (one.metadata["above"] and value == least)):
-            remedy = f"give more than {least}" if one.metadata["above"] else f"give {least} or more"
-            raise _wrong(one.name, value, remedy)
+        enough = least is None or (value > least if above else value >= least)
+        if not enough or not (most is None or value <= most):  # what is no number is neither
+            remedy = f"give more than {least}" if above else f"give {least} or more"
+            raise _wrong(one.name, value, remedy if most is None else f"{remedy}, at most {most}")
 
 
 def _wrong(name: str, value: object, remedy: str, code: str = "invalid_input") -> InputError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, dataclass, fields
 from pathlib import Path
 
 import click
@@ -24,6 +24,7 @@ from prefold.options import (
     EmbedOptions,
     ImageSettings,
     LoopedSettings,
+    ModelOptions,
     SamplerOptions,
     cli_names,
     doc_of,
@@ -35,6 +36,9 @@ from prefold.options import (
     option_of,
     options_of,
     penalties_of,
+)
+from prefold.options import (
+    option as declare,
 )
 from prefold.serve.options import ServeOptions
 from prefold.tasks.sampling import sampling_from
@@ -129,6 +133,22 @@ def test_a_wrong_option_of_a_model_is_named(given, field, says):
     assert caught.value.field == field and says in caught.value.remedy
 
 
+@dataclass(frozen=True, kw_only=True)
+class MadeUp(ModelOptions):
+    share: float = declare(0.5, "A share.", least=0, most=1, above=True, on="engine")
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [(0, "give more than 0, at most 1"), (1.5, "at most 1"), (float("nan"), "at most 1"), ("1", "give a number")],
+)
+def test_a_new_option_of_a_model_is_checked_as_it_is_declared(given, remedy):
+    assert MadeUp(share=1).share == 1
+    with pytest.raises(InputError, match=f"share is {given!r}") as caught:
+        MadeUp(share=given)
+    assert remedy in caught.value.remedy
+
+
 def test_a_model_takes_settings_as_mappings_and_as_objects():
     options = model_options({"looped": {"refill": False}, "images": False, "cache": "lfu"})
     assert options == model_options(
@@ -140,12 +160,19 @@ def test_a_model_takes_settings_as_mappings_and_as_objects():
     )
 
 
-@pytest.mark.parametrize("name", ["min_p", "top_n_sigma"])
-def test_a_filter_stands_in_the_table_and_where_it_is_done(name):
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("min_p", {"worker/draw.py", "worker/draw_triton.py"}),
+        ("top_n_sigma", {"worker/draw.py", "worker/draw_triton.py"}),
+        ("decode_graphs", {"llm.py"}),
+    ],
+)
+def test_an_option_stands_in_the_table_and_where_it_is_done(name, where):
     package = Path(prefold.__file__).parent
     files = {path for path in package.rglob("*.py") if re.search(rf"\b{name}\b", path.read_text(encoding="utf-8"))}
-    expected = {"options.py", "face/keywords.py", "worker/draw.py", "worker/draw_triton.py"}  # the second is generated
-    assert {str(path.relative_to(package)) for path in files} == expected
+    # The second is generated.
+    assert {str(path.relative_to(package)) for path in files} == where | {"options.py", "face/keywords.py"}
 
 
 def test_the_page_of_bodies_names_every_parameter_of_sampling():
