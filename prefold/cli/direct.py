@@ -11,7 +11,7 @@ import click
 
 from ..errors import InputError, JobError
 from .build import LazyTasks, check_tokenizer, image_reader, load_llm, open_model, read_bytes, uses_chat
-from .refusals import refuse_conversation_options
+from .options import refuse_conversation_options
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",

@@ -21,7 +21,7 @@ from .build import (
     sampling_settings,
     uses_chat,
 )
-from .refusals import refuse_conversation_options, refuse_other_tasks_options
+from .options import refuse_conversation_options, refuse_other_tasks_options
 
 COLUMN_OPTIONS = (
     "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "image", "id_column",

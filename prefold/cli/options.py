@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import Field, fields
 from typing import Any, ClassVar
 
 import click
+from click.core import ParameterSource
 
 from ..options import OPTIONS, POLICIES, ConversationOptions, TaskOptions, kind_of, model_fields
 
@@ -363,6 +364,38 @@ def options_for(task: str) -> dict[str, click.Option]:
 
     found = all_of(column_options(task), task_options(task))(command).__click_params__  # type: ignore[attr-defined]
     return {option.name: option for option in found}
+
+
+def refuse_other_tasks_options(tasks: Collection[str], what: str) -> None:
+    """Raises UsageError where an option was given to the command that runs now which is for other tasks than these.
+
+    what    in words what has these tasks, for the error
+    """
+    context = click.get_current_context()
+    of_task = {task: options_for(task) for task in TASKS}
+    for option in context.command.params:
+        if not isinstance(option, click.Option) or option.name is None:
+            continue
+        # `verify --seed` is another option than the --seed of sampling, as its help says.
+        known = {task: options.get(option.name) for task, options in of_task.items()}
+        of = [task for task, same in known.items() if same is not None and same.help == option.help]
+        if of and not {*of} & {*tasks} and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
+            written = "/".join((*option.opts, *option.secondary_opts))
+            raise click.UsageError(f"{written} is for {_listed(of)}, and not for {what}")
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def refuse_conversation_options(o: dict[str, Any], remedy: str) -> None:
+    """Raises UsageError where an option was given that says how conversations are written, though there are none.
+
+    remedy  in words how there would be some, for the error
+    """
+    for one in fields(ConversationOptions):
+        if (name := one.name) != "tools" and o.get(name) not in (None, False):  # these are a column
+            raise click.UsageError(f"--{name.replace('_', '-')} is for conversations; {remedy}")
 
 
 def job_options(*tasks: str) -> Decorator:

@@ -357,13 +357,8 @@ class Desk:
 def fingerprint(llm: Any) -> str:
     """Returns a text that is another one where answers may be others: of the version, the model, and how it is
     computed."""
-    engine = llm.engine.options
-    how = [
-        llm.device.type,
-        engine.sharing,
-        engine.generation.looped.exits,
-        getattr(engine.generation.cache, "shifted", None),
-    ]
+    engine, kept = llm.engine.options, llm.engine.options.generation
+    how = [llm.device.type, engine.sharing, kept.looped.exits, getattr(kept.cache, "shifted", None)]
     named = llm.identity
     identity = {**named, "model": {**named["model"], "name": ""}}  # which may be the path of its folder
     content = json.dumps([__version__, identity, how], sort_keys=True, default=str)
