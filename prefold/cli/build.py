@@ -113,7 +113,7 @@ def image_reader(o: Options) -> Any:
 def llm_options(o: Options) -> dict[str, Any]:
     """Returns the keywords for `LLM`, but its checkpoint and tokenizer, out of the options that were given."""
     declared = model_fields(ModelOptions, *GROUPS.values())
-    given = {one.name: o[name] for name, one in declared.items() if o.get(name) not in (None, (), False)}
+    given = {one.name: o[name] for name, one in declared.items() if not _is_left_out(o.get(name))}
     if o.get("adapter"):
         given["adapters"] = adapter_folders(o)
     if o.get("task") and not (o.get("image") or o.get("messages")):
@@ -127,6 +127,10 @@ def llm_options(o: Options) -> dict[str, Any]:
         if given["cache"] != "off" and kept:
             given["cache"] = CacheOptions(policy=given["cache"], **kept)
     return model_keywords(given)
+
+
+def _is_left_out(value: Any) -> bool:
+    return value is None or value is False or value == ()
 
 
 # ---------------------------------------------------------------------------------------------- tasks
