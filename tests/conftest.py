@@ -49,7 +49,7 @@ LAYERS = {
     "model": """
         attention benchmarks cli engine face images integrations kernels looped model record shifted train worker
         images/test_pixels.py
-        stream/test_spool.py text/test_apart.py
+        stream/test_spool.py text/test_template_process.py
         test_device.py test_imports.py test_layers.py test_llm.py test_llm_generate.py test_setup.py
         test_task_options.py test_types.py
         checkpoint/test_resolve.py checkpoint/test_stored.py

@@ -15,7 +15,7 @@ from ..checkpoint import Checkpoint
 from ..errors import InputError
 from ..model.config import ModelConfig
 from ..prefix import MEDIA_BASE
-from ..stream.tempfiles import Shelf, Shelved
+from ..stream.tempfiles import Blob, BlobStore
 from ..text import Tokenizer
 from ..text.escaped import Escaping
 from ..text.media import ImageIds, Picture, too_long
@@ -59,13 +59,13 @@ class Loading:
         """Returns the image. Raises InputError where it is not the same as before, or cannot be read any more."""
         image = self.recent.take(self.digest)
         if image is None:
-            image = self.reader.read(self.value.read() if isinstance(self.value, Shelved) else self.value).image
+            image = self.reader.read(self.value.read() if isinstance(self.value, Blob) else self.value).image
         if image.digest != self.digest:
             message = "the image has changed since it was first read"
             raise InputError(message, field="image", remedy="leave it as it is until the answer is there")
         return image
 
-    def put_away(self, shelf: Shelf) -> None:
+    def put_away(self, shelf: BlobStore) -> None:
         """Puts the content of its file on a shelf, where it has one."""
         if isinstance(self.value, bytes):
             self.value = shelf.put(self.value)
@@ -123,7 +123,7 @@ class ImageInputs:
     most: int = 64
     recent: RecentImages = field(default_factory=RecentImages)
     files: RecentFiles = field(default_factory=RecentFiles)
-    shelf: Shelf = field(default_factory=Shelf)
+    shelf: BlobStore = field(default_factory=BlobStore)
     seconds: float | None = None
     namespace: str = ""
 

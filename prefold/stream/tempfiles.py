@@ -4,6 +4,7 @@ however a process ends."""
 from __future__ import annotations
 
 import io
+import math
 import os
 import threading
 from collections import defaultdict
@@ -78,10 +79,10 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
-class Shelf:
-    """A Shelf holds blobs that requests will need later, such as images that came within items, as long as they are
-    referenced: in memory where there is room, else on disk, and in memory again where the disk takes no more. Any
-    thread may use it.
+class BlobStore:
+    """A BlobStore holds blobs that requests will need later, such as images that came within items, as long as
+    something refers to them: in memory where there is room, else on disk, and in memory again where the disk takes no
+    more. Any thread may use it.
 
     memory     bytes of blobs that are held in memory as long as there is a disk to hold more
     directory  where the temporary file is made, once there is something to write; None: the system's default
@@ -96,29 +97,34 @@ class Shelf:
         # A blob may be given up wherever memory is cleared, and so also by the thread that holds the lock.
         self._lock = threading.RLock()
 
-    def put(self, data: bytes) -> Shelved:
+    def put(self, data: bytes) -> Blob:
         """Returns a blob with this content."""
+        try:
+            return self._in_memory(data, self._memory) or self._on_disk(data)
+        except OSError:  # a full disk, or a folder that is not to be written to, is the fault of no request
+            blob = self._in_memory(data)
+            assert blob is not None
+            return blob
+
+    def _in_memory(self, data: bytes, most: float = math.inf) -> Blob | None:
+        """Returns a blob in memory; None where the store would then hold more than `most` bytes there."""
         with self._lock:
-            if self._held + len(data) <= self._memory:
-                return self._in_memory(data)
-            try:
-                return self._on_disk(data)
-            except OSError:  # a full disk, or a folder that is not to be written to, is the fault of no request
-                return self._in_memory(data)
+            if self._held + len(data) > most:
+                return None
+            self._held += len(data)
+        return Blob(self, data, len(data))
 
-    def _in_memory(self, data: bytes) -> Shelved:
-        self._held += len(data)
-        return Shelved(self, data, len(data))
-
-    def _on_disk(self, data: bytes) -> Shelved:
-        if self._file is None:
-            self._file = TempFile(self._directory)
-        free = self._free[_room(len(data))]
-        if free:
-            place = free.pop()
-        else:
-            place, self._end = self._end, self._end + _room(len(data))
-        blob = Shelved(self, place, len(data))  # it gives its place back where it cannot be written
+    def _on_disk(self, data: bytes) -> Blob:
+        with self._lock:
+            if self._file is None:
+                self._file = TempFile(self._directory)
+            free = self._free[_room(len(data))]
+            if free:
+                place = free.pop()
+            else:
+                place, self._end = self._end, self._end + _room(len(data))
+        blob = Blob(self, place, len(data))  # it gives its place back where it cannot be written
+        # Not under the lock: a thread that holds the file's lock may give up a blob, and wait for this one.
         self._file.write(data, place)
         return blob
 
@@ -140,18 +146,18 @@ def _room(size: int) -> int:
     return 1 << max(12, (size - 1).bit_length())
 
 
-class Shelved:
-    """A Shelved is a blob on a shelf. It is gone when nothing refers to it any more."""
+class Blob:
+    """A Blob is a blob in a store. It is gone when nothing refers to it any more."""
 
-    __slots__ = ("_content", "_shelf", "_size")
+    __slots__ = ("_content", "_size", "_store")
 
-    def __init__(self, shelf: Shelf, content: bytes | int, size: int):
-        """content: the blob's bytes, or its place in the shelf's file."""
-        self._shelf, self._content, self._size = shelf, content, size
+    def __init__(self, store: BlobStore, content: bytes | int, size: int):
+        """content: the blob's bytes, or its place in the store's file."""
+        self._store, self._content, self._size = store, content, size
 
     def __del__(self) -> None:
-        self._shelf.give_back(self._content, self._size)
+        self._store.give_back(self._content, self._size)
 
     def read(self) -> bytes:
         """Returns the content. Raises OSError."""
-        return self._content if isinstance(self._content, bytes) else self._shelf.read(self._content, self._size)
+        return self._content if isinstance(self._content, bytes) else self._store.read(self._content, self._size)

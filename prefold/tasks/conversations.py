@@ -21,7 +21,7 @@ from .tools import as_tools
 
 _TOOL = '[{"type": "function", "function": {...}}]'
 _NOT_VARIABLES = {"messages", "template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-_NOT_VARIABLES |= {"template_seconds", "apart"}
+_NOT_VARIABLES |= {"template_seconds", "in_subprocess"}
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Conversations(ConversationOptions):
             tools=objects(self.tools if item.tools is None else asked["tools"], "tools", _TOOL),
             documents=objects(asked["documents"], "documents", '[{"title": "...", "text": "..."}]'),
             template_seconds=TEMPLATE_SECONDS if self.template_seconds is None else self.template_seconds,
-            apart=item.chat_template is not None,
+            in_subprocess=item.chat_template is not None,
             **further,
         )
 

@@ -1,8 +1,8 @@
 """Chat templates write a conversation as the text that a checkpoint was trained on.
 
 Templates see plain JSON values only, and run in Jinja's sandbox (`sandbox.py`); those of requests run in a process of
-their own, which bounds their time and memory (`apart.py`). Whatever a template raises, `render` returns a text that
-UTF-8 can hold, or raises InputError.
+their own, which bounds their time and memory (`template_process.py`). Whatever a template raises, `render` returns a
+text that UTF-8 can hold, or raises InputError.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
-from .apart import Apart
+from .template_process import TemplateProcess
 from .valid import valid_text, wrong_type
 
 # Processor seconds that the template of a request may take for a conversation. Usual ones take below a millisecond.
@@ -35,7 +35,7 @@ class ChatTemplates:
         ({"bos_token": "<s>", ...})."""
         self.templates = dict(templates)
         self.variables = dict(variables)
-        self._apart = Apart()
+        self._process = TemplateProcess()
 
     def __bool__(self) -> bool:
         return bool(self.templates)
@@ -56,7 +56,7 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
         template_seconds: float = TEMPLATE_SECONDS,
-        apart: bool = False,
+        in_subprocess: bool = False,
         **variables: object,
     ) -> str:
         """Returns the text of a conversation, as transformers' apply_chat_template(tokenize=False) writes it.
@@ -68,7 +68,7 @@ class ChatTemplates:
         continue_final_message  whether to leave the last message open, so that the model continues it
         tools, documents        passed to the template. Tools are written into the messages for a template that does
                                 not use them (`sandbox.with_tools`); documents are refused then
-        apart                   whether a template that is given as a text is rendered in a process of its own, with
+        in_subprocess           whether a template that is given as a text is rendered in a process of its own, with
                                 limits of processor time and memory: for texts that requests bring
         template_seconds        processor time that it may take there
         variables               further names that the template may look up
@@ -87,8 +87,8 @@ class ChatTemplates:
         values: dict[str, Any] = {**self.variables, **{k: _plain(v, k) for k, v in variables.items()}}
         values |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
         values |= {"tools": _plain(tools, "tools"), "documents": _plain(documents, "documents")}
-        if apart and template is not None and template not in self.templates:
-            text = self._apart.write(name, source, values, template_seconds)
+        if in_subprocess and template is not None and template not in self.templates:
+            text = self._process.write(name, source, values, template_seconds)
         else:
             from .sandbox import write  # Jinja takes a while to import, and only chats need it
 

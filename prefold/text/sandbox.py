@@ -1,7 +1,7 @@
 """Renders chat templates in Jinja's sandbox, with the functions and filters that transformers has for them.
 
 The sandbox keeps a template from the machine. It bounds neither time nor memory: a template that comes with a request
-is rendered in a process that does (`apart.py`).
+is rendered in a process that does (`template_process.py`).
 
 A template that writes no tools gets them in the messages: the system's message describes the functions, calls stand
 between <tool_call> and </tool_call> in the assistant's messages, and results between <tool_response> and

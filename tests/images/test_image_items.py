@@ -28,7 +28,7 @@ from prefold.images.table import MediaTable
 from prefold.model import config_from
 from prefold.prefix import MEDIA_BASE
 from prefold.stream import Spool
-from prefold.stream.tempfiles import Shelf
+from prefold.stream.tempfiles import BlobStore
 from prefold.tasks import make_task
 from prefold.tasks.embed import EmbedTask
 from prefold.tasks.sentence import ChatSettings, EmbedSettings
@@ -392,7 +392,7 @@ def test_a_file_that_comes_again_is_decoded_once(made, tmp_path, monkeypatch, ki
 def test_files_in_items_are_held_in_bounded_memory(made, tmp_path, monkeypatch):
     """Those of all requests of a job wait for the tower, however large they are."""
     task, images = made("embed")
-    images = replace(images, shelf=Shelf(1 << 20, tmp_path), recent=RecentImages(1 << 20))
+    images = replace(images, shelf=BlobStore(1 << 20, tmp_path), recent=RecentImages(1 << 20))
     task.inputs = replace(task.inputs, images=images)
     decoder = SimpleNamespace(decode=lambda data, *given: Decoded(Image(drawing(data[0], 8, 8)), False))
     task.inputs = replace(task.inputs, images=replace(images, reader=Reader(decoder)))

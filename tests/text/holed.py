@@ -1,4 +1,4 @@
-"""Runs in place of `prefold.text.apart` in the process of a test: its sandbox has holes."""
+"""Runs in place of `prefold.text.template_process` in the process of a test: its sandbox has holes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import os
 from pathlib import Path
 
-from prefold.text import apart, sandbox
+from prefold.text import sandbox, template_process
 
 
 def main(argv, source, sink):
@@ -15,4 +15,4 @@ def main(argv, source, sink):
     holes["fill"] = lambda: len(bytearray(1 << 32))
     holes["die"] = lambda: os._exit(3)
     holes["open"] = lambda path: Path(path).write_text("x")
-    apart.main(argv, source, sink)
+    template_process.main(argv, source, sink)

@@ -10,8 +10,8 @@ import pytest
 
 from prefold.errors import InputError
 from prefold.helper import Helper
-from prefold.text import ChatTemplates, apart
-from prefold.text.apart import Apart
+from prefold.text import ChatTemplates, template_process
+from prefold.text.template_process import TemplateProcess
 
 USER = {"role": "user", "content": "Grüße"}
 CHAT = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ x }}"
@@ -52,33 +52,33 @@ LARGE = [  # they get no more memory
 def templates():
     made = ChatTemplates({"default": CHAT}, {"bos_token": "<s>"})
     yield made
-    made._apart._helper.end()
+    made._process._helper.end()
 
 
 @pytest.fixture
 def holed():
     made = ChatTemplates({}, {})
-    made._apart._helper = Helper("holed", [str(1 << 30)])
+    made._process._helper = Helper("holed", [str(1 << 30)])
     yield made
-    made._apart._helper.end()
+    made._process._helper.end()
 
 
 @pytest.fixture(scope="module")
 def small():
     made = ChatTemplates({}, {})
-    made._apart = Apart(300 << 20)
+    made._process = TemplateProcess(300 << 20)
     yield made
-    made._apart._helper.end()
+    made._process._helper.end()
 
 
 def test_a_template_of_a_stranger_writes_the_same(templates):
     for x in ("", "東京", 1.5, None, [True, {"a": "\n"}]):
-        found = templates.render([USER], template=CHAT, x=x, apart=True)
+        found = templates.render([USER], template=CHAT, x=x, in_subprocess=True)
         assert found == templates.render([USER], template=CHAT, x=x) == templates.render([USER], x=x)
-    assert templates.render([USER], template="{{ '' }}", apart=True) == ""
+    assert templates.render([USER], template="{{ '' }}", in_subprocess=True) == ""
     tools = {"template": "{{ messages[0].content }}", "tools": [{"a": 1}]}
-    assert '{"a": 1}' in templates.render([USER], **tools, apart=True) == templates.render([USER], **tools)
-    more = {"continue_final_message": True, "apart": True}
+    assert '{"a": 1}' in templates.render([USER], **tools, in_subprocess=True) == templates.render([USER], **tools)
+    more = {"continue_final_message": True, "in_subprocess": True}
     assert templates.render([USER], template="{{ messages[0].content }}.", **more) == "Grüße"
 
 
@@ -87,7 +87,7 @@ def test_errors_are_the_same(templates, template, options):
     with pytest.raises(InputError) as expected:
         templates.render([USER], template=template, **options)
     with pytest.raises(InputError) as caught:
-        templates.render([USER], template=template, apart=True, **options)
+        templates.render([USER], template=template, in_subprocess=True, **options)
     for name in ("message", "field", "remedy", "code"):
         assert getattr(caught.value, name) == getattr(expected.value, name)
 
@@ -95,92 +95,100 @@ def test_errors_are_the_same(templates, template, options):
 @pytest.mark.parametrize("template", LONG + LARGE)
 def test_a_template_that_takes_too_much_is_stopped_and_harms_no_other(small, template):
     with pytest.raises(InputError, match="the chat template that was given was stopped: it ") as caught:
-        small.render([USER], template=template, apart=True, template_seconds=0.3 if template in LONG else 60)
+        small.render([USER], template=template, in_subprocess=True, template_seconds=0.3 if template in LONG else 60)
     assert (caught.value.field, caught.value.code) == ("chat_template", "template_limit")
     assert ("ran for more than 0.3 s" in str(caught.value)) == (template in LONG)
-    assert small.render([USER], template="{{ messages[0].content }}", apart=True) == "Grüße"
+    assert small.render([USER], template="{{ messages[0].content }}", in_subprocess=True) == "Grüße"
 
 
 def test_nothing_but_the_process_breaks_where_lists_are_nested_deep(small):
     """Python's hash of a tuple goes as deep as it is, past the end of the stack."""
     with pytest.raises(InputError):
-        small.render([USER], template=MORE + "{% set ns.t = (ns.t,) %}{% endfor %}{{ {ns.t: 1} }}", apart=True)
-    assert small.render([USER], template="{{ 'a' }}", apart=True) == "a"
+        small.render([USER], template=MORE + "{% set ns.t = (ns.t,) %}{% endfor %}{{ {ns.t: 1} }}", in_subprocess=True)
+    assert small.render([USER], template="{{ 'a' }}", in_subprocess=True) == "a"
 
 
 def test_memory_that_programs_of_other_templates_hold_is_free_for_a_template(small):
     for i in range(6):  # Jinja computes what is constant when it compiles a template
         template = "{{ 'a' * 20000000 }}" + str(i)
-        assert len(small.render([USER], template=template, apart=True)) == 20000001
+        assert len(small.render([USER], template=template, in_subprocess=True)) == 20000001
     template = "{% set x = messages[0].content * 24000000 %}{{ x | length }}"
-    assert small.render([USER], template=template, apart=True) == "120000000"
+    assert small.render([USER], template=template, in_subprocess=True) == "120000000"
 
 
 def test_systems_that_do_not_limit_memory(templates, monkeypatch):
-    monkeypatch.setattr(apart.sys, "platform", "darwin")
+    monkeypatch.setattr(template_process.sys, "platform", "darwin")
     with pytest.raises(InputError, match="refused on darwin: their memory could not be limited; name one") as caught:
-        templates.render([USER], template=CHAT, apart=True)
+        templates.render([USER], template=CHAT, in_subprocess=True)
     assert (caught.value.field, caught.value.code) == ("chat_template", "unsupported")
-    assert templates.render([USER], template=CHAT, x="") == templates.render([USER], apart=True, x="") == "<s>Grüße"
+    assert (
+        templates.render([USER], template=CHAT, x="")
+        == templates.render([USER], in_subprocess=True, x="")
+        == "<s>Grüße"
+    )
 
 
 def test_only_templates_that_are_given_as_texts():
     made = ChatTemplates({"default": CHAT}, {})
-    assert made.render([USER], apart=True) == made.render([USER], template="default", apart=True) == "Grüße"
-    assert made._apart._helper.process is None
+    assert (
+        made.render([USER], in_subprocess=True)
+        == made.render([USER], template="default", in_subprocess=True)
+        == "Grüße"
+    )
+    assert made._process._helper.process is None
 
 
 def test_a_number_that_python_does_not_write(templates):
     with pytest.raises(InputError, match="no JSON"):
-        templates.render([USER], template=CHAT, x=10**5000, apart=True)
+        templates.render([USER], template=CHAT, x=10**5000, in_subprocess=True)
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no such timers")
 @pytest.mark.parametrize("call", ["spin()", "die()"])
 def test_the_process_ends_in_compiled_code_too(holed, call):
-    assert holed.render([USER], template="{{ 'a' }}", apart=True) == "a"
-    process = holed._apart._helper.process
+    assert holed.render([USER], template="{{ 'a' }}", in_subprocess=True) == "a"
+    process = holed._process._helper.process
     with pytest.raises(InputError, match=r"stopped: it ran for more than 0\.2 s, or ended its process") as caught:
-        holed.render([USER], template="{{ " + call + " }}", template_seconds=0.2, apart=True)
+        holed.render([USER], template="{{ " + call + " }}", template_seconds=0.2, in_subprocess=True)
     assert caught.value.code == "template_limit" and process.poll() is not None
-    assert holed.render([USER], template="{{ 'b' }}", apart=True) == "b"
+    assert holed.render([USER], template="{{ 'b' }}", in_subprocess=True) == "b"
 
 
 def test_memory_and_files_of_the_process(holed, tmp_path):
     pytest.importorskip("resource")
     with pytest.raises(InputError, match="it took more memory than there is") as caught:
-        holed.render([USER], template="{{ fill() }}", apart=True)
+        holed.render([USER], template="{{ fill() }}", in_subprocess=True)
     assert caught.value.code == "template_limit"
     with pytest.raises(InputError):
-        holed.render([USER], template="{{ open('" + str(tmp_path / "x") + "') }}", apart=True)
+        holed.render([USER], template="{{ open('" + str(tmp_path / "x") + "') }}", in_subprocess=True)
     assert not (tmp_path / "x").exists() or not (tmp_path / "x").read_text()
-    assert holed.render([USER], template="{{ 'b' }}", apart=True) == "b"
+    assert holed.render([USER], template="{{ 'b' }}", in_subprocess=True) == "b"
 
 
 def test_an_interrupted_answer_is_not_taken_for_the_next(templates, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    templates.render([USER], template="{{ 'a' }}", apart=True)
+    templates.render([USER], template="{{ 'a' }}", in_subprocess=True)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Helper, "_receive", interrupted)
-        templates.render([USER], template="{{ 'b' }}", apart=True)
-    assert templates.render([USER], template="{{ 'c' }}", apart=True) == "c"
+        templates.render([USER], template="{{ 'b' }}", in_subprocess=True)
+    assert templates.render([USER], template="{{ 'c' }}", in_subprocess=True) == "c"
 
 
 def test_a_process_that_was_killed_is_started_again(templates):
-    templates.render([USER], template="{{ 'a' }}", apart=True)
-    process = templates._apart._helper.process
+    templates.render([USER], template="{{ 'a' }}", in_subprocess=True)
+    process = templates._process._helper.process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert templates.render([USER], template="{{ 'a' }}", apart=True) == "a"
+    assert templates.render([USER], template="{{ 'a' }}", in_subprocess=True) == "a"
 
 
 def test_threads_wait_for_each_other(templates):
     found = {}
 
     def render(i):
-        found[i] = templates.render([USER], template="{{ '%d' % x }}", x=i, apart=True)
+        found[i] = templates.render([USER], template="{{ '%d' % x }}", x=i, in_subprocess=True)
 
     threads = [threading.Thread(target=render, args=(i,)) for i in range(8)]
     for thread in threads:

@@ -26,9 +26,9 @@ LONGEST = 1 << 26
 PATIENCE = 20.0
 
 
-class Apart:
-    """An Apart renders conversations in a process of its own, one at a time; calls from several threads wait for each
-    other. Its process starts with the first conversation, and again where a template has ended it."""
+class TemplateProcess:
+    """A TemplateProcess renders conversations in a process of its own, one at a time; calls from several threads wait
+    for each other. Its process starts with the first conversation, and again where a template has ended it."""
 
     def __init__(self, memory: int = MEMORY):
         """memory: bytes that the process may have."""
