@@ -24,7 +24,7 @@ from common import median
 
 from prefold.checkpoint import Checkpoint
 from prefold.looped.model import LoopedLM
-from prefold.looped.router import choose, mixture
+from prefold.looped.router import choose, mixture, summary
 from prefold.looped.train import whole_sequences
 from prefold.model import load_model
 from prefold.train import TrainBatch
@@ -180,7 +180,7 @@ def grouped(
 def asked(prompts: Prompts, x: torch.Tensor, visit: int) -> list[int]:
     """Returns what the router says of prompts' states."""
     model = prompts.model
-    return choose(model.route(x[:, -1], x.mean(1), visit), model.loop.router.threshold).tolist()
+    return choose(model.router(summary(x[:, -1], x.mean(1)), visit), model.loop.router.threshold).tolist()
 
 
 def generic_hard(prompts: Prompts) -> tuple[torch.Tensor, list[Route]]:
@@ -221,7 +221,7 @@ def soft(prompts: Prompts) -> torch.Tensor:
     rows, here = prompts.start(), torch.ones(prompts.count, 1, device=model.device)
     for visit in range(len(model.loop.order)):
         x = stream(rows).view(prompts.count, length, -1)
-        shares = mixture(model.route(x[:, -1], x.mean(1), visit), routing)
+        shares = mixture(model.router(summary(x[:, -1], x.mean(1)), visit), routing)
         weights, here = shares[:, :-1] * here, here * (1 - shares[:, -1:])
         mixed = x * (1 - weights.sum(1, keepdim=True))[:, None]
         for block in range(model.loop.blocks):
@@ -295,11 +295,11 @@ def seed_setting(device: str, batch: int, length: int, visits: int, repeats: int
     def router() -> None:
         x = torch.zeros(batch, length, hidden, device=device)
         for visit in range(visits):
-            choose(model.route(x[:, -1], x.mean(1), visit), 1.0).tolist()
+            choose(model.router(summary(x[:, -1], x.mean(1)), visit), 1.0).tolist()
 
     def planner() -> None:
         x = stream(prompts.start()).view(batch, length, hidden)
-        choose(model.plan(x[:, -1], x.mean(1)).flatten(0, 1), 1.0).tolist()
+        choose(model.planner(summary(x[:, -1], x.mean(1))).flatten(0, 1), 1.0).tolist()
 
     # Replay is to be equal to the bit: at the batches of the run it replays.
     equal = {"plan": bool(torch.equal(plan_replay(prompts, plans), hard))}

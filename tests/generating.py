@@ -7,11 +7,13 @@ from concurrent.futures import Future
 
 import numpy as np
 import torch
+from visit_books import check_visits
 
 from prefold import LLM
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.images.desk import ImageDesk
 from prefold.images.queue import ImageQueue
+from prefold.looped.scheduler import VisitScheduler
 from prefold.stream import Spool
 from prefold.types import Generated, Request, Sampling
 from prefold.worker.local import LocalWorker
@@ -47,8 +49,16 @@ def generate(engine: Engine, requests: list[Request], tokenizer=None, window: in
         for tag, result in engine.generate(windows, tokenizer, **how):
             assert results[int(tag)] is None
             results[int(tag)] = result
-    engine.call(engine.generator.scheduler.check)
+    engine.call(lambda: check_books(engine.generator.scheduler))
     return results
+
+
+def check_books(scheduler) -> None:
+    """Raises AssertionError where the books of a scheduler of any kind do not agree."""
+    if isinstance(scheduler, VisitScheduler):
+        check_visits(scheduler)
+    else:
+        scheduler.check()
 
 
 def until_idle(engine: Engine) -> None:

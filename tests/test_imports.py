@@ -27,14 +27,8 @@ UNOPENED = {
     "cluster/fleet.py": ["images"],
     "cluster/fleet_run.py": ["images"],
     "cluster/host.py": ["images"],
-    "face/running.py": ["images"],
     "integrations/on_ray.py": ["images"],
     "llm.py": ["images", "shifted"],
-    "serve/short.py": ["images"],
-    "tasks/base.py": ["images"],
-    "tasks/conversations.py": ["images"],
-    "tasks/generate.py": ["images", "looped"],
-    "tasks/make.py": ["images", "looped"],
 }
 WITHOUT_TORCH = [
     "prefix", "text", "images", "looped", "shifted", "checkpoint", "stream", "cache", "schedule", "engine", "tasks",

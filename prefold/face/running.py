@@ -14,7 +14,6 @@ import numpy as np
 
 from ..checkpoint import Checkpoint
 from ..errors import ForkedError, InputError
-from ..images.items import ImageInputs
 from ..model import ModelConfig
 from ..tasks import Task, Work, make_task
 from ..tasks.run import calibrated, finish_items, run_works
@@ -79,14 +78,14 @@ class TaskRunner:
     checkpoint  where the model came from
     tokenizer   None for a model of token ids
     config      the model's shapes and settings
-    images      what reads images; None for a model that takes text alone
+    images      what reads images (`ImageInputs`); None for a model that takes text alone
     """
 
     engine: Engine
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
     config: ModelConfig
-    images: ImageInputs | None
+    images: Any
 
     def __init__(self) -> None:
         self._tasks: dict[object, Task] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, MissingExtraError
+from ..text.media import Pixels
 
 # Modes of Pillow with more than 8 bits a channel. Pillow makes all that is above 255 white when it makes RGB of them.
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
@@ -19,7 +20,7 @@ ORIENTATION, UPRIGHT = 0x0112, 1
 
 
 @dataclass(frozen=True, eq=False)
-class Image:
+class Image(Pixels):
     """An Image is pixels, uint8 [height, width, 3]: red, green and blue. Two images with equal pixels are equal."""
 
     pixels: np.ndarray

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,17 +25,9 @@ from .decode import Allowance, Decoded
 from .image import Image
 from .load import load_processor
 from .processor import Processor
-from .reading import Reader, content_of, is_picture
+from .reading import Reader, content_of
 from .recent import RecentFiles, RecentImages, Seen
 from .table import MediaTable
-
-# Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
-IMAGE_PARTS = ("image_url", "input_image", "image")
-LOAD = "load a model that sees images: a folder of Gemma 3 (4B and larger), Idefics3 or SmolVLM, or its GGUF file with "
-LOAD += (
-    'images={"mmproj": FILE} (--mmproj FILE), and without images=False; servers (--url) and vLLM (--backend vllm) are '
-)
-LOAD += "sent text alone"
 
 
 @dataclass(eq=False)
@@ -89,18 +81,6 @@ def image_inputs(
         return None
     processor = load_processor(checkpoint, tower, tokenizer)
     return ImageInputs(processor, tokenizer, table, Reader() if reader is None else reader)
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A Chat is a conversation with images.
-
-    messages  in which each image is a part {"type": "image"}
-    images    (what was given for it, the field it is in), in order; {} for a part that is nothing but a place
-    """
-
-    messages: list[Any]
-    images: list[tuple[Any, str]]
 
 
 @dataclass(frozen=True)
@@ -228,78 +208,3 @@ class ImageInputs:
     def wants_parts(self, template: str) -> bool:
         """Whether a chat template takes contents as lists of parts only, and no texts."""
         return "is string" not in template and re.search(r"\[.type.\]|\.type\b", template) is not None
-
-
-def chat_of(messages: Any) -> Chat | None:
-    """Returns a conversation with images; None for one that has none, whatever it is."""
-    if not isinstance(messages, (list, tuple)):
-        return None
-    images: list[tuple[Any, str]] = []
-    found = [_message(message, i, images) for i, message in enumerate(messages)]
-    return Chat(found, images) if images else None
-
-
-def all_images(chat: Chat, beside: Any) -> list[tuple[Any, str]]:
-    """Returns (what stands for an image, its field) of each image of a conversation. beside: the list of those that
-    parts {"type": "image"} are only the places of; None: there is no such list. Raises InputError where there are not
-    as many places as images."""
-    if beside is None:
-        return chat.images
-    places = sum(_is_place(value) for value, _ in chat.images)
-    if places != len(beside):
-        message = f"there are {len(beside)} images for {places} places in the messages"
-        remedy = 'show where each belongs by a part {"type": "image"}'
-        raise InputError(message, field="images", remedy=remedy, code="image_count")
-    left = iter(enumerate(beside))
-    found = []
-    for value, where in chat.images:
-        if _is_place(value):
-            number, given = next(left)
-            found.append((given, f"images[{number}]"))
-        else:
-            found.append((value, where))
-    return found
-
-
-def _is_place(value: Any) -> bool:
-    return isinstance(value, Mapping) and not value
-
-
-def refuse_images(field: str) -> InputError:
-    """Returns the error of an image for a model that takes text alone."""
-    return InputError(
-        f"{field!r} is an image, and the model takes text alone", field=field, remedy=LOAD, code="no_tower"
-    )
-
-
-def _message(message: Any, index: int, images: list[tuple[Any, str]]) -> Any:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, (list, tuple)):
-        return message
-    parts, found = [], False
-    for i, part in enumerate(content):
-        field = f"messages[{index}].content[{i}]"
-        value = _image_in(part, field)
-        if value is None:
-            parts.append(part)
-            continue
-        images.append((value, field))
-        parts.append({"type": "image"})
-        found = True
-    if not found:
-        return message
-    texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-    return {**message, "content": texts}
-
-
-def _image_in(part: Any, field: str) -> Any:
-    """Returns what stands for an image in a part of content; None for a part of another type."""
-    if is_picture(part) or isinstance(part, (bytes, bytearray, np.ndarray)):
-        return part
-    if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
-        return None
-    for key in ("image_url", "image", "source"):
-        if part.get(key) is not None:
-            return part[key]
-    # A table has the same fields in all parts of a column: those that a part was not given are null.
-    return {key: value for key, value in part.items() if key != "type" and value is not None}

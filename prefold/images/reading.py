@@ -6,7 +6,6 @@ import base64
 import binascii
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..text.media import is_picture
 from .decode import Allowance, Decoded, Decoder
 from .fetch import MediaHosts
 from .image import Image, image_of
@@ -155,14 +155,6 @@ def content_of(value: Any, field: str = "image") -> bytes | None:
             raise InputError(message, field=field, remedy=_GIVE, code="image_format")
         return _decoded64(value[found.end() :], field)
     return _decoded64(value, field) if len(value) >= LEAST_BASE64 and BASE64.fullmatch(value) else None
-
-
-def is_picture(value: Any) -> bool:
-    """Whether a value is an Image, or a picture of Pillow's."""
-    if isinstance(value, Image):
-        return True
-    library = sys.modules.get("PIL.Image")  # who has a picture has imported it
-    return library is not None and isinstance(value, library.Image)
 
 
 def _inner(value: Mapping[str, Any], field: str) -> Any:

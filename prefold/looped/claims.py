@@ -8,38 +8,14 @@ import numpy as np
 
 from ..cache import SlotPool
 from ..schedule.admission import Admission
-from ..schedule.generate_step import Running
 from .cache import NodeVisit, VisitCache, VisitNode
 from .draft import Take, VisitDraft
 from .sequence import Routed
-from .steps import DECIDES
+from .steps import DECIDES, VisitOptions
 from .tails import TailVisit
-from .visit_options import VisitOptions
 
 # Slots that a tail takes at once at a visit, so that its rows lie side by side.
 TAIL_SLOTS = 8
-
-
-class _Filling:
-    """A _Filling is a VisitDraft as a policy of admission sees it: the most rows, those left, and whom it may have."""
-
-    def __init__(self, claims: Claims, most: int):
-        self._claims, self.most, self.draft = claims, most, VisitDraft(None, most)
-
-    @property
-    def left(self) -> int:
-        return self.draft.left
-
-    @left.setter
-    def left(self, left: int) -> None:
-        self.draft.left = left
-
-    @property
-    def num_taken(self) -> int:
-        return sum(take.rows for take in self.draft.takes.values())
-
-    def fill(self, running: Collection[Running]) -> None:
-        self._claims.fill(self.draft, running)  # type: ignore[arg-type]
 
 
 class Claims:
@@ -58,7 +34,7 @@ class Claims:
     def draft(self, policy: Admission, running: Collection[Routed], most: int) -> VisitDraft:
         """Returns the rows of the next step, with slots claimed for them; the policy says who comes before whom."""
         self.is_short = False
-        return policy.draft(running, _Filling(self, most)).draft
+        return policy.draft(running, VisitDraft(most, self.fill))
 
     def fill(self, draft: VisitDraft, running: Iterable[Routed]) -> None:
         """Adds rows of these sequences to a draft: where it has none, of those that go to the block which most come to,

@@ -6,7 +6,9 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from ..model.config import ModelConfig
+from ..types import Exits
 from .loop import Loop
+from .requests import check_exits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,9 @@ class LoopedConfig(ModelConfig):
         """Returns a looped model of the layers of another one."""
         own = {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
         return cls(**own | {"planes": tuple(config.planes[i] for i in loop.visited(config.layers)), "loop": loop})
+
+    def check_exits(self, exits: Exits) -> None:
+        check_exits(exits, self.loop)
 
     @property
     def visited(self) -> tuple[int, ...]:
@@ -45,8 +50,3 @@ class LoopedConfig(ModelConfig):
     @property
     def _injection(self) -> int:
         return 2 * self.hidden**2 if self.loop.between == "inject" else 0
-
-
-def loop_of(config: ModelConfig | None) -> Loop | None:
-    """Returns how a model's layers are visited; None: each once, in order."""
-    return config.loop if isinstance(config, LoopedConfig) else None

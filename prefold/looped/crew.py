@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,34 +10,6 @@ from ..cache.tree import Node
 from .sequence import Routed
 from .steps import PRELUDE
 from .tails import Tails
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Route:
-    """What steps ask of a route.
-
-    units   int64 [visits]
-    seen    int64 [visits, visits]: which visit's slot the second visit sees of a row that left after the first; -1:
-            none, or none of a visit between them
-    rest    int64 [visits]: how many visits to blocks come after each
-    """
-
-    units: np.ndarray
-    seen: np.ndarray
-    rest: np.ndarray
-
-    @classmethod
-    def of(cls, route: list[int]) -> _Route:
-        visits = len(route)
-        seen = np.full((visits, visits), -1, np.int64)
-        for left in range(visits):
-            last = {unit: at for at, unit in enumerate(route[: left + 1])}
-            for at in range(left + 1, visits):
-                if route[at] not in last:
-                    break
-                seen[left, at] = last[route[at]]
-        blocks = np.array([unit >= 0 for unit in route], np.int64)
-        return cls(np.array(route, np.int64), seen, blocks[::-1].cumsum()[::-1] - blocks)
 
 
 class Crew:
@@ -50,6 +21,11 @@ class Crew:
     limit      int64 [n]: as of Running
     route      int64 [n]: the number of each one's route
     criteria   float64 [n, 2]: as of VisitStep
+    length     int64 [n]: how many visits each one's route has
+    units      int64 [routes, visits]: the blocks of each route
+    rest       int64 [routes, visits]: how many visits to blocks come after each
+    seen       int64 [routes, visits, visits]: which visit's slot the second visit sees of a row that left after the
+               first; -1: none, or none of a visit between them
     has_accounts   whether the slots of any count for somebody
     made       of each that is plain: after how many visits the rows of its tail left, as of Decided; of others None
     """
@@ -68,15 +44,20 @@ class Crew:
         self.has_accounts = any(one.tail.account is not None for one in self.sequences)
         self.criteria = np.array([one.criteria for one in self.sequences], np.float64)
         self.made = [one.decided.tails.setdefault(one.sample, []) if one.is_plain else None for one in self.sequences]
-        self.routes = [_Route.of(list(route)) for route in numbers]
         size = (len(numbers), visits)
         self.units, self.rest = np.full(size, PRELUDE - 2, np.int64), np.zeros(size, np.int64)
         self.seen = np.full((*size, visits), -1, np.int64)
-        for number, route in enumerate(self.routes):
-            length = len(route.units)
-            self.units[number, :length], self.rest[number, :length] = route.units, route.rest
-            self.seen[number, :length, :length] = route.seen
-        self.length = np.array([len(route.units) for route in self.routes], np.int64)[self.route]
+        for number, route in enumerate(numbers):
+            blocks = np.array([unit >= 0 for unit in route], np.int64)
+            self.units[number, : len(route)] = route
+            self.rest[number, : len(route)] = blocks[::-1].cumsum()[::-1] - blocks
+            for left in range(len(route)):
+                last = {unit: at for at, unit in enumerate(route[: left + 1])}
+                for at in range(left + 1, len(route)):
+                    if route[at] not in last:
+                        break
+                    self.seen[number, left, at] = last[route[at]]
+        self.length = np.array([len(route) for route in numbers], np.int64)[self.route]
         self.has_prelude = self.units[:, 0] == PRELUDE
         self._tables: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
 

@@ -244,7 +244,6 @@ class Decoding:
             leaves=draft.leaves,
             criteria=crew.criteria[member],
             run_start=runs[0], run_count=runs[1], run_position=runs[2], run_first=runs[3], run_last=runs[4],
-            project_slots=NOTHING, project_sources=NOTHING, project_given=NOTHING, project_positions=NOTHING,
             read_slots=slots[reads],
             read_rows=read_rows,
             reads=np.arange(len(reads)),
@@ -275,7 +274,7 @@ class Decoding:
         """Returns the runs of keys that queries see: of prompts, of their tails, and themselves."""
         crew, tails = self._crew, self.tails
         assert crew is not None
-        kind = (draft.rounds * len(crew.routes) + route) * crew.most + visit
+        kind = (draft.rounds * len(crew.units) + route) * crew.most + visit
         edges = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(kind)]
         found = []
         for first, stop in itertools.pairwise(edges):

@@ -5,13 +5,14 @@ Who runs, and which block the step visits, is settled before, by the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 import numpy as np
 
 from ..cache.tree import Node
-from ..schedule.generate_step import joined
+from ..schedule.generate_step import Running, joined
 from .cache import NodeVisit, Prefix
 from .sequence import Routed
 from .steps import PRELUDE, Routing, VisitStep
@@ -34,6 +35,8 @@ class Take:
 class VisitDraft:
     """A VisitDraft is what a step will compute, while that is being decided.
 
+    most      the most rows of the step
+    add       adds rows of sequences to a draft
     unit      the block that it visits, PRELUDE or CODA; None: it only reads or routes
     left      how many more rows the step may have
     group     which sequences it has rows of, as their block or their template and visit
@@ -44,13 +47,27 @@ class VisitDraft:
     routings  sequences whose router is asked how their route goes on
     """
 
-    unit: int | None
-    left: int
+    most: int
+    add: Callable[[VisitDraft, Collection[Running]], None]
+    unit: int | None = None
+    left: int = field(init=False)
     group: Hashable = None
     takes: dict[NodeVisit, Take] = field(default_factory=dict)
     reads: list[tuple[Routed, NodeVisit, bool]] = field(default_factory=list)
     finished: list[tuple[Routed, int]] = field(default_factory=list)
     routings: list[Routed] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.left = self.most
+
+    @property
+    def num_taken(self) -> int:
+        """Returns how many rows were added."""
+        return sum(take.rows for take in self.takes.values())
+
+    def fill(self, running: Collection[Running]) -> None:
+        """Adds rows of these sequences, while there is room."""
+        self.add(self, running)
 
     @property
     def is_empty(self) -> bool:
@@ -93,30 +110,24 @@ class RoutedStep:
 
 
 class _Rows:
-    """The rows and runs of a step while they are laid out; lists of what VisitStep has as arrays."""
+    """The rows and runs of a step while they are laid out.
+
+    rows     of each query its token, position, source, given, slot and leaves, as of VisitStep
+    runs     of each run its start, count, position and first query; last: the query behind its last
+    queries  of what the rows are of, the query of each row: -1 where it had left
+    """
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.source: list[int] = []
-        self.given: list[int] = []
-        self.slots: list[int] = []
-        self.leaves: list[int] = []
+        self.rows: list[Sequence[int]] = []
         self.criteria: list[tuple[float, float]] = []
-        self.start: list[int] = []
-        self.count: list[int] = []
-        self.position: list[int] = []
-        self.first: list[int] = []
+        self.runs: list[Sequence[int]] = []
         self.last: list[int] = []
-        self.project: list[tuple[int, int, int, int]] = []
+        self.project: list[Sequence[int]] = []
         self.project_of: list[tuple[Hashable, ...]] = []
         self.queries: dict[NodeVisit, np.ndarray] = {}
 
     def add_settled(self, visit: NodeVisit) -> None:
-        self.start += visit.starts
-        self.count += visit.counts
-        self.position += visit.positions
-        self.first += [len(self.tokens)] * len(visit.starts)
+        self.runs.extend(zip(visit.starts, visit.counts, visit.positions, repeat(len(self.rows))))
 
     def add_one(self, visit: NodeVisit, take: Take) -> bool:
         """Adds a row that goes on, as decode rows do: what `add` does, without arrays. Returns whether it is one."""
@@ -129,19 +140,11 @@ class _Rows:
             source = int(before.slots[first])
             if sequence.route[0] == PRELUDE:
                 given = int(node.visits[sequence.prefixes[0]].slots[first])
-        query, position, slot = len(self.tokens), node.start + first, int(visit.slots[first])
+        query, position, slot = len(self.rows), node.start + first, int(visit.slots[first])
         leaves, criteria = sequence.leaving(range(position, position + 1), take.t)
-        self.tokens.append(int(node.tokens[first]))
-        self.positions.append(position)
-        self.source.append(source)
-        self.given.append(given)
-        self.slots.append(slot)
-        self.leaves += leaves
+        self.rows.append((int(node.tokens[first]), position, source, given, slot, leaves[0]))
         self.criteria.append(criteria)
-        self.start.append(slot)
-        self.count.append(1)
-        self.position.append(position)
-        self.first.append(query)
+        self.runs.append((slot, 1, position, query))
         self.queries[visit] = np.array([query])
         return True
 
@@ -149,41 +152,24 @@ class _Rows:
         if take.rows == 1 and self.add_one(visit, take):
             return
         node, sequence, first, count = visit.node, take.sequence, visit.done, take.rows
-        rows, base = slice(first, first + count), len(self.tokens)
-        left = sequence.has_left(node, take.t, rows)
-        slots, given = visit.slots[rows].tolist(), [0] * count
-        states = sequence.state_slots(node, take.t, rows).tolist()
+        rows, base = slice(first, first + count), len(self.rows)
+        left, slots, given = sequence.has_left(node, take.t, rows), visit.slots[rows], np.zeros(count, np.int64)
+        own = np.ones(count, bool) if left is None else ~left
+        states = sequence.state_slots(node, take.t, rows)
         if sequence.route[0] == PRELUDE and take.t:
-            given = node.visits[sequence.prefixes[0]].slots[rows].tolist()
-        positions = range(node.start + first, node.start + rows.stop)
-        tokens = node.tokens[rows] if node is sequence.tail else np.asarray(node.tokens[rows]).tolist()
-        leaves, criteria = sequence.leaving(positions, take.t)
+            given = node.visits[sequence.prefixes[0]].slots[rows]
+        positions = np.arange(node.start + first, node.start + rows.stop)
+        leaves, criteria = sequence.leaving(range(node.start + first, node.start + rows.stop), take.t)
+        columns = (np.asarray(node.tokens[rows], np.int64), positions, states, given, slots, np.array(leaves))
+        self.rows += np.stack(columns, 1)[own].tolist()
+        self.criteria += [criteria] * (len(self.rows) - base)
         # A row that is computed is seen from its own query on, another from the next.
-        if left is None:
-            queries = np.arange(base, base + count)
-            self.first += range(base, base + count)
-        else:
-            own = ~left
-            queries = np.where(own, base + np.cumsum(own) - 1, -1)
-            self.first += (base + np.cumsum(own) - own).tolist()
-            for i in np.flatnonzero(left & visit.owned[rows]).tolist():
-                self.project.append((slots[i], states[i], given[i], positions[i]))
-                self.project_of.append(sequence.namespace)
-            keep = np.flatnonzero(own).tolist()
-            tokens, leaves, states, given = ([some[i] for i in keep] for some in (tokens, leaves, states, given))
-        self.start += slots
-        self.count += [1] * count
-        self.position += positions
-        self.queries[visit] = queries
-        if left is not None:
-            slots, positions = [slots[i] for i in keep], [positions[i] for i in keep]  # type: ignore[assignment]
-        self.tokens += tokens
-        self.positions += positions
-        self.source += states
-        self.given += given
-        self.slots += slots
-        self.leaves += leaves
-        self.criteria += [criteria] * len(tokens)
+        number = base + np.cumsum(own)
+        self.runs += np.stack((slots, np.ones_like(slots), positions, number - own), 1).tolist()
+        self.queries[visit] = np.where(own, number - 1, -1)
+        made = np.flatnonzero(~own & visit.owned[rows])
+        self.project += np.stack((slots, states, given, positions), 1)[made].tolist()
+        self.project_of += [sequence.namespace] * len(made)
 
 
 def lay_out(draft: VisitDraft) -> RoutedStep:
@@ -192,37 +178,37 @@ def lay_out(draft: VisitDraft) -> RoutedStep:
     tops, below = _marked(draft)
     stack: list[tuple[NodeVisit, range | None]] = []
     for top in tops:
-        first_query = len(out.tokens)
+        first_query = len(out.rows)
         stack.append((top, None))
         while stack:
             visit, runs = stack.pop()
             if runs is not None:
-                for run in runs:
-                    out.last[run] = len(out.tokens)
+                out.last[runs.start : runs.stop] = [len(out.rows)] * len(runs)
                 continue
-            before = len(out.start)
+            before = len(out.runs)
             out.add_settled(visit)
             if visit in draft.takes:
                 out.add(visit, draft.takes[visit])
-            out.last += [0] * (len(out.start) - before)
-            stack.append((visit, range(before, len(out.start))))
+            out.last += [0] * (len(out.runs) - before)
+            stack.append((visit, range(before, len(out.runs))))
             stack.extend((child, None) for child in reversed(below.get(visit, ())))
-        if len(out.tokens) > first_query:
+        if len(out.rows) > first_query:
             root = top.node.parent
             assert root is not None
-            namespaces.append((root.namespace, first_query, len(out.tokens)))
+            namespaces.append((root.namespace, first_query, len(out.rows)))
     return _step(draft, out, namespaces)  # type: ignore[arg-type]
 
 
 def _step(draft: VisitDraft, out: _Rows, namespaces: list[tuple[tuple[Hashable, ...], int, int]]) -> RoutedStep:
-    runs = [np.array(numbers, np.int64) for numbers in (out.start, out.count, out.position, out.first, out.last)]
-    seen = runs[4] > runs[3]
-    runs = list(joined(*(numbers[seen] for numbers in runs)))
-    project = np.array(out.project, np.int64).reshape(-1, 4)
+    columns = [*_columns(out.runs, 4), np.array(out.last, np.int64)]
+    seen = columns[4] > columns[3]
+    runs = joined(*(numbers[seen] for numbers in columns))
+    tokens, positions, source, given, slots, leaves = _columns(out.rows, 6)
+    project = _columns(out.project, 4)
     reads: list[tuple[int, int, Routed]] = []  # (slot, row, taker)
     for sequence, visit, ends in draft.reads:
         row = int(out.queries[visit][-1])
-        reads.append((out.slots[row], -1 if ends else row, sequence))
+        reads.append((int(slots[row]), -1 if ends else row, sequence))
     reads += [(slot, -1, sequence) for sequence, slot in draft.finished]
     reads.sort(key=lambda read: read[:2])
     read_slots, first, index = np.unique(
@@ -230,16 +216,15 @@ def _step(draft: VisitDraft, out: _Rows, namespaces: list[tuple[tuple[Hashable, 
     )
     message = VisitStep(
         block=draft.unit if draft.unit is not None else 0,
-        tokens=np.array(out.tokens, np.int32),
-        positions=np.array(out.positions, np.int32),
-        source=np.array(out.source, np.int64),
-        given=np.array(out.given, np.int64),
-        slots=np.array(out.slots, np.int64),
-        leaves=np.array(out.leaves, np.int8),
+        tokens=tokens.astype(np.int32),
+        positions=positions.astype(np.int32),
+        source=source,
+        given=given,
+        slots=slots,
+        leaves=leaves.astype(np.int8),
         criteria=np.array(out.criteria, np.float64).reshape(-1, 2),
         run_start=runs[0], run_count=runs[1], run_position=runs[2], run_first=runs[3], run_last=runs[4],
-        project_slots=project[:, 0], project_sources=project[:, 1], project_given=project[:, 2],
-        project_positions=project[:, 3],
+        project_slots=project[0], project_sources=project[1], project_given=project[2], project_positions=project[3],
         read_slots=read_slots,
         read_rows=np.array([reads[i][1] for i in first.tolist()], np.int64),
         reads=index.reshape(-1).astype(np.int64),
@@ -256,6 +241,12 @@ def _step(draft: VisitDraft, out: _Rows, namespaces: list[tuple[tuple[Hashable, 
         routed=sorted(draft.routings, key=lambda sequence: len(sequence.route)),
         decode_rows=sum(take.rows for take in draft.takes.values() if take.sequence.ready and not take.t),
     )
+
+
+def _columns(table: list[Sequence[int]], columns: int) -> np.ndarray:
+    """Returns a list of rows as one array a column, int64 [columns, rows]."""
+    flat = np.fromiter(chain.from_iterable(table), np.int64, columns * len(table))
+    return np.ascontiguousarray(flat.reshape(-1, columns).T)
 
 
 def _routings(sequences: Sequence[Routed]) -> tuple[Routing, ...]:

@@ -13,15 +13,14 @@ from ..cache import SlotPool
 from ..engine.messages import adapter_of
 from ..engine.options import EngineOptions, GenerateOptions
 from ..errors import InputError
+from ..model.config import refuse_exits
 from ..schedule.generate_step import Held
 from ..schedule.parts import EnginePart
 from ..types import Exits, Sharing
 from ..worker.protocol import Facts, Worker
-from .requests import check_exits
 from .scheduler import VisitScheduler
 from .sequence import Decided
-from .steps import LoopedFacts, MakeVisitStore
-from .visit_options import VisitOptions
+from .steps import LoopedFacts, MakeVisitStore, VisitOptions
 
 NO_EXITS = (None, 1, np.inf)
 
@@ -30,7 +29,8 @@ class Unlooped(EnginePart):
     """An Unlooped is the part of an engine whose model is not looped: no exits can be followed."""
 
     def check(self, exits: Exits | None, sharing: Sharing = "full") -> None:
-        check_exits(exits, None)
+        if exits is not None:
+            refuse_exits(exits)
 
 
 class Passes(EnginePart):

@@ -12,16 +12,15 @@ from ..device import send
 from ..errors import InputError
 from ..model.config import ModelConfig
 from ..model.layers import Linear, Weight, linear_weights
-from ..model.lora import NO_ADAPTERS, RowAdapters
 from ..model.ops import Ops
 from ..model.parallel import ALONE, Alone
-from ..model.transformer import Attend, CausalLM, Pass
+from ..model.transformer import CausalLM, Pass
 from ..schedule.steps import SlotStep, StreamStep
 from .config import LoopedConfig
-from .exits import RowExits, visits_at_exit
-from .gate import Gate, Seen
+from .gate import Gate, RowExits, Seen, visits_at_exit
 from .noise import position_noise
-from .router import Planner, Router, summary
+from .router import Planner, Router
+from .steps import CODA, PRELUDE
 
 
 class LoopedLM(CausalLM):
@@ -34,6 +33,8 @@ class LoopedLM(CausalLM):
             model does not ask it, and goes through the blocks in their order: see `routed`
     planner the same before the first visit, of all visits; or None
     inject  the linear that puts what the prelude gave into the residual stream before each visit; or None
+    parts   the layers of each block by its number, and those of PRELUDE and CODA
+    first   the first plane of each layer
     """
 
     config: LoopedConfig
@@ -43,6 +44,10 @@ class LoopedLM(CausalLM):
         assert isinstance(config, LoopedConfig)
         self.loop = config.loop
         size = config.hidden
+        self.parts = {number: self.loop.block(number, config.layers) for number in range(self.loop.blocks)}
+        self.parts |= {PRELUDE: range(self.loop.prelude), CODA: range(config.layers - self.loop.coda, config.layers)}
+        visited = list(config.visited)
+        self.first = [visited.index(number) if number in visited else 0 for number in range(config.layers)]
         self.gate = Gate(size, self.loop.gate_reads, device=device) if self.loop.gate else None
         routing = self.loop.router
         self.router = None if routing is None else Router(config, device=device)
@@ -51,16 +56,10 @@ class LoopedLM(CausalLM):
         self.inject = Linear(2 * size, size, bias=False, **place) if self.loop.between == "inject" else None
 
     def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        read_rows: Tensor | None = None,
-        adapters: RowAdapters = NO_ADAPTERS,
-        exits: RowExits | None = None,
-        route: Sequence[int] | None = None,
+        self, *given: Any, exits: RowExits | None = None, route: Sequence[int] | None = None, **how: Any
     ) -> Tensor:
-        """Returns hidden states as a CausalLM does: of each row those after the visit that it leaves after.
+        """Returns hidden states as a CausalLM does, from the same arguments: of each row those after the visit that it
+        leaves after.
 
         exits  when rows may leave, and which are read: there is a hidden state a read, [reads, hidden]; None: each row
                once, as `config.loop` says
@@ -69,10 +68,10 @@ class LoopedLM(CausalLM):
         if exits is None and self.loop.threshold < 1:
             exits = RowExits()
         if exits is not None:
-            states = torch.stack(self.after_each_visit(tokens, positions, attend, read_rows, adapters, route))
+            states = torch.stack(self.after_each_visit(self.start(*given, **how), route))
             rows = torch.arange(states.shape[1], device=states.device) if exits.rows is None else exits.rows
             return states[visits_at_exit(self.leaving(states)[:, rows], exits, self.loop.threshold), rows]
-        rows = self.start(tokens, positions, attend, read_rows, adapters)
+        rows = self.start(*given, **how)
         for block in self.loop.order if route is None else route:
             self.visit(rows, block)
         return self.finish(rows)
@@ -91,21 +90,12 @@ class LoopedLM(CausalLM):
                 found["exits"] = RowExits.of(exits)
         return found
 
-    def after_each_visit(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        read_rows: Tensor | None = None,
-        adapters: RowAdapters = NO_ADAPTERS,
-        order: Sequence[int] | None = None,
-    ) -> list[Tensor]:
-        """Returns hidden states as they are read after each visit, each [rows read, hidden]; the arguments are those of
-        a call of the model. order: the blocks in place of the config's, at most as many. Raises InputError for a model
-        with a coda, which is gone through once."""
+    def after_each_visit(self, rows: Pass, order: Sequence[int] | None = None) -> list[Tensor]:
+        """Returns hidden states as they are read after each visit, each [rows read, hidden], of rows that `start` gave.
+        order: the blocks in place of the config's, at most as many. Raises InputError for a model with a coda, which is
+        gone through once."""
         if self.loop.coda:
             raise InputError("the model has a coda, so it is read after its last visit only", field="model")
-        rows = self.start(tokens, positions, attend, read_rows, adapters)
         found = []
         order = self.loop.order if order is None else order
         for number, block in enumerate(order, 1):
@@ -113,8 +103,7 @@ class LoopedLM(CausalLM):
             if number == len(order):
                 found.append(self.finish(rows))
                 continue
-            state = rows.x if rows.delta is None else rows.x + rows.delta
-            state = state if read_rows is None else state[read_rows]
+            state = rows.stream if rows.read_rows is None else rows.stream[rows.read_rows]
             found.append(self.read(state.clone(), None, rows.ops))  # a copy: the next visit writes into it
         return found
 
@@ -155,55 +144,34 @@ class LoopedLM(CausalLM):
         features, seen = self.gate.features(state, self.logits(state), before, first)
         return self.gate(features)[:, 0], seen
 
-    def route(self, last: Tensor, mean: Tensor | None, visit: int | Tensor) -> Tensor:
-        """Returns the router's logits before a visit, float32 [n, blocks + 1], that of leaving last.
-
-        last   [n, hidden]: the residual stream of each request's last prompt row; or of rows, each by itself
-        mean   float32 [n, hidden]: its mean over each request's prompt rows; None: the router reads rows
-        visit  the number of the visit that is to come, from 0: of all, or int64 [n]
-
-        Raises InputError for a model without a router.
-        """
-        if self.router is None:
-            raise InputError("the model has no router", field="model", remedy="give a route")
-        return self.router(summary(last, mean), visit)
-
-    def plan(self, last: Tensor, mean: Tensor) -> Tensor:
-        """Returns the planner's logits of every visit, float32 [visits, n, blocks + 1], from the residual stream before
-        the first one, as for `route`. Raises InputError for a model without a planner."""
-        if self.planner is None:
-            raise InputError("the model has no planner", field="model", remedy="give a route")
-        return self.planner(summary(last, mean))
-
-    def start(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        read_rows: Tensor | None = None,
-        adapters: RowAdapters = NO_ADAPTERS,
-    ) -> Pass:
+    def start(self, tokens: Tensor, positions: Tensor, *given: Any, **how: Any) -> Pass:
         """Returns rows after the prelude, before the first visit; the arguments are those of a call of the model."""
-        rows = super().start(tokens, positions, attend, read_rows, adapters)
-        self.go_through(rows, range(self.loop.prelude))
+        rows = super().start(tokens, positions, *given, **how)
+        self.go_through(rows, self.parts[PRELUDE])
         if self.inject is not None:
-            rows.given = rows.x if rows.delta is None else rows.x + rows.delta
-            noise = position_noise(self.loop.seed, positions, self.config.hidden)
-            rows.x, rows.delta = (noise * self.loop.noise).to(self.dtype), None
+            rows.given = rows.stream
+            rows.x, rows.delta = self.noise(positions), None
         return rows
+
+    def noise(self, positions: Tensor) -> Tensor:
+        """Returns the noise with which rows come to their first visit where the prelude's state is put in."""
+        return (position_noise(self.loop.seed, positions, self.config.hidden) * self.loop.noise).to(self.dtype)
+
+    def brought(self, x: Tensor, given: Tensor | None) -> Tensor:
+        """Returns the residual stream with which rows begin a visit. given: what the prelude gave, as of a Pass."""
+        return x if self.inject is None else self.inject(torch.cat((x, given), -1))
 
     def visit(self, rows: Pass, block: int) -> None:
         """Takes rows through a block. After the last plane only the rows that are read are left."""
         if self.inject is not None:
-            x = rows.x if rows.delta is None else rows.x + rows.delta
-            rows.x, rows.delta = self.inject(torch.cat((x, rows.given), -1)), None
-        self.go_through(rows, self.loop.block(block, self.config.layers))
+            rows.x, rows.delta = self.brought(rows.stream, rows.given), None
+        self.go_through(rows, self.parts[block])
         if self.loop.between == "norm":
             rows.x, rows.delta = self.normed(rows), None
 
     def finish(self, rows: Pass) -> Tensor:
         """Returns hidden states after the coda and the final norm, [rows read, hidden], of rows after their visits."""
-        coda = range(self.config.layers - self.loop.coda, self.config.layers)
+        coda = self.parts[CODA]
         planes = len(self.config.planes)
         if rows.plane < planes - len(coda):  # a route that is shorter than the order
             rows.plane = planes - len(coda)

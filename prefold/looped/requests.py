@@ -6,20 +6,15 @@ import math
 from numbers import Real
 
 from ..errors import InputError
-from ..model.config import ModelConfig
 from ..types import Exits
-from .config import loop_of
+from .loop import Loop
 
 
-def check_exits(exits: Exits | None, config: ModelConfig | None) -> Exits | None:
-    """Returns `exits`. Raises InputError for values that cannot be, and for what the model has not: a gate, or visits.
+def check_exits(exits: Exits, loop: Loop) -> None:
+    """Raises InputError for values that cannot be, and for what the model has not: a gate, or visits.
 
-    Whether an engine can follow them is for the engine to say (`looped.engine.check_visits`).
-
-    config: the model's; None: of a model that is not known
+    Whether an engine can follow them is for the engine to say (`EnginePart.check`).
     """
-    if exits is None:
-        return None
     threshold = exits.threshold
     if threshold is not None and not (_is_number(threshold) and 0 < threshold <= 1):
         message = f"exit_threshold is {threshold!r:.80}"
@@ -29,13 +24,6 @@ def check_exits(exits: Exits | None, config: ModelConfig | None) -> Exits | None
     if exits.change is not None and not (_is_number(exits.change) and exits.change > 0):
         message = f"exit_change is {exits.change!r:.80}"
         raise InputError(message, field="exit_change", remedy="give a number above 0", code="out_of_range")
-    loop = loop_of(config)
-    if loop is None:
-        for name in exits.given:
-            raise InputError(
-                f"{name} is given, and the model is not looped", field=name, remedy="leave it out", code="not_looped"
-            )
-        return exits
     if threshold is not None and not loop.gate:
         message = f"exit_threshold is {threshold!r}, and the model has no gate"
         raise InputError(message, field="exit_threshold", remedy="leave it out", code="no_gate")
@@ -51,7 +39,6 @@ def check_exits(exits: Exits | None, config: ModelConfig | None) -> Exits | None
     if exits.max_visits is not None and exits.min_visits > exits.max_visits:
         message = f"min_visits is {exits.min_visits}, which is more than max_visits ({exits.max_visits})"
         raise InputError(message, field="min_visits", remedy="give a smaller min_visits", code="out_of_range")
-    return exits
 
 
 def _is_number(value: object) -> bool:

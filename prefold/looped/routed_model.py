@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +18,9 @@ from ..errors import InputError
 from ..model.decoder_layer import Layer
 from ..model.lora import NO_ADAPTERS
 from ..model.transformer import Attend, Pass
-from .loop import Loop
+from .loop import Loop, Routing
 from .model import LoopedLM
-from .router import mixture
-from .routing import Routing
+from .router import mixture, summary
 
 __all__ = ["Visit", "routed"]
 
@@ -73,6 +71,8 @@ def routed(
         routes = [loop.order] * count
     if routes is None and (routing is None or model.router is None):
         raise InputError("the model has no router", field="routes", remedy="give a route for each sequence")
+    if routes is None and routing is not None and routing.kind == "planned" and model.planner is None:
+        raise InputError("the model has no planner", field="routes", remedy="give a route for each sequence")
     rows = model.start(tokens, positions, attend)
     of_row = torch.repeat_interleave(torch.arange(count, device=tokens.device), lengths)
     if routes is None:
@@ -82,7 +82,7 @@ def routed(
         picks = _Given(routes, count, loop, tokens.device)
     by_row = isinstance(picks, _Asked) and picks.by_row
     blocks = _Blocks(model, rows, by_row and routing is not None and routing.kind != "soft")
-    x = _stream(rows)
+    x = rows.stream
     here = torch.ones(len(tokens) if by_row else count, device=tokens.device)
     for visit in range(picks.visits):
         logits, shares = picks(x, visit)
@@ -125,10 +125,12 @@ class _Asked:
     def __call__(self, x: Tensor, visit: int) -> tuple[Tensor, Tensor]:
         """Returns the logits before a visit and the shares that they make; x: the residual stream [rows, hidden]."""
         if self._routing.kind != "planned":
-            logits = self._model.route(*self._read(x), visit)
+            assert self._model.router is not None
+            logits = self._model.router(self._read(x), visit)
         else:
             if self._planned is None:
-                self._planned = self._model.plan(*self._read(x))
+                assert self._model.planner is not None
+                self._planned = self._model.planner(self._read(x))
             logits = self._planned[visit]
         shares = mixture(logits, self._routing)
         if self._routing.kind != "soft" and torch.is_grad_enabled():
@@ -136,12 +138,12 @@ class _Asked:
             shares = shares.detach() + (soft - soft.detach())  # straight through (Bengio et al. 2013)
         return logits, shares
 
-    def _read(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Returns last and mean as the router reads them."""
+    def _read(self, x: Tensor) -> Tensor:
+        """Returns what the router reads, see `summary`."""
         if self.by_row:
-            return x, None
+            return summary(x)
         sums = x.new_zeros(len(self._lengths), x.shape[1], dtype=torch.float32).index_add(0, self._of_row, x.float())
-        return x[self._lengths.cumsum(0) - 1], sums / self._lengths[:, None]
+        return summary(x[self._lengths.cumsum(0) - 1], sums / self._lengths[:, None])
 
 
 class _Blocks:
@@ -152,8 +154,6 @@ class _Blocks:
 
     def __init__(self, model: LoopedLM, rows: Pass, last_visits: bool):
         self.model, self.rows, self.last_visits = model, rows, last_visits
-        visited = list(model.config.visited)
-        self._planes = [visited.index(number) for number in range(model.config.layers)]
         # By layer: keys, values, and who has any of its own.
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -168,15 +168,12 @@ class _Blocks:
 
     def _through(self, x: Tensor, block: int, there: Tensor) -> Tensor:
         model, rows = self.model, self.rows
-        start = x if model.inject is None else model.inject(torch.cat((x, rows.given), -1))
+        start = model.brought(x, rows.given)
         now, delta = start.clone(), None
-        for number in model.loop.block(block, model.config.layers):
-            see = (
-                partial(self._attend, number, start, there)
-                if self.last_visits
-                else partial(rows.attend, self._planes[number])
-            )
-            cos_sin = rows.cos_sin[self._planes[number]]
+        for number in model.parts[block]:
+            plane = model.first[number]
+            see = partial(self._attend, number, start, there) if self.last_visits else partial(rows.attend, plane)
+            cos_sin = rows.cos_sin[plane]
             now, delta = model.layers[number](
                 now, delta, cos_sin=cos_sin, attend=see, read=None, adapters=NO_ADAPTERS, ops=rows.ops
             )
@@ -186,7 +183,7 @@ class _Blocks:
 
     def _attend(self, number: int, start: Tensor, there: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns attention where only the rows `there` go through the layer now; start: states before the block."""
-        rows, layer, plane = self.rows, self.model.layers[number], self._planes[number]
+        rows, layer, plane = self.rows, self.model.layers[number], self.model.first[number]
         assert isinstance(layer, Layer)
         k_of_state, v_of_state = layer.keys_values(start.clone(), rows.cos_sin[plane], rows.ops)
         old_k, old_v, had = self._kept.get(number, (k_of_state, v_of_state, torch.zeros_like(there)))
@@ -196,7 +193,3 @@ class _Blocks:
         )
         self._kept[number] = k, v, had | there
         return rows.attend(plane, q, k, v)
-
-
-def _stream(rows: Pass) -> Tensor:
-    return rows.x if rows.delta is None else rows.x + rows.delta

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ..model.layers import Linear
 from .config import LoopedConfig
-from .routing import Routing
+from .loop import Routing
 
 
 class Router(nn.Module):

@@ -14,28 +14,27 @@ What was decided is kept with the tokens (`Decided`): a row that is computed aga
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ..cache import CacheOptions, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
-from ..schedule.generate_step import NOBODY
 from ..schedule.sequences import Sequences
 from ..schedule.steps import NOT_FINITE
-from ..types import Exits, Owner
+from ..types import Exits
 from .cache import NodeVisit, VisitCache, VisitNode
-from .checks import check_visits
 from .claims import Claims
 from .decode import Decoding
 from .decode_step import DecodeDraft, DecodeStep
 from .draft import RoutedStep, Take, VisitDraft, lay_out
 from .sequence import Decided, Routed
-from .steps import CODA, VisitResult
+from .steps import CODA, VisitOptions, VisitResult, may_leave, rule_of
 from .tails import Tails
-from .visit_options import VisitOptions, may_leave, rule_of
 
 
 class VisitScheduler(Sequences[Routed]):
@@ -81,48 +80,23 @@ class VisitScheduler(Sequences[Routed]):
 
     # ------------------------------------------------------------------------------------ what comes and goes
 
-    def submit(
-        self,
-        key: Hashable,
-        tokens: np.ndarray,
-        *,
-        limit: int,
-        samples: int = 1,
-        reserve: bool = True,
-        namespace: tuple[Hashable, ...] = (),
-        priority: int = 0,
-        made: Mapping[int, Sequence[int]] | None = None,
-        owner: Owner = NOBODY,
-        exits: Exits | None = None,
-        decided: Decided | None = None,
-    ) -> None:
-        """Takes a prompt; arguments and errors as of `GenerateScheduler.submit`, and beside these:
+    def submit(self, key: Hashable, tokens: np.ndarray, **how: Any) -> None:
+        """Takes a prompt; arguments and errors as of `Sequences.submit`, and beside these:
 
         exits    the route, and when rows leave; its threshold is that of the model where nobody gave one
         decided  what was decided for this request before; written to as more is decided
         """
-        namespace = self.namespace_of(namespace, exits)
-        exits, decided = self._filled(exits), decided or Decided()
-        visits = self._most if exits.route is None else len(exits.route) + self.visits.prelude + self.visits.coda
-        rows = len(tokens) + (limit - 1 if reserve else 0)
-        if rows * visits > self.pool.num_slots:
-            raise InputError(
-                f"the request needs the K/V of {rows} rows at {visits} visits, {rows * visits} slots, the KV store"
-                f" holds {self.pool.num_slots}",
-                field="max_tokens" if rows > len(tokens) else "prompt",
-                remedy="give a larger kv_memory, or ask for fewer tokens",
-                code="kv_memory",
-            )
-
-        def make(sample: int, leaf: Node, had: list[int]) -> Routed:
-            return Routed(
-                key, sample, leaf, had, limit, reserve, priority, owner,
-                tails=self._tails, namespace=namespace, exits=exits, keys=self.visits.keys, decided=decided,
-            )  # fmt: skip
-
-        self._enter(key, namespace, tokens, dict.fromkeys(range(samples), ()) if made is None else made, priority, make)
+        super().submit(key, tokens, **how)
         for sequence in self._requests[key]:
             sequence.set_out(self.visits)
+
+    def _taken(
+        self, namespace: tuple[Hashable, ...], exits: Exits | None = None, decided: Decided | None = None
+    ) -> tuple[int, tuple[Hashable, ...], Callable[..., Routed]]:
+        exits, namespace = self._filled(exits), self.namespace_of(namespace, exits)
+        visits = self._most if exits.route is None else len(exits.route) + self.visits.prelude + self.visits.coda
+        how = {"exits": exits, "keys": self.visits.keys, "decided": decided or Decided()}
+        return visits, namespace, partial(Routed, tails=self._tails, namespace=namespace, **how)
 
     def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
         return (*namespace, *rule_of(self._filled(exits)))
@@ -381,7 +355,3 @@ class VisitScheduler(Sequences[Routed]):
                 self.stats.cross_window_hits += rows
             else:
                 self.stats.first_admission_hits += rows
-
-    def check(self) -> None:
-        """Raises AssertionError where slots, users of nodes and states of sequences do not agree; for tests."""
-        check_visits(self)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from ..cache.tree import Node
-from ..schedule.generate_step import NOBODY, Running
-from ..types import Exits, Owner
+from ..schedule.generate_step import Running
+from ..types import Exits
 from .cache import NodeVisit, Prefix, VisitNode
-from .steps import CODA, DECIDES, LEAVES, PRELUDE, STAYS
+from .steps import CODA, DECIDES, LEAVES, PRELUDE, STAYS, VisitOptions
 from .tails import NEVER, TailNode, Tails
-from .visit_options import VisitOptions
 
 NAN = float("nan")
 
@@ -70,24 +68,16 @@ class Routed(Running):
 
     def __init__(
         self,
-        key: Hashable,
-        sample: int,
-        leaf: Node,
-        tokens: list[int],
-        limit: int,
-        reserve: bool,
-        priority: int,
-        owner: Owner = NOBODY,
-        *,
+        *given: Any,
         tails: Tails,
         namespace: tuple[Hashable, ...],
         exits: Exits,
         keys: Literal["last", "project"],
         decided: Decided,
     ):
-        super().__init__(key, sample, leaf, tokens, limit, reserve, priority, owner)
-        self.tails = tails
-        self.tail = TailNode(leaf, self.tail.tokens, leaf.stop, tails)
+        super().__init__(*given)
+        self.tails, leaf, tokens = tails, self.leaf, self.tail.tokens
+        self.tail = TailNode(leaf, tokens, leaf.stop, tails)
         self.tail.lost = bool(tokens)
         self.namespace, self.exits, self.keys, self.decided = namespace, exits, keys, decided
         self.route: list[int] = []  # type: ignore[assignment]

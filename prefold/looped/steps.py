@@ -1,16 +1,62 @@
-"""The messages of rows that go through a looped model a visit at a time. NumPy arrays and plain numbers only.
+"""How rows go through a looped model a visit at a time: options and messages. NumPy arrays and plain numbers only.
 
 A slot is then one row at one visit: it holds the K/V of one block's layers, and the row's state after the visit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
-from ..schedule.steps import NOTHING, Drawing, Message, Numbers, SlotResult
-from .visit_options import VisitOptions
+from ..schedule.steps import NOTHING, Message, SlotResult, SlotStep
+from ..types import Exits
+
+
+@dataclass(frozen=True, slots=True)
+class VisitOptions:
+    """A VisitOptions says how rows go through the blocks of a looped model.
+
+    order     the blocks of a request that gives no route
+    blocks    how many blocks the model has
+    prelude   whether there is a visit before the first block, with layers or for the state alone
+    coda      whether there are layers after the last block
+    routed    whether a router says the route of a request that gives none
+    keys      what deeper visits see of a row that left: the K/V of its "last" visit to that block, or K/V made of its
+              state ("project")
+    refill    whether rows come into the places of those that leave; else the next ones begin when all have left
+    group     which rows make a step together: those whose next "block" is the same, or whose "template" and visit are
+    patience  after so many steps without it a sequence decides which block comes next
+    threshold of requests that give none
+    step_visits  the most visits that the rows of a step make one after another, where nobody has a prompt to compute
+    """
+
+    order: tuple[int, ...]
+    blocks: int
+    prelude: bool = False
+    coda: bool = False
+    routed: bool = False
+    keys: Literal["last", "project"] = "last"
+    refill: bool = True
+    group: Literal["block", "template"] = "block"
+    patience: int = 16
+    threshold: float = 1.0
+    step_visits: int = 1
+
+
+def rule_of(exits: Exits) -> tuple[Hashable, ...]:
+    """Returns the part of a namespace that says which K/V rows have: by which rule they leave. Routes are told apart by
+    their prefixes."""
+    return ("exits", replace(exits, route=None)) if may_leave(exits) else ()
+
+
+def may_leave(exits: Exits) -> bool:
+    """Returns whether a row may leave before its last visit."""
+    criteria = exits.change is not None or exits.max_visits is not None or bool(exits.visits)
+    return criteria or exits.threshold not in (None, 1)
+
 
 # Visits that are no blocks: the layers before the first block, and those after the last.
 PRELUDE, CODA = -1, -2
@@ -84,65 +130,67 @@ class VisitRounds:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class VisitStep(Message):
+class VisitStep(SlotStep):
     """A VisitStep asks for one visit of n rows to a block (or the prelude, or the coda): its rows may be at different
     visits of different routes. It may have no rows, and only read or route. With `rounds` it asks for several visits.
 
-    Its rows are its queries, numbered from 0 to n - 1; with `rounds` a row has a query for each of its visits.
+    Its rows are its queries, numbered from 0 to n - 1; with `rounds` a row has a query for each of its visits. Fields
+    are as of SlotStep, but for these:
 
     block              the number of the block, PRELUDE or CODA; with `rounds` that of the first
-    tokens, positions  int32 [n]
+    slots              int64 [n]: where the row's K/V and its state after this visit go
     source             int64 [n]: the slot of the row's visit before; 0: this is its first
     given              int64 [n]: the slot of the row's visit to the prelude; 0: it made none
-    slots              int64 [n]: where the row's K/V and its state after this visit go
     leaves             int8 [n]: LEAVES, STAYS or DECIDES
     criteria           float64 [n, 2]: of rows that decide: the probability of having left from which on they leave
                        (nan: never), and the relative change of state down to which they do (nan: never)
-    run_*              as of SlotStep
     project_*          int64 [m] each: rows that have left and need K/V of this block: the slot it goes to, the slot of
-                       their state, that of their visit to the prelude, and their position
+                       their state, that of their visit to the prelude, their position, and the number of their adapter
     read_slots         int64 [r]: slots of states that are read, once the rows are computed
     read_rows          int64 [r]: the row of the step that has to leave for it to be read; -1: it is read in any case.
                        With `rounds` its route may come to its end instead, and the slot is that of its last visit
-    project_adapters   int64 [m]: the number of the adapter of each row that is projected, as of `adapters`
-    reads, drawing, numbers, adapters   as of SlotStep, with `read_slots` in place of its read rows
+    reads              int64 [p]: where in read_slots each read is
     routings           what the router is asked for, once the rows are computed
     rounds             which queries are further visits of the same rows; None: each row makes one
 
     Its result is a VisitResult.
     """
 
-    block: int
-    tokens: np.ndarray
-    positions: np.ndarray
-    source: np.ndarray
-    given: np.ndarray
-    slots: np.ndarray
-    leaves: np.ndarray
-    criteria: np.ndarray
-    run_start: np.ndarray
-    run_count: np.ndarray
-    run_position: np.ndarray
-    run_first: np.ndarray
-    run_last: np.ndarray
-    project_slots: np.ndarray
-    project_sources: np.ndarray
-    project_given: np.ndarray
-    project_positions: np.ndarray
-    read_slots: np.ndarray
-    read_rows: np.ndarray
-    reads: np.ndarray = field(default_factory=lambda: NOTHING)
-    routings: tuple[Routing, ...] = ()
-    drawing: Drawing | None = None
-    numbers: tuple[Numbers, ...] = ()
-    adapters: np.ndarray | None = None
+    block: int = 0
+    source: np.ndarray = field(default_factory=lambda: NOTHING)
+    given: np.ndarray = field(default_factory=lambda: NOTHING)
+    leaves: np.ndarray = field(default_factory=lambda: NOTHING)
+    criteria: np.ndarray = field(default_factory=lambda: NOTHING)
+    project_slots: np.ndarray = field(default_factory=lambda: NOTHING)
+    project_sources: np.ndarray = field(default_factory=lambda: NOTHING)
+    project_given: np.ndarray = field(default_factory=lambda: NOTHING)
+    project_positions: np.ndarray = field(default_factory=lambda: NOTHING)
     project_adapters: np.ndarray | None = None
+    read_slots: np.ndarray = field(default_factory=lambda: NOTHING)
+    routings: tuple[Routing, ...] = ()
     rounds: VisitRounds | None = None
 
-    @property
-    def num_rows(self) -> int:
-        """Returns how many rows go through the block; one that makes several visits counts at each."""
-        return len(self.tokens)
+    def part(self, block: int, first: int, stop: int, runs: slice, going: np.ndarray | None = None) -> VisitStep:
+        """Returns the step of the queries [first, stop) alone, which see these of its runs of keys and no others. It
+        reads nothing.
+
+        block  which they go through
+        going  int64, ascending: the numbers of those that are left, counted from `first`; None: all
+        """
+        rows = slice(first, stop) if going is None else first + going
+        start, count, position = self.run_start[runs], self.run_count[runs], self.run_position[runs]
+        run_first, run_last = self.run_first[runs] - first, self.run_last[runs] - first
+        if going is not None:
+            number = going.searchsorted(np.arange(stop - first + 1))
+            run_first, run_last = number[run_first], number[run_last]
+            seen = np.flatnonzero(run_last > run_first)
+            start, count, position = start[seen], count[seen], position[seen]
+            run_first, run_last = run_first[seen], run_last[seen]
+        return VisitStep(
+            self.tokens[rows], self.positions[rows], self.slots[rows], start, count, position, run_first, run_last,
+            NOTHING, block=block, source=self.source[rows], given=self.given[rows], leaves=self.leaves[rows],
+            criteria=self.criteria[rows], adapters=None if self.adapters is None else self.adapters[rows],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -104,11 +104,6 @@ class Tails:
         self.run_position[place, visit, number] = position[new]
         self.num_runs[place, visit] += 1
 
-    def check(self) -> None:
-        """Raises AssertionError where anything is left in a place that nobody has; for tests."""
-        for array in (self.slots, self.owned, self.left, self.done, self.num_runs, self.num_spare, self.visit):
-            assert not array[self._free].any()
-
     def _resize(self, places: int, rows: int, runs: int) -> None:
         shapes = {
             (places, self.visits, rows): ("slots", "owned", "left"),
@@ -127,6 +122,14 @@ class Tails:
         self._size = (places, rows, runs)
 
 
+def _rows(name: str) -> Any:
+    return property(lambda visit: visit.of(name, len(visit.tail)))
+
+
+def _runs(name: str) -> Any:
+    return property(lambda visit: visit.of(name)[: visit.of("num_runs")].tolist() if visit.is_placed else [])
+
+
 class TailVisit(NodeVisit):
     """A TailVisit is what the rows of a tail have at one visit; it lies in the arrays of a Tails, while the tail has a
     place there.
@@ -136,55 +139,34 @@ class TailVisit(NodeVisit):
 
     __slots__ = ("t", "tail")
 
+    slots, owned, left = _rows("slots"), _rows("owned"), _rows("left")
+    starts, counts, positions = _runs("run_start"), _runs("run_count"), _runs("run_position")
+
     def __init__(self, tail: TailNode, prefix: Prefix):
         self.node = self.tail = tail
         self.prefix, self.users, self.t = prefix, 0, len(prefix) - 1
 
-    def _of(self, name: str, size: int = 0) -> np.ndarray:
-        tail = self.tail
-        array: np.ndarray = getattr(tail.tails, name)
-        return np.zeros(size, array.dtype) if tail.place is None else array[tail.place, self.t]
-
     @property
-    def slots(self) -> np.ndarray:  # type: ignore[override]
-        return self._of("slots", len(self.tail))
+    def is_placed(self) -> bool:
+        """Returns whether the tail has a place."""
+        return self.tail.place is not None
 
-    @property
-    def owned(self) -> np.ndarray:  # type: ignore[override]
-        return self._of("owned", len(self.tail))
-
-    @property
-    def left(self) -> np.ndarray:  # type: ignore[override]
-        return self._of("left", len(self.tail))
+    def of(self, name: str, size: int = 0) -> np.ndarray:
+        """Returns what one of the arrays has of this visit; where the tail has no place, zeros."""
+        array: np.ndarray = getattr(self.tail.tails, name)
+        return array[self.tail.place, self.t] if self.is_placed else np.zeros(size, array.dtype)
 
     @property
     def done(self) -> int:  # type: ignore[override]
-        return 0 if self.tail.place is None else int(self._of("done"))
+        return int(self.of("done")) if self.is_placed else 0
 
     @done.setter
     def done(self, done: int) -> None:
         self.tail.tails.done[self.tail.place, self.t] = done
 
-    def _runs(self, name: str) -> list[int]:
-        return [] if self.tail.place is None else self._of(name)[: self._of("num_runs")].tolist()
-
-    @property
-    def starts(self) -> list[int]:  # type: ignore[override]
-        return self._runs("run_start")
-
-    @property
-    def counts(self) -> list[int]:  # type: ignore[override]
-        return self._runs("run_count")
-
-    @property
-    def positions(self) -> list[int]:  # type: ignore[override]
-        return self._runs("run_position")
-
     @property
     def spare(self) -> np.ndarray:
-        if self.tail.place is None:
-            return np.zeros(0, np.int64)
-        return np.arange(self._of("num_spare")) + self._of("spare_at")
+        return np.arange(self.of("num_spare")) + self.of("spare_at") if self.is_placed else np.zeros(0, np.int64)
 
     def take_spare(self, count: int) -> np.ndarray:
         """Returns up to `count` of the slots that are claimed for rows to come."""

@@ -15,9 +15,9 @@ from ..train.batch import TrainBatch, dtype_on
 from ..train.head import target_logprobs
 from ..train.losses import check_trained
 from ..worker.attend import Path, StepAttend
+from .loop import Routing
 from .model import LoopedLM
 from .routed_model import routed
-from .routing import Routing
 
 __all__ = ["RoutedLogprobs", "routed_logprobs", "visit_logprobs", "whole_sequences"]
 
@@ -39,7 +39,15 @@ def visit_logprobs(
     check_trained(model, batch)
     prepared = batch.prepared(model.device, dtype_on(model.device, model.dtype))
     attend = StepAttend(prepared, Path(), model.config.planes, model.config.scale)
-    states = model.after_each_visit(prepared.tokens, prepared.positions, attend, prepared.read_rows, order=order)
+    rows = model.start(prepared.tokens, prepared.positions, attend, prepared.read_rows)
+    states = model.after_each_visit(rows, order)
+    return _read(model, batch, states, ids)
+
+
+def _read(
+    model: LoopedLM, batch: TrainBatch, states: list[Tensor], ids: np.ndarray | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns what `visit_logprobs` does, of the hidden states after each visit."""
     weight = model.embedding if model.lm_head is None else model.lm_head
     ids = np.broadcast_to(batch.target_ids, (len(states), batch.num_targets)) if ids is None else ids
     reads = np.arange(len(states))[:, None] * len(states[0]) + batch.target_reads
@@ -87,14 +95,7 @@ def routed_logprobs(
         raise InputError("the model does not loop, so it has no routes", field="model", remedy="use `logprobs`")
     check_trained(model, batch)
     visits = list(routed(model, *whole_sequences(model, batch), routing=routing, routes=routes))
-    states = [visit.state[batch.step.read_rows] for visit in visits]
-    weight = model.embedding if model.lm_head is None else model.lm_head
-    ids = np.broadcast_to(batch.target_ids, (len(states), batch.num_targets)) if ids is None else ids
-    reads = np.arange(len(states))[:, None] * len(states[0]) + batch.target_reads
-    found = target_logprobs(torch.cat(states), weight, reads.ravel(), ids.ravel()).view(ids.shape)
-    gate = None
-    if model.gate is not None:
-        gate = model.leaving(torch.stack(states))[:, torch.from_numpy(batch.target_reads).to(found.device)]
+    found, gate = _read(model, batch, [visit.state[batch.step.read_rows] for visit in visits], ids)
     logits = [visit.logits for visit in visits if visit.logits is not None]
     weights = torch.stack([visit.weights for visit in visits])
     return RoutedLogprobs(found, gate, torch.stack(logits) if logits else None, weights)

@@ -13,6 +13,9 @@ from ..attention import KeyRuns, KVStore, SlotPlan
 from ..device import send
 from ..errors import InputError, UnsupportedModelError
 from ..model import NO_ADAPTERS, Adapter, RowAdapters
+from ..model.decoder_layer import Layer
+from ..model.ops import choose_ops
+from ..model.transformer import Pass
 from ..schedule.steps import NOT_FINITE, NOTHING, Drawing, Numbers, SlotStep
 from ..worker.attend import heads_of
 from ..worker.local import LocalWorker
@@ -21,22 +24,19 @@ from ..worker.slot_reads import SlotReads
 from .config import LoopedConfig
 from .gate import Seen
 from .model import LoopedLM
-from .rounds import part_of
 from .router import choose, summary
 from .steps import (
-    CODA,
     DECIDES,
     LEAVES,
     PRELUDE,
     LoopedFacts,
     MakeVisitStore,
     Routing,
+    VisitOptions,
     VisitResult,
     VisitRounds,
     VisitStep,
 )
-from .visit_options import VisitOptions
-from .visits import Visits
 
 
 def looped_part(model: LoopedLM) -> WorkerPart:
@@ -86,16 +86,17 @@ def visit_options(model: LoopedLM) -> VisitOptions | None:
             message = "a router picks blocks for a model in one piece"
             raise InputError(message, field="tensor_parallel", remedy='use 1, or the kind "fixed"')
         return None
-    return VisitOptions(
-        loop.order, loop.blocks, Visits(model).has_prelude, loop.coda > 0, routed, threshold=loop.threshold
-    )
+    return VisitOptions(loop.order, loop.blocks, loop.has_prelude, loop.coda > 0, routed, threshold=loop.threshold)
 
 
 def visit_slot_bytes(model: LoopedLM) -> int:
     """Returns the bytes of a slot: a row's K/V of one block, its state, and what its gate must know."""
-    visits = Visits(model)
-    kv = KVStore.bytes_per_slot(visits.most_layers, heads_of(model), model.device)
+    kv = KVStore.bytes_per_slot(_most_layers(model), heads_of(model), model.device)
     return kv + model.config.hidden * model.dtype.itemsize + 12
+
+
+def _most_layers(model: LoopedLM) -> int:
+    return max(map(len, model.parts.values()))
 
 
 class VisitStore:
@@ -107,9 +108,9 @@ class VisitStore:
     """
 
     def __init__(self, model: LoopedLM, slots: int, adapters: Mapping[str, Adapter] | None = None):
-        self.model, self.visits, self.adapters = model, Visits(model), dict(adapters or {})
+        self.model, self.adapters = model, dict(adapters or {})
         device = model.device
-        self.kv = KVStore(self.visits.most_layers, heads_of(model), slots, device)
+        self.kv = KVStore(_most_layers(model), heads_of(model), slots, device)
         shape = (slots, model.config.hidden)
         if device.type == "cpu":  # a page takes memory when it is first written
             memory = torch.from_numpy(np.zeros((slots, shape[1] * model.dtype.itemsize), np.uint8))
@@ -139,7 +140,7 @@ class VisitStore:
         """Runs a step whose rows make several visits one after another, each as long as it has not left."""
         num_rows = int(rounds.offsets[1])
         left, made, last = np.zeros(num_rows, bool), np.zeros(num_rows, np.int64), np.arange(num_rows)
-        cos_sin = self.visits.cos_sin(send(step.positions[:num_rows], self.model.device))
+        cos_sin = self.model.cos_sin(send(step.positions[:num_rows], self.model.device))
         goes = np.zeros(step.num_rows, bool)  # which queries did not leave
         for number, block in enumerate(rounds.blocks.tolist()):
             first, stop = rounds.offsets[number : number + 2].tolist()
@@ -148,7 +149,7 @@ class VisitStore:
                 going = np.flatnonzero(there)
             if (stop - first if going is None else going.size) < rounds.least[number]:
                 break
-            part = part_of(step, block, first, stop, slice(*rounds.runs[number : number + 2].tolist()), going)
+            part = step.part(block, first, stop, slice(*rounds.runs[number : number + 2].tolist()), going)
             queries = np.arange(first, stop) if going is None else first + going
             rows = rounds.row[queries]
             angles = cos_sin
@@ -171,25 +172,31 @@ class VisitStore:
     def _compute(self, step: VisitStep, cos_sin: list[Tensor] | None = None) -> np.ndarray:
         """Takes the rows of a step through its block, and returns which of them left, bool [n]. cos_sin: of the rows'
         positions, where it is known."""
-        device, visits = self.model.device, self.visits
+        model, device = self.model, self.model.device
         positions, slots = send(step.positions, device), send(step.slots, device)
         source = send(step.source, device)
-        attend = _VisitAttend(self, slots, self._plans(step), self._part(step.block))
         adapters = NO_ADAPTERS
         if step.adapters is not None:
             adapters = RowAdapters(list(self.adapters.values()), step.adapters, None)
         came = self._states(step, source, positions)
-        if step.block == CODA:
-            self.states[slots] = visits.end(came, positions, attend, adapters)
+        part = model.parts[step.block]
+        planes = model.cos_sin(positions) if cos_sin is None else cos_sin
+        angles = [planes[model.first[layer]] for layer in part]
+        attend = _VisitAttend(self, slots, self._plans(step), part)
+        rows = Pass(came, None, angles, attend, None, adapters, choose_ops(model.dtype, device))
+        if step.block < 0:
+            if step.block == PRELUDE:
+                self.odds[slots] = self.odds.new_tensor((1.0, 0.0))
+            elif model.inject is not None:
+                rows.x = model.normed(rows)
+            model.go_through(rows, part)
+            self.states[slots] = rows.stream
             return step.leaves == LEAVES
-        if step.block == PRELUDE:
-            self.states[slots] = visits.through(visits.prelude, came, positions, attend, adapters, cos_sin)
-            self.odds[slots] = self.odds.new_tensor((1.0, 0.0))
-            return step.leaves == LEAVES
-        given = None if self.model.inject is None else self.states[send(step.given, device)]
+        if model.inject is not None:
+            rows.given = self.states[send(step.given, device)]
         before = came.clone() if np.isfinite(step.criteria[:, 1]).any() else came
-        went = visits.visit(step.block, came, given, positions, attend, adapters, cos_sin)
-        self.states[slots] = went
+        model.visit(rows, step.block)
+        self.states[slots] = went = rows.stream
         return self._leave(step, source, slots, before, went)
 
     def _states(self, step: VisitStep, source: Tensor, positions: Tensor) -> Tensor:
@@ -202,7 +209,8 @@ class VisitStore:
         begins = step.block >= 0 and self.model.inject is not None
         at = send(np.flatnonzero(first), source.device)
         tokens = send(step.tokens, source.device)
-        fresh = self.visits.begin(positions[at]) if begins else self.visits.embed(tokens[at], positions[at])
+        model = self.model
+        fresh = model.noise(positions[at]) if begins else model._embed(tokens[at], positions[at])
         return fresh if first.all() else self.states[source].index_copy_(0, at, fresh)
 
     def _leave(self, step: VisitStep, source: Tensor, slots: Tensor, before: Tensor, went: Tensor) -> np.ndarray:
@@ -228,9 +236,9 @@ class VisitStore:
         that is none, so that whoever reads it gets an error."""
         # A row comes from the prelude, or from nowhere, and so has made no visit to a block.
         is_first = (step.source == step.given)[asked]
-        hidden, before, first = self.visits.read(went), None, send(is_first, slots.device) > 0
+        hidden, before, first = self._hidden(went), None, send(is_first, slots.device) > 0
         if self._reads_features and not is_first.all():
-            before = Seen(self.visits.read(self.states[source]), self.likely[source].long())
+            before = Seen(self._hidden(self.states[source]), self.likely[source].long())
         logit, seen = self.model.leaves(hidden, before, first if is_first.any() else None)
         if seen is not None:
             self.likely[slots] = seen.likely.to(torch.int32)
@@ -256,27 +264,36 @@ class VisitStore:
         if step.project_adapters is not None:
             adapters = RowAdapters(list(self.adapters.values()), step.project_adapters, None)
 
-        def write(layer: int, k: Tensor, v: Tensor) -> None:
-            self.kv.write(layer, slots, k, v)
-
-        brought = None if self.model.inject is None else self.states[given]
-        self.visits.project(step.block, self.states[sources], brought, positions, write, adapters)
-
-    def _part(self, block: int) -> range:
-        visits = self.visits
-        return {PRELUDE: visits.prelude, CODA: visits.coda}[block] if block < 0 else visits.blocks[block]
+        model = self.model
+        states = model.brought(self.states[sources], None if model.inject is None else self.states[given])
+        ops, planes = choose_ops(model.dtype, device), model.cos_sin(positions)
+        for number, layer in enumerate(model.parts[step.block]):
+            one = model.layers[layer]
+            assert isinstance(one, Layer)
+            k, v = one.keys_values(states.clone(), planes[model.first[layer]], ops, adapters)
+            self.kv.write(number, slots, k, v)
 
     def _plans(self, step: VisitStep) -> dict[int | None, SlotPlan]:
         runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
         positions = step.positions.astype(np.int64)
-        windows = {self.visits.planes[layer].window for layer in self._part(step.block)}
+        windows = {self._window(layer) for layer in self.model.parts[step.block]}
         return {window: self.kv.plan(runs, step.num_rows, positions, window) for window in windows}
+
+    def _window(self, layer: int) -> int | None:
+        return self.model.config.planes[self.model.first[layer]].window
 
     # ------------------------------------------------------------------------------------------ reads and routes
 
+    def _hidden(self, states: Tensor) -> Tensor:
+        """Returns hidden states as they are read, of rows after the coda, or after any visit where there is none."""
+        model, ops = self.model, choose_ops(self.model.dtype, self.model.device)
+        if self.model.loop.coda:
+            return model.norm(states.clone(), None, ops)[1]
+        return model.read(states.clone(), None, ops)
+
     def _read(self, step: VisitStep, slots: np.ndarray, taken_slots: np.ndarray, taken: np.ndarray) -> SlotReads:
         """Returns the ticket of those reads that are made, of the states in `slots`."""
-        hidden = self.visits.read(self.states[send(slots, self.model.device)])
+        hidden = self._hidden(self.states[send(slots, self.model.device)])
         number = np.cumsum(taken_slots) - 1
         reads = number[step.reads[taken]]
         order = np.cumsum(taken) - 1
@@ -292,7 +309,7 @@ class VisitStore:
         for first, stop in zip(routing.offsets[:-1].tolist(), routing.offsets[1:].tolist(), strict=True):
             if len(routing.tokens):
                 tokens = send(routing.tokens[first:stop], model.device)
-                states = self.visits.embed(tokens, torch.arange(stop - first, device=model.device))
+                states = model._embed(tokens, torch.arange(stop - first, device=model.device))
             else:
                 states = self.states[send(routing.slots[first:stop], model.device)]
             # One request at a time: the sum does not depend on what is asked beside it.
@@ -322,7 +339,7 @@ class _VisitAttend:
     def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         store = self.store
         store.kv.write(plane, self.slots, k, v)
-        plan = self.plans[store.visits.planes[self.part[plane]].window]
+        plan = self.plans[store._window(self.part[plane])]
         return store.kv.attend(plane, q, plan, store.model.config.scale)
 
 

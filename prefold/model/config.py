@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from ..errors import UnsupportedModelError
+from ..errors import InputError, UnsupportedModelError
+from ..types import Exits
 from .names import Names
 
 SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_positions")
@@ -119,6 +120,10 @@ class ModelConfig:
     labels: tuple[str, ...] = ()
     names: Names = field(default_factory=Names)
     dtype: str | None = None
+
+    def check_exits(self, exits: Exits) -> None:
+        """Raises InputError for exits that rows of this model cannot have, whatever runs it."""
+        refuse_exits(exits)
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -249,3 +254,10 @@ _MLPS = {
     "gated": MlpKind("prefold.model.mlp:Mlp", _gated),
     "plain": MlpKind("prefold.model.mlp:PlainMlp", _plain),
 }
+
+
+def refuse_exits(exits: Exits) -> None:
+    """Raises InputError for any exits, which rows of a model that is not looped cannot have."""
+    for name in exits.given:
+        message = f"{name} is given, and the model is not looped"
+        raise InputError(message, field=name, remedy="leave it out", code="not_looped")

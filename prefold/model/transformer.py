@@ -74,6 +74,11 @@ class Pass:
     plane: int = 0
     given: Tensor | None = None
 
+    @property
+    def stream(self) -> Tensor:
+        """Returns the residual stream, [rows, hidden]."""
+        return self.x if self.delta is None else self.x + self.delta
+
 
 class CausalLM(nn.Module):
     """A CausalLM is an embedding, layers and a final norm, with an LM head or a classification head on request.
@@ -163,7 +168,7 @@ class CausalLM(nn.Module):
                 ops=rows.ops,
             )
             if recompute:
-                rows.x, rows.delta = _again(visit, rows.x if rows.delta is None else rows.x + rows.delta), None
+                rows.x, rows.delta = _again(visit, rows.stream), None
             else:
                 rows.x, rows.delta = visit(rows.x, rows.delta)
             rows.plane = plane + 1

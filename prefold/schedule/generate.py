@@ -19,8 +19,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -28,8 +29,8 @@ from ..cache import CacheOptions, RadixCache, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
 from ..prefix import clear_of_span, span_starts
-from ..types import Exits, Owner
-from .generate_step import NOBODY, Draft, GenerateStep, Held, Running, lay_out
+from ..types import Exits
+from .generate_step import Draft, GenerateStep, Held, Running, lay_out
 from .sequences import Sequences
 
 # Slots that a sequence of unknown length takes at once, so that its rows lie side by side.
@@ -77,50 +78,15 @@ class GenerateScheduler(Sequences[Running]):
 
     # ------------------------------------------------------------------------------------ what comes and goes
 
-    def submit(
-        self,
-        key: Hashable,
-        tokens: np.ndarray,
-        *,
-        limit: int,
-        samples: int = 1,
-        reserve: bool = True,
-        namespace: tuple[Hashable, ...] = (),
-        priority: int = 0,
-        made: Mapping[int, Sequence[int]] | None = None,
-        owner: Owner = NOBODY,
-        route: tuple[int, ...] | None = None,
-    ) -> None:
-        """Takes a prompt, int32 [n], n >= 1, that is continued `samples` times by at most `limit` >= 1 tokens.
-
-        reserve    whether room for the whole output is set aside when the prompt is admitted; otherwise the output
-                   takes room as it grows, and a sequence may be preempted
-        namespace  rows are shared only between prompts of one namespace
-        priority   for the cache
-        made       of a request that was submitted before: the tokens of each sample that has not ended, by its number
-        owner      for whom it runs
-        route      the blocks of a looped model that its rows visit, which they share with those of the same route; a
-                   step has rows of one route. None: as the model's order says
-
-        Raises InputError where the KV store could not hold this request even alone.
-        """
-        rows = len(tokens) + (limit - 1 if reserve else 0)
-        if rows > self.pool.num_slots:
-            raise InputError(
-                f"the request needs the K/V of {rows} rows, the KV store holds {self.pool.num_slots}",
-                field="max_tokens" if rows > len(tokens) else "prompt",
-                remedy="give a larger kv_memory, or ask for fewer tokens",
-                code="kv_memory",
-            )
+    def _taken(
+        self, namespace: tuple[Hashable, ...], route: tuple[int, ...] | None = None
+    ) -> tuple[int, tuple[Hashable, ...], Callable[..., Running]]:
+        """route: the blocks of a looped model that the rows of a request visit, which they share with those of the same
+        route; a step has rows of one route. None: as the model's order says"""
         if not self._requests:
             self._forget_routes()
-        namespace = self.namespace_of(namespace, Exits(route=route))
         self._has_routes |= route is not None
-
-        def make(sample: int, leaf: Node, had: list[int]) -> Running:
-            return Running(key, sample, leaf, had, limit, reserve, priority, owner, route)
-
-        self._enter(key, namespace, tokens, dict.fromkeys(range(samples), ()) if made is None else made, priority, make)
+        return 1, self.namespace_of(namespace, Exits(route=route)), partial(Running, route=route)
 
     def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
         route = None if exits is None else exits.route

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from ..cache import RadixCache, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
-from ..types import Exits, GenerationStats
+from ..types import Exits, GenerationStats, Owner
 from .admission import Admission, InOrder
-from .generate_step import Running
+from .generate_step import NOBODY, Running
 
 S = TypeVar("S", bound=Running)
 
@@ -54,6 +54,52 @@ class Sequences(Generic[S]):
         self._slot_bytes = slot_bytes
 
     # ------------------------------------------------------------------------------------ what comes and goes
+
+    def submit(
+        self,
+        key: Hashable,
+        tokens: np.ndarray,
+        *,
+        limit: int,
+        samples: int = 1,
+        reserve: bool = True,
+        namespace: tuple[Hashable, ...] = (),
+        priority: int = 0,
+        made: Mapping[int, Sequence[int]] | None = None,
+        owner: Owner = NOBODY,
+        **how: Any,
+    ) -> None:
+        """Takes a prompt, int32 [n], n >= 1, that is continued `samples` times by at most `limit` >= 1 tokens.
+
+        reserve    whether room for the whole output is set aside when the prompt is admitted; otherwise the output
+                   takes room as it grows, and a sequence may be preempted
+        namespace  rows are shared only between prompts of one namespace
+        priority   for the cache
+        made       of a request that was submitted before: the tokens of each sample that has not ended, by its number
+        owner      for whom it runs
+        how        what a kind of scheduler takes beside
+
+        Raises InputError where the KV store could not hold this request even alone.
+        """
+        rows = len(tokens) + (limit - 1 if reserve else 0)
+        visits, namespace, kind = self._taken(namespace, **how)
+        if rows * visits > self.pool.num_slots:
+            each = f" at {visits} visits, {rows * visits} slots," if self.slots_per_row > 1 else ","
+            raise InputError(
+                f"the request needs the K/V of {rows} rows{each} the KV store holds {self.pool.num_slots}",
+                field="max_tokens" if rows > len(tokens) else "prompt",
+                remedy="give a larger kv_memory, or ask for fewer tokens",
+                code="kv_memory",
+            )
+
+        def make(sample: int, leaf: Node, had: list[int]) -> S:
+            return kind(key, sample, leaf, had, limit, reserve, priority, owner)
+
+        self._enter(key, namespace, tokens, dict.fromkeys(range(samples), ()) if made is None else made, priority, make)
+
+    def _taken(self, namespace: tuple[Hashable, ...], **how: Any) -> tuple[int, tuple[Hashable, ...], Callable[..., S]]:
+        """Returns how many slots a row of a request needs, the namespace of its rows, and what makes its sequences."""
+        raise NotImplementedError
 
     def _enter(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..images.items import chat_of
+from ..text.media import chat_of
 from ..types import Generated
 
 # The bytes of a body, the texts to generate, and the results and tokens of an answer, that are short.

@@ -19,14 +19,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import InputError, record_error
-from ..images.items import ImageInputs, refuse_images
-from ..model.config import ModelConfig
+from ..model.config import ModelConfig, refuse_exits
 from ..options import Truncate
 from ..prefix import MEDIA_BASE
 from ..text import Filled, Tokenizer
-from ..text.media import ImageIds, Picture, Pictured, check_cut, notes_of
+from ..text.media import ImageIds, Picture, Pictured, check_cut, notes_of, refuse_images
 from ..text.valid import check_said, valid_text
-from ..types import Medium, Readout, Request
+from ..types import Exits, Medium, Readout, Request
 from .cut import columns_of, cut_columns
 
 T = TypeVar("T")
@@ -121,7 +120,7 @@ class Inputs:
     adapter     the LoRA adapter of items that name none
     adapters    the names of the LoRA adapters that are loaded
     config      the model's; None when unknown
-    images      what reads images; None: the model takes text alone
+    images      what reads images (`ImageInputs`); None: the model takes text alone
     """
 
     tokenizer: Tokenizer | None
@@ -130,7 +129,7 @@ class Inputs:
     adapter: str | None = None
     adapters: Collection[str] = ()
     config: ModelConfig | None = None
-    images: ImageInputs | None = None
+    images: Any = None
 
     def __post_init__(self) -> None:
         self.check_adapter(self.adapter)
@@ -145,6 +144,13 @@ class Inputs:
             remedy = f"the adapters that are loaded: {known}"
             raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")
         return name
+
+    def check_exits(self, exits: Exits | None) -> None:
+        """Raises InputError for exits that rows of the model cannot have."""
+        if exits is not None and self.config is not None:
+            self.config.check_exits(exits)
+        elif exits is not None:
+            refuse_exits(exits)
 
     def prepare(self, items: Sequence[Any], plan: Plan) -> list[Work | InputError]:
         """Returns a Work, or an InputError, for each item, whose requests run with the adapter that the item names. All

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..images.items import chat_of
 from ..options import ConversationOptions
 from ..text.chat import TEMPLATE_SECONDS
 from ..text.escaped import Escaping
-from ..text.media import ImageIds, Picture
+from ..text.media import ImageIds, Picture, chat_of
 from .base import Inputs
 from .tools import as_tools
 

@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..images.items import Chat, all_images, chat_of, refuse_images
-from ..looped.requests import check_exits
 from ..options import GenerationOptions
 from ..prefix import MEDIA_BASE
 from ..text import Filled
 from ..text.chat import THINK
 from ..text.grammar import example_of
-from ..text.media import Picture, Pictured, too_long, with_notes
+from ..text.media import Chat, Picture, Pictured, all_images, chat_of, refuse_images, too_long, with_notes
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, Task, TextBatch, Work, as_item, cut_end, work_of
 from .conversations import Conversations, GenerateItem, has_images, is_cut, plain_message
@@ -140,7 +138,7 @@ class GenerateTask(Task):
     def _sampling(self, given: Mapping[str, Any], defaults: Sampling) -> Sampling:
         tokenizer, vocab_size = self.inputs.tokenizer, self.inputs.vocab_size
         made = sampling_from(given, vocab_size=vocab_size, tokenizer=tokenizer, defaults=defaults)
-        check_exits(made.exits, self.inputs.config)
+        self.inputs.check_exits(made.exits)
         if made.grammar is None or self.compact:
             return made
         return replace(made, grammar=replace(made.grammar, compact=False))

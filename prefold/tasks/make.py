@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import read_object
 from ..errors import InputError, UnsupportedModelError
-from ..images.items import ImageInputs
-from ..looped.requests import check_exits
 from ..model import ModelConfig, config_from
 from ..options import (
     FILTERS,
@@ -47,7 +45,7 @@ def make_task(
     options: TaskOptions | Mapping[str, Any] | None = None,
     *,
     adapters: Collection[str] = (),
-    images: ImageInputs | None = None,
+    images: Any = None,
     **given: Any,
 ) -> Task:
     """Returns the task `name` for a checkpoint, with the options that `prefold.options` has for it.
@@ -55,7 +53,7 @@ def make_task(
     options    as the task's dataclass or as a mapping; or else they are given as keywords
     tokenizer  None: the task takes token ids only
     adapters   the names of the LoRA adapters that are loaded
-    images     what reads images; None: the task takes text alone
+    images     what reads images (`ImageInputs`); None: the task takes text alone
 
     Raises InputError for an unknown task or option, and for bad values; UnsupportedModelError for a model that cannot
     do the task.
@@ -71,8 +69,9 @@ def make_task(
     if name != "generate":
         route = None if o.route is None else tuple(o.route)
         exits = Exits(o.exit_threshold, o.min_visits, o.max_visits, o.exit_change, o.exit_prompts, route)
-        exits = check_exits(None if exits == Exits() else exits, config)
-        task.readout = replace(task.readout, exits=exits)
+        if exits != Exits():
+            config.check_exits(exits)
+            task.readout = replace(task.readout, exits=exits)
     return task
 
 

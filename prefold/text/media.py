@@ -1,7 +1,8 @@
-"""What prompts have beside text: images that stand in an item, rows of images among token ids, notes on images."""
+"""What prompts have beside text: images that stand in an item or a conversation, their rows among token ids, notes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,16 @@ import numpy as np
 from ..errors import InputError
 from ..prefix import MEDIA_BASE
 from ..types import Medium
+
+# Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
+IMAGE_PARTS = ("image_url", "input_image", "image")
+LOAD = "load a model that sees images: a folder of Gemma 3 (4B and larger), Idefics3 or SmolVLM, or its GGUF file with "
+LOAD += 'images={"mmproj": FILE} (--mmproj FILE), and without images=False; servers (--url) and vLLM (--backend vllm) '
+LOAD += "are sent text alone"
+
+
+class Pixels:
+    """A Pixels is an image that is decoded, and stands for itself wherever an image may stand."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,3 +101,98 @@ def notes_of(seen: Sequence[Picture]) -> dict[str, Any]:
 def with_notes(line: dict[str, Any], note: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a line with the notes on images that a Work's note holds."""
     return line | {KEY: note[KEY]} if KEY in note else line
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A Chat is a conversation with images.
+
+    messages  in which each image is a part {"type": "image"}
+    images    (what was given for it, the field it is in), in order; {} for a part that is nothing but a place
+    """
+
+    messages: list[Any]
+    images: list[tuple[Any, str]]
+
+
+def chat_of(messages: Any) -> Chat | None:
+    """Returns a conversation with images; None for one that has none, whatever it is."""
+    if not isinstance(messages, (list, tuple)):
+        return None
+    images: list[tuple[Any, str]] = []
+    found = [_message(message, i, images) for i, message in enumerate(messages)]
+    return Chat(found, images) if images else None
+
+
+def all_images(chat: Chat, beside: Any) -> list[tuple[Any, str]]:
+    """Returns (what stands for an image, its field) of each image of a conversation. beside: the list of those that
+    parts {"type": "image"} are only the places of; None: there is no such list. Raises InputError where there are not
+    as many places as images."""
+    if beside is None:
+        return chat.images
+    places = sum(_is_place(value) for value, _ in chat.images)
+    if places != len(beside):
+        message = f"there are {len(beside)} images for {places} places in the messages"
+        remedy = 'show where each belongs by a part {"type": "image"}'
+        raise InputError(message, field="images", remedy=remedy, code="image_count")
+    left = iter(enumerate(beside))
+    found = []
+    for value, where in chat.images:
+        if _is_place(value):
+            number, given = next(left)
+            found.append((given, f"images[{number}]"))
+        else:
+            found.append((value, where))
+    return found
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+def refuse_images(field: str) -> InputError:
+    """Returns the error of an image for a model that takes text alone."""
+    return InputError(
+        f"{field!r} is an image, and the model takes text alone", field=field, remedy=LOAD, code="no_tower"
+    )
+
+
+def _message(message: Any, index: int, images: list[tuple[Any, str]]) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple)):
+        return message
+    parts, found = [], False
+    for i, part in enumerate(content):
+        field = f"messages[{index}].content[{i}]"
+        value = _image_in(part, field)
+        if value is None:
+            parts.append(part)
+            continue
+        images.append((value, field))
+        parts.append({"type": "image"})
+        found = True
+    if not found:
+        return message
+    texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {**message, "content": texts}
+
+
+def _image_in(part: Any, field: str) -> Any:
+    """Returns what stands for an image in a part of content; None for a part of another type."""
+    if is_picture(part) or isinstance(part, (bytes, bytearray, np.ndarray)):
+        return part
+    if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
+        return None
+    for key in ("image_url", "image", "source"):
+        if part.get(key) is not None:
+            return part[key]
+    # A table has the same fields in all parts of a column: those that a part was not given are null.
+    return {key: value for key, value in part.items() if key != "type" and value is not None}
+
+
+def is_picture(value: Any) -> bool:
+    """Returns whether a value is decoded pixels, or a picture of Pillow's."""
+    if isinstance(value, Pixels):
+        return True
+    library = sys.modules.get("PIL.Image")  # who has a picture has imported it
+    return library is not None and isinstance(value, library.Image)

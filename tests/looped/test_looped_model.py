@@ -16,7 +16,7 @@ from tiny import DenseAttend
 from prefold import LLM
 from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
-from prefold.looped.exits import RowExits
+from prefold.looped.gate import RowExits
 from prefold.looped.model import LoopedLM
 from prefold.looped.noise import position_noise
 from prefold.looped.train import visit_logprobs

@@ -15,10 +15,10 @@ from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
 from prefold.looped.gate import Gate, Seen
+from prefold.looped.loop import Routing
 from prefold.looped.model import LoopedLM
 from prefold.looped.routed_model import routed
 from prefold.looped.router import choose, mixture
-from prefold.looped.routing import Routing
 from prefold.looped.train import routed_logprobs, whole_sequences
 from prefold.model import config_from, load_model
 from prefold.train import TrainBatch, save_model

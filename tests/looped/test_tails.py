@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from visit_books import check_tails
 
 from prefold.looped.tails import Tails
 
@@ -22,11 +23,11 @@ def test_room_is_given_back_when_the_longest_tail_ends():
     assert tails.slots.shape[2] == 5000 and tails.run_start.shape[2] >= 50
     tails.release(long)
     assert tails.slots.shape[2] == 5000  # another needs more than a quarter of it
-    tails.check()
+    check_tails(tails)
     tails.release(half)
     assert tails.slots.shape == (8, 2, 32) and tails.run_start.shape == (8, 2, 8)
     assert tails.slots[short, 1, :4].tolist() == [1, 3, 5, 0] and tails.owned[short, 1].sum() == 3
     assert (tails.num_runs[short, 1], tails.run_start[short, 1, 0]) == (1, 1)
-    tails.check()
+    check_tails(tails)
     again = tails.take()
     assert tails.row[again] == -1 and not tails.slots[again].any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from visit_books import check_visits
 from visit_traces import FakeWorker, check_alone, run_step
 
 from prefold.cache import CacheOptions, CacheReporter, SlotPool
@@ -93,7 +94,7 @@ def test_a_batch_makes_way():
     scheduler.admit()
     assert {sequence.key for sequence in scheduler.running} == {"batch", "live", "more"}
     assert scheduler.stats.preemptions == 1
-    scheduler.check()
+    check_visits(scheduler)
 
 
 def cached(slots: int, **how) -> VisitScheduler:

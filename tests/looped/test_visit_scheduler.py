@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from visit_books import check_visits
 from visit_traces import FakeWorker, check_alone, run_step
 
 from prefold.cache import CacheOptions, SlotPool
@@ -79,7 +80,7 @@ def run_trace(trace, on_end=check_alone) -> VisitScheduler:
         else:
             for _ in range(int(rng.integers(1, 12))):
                 run_step(scheduler, worker, ended, failed)
-        scheduler.check()
+        check_visits(scheduler)
     steps = 0
     while scheduler.has_work:
         assert run_step(scheduler, worker, ended, failed) or not scheduler.has_work
@@ -310,7 +311,7 @@ def test_a_step_that_is_not_run_keeps_nothing(how):
     assert len(step.message.rounds.blocks) > 1
     if how == "cancel":
         scheduler.cancel(2)
-        scheduler.check()
+        check_visits(scheduler)
         assert scheduler.pool.used_slots < used
     else:
         scheduler.submit(3, np.array([1, 1], np.int32), limit=9, exits=Exits(0.5, 2), decided=decided[3])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from visit_books import check_visits
 
 from prefold.looped.decode_step import DecodeStep
 from prefold.looped.draft import RoutedStep
@@ -247,7 +248,7 @@ class Alone:
 def run_step(scheduler: VisitScheduler, worker: FakeWorker, ended: dict, failed: list) -> bool:
     """Makes a step, checks the books after each verb, and returns whether there was one."""
     failed += scheduler.admit()
-    scheduler.check()
+    check_visits(scheduler)
     step = scheduler.plan()
     again = scheduler.plan()
     if step is None:
@@ -265,7 +266,7 @@ def run_step(scheduler: VisitScheduler, worker: FakeWorker, ended: dict, failed:
     result, tokens = worker.run(step)
     for done in scheduler.commit(step, tokens, [False] * len(tokens), result):
         ended[done.key, done.sample] = list(done.tokens)
-    scheduler.check()
+    check_visits(scheduler)
     return True
 
 

@@ -168,8 +168,8 @@ def test_ways_through_a_routed_model_give_the_same(bench):
     hard, routes = replay.generic_hard(prompts)
     assert all(len(route) == 4 for route in routes)
     assert torch.equal(replay.plan_replay(prompts, routes), hard)
+    from prefold.looped.loop import Routing
     from prefold.looped.routed_model import routed
-    from prefold.looped.routing import Routing
     from prefold.looped.train import whole_sequences
     from prefold.train import TrainBatch
 

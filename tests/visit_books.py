@@ -1,21 +1,18 @@
-"""Whether the books of a VisitScheduler agree; for tests."""
+"""Whether the books of a VisitScheduler agree."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ..cache.tree import Node
-from .cache import NodeVisit, VisitNode
-from .sequence import Routed
-
-if TYPE_CHECKING:
-    from .scheduler import VisitScheduler
+from prefold.cache.tree import Node
+from prefold.looped.cache import NodeVisit, VisitNode
+from prefold.looped.scheduler import VisitScheduler
+from prefold.looped.sequence import Routed
+from prefold.looped.tails import Tails
 
 
 def check_visits(scheduler: VisitScheduler) -> None:
-    """Raises AssertionError where slots, users of nodes and states of sequences do not agree; for tests."""
+    """Raises AssertionError where slots, users of nodes and states of sequences do not agree."""
     held = [np.arange(start, start + size) for start, size in scheduler.pool.free_list()]
     users: dict[Node, int] = {}
     takes: dict[NodeVisit, int] = {}
@@ -49,7 +46,7 @@ def check_visits(scheduler: VisitScheduler) -> None:
             assert flat == visit.slots[: visit.done].tolist()
     places = [sequence.tail.place for sequence in scheduler.running]
     assert len(set(places)) == len(places), "two tails in one place"
-    scheduler._tails.check()
+    check_tails(scheduler._tails)
     slots = np.sort(np.concatenate(held)) if held else np.empty(0, np.int64)
     assert np.array_equal(slots, np.arange(1, scheduler.pool.num_slots + 1)), "slots leak, or are used twice"
     assert len(scheduler.running) <= scheduler.max_running
@@ -58,6 +55,12 @@ def check_visits(scheduler: VisitScheduler) -> None:
         scheduler.cache.check()
         for account in scheduler.cache.accounts:
             assert account.held == sum(node.num_slots for node in nodes if node.account is account)
+
+
+def check_tails(tails: Tails) -> None:
+    """Raises AssertionError where anything is left in a place that nobody has."""
+    for array in (tails.slots, tails.owned, tails.left, tails.done, tails.num_runs, tails.num_spare, tails.visit):
+        assert not array[tails._free].any()
 
 
 def _check_tail(sequence: Routed) -> None:
