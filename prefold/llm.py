@@ -29,7 +29,7 @@ from .images.reading import Reader
 from .images.table import MediaTable
 from .model import config_from, load_adapter, load_model
 from .model.parallel import ALONE
-from .options import model_options
+from .options import GROUPS, ModelOptions, described, model_options
 from .shifted.measured import permitted
 from .tasks.make import generation_settings
 from .text import Tokenizer, tokenizer_or_none
@@ -48,8 +48,8 @@ class LLM(NumericTasks, Texts):
     tokenizer  the checkpoint's tokenizer, where it has been loaded already; None: it is loaded here
     media      gives the rows of images their ids, where prompts are made before the LLM; None: a table of its own
     options    the fields of ModelOptions: dtype, device, threads, sharing, max_batch_rows, kv_memory, cache, adapters,
-               tensor_parallel, ...; docs/python.md says what each means. Those of looped models, and of
-               images, stand in mappings: looped={"exits": "save"}, images={"mmproj": FILE}
+               tensor_parallel, ..., of which a list stands below. Those of looped models, and of images, are given in
+               mappings: looped={"exits": "save"}, images={"mmproj": FILE}
 
     Raises CheckpointError where the model cannot be found or read, UnsupportedModelError (a CheckpointError) where
     prefold cannot run it, OutOfMemoryError where it does not fit, ForkedError in a process forked from one that made
@@ -196,6 +196,12 @@ class LLM(NumericTasks, Texts):
     ) -> tuple[tuple[Hashable, ...], NDArray[np.int32]]:
         request = self._request(prompt, None, adapter, options)
         return self.engine.namespace_of(request), request.tokens
+
+
+if LLM.__doc__ is not None:  # Python leaves docstrings out with -OO
+    LLM.__doc__ += f"\n    Options:\n\n{described(ModelOptions)}\n"
+    for _group, _kind in GROUPS.items():
+        LLM.__doc__ += f"\n    Options of {_group}={{...}}:\n\n{described(_kind)}\n"
 
 
 def tell(line: str) -> None:

@@ -16,6 +16,7 @@ from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from operator import attrgetter
 from os import PathLike
+from textwrap import fill
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 from .errors import InputError
@@ -765,6 +766,12 @@ def part_of(kind: type[T], options: ModelOptions, **more: Any) -> T:
     """Returns an object of a dataclass, with the values of those of its options that are a model's, and `more`."""
     names = [one.name for one in fields(cast(Any, kind)) if hasattr(options, one.name)]
     return kind(**{name: getattr(options, name) for name in names} | more)
+
+
+def described(*kinds: type) -> str:
+    """Returns the options of dataclasses with what they mean, as lines of a docstring."""
+    lines = [f"    {one.name:<18} {one.metadata['doc']}" for kind in kinds for one in fields(kind)]
+    return "\n".join(fill(line, 116, subsequent_indent=" " * 23) for line in lines)
 
 
 def model_fields(*kinds: type) -> dict[str, Field[Any]]:

@@ -9,6 +9,7 @@ from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.errors import InputError, PrefoldError
+from prefold.options import GROUPS, ModelOptions, model_fields
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,12 @@ def test_token_ids_and_stats(llm):
 def test_bad_arguments_name_themselves_before_the_model_is_looked_for(arguments, word):
     with pytest.raises(InputError, match=word):
         LLM("nothing-of-the-kind", **arguments)
+
+
+def test_help_says_what_each_option_means():
+    page = " ".join(LLM.__doc__.split())
+    for name, option in model_fields(ModelOptions, *GROUPS.values()).items():
+        assert f"{name} {' '.join(option.metadata['doc'].split())}" in page
 
 
 def test_bad_items_name_themselves(llm):

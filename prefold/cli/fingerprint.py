@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.identity import folder_digest, model_identity
-from ..options import journal_names
+from ..options import OPTIONS, journal_names, kind_of
 from .build import Options, adapter_folders, read_bytes
 from .input import COLUMN_OPTIONS, Input
 
@@ -43,10 +44,8 @@ def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) ->
 
 
 # Options that are a text or, as @FILE, a file with it; of the others some may begin with an @ and mean it.
-TEXTS = (
-    "prompt", "query", "document", "continuation", "tools", "instruction", "instructions", "template", "system",
-    "chat_template", "regex", "grammar",
-)  # fmt: skip
+TEXTS = {"prompt", "query", "document", "continuation", "tools", "regex", "grammar"}
+TEXTS |= {one.name for kind in OPTIONS.values() for one in fields(kind) if kind_of(one) is str}
 # Options that name a file, of which a digest is kept.
 FILES = ("examples", "labels_file", "cache_reuse_shifted")
 # What the options of the tasks are made of, and what chooses between them; then how the input is read. Of adapters

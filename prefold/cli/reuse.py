@@ -4,52 +4,45 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 import click
 
 from ..errors import InputError, JobError
+from .options import Decorator, all_of
 
-# Those of ShiftedReuse, which is not imported for a help text.
-DEFAULTS = {"min_tokens": 64, "recompute": 64, "max_matches": 64, "min_share": 0.25, "window": 8192}
-# The option of each setting.
-_SETTINGS = {
-    "cache_reuse": "min_tokens",
-    "cache_reuse_recompute": "recompute",
-    "cache_reuse_max_matches": "max_matches",
-    "cache_reuse_min_overlap": "min_share",
-    "cache_reuse_window": "window",
-}
-
-
-def _setting(flag: str, least: int | None, metavar: str, help: str) -> Callable[..., Any]:
-    default = DEFAULTS[_SETTINGS[flag.removeprefix("--").replace("-", "_")]]
-    kind: Any = click.FloatRange(0, 1) if least is None else click.IntRange(least)
-    return click.option(flag, type=kind, metavar=metavar, help=f"{help}  [default: {default}]")
+# {option: (setting of ShiftedReuse, its default, the least it may be (None: it is a share), what it is)}. The class
+# is not imported for a help text.
+_SETTINGS: dict[str, tuple[str, float, int | None, str]] = {
+    "cache_reuse": ("min_tokens", 64, 16, "With --reuse: the fewest tokens of a chunk."),
+    "cache_reuse_recompute": ("recompute", 64, 0, "The first rows of each chunk that are computed anew."),
+    "cache_reuse_max_matches": ("max_matches", 64, 1, "The most chunks of a prompt."),
+    "cache_reuse_min_overlap": (
+        "min_share", 0.25, None, "The least part of a prompt, behind its exact prefix, that chunks must cover."
+    ),
+    "cache_reuse_window": ("window", 8192, 2, "Tokens behind the exact prefix among which chunks are sought."),
+}  # fmt: skip
+DEFAULTS = {setting: default for setting, default, _, _ in _SETTINGS.values()}
 
 
-def reuse_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of `prefold verify --reuse shifted` to a command."""
-    for option in reversed(
-        (
-            click.option("--reuse", type=click.Choice(["shifted"]),
-                         help="Measure reuse of chunks at other positions, with the prompts of --task generate, and "
-                              "write what --cache-reuse-shifted takes."),
-            _setting("--cache-reuse", 16, "N", "With --reuse: the fewest tokens of a chunk."),
-            _setting("--cache-reuse-recompute", 0, "K", "The first rows of each chunk that are computed anew."),
-            _setting("--cache-reuse-max-matches", 1, "N", "The most chunks of a prompt."),
-            _setting("--cache-reuse-min-overlap", None, "SHARE", "The least part of a prompt, behind its exact prefix, "
-                     "that chunks must cover."),
-            _setting("--cache-reuse-window", 2, "N", "Tokens behind the exact prefix among which chunks are sought."),
-            click.option("--max-changed", type=click.FloatRange(0, 1), metavar="SHARE",
-                         help="With --reuse: the part of first choices that may change.  [default: 0.01]"),
-            click.option("-o", "--output", metavar="FILE", help="With --reuse: the file that is written."),
-        )
-    ):  # fmt: skip
-        command = option(command)
-    return command
+def _setting(name: str) -> Decorator:
+    _, default, least, doc = _SETTINGS[name]
+    kind = click.FloatRange(0, 1) if least is None else click.IntRange(least)
+    metavar, flag = "SHARE" if least is None else "N", f"--{name.replace('_', '-')}"
+    return click.option(flag, type=kind, metavar=metavar, help=f"{doc}  [default: {default}]")
+
+
+reuse_options = all_of(
+    click.option("--reuse", type=click.Choice(["shifted"]),
+                 help="Measure reuse of chunks at other positions, with the prompts of --task generate, and write what "
+                      "--cache-reuse-shifted takes."),
+    *map(_setting, _SETTINGS),
+    click.option("--max-changed", type=click.FloatRange(0, 1), metavar="SHARE",
+                 help="With --reuse: the part of first choices that may change.  [default: 0.01]"),
+    click.option("-o", "--output", metavar="FILE", help="With --reuse: the file that is written."),
+)  # fmt: skip
 
 
 def refuse_reuse_options(o: dict[str, Any]) -> None:
@@ -69,7 +62,7 @@ def verify_reuse(o: dict[str, Any], input: Any, rows: Iterable[Any]) -> None:
 
     if o["tolerance"] is None:
         raise click.UsageError("--reuse shifted needs a bound: the most that a log-probability may change, --tolerance")
-    given = {setting: o[name] for name, setting in _SETTINGS.items() if o[name] is not None}
+    given = {setting: o[name] for name, (setting, *_) in _SETTINGS.items() if o[name] is not None}
     settings = ShiftedReuse(**given, trial=True)
     items, bad = sample_items(rows, input.adapter, o["sample"], seed=o["seed"])
     if any(task != "generate" for task, _ in items):
