@@ -239,10 +239,9 @@ class Simulated:
         return sum(seconds for _, seconds in steps) / sum(cost.seconds(step) for step, _ in steps)
 
     def run(self, policy: Policy, requests: list[SimRequest]) -> FleetOutcome:
-        options = {} if isinstance(policy, BestStart) else IN_ORDER
-        feeder = Streamed(
-            self._cost, count=len(requests), slots=self._slots, policy=policy, requests=requests, learns=True, **options
-        )
+        window = {"max_tokens": 1 << 23} | ({} if isinstance(policy, BestStart) else IN_ORDER)
+        known = {"slots": self._slots, "policy": policy, "requests": requests, "learns": True}
+        feeder = Streamed(self._cost, count=len(requests), window=window, **known)
         feeder.limits = self._limits
         replicas = [Replica(engine.begin) for engine in self._engines]
         return run_driven(replicas, feeder, driver=DRIVER, alone=self._alone)

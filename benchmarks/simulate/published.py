@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from prefold.simulate.cases import Outcome, Setup, run_setup
-from prefold.simulate.costs import StepCost, machine_named, model_named
+from prefold.simulate.costs import WEIGHT_BYTES, StepCost, machine_named, model_named
 from prefold.simulate.fleet import Feeder, Replica, run_fleet
 from prefold.simulate.requests import SimRequest, prefix_repetition
 
@@ -14,7 +14,7 @@ from .blocks import BlockEngine
 from .daft import DaftProvider
 from .others import SharedQueue
 
-__all__ = ["PUBLISHED", "PublishedOutcome", "published"]
+__all__ = ["PUBLISHED", "PublishedOutcome", "balanced_rows", "published"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,14 @@ _LEFT_OUT: tuple[dict[str, object], ...] = (
 )
 
 
+def balanced_rows(cost: StepCost) -> int:
+    """Returns how many rows a step computes while the weights are read: in a step of fewer, rows of prompts beside
+    those of outputs cost nothing."""
+    model, machine = cost.model, cost.machine
+    weights = (model.linear + model.vocab * model.hidden) * WEIGHT_BYTES / machine.bandwidth
+    return max(1, int(weights * machine.flops / (2 * model.linear)))
+
+
 def published(
     *, prompts: int = 200_000, prefixes: int = 512, scale: int = 1, theirs: bool = True, ours: bool = True
 ) -> Iterator[Outcome]:
@@ -82,7 +90,7 @@ def published(
         prompts // scale, prefixes=max(1, prefixes // scale), prefix=256, suffix=256, output=128
     )
     cost = StepCost(base.machine, base.model)
-    small = {"max_batch_rows": cost.balanced_rows, "max_running": _ASYNC["max_running"]}
+    small = {"max_batch_rows": balanced_rows(cost), "max_running": _ASYNC["max_running"]}
     systems = [(one, _LLM if one[0] == "naive" else _ASYNC, expected) for one, expected in PUBLISHED.items()]
     # Theirs with steps as small as ours, which nobody published.
     for (name, replicas), options, expected in [*systems, (("bucketing", 128), small, None)] if theirs else ():
@@ -95,7 +103,7 @@ def published(
         yield PublishedOutcome(shown, setup, run_fleet([engine] * count, feeder), expected=expected)
     if not ours:
         return
-    base = replace(base, load=0.0, max_batch_rows=cost.balanced_rows)
+    base = replace(base, load=0.0, max_batch_rows=balanced_rows(cost))
     for replicas in (32, 64, 128):
         setup = replace(base, replicas=max(1, replicas // scale), feeder="segments")
         yield Outcome(_named(setup), setup, run_setup(setup, requests))

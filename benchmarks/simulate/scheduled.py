@@ -10,14 +10,14 @@ import numpy as np
 from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
 from prefold.schedule.generate import GenerateScheduler
 from prefold.simulate.costs import TILE, StepRows
-from prefold.simulate.engines import Ended, Hits, SlotEngine, Stretch
+from prefold.simulate.engines import Ended, Hits, RowEngine, Stretch
 from prefold.simulate.requests import SimRequest
 from prefold.stats import GenerationStats
 
 __all__ = ["ScheduledEngine"]
 
 
-class ScheduledEngine(SlotEngine):
+class ScheduledEngine(RowEngine):
     """The real `GenerateScheduler` with its `RadixCache`; tokens that it is given mean nothing."""
 
     def open(self) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..cache import CacheEvents
 from ..cache.events import CacheEvent, Cleared, Removed, RowsStored
-from ..errors import MissingExtraError
 
 _OLD_FIELDS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size")  # of events that are lists
 
@@ -170,9 +170,5 @@ def _namespace(adapter: str | None, keys: Any) -> tuple[str | None, str]:
 
 
 def _decoded(message: bytes) -> list[dict[str, Any]]:
-    try:
-        import msgspec
-    except ImportError:
-        raise MissingExtraError("msgspec", "vllm", "reading vLLM's events") from None
     events = msgspec.msgpack.decode(message)[1]
     return [one if isinstance(one, dict) else dict(zip(_OLD_FIELDS, one, strict=False)) for one in events]

@@ -110,7 +110,7 @@ class FleetRun:
         """Ends the run on all replicas that take part."""
         fleet = self.fleet
         for name in self._begun.keys() & fleet.ready.keys():
-            fleet.replicas.end(name)
+            fleet.replicas.order(name, "end")
         fleet.steals += 0 if self.offline is None else self.offline.steals
         fleet.moved += self.book.moved
         if self._counts_rows and (self._counted_rows or not self._generates):
@@ -141,8 +141,8 @@ class FleetRun:
         if self._pictures is not None:
             windows, fresh, gone = self._pictures.send(name, windows)
             if fresh or gone:
-                self.fleet.replicas.hold(name, fresh, gone)
-        self.fleet.replicas.give(name, windows)
+                self.fleet.replicas.order(name, "hold", fresh, gone)
+        self.fleet.replicas.order(name, "give", windows)
 
     def _take_in(self, source: LiveInput) -> None:
         """Moves what has come into the window; where nothing comes any more, begins with the rest."""
@@ -213,7 +213,7 @@ class FleetRun:
             return
         if report.events is not None and not self.online.router.take(name, report.events):
             self.fleet.retold += 1
-            self.fleet.replicas.retell(name)
+            self.fleet.replicas.order(name, "retell")
         if not report.steps:
             return
         rows, decode = sum(step.rows for step in report.steps), sum(step.running for step in report.steps)
@@ -226,7 +226,7 @@ class FleetRun:
     def _join(self, name: str) -> None:
         fleet, now = self.fleet, time.monotonic()
         self._begun[name] = _Done(heard=now)
-        fleet.replicas.begin(name, self.call)
+        fleet.replicas.order(name, "begin", self.call)
         self.book.join(name, fleet.ready[name], now)
         if self.online is not None and self.call.in_slots and not fleet.ready[name].reports_cache:
             fleet.estimated.add(name)

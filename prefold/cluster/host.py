@@ -95,7 +95,6 @@ class ReplicaHost(Host):
         self._runs.put(self._run)
 
     def hold(self, pictures: list[Picture], gone: list[int]) -> None:
-        """Holds the images of windows that come next, and others no more, by their first ids."""
         assert self._pictures is not None, "the model takes text alone"
         self._pictures.hold(pictures, gone)
 

@@ -16,7 +16,6 @@ from .backends import backend_named
 from .replicas import (
     LONGEST_WAIT,
     RESTARTS,
-    Picture,
     ReplicaEvent,
     ReplicaFacts,
     ReplicaLost,
@@ -176,9 +175,6 @@ class RayReplicas(Replicas):
 
     def order(self, name: str, method: str, *arguments: Any) -> None:
         self._members[name].handle.order.options(concurrency_group="orders").remote(method, *arguments)
-
-    def hold(self, name: str, pictures: list[Picture], gone: list[int]) -> None:
-        self.order(name, "hold", pictures, gone)
 
     def kill(self, name: str) -> None:
         ray.kill(self._members[name].handle, no_restart=self._members[name].restarts < 1)

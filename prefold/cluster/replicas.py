@@ -13,7 +13,6 @@ import numpy as np
 from ..cache import CacheEvents
 from ..engine.meter import StepInfo
 from ..engine.requests import PROBED
-from ..errors import JobError
 from ..stream import Window
 from ..stream.order import SpooledRequest, decode_options
 from ..types import Readout, Sharing, Stats
@@ -146,8 +145,7 @@ ReplicaEvent = ReplicaReady | ReplicaReport | ReplicaLost
 
 
 class Replicas(ABC):
-    """The replicas of a fleet, each known by its name. None of the methods waits for a replica; what is asked of one
-    its `Host` is asked.
+    """The replicas of a fleet, each known by its name. None of the methods waits for a replica.
 
     After `start` they are told of by `tell(name, event)`, from any thread: ReplicaReady, then reports, and ReplicaLost
     when one is gone; and ReplicaReady again when it is back. What was asked of a replica reaches it in that order.
@@ -160,30 +158,9 @@ class Replicas(ABC):
     def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
         """Begins to load the models."""
 
+    @abstractmethod
     def order(self, name: str, method: str, *arguments: Any) -> None:
-        """Calls a method of a replica's host, in the order of these calls."""
-        raise NotImplementedError
-
-    def begin(self, name: str, call: RunCall) -> None:
-        """Begins a run on a replica that is ready; the run before it ends."""
-        self.order(name, "begin", call)
-
-    def hold(self, name: str, pictures: list[Picture], gone: list[int]) -> None:
-        """Sends a replica the images of windows that it is given next, and lets it forget others, by their first ids.
-        Raises JobError where replicas take text alone."""
-        raise JobError("these replicas take text alone; leave out the images")
-
-    def give(self, name: str, windows: list[Window]) -> None:
-        """Gives a replica a lease's windows."""
-        self.order(name, "give", windows)
-
-    def end(self, name: str) -> None:
-        """Ends the run; what has not been answered is dropped."""
-        self.order(name, "end")
-
-    def retell(self, name: str) -> None:
-        """Asks a replica to tell anew of all that its cache holds; nothing happens where it tells of none."""
-        self.order(name, "retell")
+        """Calls `begin`, `hold`, `give`, `end` or `retell` of the host of a replica that is ready."""
 
     @abstractmethod
     def kill(self, name: str) -> None:

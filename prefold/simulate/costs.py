@@ -108,14 +108,6 @@ class StepCost:
         return int(left / self.model.kv_bytes)
 
     @property
-    def balanced_rows(self) -> int:
-        """Returns how many rows a step computes while the weights are read: in a step of fewer, rows of prompts beside
-        those of outputs cost nothing."""
-        model, machine = self.model, self.machine
-        weights = (model.linear + model.vocab * model.hidden) * WEIGHT_BYTES / machine.bandwidth
-        return max(1, int(weights * machine.flops / (2 * model.linear)))
-
-    @property
     def prefill_seconds(self) -> float:
         """Returns the seconds of one row of a prompt in a large step."""
         return 2 * self.model.linear / self.machine.flops

@@ -88,8 +88,33 @@ class EventLog:
         return found
 
 
-class SlotEngine:
-    """A SlotEngine is what our engine begins with, in whatever grain.
+class _Node:
+    """A part of a path. mark: all its rows are computed once so many rows of prompts are."""
+
+    __slots__ = ("children", "mark", "number", "parent", "rows", "running", "users")
+
+    def __init__(self, parent: _Node | None, number: int, rows: int):
+        self.parent, self.number, self.rows = parent, number, rows
+        self.children: dict[int, _Node] = {}
+        self.users = 0  # sequences that run
+        self.mark = 0
+        self.running = 0  # of them, those that decode
+
+
+class _RowSequence:
+    __slots__ = ("cached", "leaf", "mark", "request")
+
+    def __init__(self, request: SimRequest):
+        self.request = request
+        self.leaf: _Node
+        self.mark = 0
+        self.cached = 0
+
+
+class RowEngine:
+    """The rules of `GenerateScheduler` with room set aside for each output, on parts instead of tokens: prompts are
+    computed first come first, each part once; a part stays until its room is needed, the one used longest ago first.
+    Steps in which nobody comes or goes are one stretch, so time depends on requests, not on tokens.
 
     cost                         of its steps
     max_batch_rows, max_running  of a step; None: as many rows as it finds to be fast, as a real engine does
@@ -119,72 +144,6 @@ class SlotEngine:
 
     def open(self) -> None:
         """Begins with an empty KV store."""
-        raise NotImplementedError
-
-    @property
-    def num_waiting(self) -> int:
-        """Returns how many sequences were not admitted yet."""
-        raise NotImplementedError
-
-    @property
-    def num_running(self) -> int:
-        """Returns how many sequences were."""
-        raise NotImplementedError
-
-    def step(self) -> Stretch | None:
-        """Runs the next step, or several alike; returns None when nobody waits or runs."""
-        size = self.size
-        if size is None:
-            return self._step()
-        if not self.num_running and not self.num_waiting:
-            size.reset()
-        self.max_batch_rows = size.rows(self._most, self.num_waiting, self.num_running)
-        stretch = self._step()
-        if stretch is not None:
-            steps = stretch.steps
-            decode = stretch.decode // steps
-            size.note(
-                stretch.prefill // steps, decode, stretch.seconds / steps, most=self._most, waiting=self.num_waiting,
-                began=stretch.running - decode, ended=len(stretch.ended),
-                tokens=sum(one.request.output for one in stretch.ended), steps=steps,
-            )  # fmt: skip
-        return stretch
-
-    def _step(self) -> Stretch | None:
-        raise NotImplementedError
-
-
-class _Node:
-    """A part of a path. mark: all its rows are computed once so many rows of prompts are."""
-
-    __slots__ = ("children", "mark", "number", "parent", "rows", "running", "users")
-
-    def __init__(self, parent: _Node | None, number: int, rows: int):
-        self.parent, self.number, self.rows = parent, number, rows
-        self.children: dict[int, _Node] = {}
-        self.users = 0  # sequences that run
-        self.mark = 0
-        self.running = 0  # of them, those that decode
-
-
-class _RowSequence:
-    __slots__ = ("cached", "leaf", "mark", "request")
-
-    def __init__(self, request: SimRequest):
-        self.request = request
-        self.leaf: _Node
-        self.mark = 0
-        self.cached = 0
-
-
-class RowEngine(SlotEngine):
-    """The rules of `GenerateScheduler` with room set aside for each output, on parts instead of tokens: prompts are
-    computed first come first, each part once; a part stays until its room is needed, the one used longest ago first.
-
-    Steps in which nobody comes or goes are one stretch, so time depends on requests, not on tokens.
-    """
-
-    def open(self) -> None:
         self.free = self.slots
         self._root = _Node(None, 0, 0)
         self._waiting: deque[_RowSequence] = deque()
@@ -213,11 +172,32 @@ class RowEngine(SlotEngine):
 
     @property
     def num_waiting(self) -> int:
+        """Returns how many sequences were not admitted yet."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
+        """Returns how many sequences were."""
         return len(self._decoding) + len(self._prefilling)
+
+    def step(self) -> Stretch | None:
+        """Runs the next step, or several alike; returns None when nobody waits or runs."""
+        size = self.size
+        if size is None:
+            return self._step()
+        if not self.num_running and not self.num_waiting:
+            size.reset()
+        self.max_batch_rows = size.rows(self._most, self.num_waiting, self.num_running)
+        stretch = self._step()
+        if stretch is not None:
+            steps = stretch.steps
+            decode = stretch.decode // steps
+            size.note(
+                stretch.prefill // steps, decode, stretch.seconds / steps, most=self._most, waiting=self.num_waiting,
+                began=stretch.running - decode, ended=len(stretch.ended),
+                tokens=sum(one.request.output for one in stretch.ended), steps=steps,
+            )  # fmt: skip
+        return stretch
 
     def _step(self) -> Stretch | None:
         if self._waiting and not self._is_stuck:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..cache import CacheEvents
@@ -69,25 +69,49 @@ def contiguous(requests: Sequence[SimRequest], parts: int) -> list[list[SimReque
     return [list(requests[cuts[i] : cuts[i + 1]]) for i in range(parts)]
 
 
-class Routed(Feeder):
-    """Each request is given to a replica as it comes, by a policy on the real router."""
+class _OnRouter(Feeder):
+    """A feeder with the real router, which is told of what replicas do.
 
-    def __init__(self, policy: Policy, cost: StepCost, *, reports: bool = True, requests: Sequence[SimRequest] = ()):
+    reports  whether replicas tell what their caches hold
+    learns   whether it learns from steps how fast replicas are, as a real fleet does; else it knows that from the start
+    slots    rows that a replica's KV store holds; None: what memory holds
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None,
+        cost: StepCost,
+        *,
+        reports: bool = True,
+        learns: bool = False,
+        slots: int | None = None,
+        requests: Sequence[SimRequest] = (),
+    ):
         super().__init__()
         self.router = Router(policy)
-        self._cost, self._reports = cost, reports
+        self._slots = cost.kv_rows if slots is None else slots
+        self._cost, self._reports, self._learns = cost, reports, learns
         self._new = deque(requests)
 
     def joined(self, replica: int, engine: Any, now: float) -> None:
         super().joined(replica, engine, now)
-        self.router.join(replica, speed=_speed(self._cost), capacity=self._cost.kv_rows, reports=self._reports)
+        speed = Speed() if self._learns else Speed(self._cost.prefill_seconds, self._cost.decode_seconds(32))
+        self.router.join(replica, speed=speed, capacity=self._slots, reports=self._reports)
 
     def arrived(self, request: SimRequest, now: float) -> None:
         self._new.append(request)
 
     def worked(self, replica: int, stretch: Stretch, events: CacheEvents | None, now: float) -> None:
         super().worked(replica, stretch, events, now)
-        _tell(self.router, replica, stretch, events)
+        self.router.worked(replica, stretch.prefill, stretch.decode, stretch.seconds)
+        if events is not None:
+            self.router.take(replica, events)
+        for ended in stretch.ended:
+            self.router.end(ended.request.key, output_rows=ended.request.output, cached_rows=ended.cached)
+
+
+class Routed(_OnRouter):
+    """Each request is given to a replica as it comes, by a policy."""
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
         given = []
@@ -105,17 +129,15 @@ class Routed(Feeder):
         return "input"
 
 
-class Streamed(Feeder):
+class Streamed(_OnRouter):
     """Ours: requests go into the live window as they come, and leave by `Dispatcher`.
 
     count    of the requests that will come, after which the input has ended
-    window   options of `LiveWindow`
-    backlog  rows that a replica may have been sent, as a multiple of its KV store
-    reports  whether replicas tell what their caches hold
-    reserves whether they set room aside for the longest output that a request may have
-    learns   whether it learns from steps how fast replicas are, as a real fleet does; else it knows that from the start
     kind     of the dispatcher
-    slots    rows that a replica's KV store holds; None: what memory holds
+    backlog  rows that a replica may have been sent, as a multiple of its KV store
+    reserves whether replicas set room aside for the longest output that a request may have
+    window   options of `LiveWindow`
+    known    options of `_OnRouter`
     """
 
     def __init__(
@@ -124,43 +146,27 @@ class Streamed(Feeder):
         *,
         count: int,
         kind: type[Dispatcher] = Dispatcher,
-        slots: int | None = None,
         policy: Policy | None = None,
         backlog: float = 1.25,
-        reports: bool = True,
         reserves: bool = True,
-        learns: bool = False,
-        requests: Sequence[SimRequest] = (),
-        **window: Any,
+        window: Mapping[str, Any] = {"max_tokens": 1 << 23},  # it is only read
+        **known: Any,
     ):
-        super().__init__()
-        self.router = Router(policy)
-        limits = {"max_tokens": 1 << 23} | window
-        self.dispatcher = kind(self.router, limit_of=lambda request: request.limit, **limits)
-        self._cost, self._left, self._reports, self._learns = cost, count, reports, learns
-        self._slots = cost.kv_rows if slots is None else slots
+        super().__init__(policy, cost, **known)
+        self.dispatcher = kind(self.router, limit_of=lambda request: request.limit, **window)
+        self._left = count
         self.limits = Limits(int(backlog * self._slots), reserves=reserves)
-        self._late: deque[SimRequest] = deque(requests)
 
     def joined(self, replica: int, engine: Any, now: float) -> None:
         super().joined(replica, engine, now)
-        speed = Speed() if self._learns else _speed(self._cost)
-        self.router.join(replica, speed=speed, capacity=self._slots, reports=self._reports)
         self.dispatcher.join(replica, self.limits)
-
-    def arrived(self, request: SimRequest, now: float) -> None:
-        self._late.append(request)
-
-    def worked(self, replica: int, stretch: Stretch, events: CacheEvents | None, now: float) -> None:
-        super().worked(replica, stretch, events, now)
-        _tell(self.router, replica, stretch, events)
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
         given: list[tuple[int, list[SimRequest]]] = []
         window = self.dispatcher.window
         while True:
-            while self._late and not window.is_full:
-                request = self._late.popleft()
+            while self._new and not window.is_full:
+                request = self._new.popleft()
                 window.put(request.key, request.tokens(), now=now, what=request)
                 self._left -= 1
                 if not self._left:
@@ -170,23 +176,11 @@ class Streamed(Feeder):
                 assert isinstance(order.replica, int)
                 self.in_flight[order.replica] += len(order.requests)
                 given.append((order.replica, [waiting.what for waiting in order.requests]))
-            if not orders or not self._late:
+            if not orders or not self._new:
                 return given
 
     def idle_cause(self, replica: int) -> Idle:
-        return "border" if len(self.dispatcher.window) or self._late else "input"
+        return "border" if len(self.dispatcher.window) or self._new else "input"
 
     def next_time(self) -> float | None:
         return self.dispatcher.window.next_pressed()
-
-
-def _speed(cost: StepCost) -> Speed:
-    return Speed(cost.prefill_seconds, cost.decode_seconds(32))
-
-
-def _tell(router: Router, replica: Hashable, stretch: Stretch, events: CacheEvents | None) -> None:
-    router.worked(replica, stretch.prefill, stretch.decode, stretch.seconds)
-    if events is not None:
-        router.take(replica, events)
-    for ended in stretch.ended:
-        router.end(ended.request.key, output_rows=ended.request.output, cached_rows=ended.cached)

@@ -12,6 +12,7 @@ from simulated import check_books, unique_rows
 
 from benchmarks.simulate.blocks import BlockEngine
 from benchmarks.simulate.fit import fit
+from benchmarks.simulate.published import balanced_rows
 from benchmarks.simulate.scheduled import ScheduledEngine
 from prefold.cluster.router import Prompt, Router
 from prefold.errors import InputError
@@ -130,7 +131,7 @@ def test_rows_of_prompts_cost_nothing_while_the_weights_are_read():
     def took(rows: int) -> float:
         return COST.seconds(StepRows(rows, 0, 0, 0, 1))
 
-    balanced = COST.balanced_rows
+    balanced = balanced_rows(COST)
     assert took(int(0.95 * balanced)) == took(1) < took(int(1.1 * balanced))
 
 

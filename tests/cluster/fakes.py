@@ -85,6 +85,9 @@ class ThreadReplicas(Replicas):
 
         return watched
 
+    def order(self, name, method, *arguments):
+        getattr(self, method)(name, *arguments)
+
     def begin(self, name, call):
         self.runs.append((name, []))
         self.hosts[name].begin(call)

@@ -75,13 +75,14 @@ def assert_answered(found, wrong=(3, 5), raw=True):
 
 
 def test_texts_go_to_several_servers(table, monkeypatch):
-    groups, give = defaultdict(list), HttpReplicas.give
+    groups, order = defaultdict(list), HttpReplicas.order
 
-    def noted(replicas, name, windows):
-        groups[name] += [request.tokens[:17].tobytes() for _, _, request in requests_of(windows)]
-        give(replicas, name, windows)
+    def noted(replicas, name, method, *arguments):
+        if method == "give":
+            groups[name] += [request.tokens[:17].tobytes() for _, _, request in requests_of(*arguments)]
+        order(replicas, name, method, *arguments)
 
-    monkeypatch.setattr(HttpReplicas, "give", noted)
+    monkeypatch.setattr(HttpReplicas, "order", noted)
     few, servers = NUM // 5, []
 
     def even(path, body, number):
