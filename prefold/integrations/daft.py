@@ -112,10 +112,8 @@ class _FunctionCall:
             object.__setattr__(asked, "owner", asked.client())
         return asked
 
-    def __reduce__(self) -> Any:
-        values = (self.task, self.model, self.llm, self.options, self.on_error, self.on_ray, self.batch_size,
-                  self.replicas)  # fmt: skip
-        return _FunctionCall, values
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "owner": None}
 
     def client(self) -> Any:
         """Returns the model: of this process, or of the cluster."""
@@ -204,12 +202,19 @@ class _ClassifierDescriptor(_Descriptor, TextClassifierDescriptor):
         return _Classifier(self.asked)
 
 
-class _Prompter:
+class _Runner:
+    """Runs a function in a worker."""
+
+    def __init__(self, asked: _FunctionCall):
+        self._asked, self._model = asked, asked.client()
+
+
+class _Prompter(_Runner):
     """Answers one row at a time; all rows that are asked for at once run together."""
 
     def __init__(self, asked: _FunctionCall, return_format: Any):
-        self._asked, self._format = asked, return_format
-        self._model = asked.client()
+        super().__init__(asked)
+        self._format = return_format
         self._options = dict(asked.options)
         if return_format is not None:
             self._options["grammar"] = {"json_schema": return_format.model_json_schema()}
@@ -229,11 +234,7 @@ class _Prompter:
         return None if found is None else found["text"]
 
 
-class _Embedder:
-    def __init__(self, asked: _FunctionCall):
-        self._asked = asked
-        self._model = asked.client()
-
+class _Embedder(_Runner):
     async def embed_text(self, text: list[str]) -> list[Any]:
         items, there = _items(text)
         answers = await self._model.run_many_async(self._asked.task, self._asked.options, items)
@@ -241,11 +242,7 @@ class _Embedder:
         return [None if one is None else np.asarray(one["embedding"], np.float32) for one in found]
 
 
-class _Classifier:
-    def __init__(self, asked: _FunctionCall):
-        self._asked = asked
-        self._model = asked.client()
-
+class _Classifier(_Runner):
     def classify_text(self, text: list[str], labels: Any) -> list[Any]:
         options = {**self._asked.options, "labels": [labels] if isinstance(labels, str) else list(labels)}
         items, there = _items(text)
@@ -301,22 +298,21 @@ def generate(prompt: Any, *, model: str = DEFAULT_MODEL, chat: bool = True, **op
     return daft.cls(_Generate, max_retries=0)(asked, chat).answer(prompt)
 
 
-class _Generate:
+class _Generate(_Runner):
     """The rows of `generate`."""
 
     def __init__(self, asked: _FunctionCall, chat: bool):
-        self._asked, self._chat = asked, chat
-        self._model = asked.client()
+        super().__init__(asked)
+        self._chat = chat
 
     @daft.method(return_dtype=DataType.struct(_STRUCT))
     async def answer(self, prompt: Any) -> Any:
         if prompt is None:
             return {name: "the prompt is null" if name == "error" else None for name in _STRUCT}
         in_chat = self._chat or not isinstance(prompt, str)
-        item = attempt(_item, (prompt,)) if in_chat else {"prompt": prompt}
-        if not isinstance(item, InputError):
-            item = await self._model.run_one("generate", self._asked.options, item)
-        answer = item
+        answer = attempt(_item, (prompt,)) if in_chat else {"prompt": prompt}
+        if not isinstance(answer, InputError):
+            answer = await self._model.run_one("generate", self._asked.options, answer)
         if isinstance(answer, InputError):
             return {name: str(answer) if name == "error" else None for name in _STRUCT}
         return {name: answer.get(name) for name in _STRUCT}

@@ -27,45 +27,30 @@ from ..plugins import add_plugins, plugins
 from ..stream import Feed, LiveInput
 from ..tasks import make_task
 from ..tasks.run import calibrated_by, draw_seed, finish_items, results_of, with_seed
+from .shared import Model
 
 _AT_ONCE = 1000  # calls that the actor answers at once
 _WINDOW = 1 << 20  # tokens that wait for replicas
 _TURN = 1.0  # seconds after which the requests of one kind make room for those of another
 Make = Callable[[str, Mapping[str, Any]], Any]  # a task of a name and options
-_models: dict[str, RayModel] = {}
-_lock = threading.Lock()
 
 
-class RayModel:
-    """The client of a model. key: names it; replicas: how many there are of it."""
+class RayModel(Model):
+    """The client of a model of the cluster, which has so many replicas; it is made where need be."""
 
-    @classmethod
-    def of(cls, model: str, options: Mapping[str, Any], replicas: int = 1) -> RayModel:
-        """Returns the model of the cluster with these options; it is made where need be, and kept by this process."""
-        key = json.dumps([model, options, replicas], sort_keys=True, default=str)
-        with _lock:
-            if key not in _models:
-                _models[key] = cls(key, model, options, replicas)
-            return _models[key]
-
-    def __init__(self, key: str, model: str, options: Mapping[str, Any], replicas: int = 1):
+    def __init__(self, model: str, options: Mapping[str, Any], replicas: int = 1):
         ray = _ray()
+        key = json.dumps([model, options, replicas], sort_keys=True, default=str)
         front = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_AT_ONCE)(_Front)
         name = f"prefold-{zlib.crc32(key.encode()):08x}"
         named = front.options(name=name, get_if_exists=True)
         self._actor = named.remote(_OnRay(model, dict(options), replicas, plugins()))
 
-    async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
-        """Returns what a task gives for an item, or its InputError."""
-        (answer,) = await self.run_many_async(name, options, [item])
-        return answer
-
     def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns what a task gives for each item, or the item's InputError."""
         return _ray().get(self._actor.run_many.remote(name, dict(options), list(items)))
 
     async def run_many_async(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns what `run_many` does."""
+        """Returns what `run_many` does, and keeps no thread."""
         return await self._actor.run_many.remote(name, dict(options), list(items))
 
     def stats(self) -> dict[str, Any]:

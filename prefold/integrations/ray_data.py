@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ class PrefoldBatches:
         if not isinstance(value, str):
             item: dict[str, Any] = {"messages": [dict(message) for message in value]}
         else:
-            if isinstance(error := attempt(_check_prompt, value, self._column), InputError):
+            if isinstance(error := attempt(partial(check_said, blank=True), value, self._column), InputError):
                 return error
             item = {"messages": [{"role": "user", "content": value}]} if self._chat else {"prompt": value}
         return await self._model.run_one("generate", self._options, item)
@@ -109,10 +110,6 @@ class PrefoldBatches:
 
 def _null(column: str) -> InputError:
     return InputError(f"{column!r} is null", field=column, remedy="give it a value, or drop the row", code="null")
-
-
-def _check_prompt(value: str, column: str) -> None:
-    check_said(value, column, blank=True)
 
 
 def _array(values: list[Any]) -> np.ndarray:

@@ -13,7 +13,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from ..errors import InputError, record_error
 from ..options import OPTIONS, ModelOptions
@@ -21,7 +21,7 @@ from ..options import OPTIONS, ModelOptions
 # What is both, such as a seed, is a task's.
 LLM_OPTIONS = {"tokenizer", *ModelOptions.__dataclass_fields__}
 LLM_OPTIONS -= {name for kind in OPTIONS.values() for name in kind.__dataclass_fields__}
-_models: dict[str, SharedModel] = {}
+_models: dict[str, Any] = {}
 _lock = threading.Lock()
 
 
@@ -35,7 +35,33 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return own, {name: value for name, value in options.items() if name not in own}
 
 
-class SharedModel:
+class Model:
+    """Runs tasks on a model that many callers share."""
+
+    @classmethod
+    def of(cls, *what: Any) -> Self:
+        """Returns the model made of these arguments, which this process makes where need be, and keeps."""
+        key = json.dumps([cls.__name__, *what], sort_keys=True, default=str)
+        with _lock:
+            if key not in _models:
+                _models[key] = cls(*what)
+            return _models[key]
+
+    def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
+        """Returns what a task gives for each item, or the item's InputError."""
+        raise NotImplementedError
+
+    async def run_many_async(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
+        """Returns what `run_many` does, which runs in a thread."""
+        return await asyncio.to_thread(self.run_many, name, options, items)
+
+    async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
+        """Returns what a task gives for an item, or its InputError."""
+        (answer,) = await self.run_many_async(name, options, [item])
+        return answer
+
+
+class SharedModel(Model):
     """Runs tasks on an LLM of this process. Any thread and any event loop may call it."""
 
     def __init__(self, model: str, options: Mapping[str, Any]):
@@ -44,15 +70,6 @@ class SharedModel:
         self._llm = LLM(model, **options)
         self._tasks: dict[str, Any] = {}
         self._tasks_lock = threading.Lock()
-
-    @classmethod
-    def of(cls, model: str, options: Mapping[str, Any]) -> SharedModel:
-        """Returns the model of this process with these options, which is made where need be."""
-        key = json.dumps([model, options], sort_keys=True, default=str)
-        with _lock:
-            if key not in _models:
-                _models[key] = cls(model, options)
-            return _models[key]
 
     def _task(self, name: str, options: Mapping[str, Any]) -> Any:
         """Returns the task with these options, which is made once."""
@@ -69,21 +86,16 @@ class SharedModel:
             return self._tasks[key]
 
     def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns what a task gives for each item, or the item's InputError."""
         from ..tasks.run import run_items
 
         return run_items(self._llm.engine, self._task(name, options), items)
-
-    async def run_many_async(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns what `run_many` does, which runs in a thread."""
-        return await asyncio.to_thread(self.run_many, name, options, items)
 
     async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
         """Returns what a task gives for an item, or its InputError. Text of all callers is generated together."""
         from ..tasks.run import finish
 
         if name != "generate":
-            return (await asyncio.to_thread(self.run_many, name, options, [item]))[0]
+            return await super().run_one(name, options, item)
         task = await asyncio.to_thread(self._task, name, options)
         (work,) = await asyncio.to_thread(task.prepare, [item])
         if isinstance(work, InputError):

@@ -88,6 +88,16 @@ def test_a_server_that_never_answered_is_asked_for_as_long_as_patience_only_besi
         assert name == dead and event.reason == "it cannot be reached (connection refused)" and not event.returns
 
 
+def test_a_server_that_never_answers_is_asked_for_no_longer_than_the_fleet_is_there(monkeypatch):
+    monkeypatch.setattr(http_server, "_UNANSWERED", 600)
+    told = []
+    replicas = HttpReplicas(["http://127.0.0.1:9"], "m", None, patience=600, notify=told.append)
+    with closing(Fleet(replicas)):
+        while not told:
+            time.sleep(0.01)
+    assert not any(thread.is_alive() for thread in replicas._threads)
+
+
 def test_a_server_that_cannot_be_met_for_another_reason_is_lost(monkeypatch):
     async def meet(*_, **__):
         raise OSError("no file descriptors")
