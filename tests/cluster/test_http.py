@@ -354,7 +354,7 @@ def test_the_journal_knows_the_backend_and_the_model_and_not_the_servers(table):
 
 def test_a_package_that_is_not_there_is_named_with_its_extra(table, monkeypatch):
     for package, extra, option in (("ray", "ray", "--ray"), ("httpx", "http", "--url=http://localhost:1")):
-        modules = {"ray": ["ray_replicas"], "httpx": ["http_replicas", "http_server"]}[package]
+        modules = {"ray": ["ray_replicas"], "httpx": ["http_replicas", "http_host"]}[package]
         monkeypatch.setitem(sys.modules, package, None)
         for module in modules:
             monkeypatch.delitem(sys.modules, f"prefold.cluster.{module}", raising=False)

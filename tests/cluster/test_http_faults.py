@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 import time
@@ -12,10 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from prefold.cluster import http_replicas, http_server
+from prefold.cluster import http_host
 from prefold.cluster.fleet import Fleet
+from prefold.cluster.http_host import HttpHost, ServedModel
 from prefold.cluster.http_replicas import HttpReplicas
-from prefold.cluster.http_server import meet
 from prefold.cluster.replicas import RESTARTS, ReplicaDown, ReplicaLost, ReplicaReady
 from prefold.errors import FleetError, InputError
 from prefold.stream import Spool
@@ -61,13 +60,13 @@ def test_what_a_server_says_of_a_refusal_is_told(monkeypatch, status):
     said = {"error": {"message": "this server is not 'gpu-a:8000'; start it with --allowed-host"}}
     monkeypatch.setattr(_Handler, "do_GET", lambda handler: handler._send(status, {}, said))
     with serving(ids=False) as server, pytest.raises(ReplicaDown, match="this server is not 'gpu-a:8000'") as refused:
-        asyncio.run(meet(server.url, "m", most=1, patience=0.0, timeout=5.0))
+        HttpHost(server.url, ServedModel("m", None, patience=0.0, timeout=5.0))
     assert ("the key was refused" in str(refused.value)) is (status == 401)
 
 
 @pytest.mark.parametrize("other", [False, True])
 def test_a_server_that_never_answered_is_asked_for_as_long_as_patience_only_beside_one_that_has(monkeypatch, other):
-    monkeypatch.setattr(http_server, "_UNANSWERED", 0.5)
+    monkeypatch.setattr(http_host, "_UNANSWERED", 0.5)
     dead, notes = "http://127.0.0.1:9", []
     with serving(ids=False) as server:
         urls = [dead, server.url] if other else [dead]
@@ -89,7 +88,7 @@ def test_a_server_that_never_answered_is_asked_for_as_long_as_patience_only_besi
 
 
 def test_a_server_that_never_answers_is_asked_for_no_longer_than_the_fleet_is_there(monkeypatch):
-    monkeypatch.setattr(http_server, "_UNANSWERED", 600)
+    monkeypatch.setattr(http_host, "_UNANSWERED", 600)
     told = []
     replicas = HttpReplicas(["http://127.0.0.1:9"], "m", None, patience=600, notify=told.append)
     with closing(Fleet(replicas)):
@@ -102,7 +101,7 @@ def test_a_server_that_cannot_be_met_for_another_reason_is_lost(monkeypatch):
     async def meet(*_, **__):
         raise OSError("no file descriptors")
 
-    monkeypatch.setattr(http_replicas, "meet", meet)
+    monkeypatch.setattr(HttpHost, "_meet", meet)
     with (
         closing(Fleet(HttpReplicas(["http://localhost:1"], "m", None))) as fleet,
         requests_of(["a"]) as spool,
@@ -112,14 +111,14 @@ def test_a_server_that_cannot_be_met_for_another_reason_is_lost(monkeypatch):
 
 
 def test_a_request_that_cannot_be_asked_is_an_error_of_its_record(monkeypatch):
-    body = http_replicas.generation_body
+    body = http_host.generation_body
 
     def failing(request, *rest, **how):
         if len(request.tokens) == 3:
             raise OverflowError("nobody thought of that")
         return body(request, *rest, **how)
 
-    monkeypatch.setattr(http_replicas, "generation_body", failing)
+    monkeypatch.setattr(http_host, "generation_body", failing)
     texts = ["one", "four", "\x00messages\x00 x"]
     with serving(ids=False) as server, closing(Fleet(replicas_at(server))) as fleet, requests_of(texts) as spool:
         found = generated(fleet, spool)

@@ -1,0 +1,393 @@
+"""One server as a replica: how it is met, how much it can take, and what is posted to it, again where that may help."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Any
+
+from ..checkpoint import served_name
+from ..errors import InputError, JobError, MissingExtraError
+from ..text import Tokenizer
+from ..types import Request, Stats
+from .hosts import AsyncHost
+from .http_bodies import (
+    NOT_OPENAIS,
+    RowError,
+    contexts_of,
+    embedding_bodies,
+    embeddings_of,
+    generated_of,
+    generation_body,
+    generation_stats,
+    logprob_bodies,
+    logprobs_of,
+)
+from .replicas import ReplicaDown, ReplicaFacts, RunCall
+
+try:
+    import httpx
+except ImportError:
+    raise MissingExtraError("httpx", "http", "a server as a replica") from None
+
+API_KEY = "PREFOLD_API_KEY"  # the environment variable that holds the key
+_ATTEMPTS = 5  # of a request that times out, or whose connection is torn, or that a server fails on
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
+_FIRST_CAP = 8  # requests in flight to begin with
+_LOOK = 10.0  # seconds that a connection, and what it says of itself, may take
+_UNANSWERED = 15.0  # seconds for which servers are asked of which none has ever answered
+_REFUSALS = {
+    401: f"the key was refused ({API_KEY} holds it)",
+    403: "the server refuses to answer",  # a key that may not, or a name that the server does not know itself by
+    404: "there is no such model or path",
+}
+_LOGPROBS = ("logprobs", "logits")  # kinds of Readout
+_BATCH = 16  # prompts of one request for embeddings
+_LONGEST_ANSWER = 10  # times the patience
+_LOOKS = 4  # at a server's counters within the patience
+_TICK = 0.1  # seconds after which a host that is being made looks whether anybody waits for it
+
+TextOf = Callable[[Any], str]
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """What a job asks of its servers, and what is known of all of them.
+
+    model         its name there
+    tokenizer     turns token ids into text for a server that takes no ids
+    takes_ids     whether the token ids of requests are those of the model
+    context       of the model as its files say, in tokens; None: not known. A server may say a smaller one
+    most          requests in flight at a server
+    patience      seconds for which a server that cannot be reached is asked again, and a request that fails is sent
+                  again
+    timeout       seconds that an answer may take, of a server that makes progress; None: ten times the patience
+    notify        called with what a person should know of a server
+    has_answered  whether any server has ever answered
+    """
+
+    model: str
+    tokenizer: Tokenizer | None
+    takes_ids: bool = True
+    context: int | None = None
+    most: int = 256
+    patience: float = 300.0
+    timeout: float | None = None
+    notify: Callable[[str], None] = lambda line: None
+    has_answered: bool = False
+
+
+class HttpHost(AsyncHost):
+    """Asks one server, which makes progress when it answers, and while what it counts of tokens at /metrics changes.
+
+    stopping  whether nobody waits for the server any more
+
+    It asks again for the model's patience where the server cannot be reached, for less where no server has ever
+    answered. Raises ReplicaDown, with the reason, where that does not help.
+    """
+
+    def __init__(self, url: str, model: ServedModel, stopping: Callable[[], bool] = lambda: False):
+        super().__init__("prefold-http")
+        self._url, self._o = url, model
+        self._takes_ids = None if model.takes_ids else False  # whether the server takes them; None: it was not asked
+        self._knows_all = True  # whether it takes sampling options that OpenAI has no name for, as far as is known
+        self._cap = float(min(_FIRST_CAP, model.most))  # requests in flight: more after successes, half after overload
+        self._paused_until = 0.0
+        self.facts = ReplicaFacts(
+            max_running=model.most,
+            at_once=min(model.most, 32) * _BATCH,
+            is_server=True,
+            dies_of_requests=False,
+            steps_overlap=True,
+        )
+        key = os.environ.get(API_KEY)
+        timeout = _LONGEST_ANSWER * model.patience if model.timeout is None else model.timeout
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout, connect=_LOOK),
+            limits=httpx.Limits(max_connections=None),
+        )
+        meeting = self._begun(self._meet())
+        try:
+            while not wait([meeting], _TICK).done:
+                if stopping():
+                    meeting.cancel()
+            self._model, self._context = meeting.result()
+        except BaseException:
+            self.close()
+            raise
+        self._watching = self._begun(self._watch())
+
+    # ------------------------------------------------------------------------------------- in the thread
+
+    async def _leave(self) -> None:
+        await super()._leave()
+        await self._client.aclose()
+
+    async def _meet(self) -> tuple[str, int | None]:
+        """Returns the model's name on the server, and the tokens of its context, None where they are not known."""
+        name, contexts = self._o.model, contexts_of(await self._first_answer())
+        if name not in contexts and served_name(name) in contexts:
+            name = served_name(name)
+        if contexts and name not in contexts:
+            raise ReplicaDown(f"it has no model {name!r}; those it has: {', '.join(contexts)}")
+        known = [length for length in (self._o.context, contexts.get(name)) if length is not None]
+        return name, min(known, default=None) if self._o.takes_ids else None
+
+    async def _first_answer(self) -> httpx.Response:
+        started, pause, is_told = time.monotonic(), _FIRST_PAUSE, False
+        while True:
+            try:
+                found = await self._client.get("/v1/models", timeout=_LOOK)
+                self._o.has_answered = True
+                if found.status_code in (401, 403):
+                    raise ReplicaDown(f"{_REFUSALS[found.status_code]}: {_said(found)}")
+                if found.status_code < 500 and found.status_code != 429:
+                    return found
+                reason = f"it answers {found.status_code}"
+            except httpx.HTTPError as error:
+                reason = f"it cannot be reached ({_why(error)})"
+            longest = self._o.patience if self._o.has_answered else min(self._o.patience, _UNANSWERED)
+            left = longest - (time.monotonic() - started)
+            if left < 0:
+                raise ReplicaDown(reason)
+            if not is_told:
+                self._o.notify(f"{self._url}: {reason}; it is asked again for {longest:.0f} s")
+                is_told = True
+            await asyncio.sleep(_jittered(pause))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _watch(self) -> None:
+        """Says that the server makes progress while it answers nothing, as long outputs take their time."""
+        before: list[str] = []
+        while True:
+            now = await self._counters() if self._tasks else []
+            if before and now and now != before:
+                with self._changed:
+                    self._report.is_at_work = True
+                    self._changed.notify()
+            before = now
+            await asyncio.sleep(self._o.patience / _LOOKS)
+
+    async def _counters(self) -> list[str]:
+        """Returns what the server counts of tokens, as Prometheus is told of it; nothing where it does not tell."""
+        try:
+            said = await self._client.get("/metrics", timeout=_LOOK)
+        except httpx.HTTPError:
+            return []
+        lines = said.text.splitlines() if said.status_code == 200 else []
+        return [line for line in lines if "token" in line.partition("{")[0].partition(" ")[0]]
+
+    async def _post(self, bodies: Sequence[tuple[str, Any]]) -> Any:
+        """Returns the answer to the first of the bodies whose path the server has; asks again where that may help.
+
+        Raises ReplicaDown where it cannot be reached, JobError where it refuses all requests, and InputError where it
+        refuses this one.
+        """
+        attempts, pause, last = 0, _FIRST_PAUSE, ""
+        deadline = time.monotonic() + self._o.patience
+        while attempts < _ATTEMPTS and time.monotonic() < deadline:
+            path, body = bodies[0]
+            try:
+                said = await self._client.post(path, json=body)
+            except httpx.TransportError as error:
+                attempts, last = attempts + 1, _why(error)
+                is_down = isinstance(error, httpx.ConnectError) and attempts == _ATTEMPTS
+                if is_down:
+                    raise ReplicaDown(f"it cannot be reached ({last})") from None
+                await asyncio.sleep(_jittered(pause))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                continue
+            except httpx.DecodingError as error:
+                raise RowError(self._url, 0, f"an answer that cannot be unpacked: {error}") from None
+            except ValueError as error:  # such as half of a surrogate pair, or a number that is none
+                raise RowError(self._url, 0, f"the request cannot be written as JSON: {error}") from None
+            if said.status_code < 300:
+                self._cap = min(self._o.most, self._cap + 1 / self._cap)
+                with reading(self._url):
+                    return said.json()
+            if said.status_code == 404 and len(bodies) > 1:
+                bodies = bodies[1:]
+                continue
+            last = _said(said)
+            if said.status_code in (429, 503):
+                self._cap = max(1.0, self._cap / 2)
+                wait = _retry_after(said) or _jittered(pause)
+                self._paused_until = time.monotonic() + wait
+                await asyncio.sleep(wait * random.uniform(1.0, 1.25))
+            elif said.status_code >= 500 or said.status_code == 408:
+                attempts += 1
+                await asyncio.sleep(_jittered(pause))
+            elif said.status_code in _REFUSALS:
+                raise JobError(f"{self._url}: {_REFUSALS[said.status_code]}: {last}")
+            else:
+                raise RowError(self._url, said.status_code, last)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        raise RowError(self._url, 0, f"no answer after {attempts} attempts: {last}")
+
+    def _refusal(self, call: RunCall) -> str:
+        if call.readout.kind == "head":
+            message = "no server gives the exact outputs of a classification head over HTTP"
+            return f"{message}; leave out --url, or give labels or words that the model can say"
+        if call.readout.kind in _LOGPROBS and not self._o.takes_ids:
+            return "log-probabilities need token ids; name the model's tokenizer with --tokenizer"
+        return ""
+
+    def _num_to_ask(self, call: RunCall) -> int:
+        pause = self._paused_until - time.monotonic()
+        if pause > 0:
+            self._loop.call_later(pause, self._fill)
+        if pause > 0 or len(self._tasks) >= int(self._cap):
+            return 0
+        if call.readout.kind == "tokens" or call.readout.kind in _LOGPROBS:
+            return 1
+        adapter = self._waiting[0][2].adapter  # embeddings of one model go into one body
+        return sum(1 for _ in takewhile(lambda one: one[2].adapter == adapter, islice(self._waiting, _BATCH)))
+
+    async def _ask(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
+        """Returns the answers to some requests. Where the server refuses several at once, each is asked by itself."""
+        try:
+            return await self._ask_together(call, requests)
+        except InputError as error:
+            if len(requests) == 1:
+                return [error], Stats(requests=1)
+        answers, stats = [], Stats()
+        for request in requests:
+            (answer,), counted = await self._ask(call, [request])
+            answers.append(answer)
+            stats = stats + counted
+        return answers, stats
+
+    async def _ask_together(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
+        """Asks with token ids, or as text where the server refuses them."""
+        try:
+            if call.readout.kind in _LOGPROBS:
+                return await self._logprobs(call, requests[0])
+            ask = self._generated if call.readout.kind == "tokens" else self._embedded
+            if self._takes_ids is not False:
+                try:
+                    found = await ask(call, requests, None)
+                    self._takes_ids = True
+                    return found
+                except RowError as error:
+                    if self._takes_ids or not error.is_about_form or len(requests) > 1:
+                        raise
+            found = await ask(call, requests, self._text_of())
+            self._takes_ids = self._takes_ids or False
+            return found
+        except (InputError, JobError, ReplicaDown):
+            raise
+        except Exception as error:  # of what nobody thought of: the server is not lost for it
+            message = f"it could not be asked ({type(error).__name__}: {error})"
+            raise RowError(self._url, 0, message) from error
+
+    async def _logprobs(self, call: RunCall, request: Request) -> tuple[list[Any], Stats]:
+        bodies = logprob_bodies(request, call.readout, self._model)
+        answers = [await self._post([body]) for body in bodies]
+        tokens = len(request.tokens)
+        with reading(self._url):
+            found = logprobs_of(answers, request, call.readout)
+        return [found], Stats(tokens=tokens, rows_computed=len(bodies) * tokens, requests=1, steps=1)
+
+    async def _embedded(
+        self, call: RunCall, requests: list[Request], text_of: TextOf | None
+    ) -> tuple[list[Any], Stats]:
+        said = await self._post(embedding_bodies(requests, call.readout, self._model, text_of))
+        tokens = sum(len(request.tokens) for request in requests)
+        with reading(self._url):
+            found = embeddings_of(said, len(requests))
+        return found, Stats(tokens=tokens, rows_computed=tokens, requests=len(requests), steps=1)
+
+    async def _generated(
+        self, call: RunCall, requests: list[Request], text_of: TextOf | None
+    ) -> tuple[list[Any], Stats]:
+        """Where a server refuses a sampling option that OpenAI does not have, and takes the request without those that
+        change nothing, they are not sent to it again."""
+        (request,) = requests
+
+        async def post(knows_all: bool) -> Any:
+            how = {"context": self._context, "knows_all": knows_all}
+            return await self._post([generation_body(request, self._model, text_of, call.text, **how)])
+
+        try:
+            said = await post(knows_all := self._knows_all)
+        except RowError as error:
+            if not (knows_all and error.is_about_form and any(name in str(error) for name in NOT_OPENAIS)):
+                raise
+            said = await post(False)
+            if self._knows_all:
+                self._knows_all = False
+                names = ", ".join(NOT_OPENAIS)
+                self._o.notify(f"{self._url} knows no {names}; they are sent only where they are asked for")
+        with reading(self._url):
+            return [generated_of(said)], generation_stats(said)
+
+    def _text_of(self) -> TextOf:
+        """Returns what makes text of token ids."""
+        tokenizer = self._o.tokenizer
+        if tokenizer is None:
+            message = f"{self._url} takes no token ids, and without a tokenizer there is no text"
+            raise JobError(f"{message}; name one with --tokenizer")
+
+        def text(tokens: Any) -> str:
+            before, after = len(tokenizer.prefix_ids), len(tokenizer.suffix_ids)
+            if before and tokens[:before].tolist() == tokenizer.prefix_ids.tolist():
+                tokens = tokens[before:]  # the server puts them there itself
+            if after and tokens[-after:].tolist() == tokenizer.suffix_ids.tolist():
+                tokens = tokens[:-after]
+            return tokenizer.decode(tokens)
+
+        return text
+
+
+def _why(error: Exception) -> str:
+    """Returns in words why a server was not reached: what the system says, such as "connection refused", is at the
+    bottom of what the client makes of it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
+            return os.strerror(cause.errno).lower()
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+@contextmanager
+def reading(url: str) -> Iterator[None]:
+    """Makes the error of the requests out of whatever an answer lacks: a gateway may say 200 and mean an error."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise RowError(url, 200, f"nothing that can be read ({type(error).__name__}: {error})") from None
+
+
+def _said(said: httpx.Response) -> str:
+    """Returns the message of an error."""
+    try:
+        found = said.json()
+        error = found.get("error", found)
+        text = error.get("message", found) if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        text = said.text
+    return " ".join(str(text).split())[:300]
+
+
+def _retry_after(said: httpx.Response) -> float | None:
+    """Returns the seconds of Retry-After, None where there are none. (A date is not understood.)"""
+    try:
+        return min(_LONGEST_PAUSE * 4, max(0.0, float(said.headers["retry-after"])))
+    except (KeyError, ValueError):
+        return None
+
+
+def _jittered(pause: float) -> float:
+    return pause * random.uniform(0.5, 1.5)
