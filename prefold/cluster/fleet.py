@@ -110,40 +110,25 @@ class Fleet:
         *,
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
+        text: bool = False,
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Any]]:
         """Yields (tag, result) of every request of a spool, or of a stream, as `Engine.run` does; of a request that
-        replicas died of, the InputError."""
-        call = RunCall(readout, sharing or self.sharing, max_batch_rows)
-        return self._run(windows, call, on_step, stopping)
-
-    def generate(
-        self,
-        windows: Windows | LiveInput,
-        tokenizer: Tokenizer | None,
-        *,
-        sharing: Sharing | None = None,
-        on_step: Callable[[StepInfo], None] | None = None,
-        stopping: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, a Generated a sample) of every request of a spool or stream, as `Engine.generate` does."""
-        call = RunCall(Readout("tokens"), sharing or self.sharing, text=tokenizer is not None)
-        return self._run(windows, call, on_step, stopping)
-
-    def _run(
-        self,
-        windows: Windows | LiveInput,
-        call: RunCall,
-        on_step: Callable[[StepInfo], None] | None,
-        stopping: Callable[[], bool],
-    ) -> Iterator[tuple[bytes, Any]]:
+        replicas died of, the InputError. text: as of RunCall."""
+        call = RunCall(readout, sharing or self.sharing, max_batch_rows, text)
         with self._turn:
             run = FleetRun(self, windows, call, on_step)
             try:
                 yield from run.answers(stopping)
             finally:
                 run.end()
+
+    def generate(
+        self, windows: Windows | LiveInput, tokenizer: Tokenizer | None, **how: Any
+    ) -> Iterator[tuple[bytes, Any]]:
+        """Yields (tag, a Generated a sample) of every request, as `Engine.generate` does. how: options of `run`."""
+        return self.run(windows, Readout("tokens"), text=tokenizer is not None, **how)
 
     # ---------------------------------------------------------------------------------------------- replicas
 
