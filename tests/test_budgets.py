@@ -33,10 +33,10 @@ BUDGETS = {
     "records": (2000, 1750),
     "report": (765, 700),
     "job": (2350, 2050),
-    "cluster": (4900, 3500),
+    "cluster": (4830, 3500),
     "serve": (5118, 3900),
     "simulate": (1270, 1150),
-    "integrations": (1080, 800),
+    "integrations": (1070, 800),
     "cli": (3108, 2500),
 }
 
