@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from ..checkpoint.stored import stored_as
+from ..checkpoint.identity import stored_as
 from ..errors import FleetError, JobError, RankError
 from .build import backend_of, load_llm
 from .fingerprint import fingerprint

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from prefold.checkpoint import Checkpoint, resolve
-from prefold.checkpoint.stored import stored_as
+from prefold.checkpoint.identity import stored_as
 
 
 def folder(tmp_path, config=None, **files):
