@@ -94,7 +94,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 class EventStream(Response):
     """Sends events as they are made, each of them the bytes of one server-sent event.
 
-    The events end when the client leaves, or does not take one for `send_seconds`; where there is none for
+    The events end when the client leaves, or takes too little (see `protocol.py`); where there is none for
     `ping_seconds`, a comment is sent, so that proxies keep the connection.
 
     left  called where the client has left, or takes nothing any more
@@ -115,42 +115,34 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await unless_gone(self._request, self._write(send))
-        except (ClientGone, TimeoutError):
+        except ClientGone:
             self._left()
 
     async def _write(self, send: Any) -> None:
         # An event makes no task and no timer of its own: there is one for each token of each text.
-        loop, options = asyncio.get_running_loop(), self._options
-        last, is_sending, pings = loop.time(), False, set[asyncio.Task[None]]()
-        async with aclosing(self._events), asyncio.timeout(None) as limit:
+        loop, every = asyncio.get_running_loop(), self._options.ping_seconds
+        last = loop.time()
 
-            async def put(body: bytes, more: bool = True) -> None:
-                nonlocal last, is_sending
-                last, is_sending = loop.time(), True
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-                is_sending = False
+        async def put(body: bytes, more: bool = True) -> None:
+            nonlocal last
+            last = loop.time()
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
-            def look() -> None:
-                nonlocal looking
-                now = loop.time()
-                if is_sending and now >= last + options.send_seconds:
-                    limit.reschedule(now)
-                elif not is_sending and now >= last + options.ping_seconds:
-                    pings.add(task := asyncio.ensure_future(put(b": ping\n\n")))
-                    task.add_done_callback(pings.discard)
-                due = last + (options.send_seconds if is_sending else options.ping_seconds)
-                looking = loop.call_later(max(1e-3, min(due - now, soon)), look)
+        async def ping() -> None:
+            while True:
+                await asyncio.sleep(max(1e-3, last + every - loop.time()))
+                if loop.time() >= last + every:
+                    await put(b": ping\n\n")
 
-            soon = min(options.send_seconds, options.ping_seconds)  # nothing that begins now is due before
-            looking = loop.call_later(soon, look)
-            try:
+        pinging = asyncio.ensure_future(ping())
+        try:
+            async with aclosing(self._events):
                 async for event in self._events:
                     await put(event)
-                await put(b"", more=False)
-            finally:
-                looking.cancel()
-                for ping in pings:
-                    ping.cancel()
+            pinging.cancel()
+            await put(b"", more=False)
+        finally:
+            pinging.cancel()
 
 
 # ------------------------------------------------------------------------------------------------------ bodies

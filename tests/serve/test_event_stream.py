@@ -1,4 +1,4 @@
-"""A stream of events towards a client that takes nothing; events of several replies in one order."""
+"""Events of several replies in one order."""
 
 from __future__ import annotations
 
@@ -9,39 +9,6 @@ import pytest
 from prefold.engine.replies import Reply, events_of
 from prefold.engine.samples import TextPiece
 from prefold.errors import InputError
-from prefold.serve.http import EventStream
-from prefold.serve.options import ServeOptions
-
-
-class Silent:
-    """A request whose client stays, and says nothing."""
-
-    async def receive(self):
-        await asyncio.Event().wait()
-
-
-@pytest.mark.parametrize("has_events", [True, False])
-def test_a_client_that_takes_nothing_ends_the_stream(has_events):
-    closed = []
-
-    async def events():
-        try:
-            while has_events:
-                yield b"data: 1\n\n"
-            await asyncio.Event().wait()  # then it is a ping that nobody takes
-        finally:
-            closed.append(True)
-
-    async def send(message):
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    async def run():
-        made = EventStream(events(), Silent(), ServeOptions(send_seconds=0.05, ping_seconds=0.02))
-        await asyncio.wait_for(made({}, None, send), 60)
-
-    asyncio.run(run())
-    assert closed
 
 
 def test_events_of_several_replies_come_as_they_are_made_and_an_error_ends_them():

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from batching import client_of
 from serving import Raw, serving, until
+
+from prefold.serve import app
+from prefold.serve.http import EventStream
+from prefold.serve.openai import OPENAI
+from prefold.serve.site import Entry
 
 KEYS = '[[key]]\nkey = "a"\ntenant = "a"\n'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -158,3 +165,29 @@ def test_a_client_that_takes_it_slowly_gets_all(impatient):
         if time.monotonic() < end:
             time.sleep(0.05)
     assert got > 30_000_000
+
+
+@pytest.mark.parametrize("ping_seconds", [0.5, 60.0])
+def test_a_stream_whose_client_takes_nothing_ends(llm, monkeypatch, ping_seconds):
+    """Also where comments are sent meanwhile, which nobody takes either."""
+    closed = []
+
+    async def events():
+        try:
+            while True:
+                yield b"data: " + b"a" * 100_000 + b"\n\n"
+                await asyncio.sleep(0)
+        finally:
+            closed.append(True)
+
+    async def stream(site, request, tenant):
+        await request.body()
+        return EventStream(events(), request, site.options)
+
+    own = SimpleNamespace(ENTRIES=[Entry(OPENAI, "GET", "/stream", stream)])
+    monkeypatch.setattr(app, "DIALECTS", (*app.DIALECTS, own))
+    with serving(llm, send_seconds=1.0, ping_seconds=ping_seconds) as server:
+        raw = Raw(server).send("/stream", b"", method="GET")
+        raw.read_until(b"data: ")
+        until(lambda: closed and not server.server_state.connections)
+        raw.close()
