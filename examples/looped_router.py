@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 from looped import HELD_OUT, Run, Task, make_model, optimizer_of, rate, save, train
+from prefold.looped.routing import Routing
 from torch.nn import functional as F
 
 from prefold.checkpoint import resolve
 from prefold.looped.model import LoopedLM
 from prefold.looped.routed_model import routed
 from prefold.looped.router import choose, summary
-from prefold.looped.routing import Routing
 from prefold.looped.train import routed_logprobs, whole_sequences
 from prefold.model import load_model
 from prefold.train import TrainBatch

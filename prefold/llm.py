@@ -23,10 +23,6 @@ from .face.keywords import GenerationKeywords, ModelKeywords
 from .face.numbers import NumericTasks
 from .face.running import check_process
 from .face.texts import Texts
-from .images.fetch import MediaHosts
-from .images.items import image_inputs
-from .images.reading import Reader
-from .images.table import MediaTable
 from .model import config_from, load_adapter, load_model
 from .model.parallel import ALONE
 from .options import GROUPS, ModelOptions, described, model_options
@@ -61,7 +57,7 @@ class LLM(NumericTasks, Texts):
         model: str | Checkpoint = "smollm2-135m",
         *,
         tokenizer: Tokenizer | None = None,
-        media: MediaTable | None = None,
+        media: Any = None,
         **options: Unpack[ModelKeywords],
     ):
         super().__init__()
@@ -102,10 +98,11 @@ class LLM(NumericTasks, Texts):
                 self._team.close()
             raise
         eos_ids = generation_settings(self.checkpoint, self.tokenizer, self.config.vocab_size)[0]
-        self.media = MediaTable() if media is None else media
-        self.engine = Engine(self._team or worker, EngineOptions.of(o, eos_ids), beside=(self.media,))
-        reader = Reader(hosts=MediaHosts(frozenset(o.images.allow_media_host)))
-        self.images = image_inputs(self.checkpoint, self.config, self.tokenizer, self.media, reader)
+        hosts = o.images.allow_media_host
+        self.images = self.config.image_inputs(self.checkpoint, self.tokenizer, media, hosts=hosts)
+        table = media if self.images is None else self.images.table
+        beside = () if table is None else (table,)
+        self.engine = Engine(self._team or worker, EngineOptions.of(o, eos_ids), beside=beside)
 
     def _start_ranks(self) -> Team | None:
         """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""

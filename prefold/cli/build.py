@@ -13,7 +13,6 @@ import click
 
 from ..cluster.backends import Backend, backend_named
 from ..errors import InputError, JobError
-from ..images.table import MediaTable
 from ..options import (
     GROUPS,
     OPTIONS,
@@ -95,19 +94,15 @@ def load_llm(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -> 
     return LLM(checkpoint, tokenizer=tokenizer, media=media, **llm_options(o))
 
 
-def image_reader(o: Options) -> Any:
-    """Returns the Reader of images that the options ask for. Paths are read in --media-folder alone."""
-    from ..images.decode import Decoder, Limits
-    from ..images.fetch import MediaHosts
-    from ..images.reading import Reader
-
+def image_reading(o: Options) -> dict[str, Any]:
+    """Returns how images are read, as of `ModelConfig.image_inputs`. Paths are read in --media-folder alone."""
     folder = o.get("media_folder")
     if folder is not None and not Path(folder).is_dir():
         raise JobError(f"--media-folder {folder}: there is no such folder")
     limits = {"file_bytes": o.get("media_bytes"), "pixels": o.get("media_pixels")}
-    decoder = Decoder(Limits(**{name: value for name, value in limits.items() if value is not None}))
-    hosts = MediaHosts(frozenset(o.get("allow_media_host") or ()))
-    return Reader(decoder, None if folder is None else Path(folder), folder is not None, hosts)
+    place = {"folder": None if folder is None else Path(folder), "paths": folder is not None}
+    limited = {name: value for name, value in limits.items() if value is not None}
+    return place | limited | {"hosts": o.get("allow_media_host") or ()}
 
 
 def llm_options(o: Options) -> dict[str, Any]:
@@ -139,13 +134,12 @@ def _is_left_out(value: Any) -> bool:
 class LazyTasks(Mapping[str, Any]):
     """Holds the tasks of a batch, each of which is made when the first record asks for it."""
 
-    def __init__(self, names: tuple[str, ...], o: Options, checkpoint: Any, tokenizer: Any, reader: Any = None):
-        """Keeps what tasks are made of. reader: of their images; None: as the options say."""
+    def __init__(self, names: tuple[str, ...], o: Options, checkpoint: Any, tokenizer: Any, **reading: Any):
+        """Keeps what tasks are made of. reading: how images are read, where it is not as the options say."""
         self._names, self._options = names, o
         self._checkpoint, self._tokenizer = checkpoint, tokenizer
         self._tasks: dict[str, Any] = {}
-        self.media = MediaTable()  # an LLM that runs these tasks is given it
-        self.reader = reader
+        self._reading = reading
 
     def __contains__(self, name: object) -> bool:
         """Returns whether the batch has a task of this name, and makes no task: the model may not be made for it."""
@@ -166,17 +160,15 @@ class LazyTasks(Mapping[str, Any]):
     @cached_property
     def images(self) -> Any:
         """Returns what reads the images of all tasks; None for a model that takes text alone."""
-        from ..images.items import image_inputs
         from ..model import config_from
 
-        o = self._options
-        return image_inputs(
-            self._checkpoint,
-            config_from(self._checkpoint.config),
-            self._tokenizer,
-            self.media,
-            image_reader(o) if self.reader is None else self.reader,
-        )
+        config, how = config_from(self._checkpoint.config), image_reading(self._options) | self._reading
+        return config.image_inputs(self._checkpoint, self._tokenizer, **how)
+
+    @property
+    def media(self) -> Any:
+        """Returns what gives the rows of images their ids, which an LLM that runs these tasks is given; or None."""
+        return None if self.images is None else self.images.table
 
     def replace(self, name: str, task: Any) -> None:
         self._tasks[name] = task

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import click
 
 from ..errors import InputError, JobError
-from .build import LazyTasks, check_tokenizer, image_reader, load_llm, open_model, read_bytes, uses_chat
+from .build import LazyTasks, check_tokenizer, load_llm, open_model, read_bytes, uses_chat
 from .options import refuse_conversation_options
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
@@ -50,7 +49,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     checkpoint, tokenizer = open_model(o)
     check_tokenizer(checkpoint, tokenizer, "texts")
     items, shown = make_items(task, texts, chat=task == "generate" and uses_chat(o, tokenizer))
-    tasks = LazyTasks((task,), o, checkpoint, tokenizer, reader=_any_path(o))
+    tasks = LazyTasks((task,), o, checkpoint, tokenizer, paths=True)
     made = tasks[task]
     items = [with_image(task, item, o["image"]) for item in items] if o.get("image") else items
     works = _usable(made.prepare(items))  # before the weights are loaded
@@ -66,11 +65,6 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
         return
     _SHOW[task](texts, results)
     _summary(engine, o)
-
-
-def _any_path(o: dict[str, Any]) -> Any:
-    """Returns the Reader of an image whose path a person gave on the command line."""
-    return replace(image_reader(o), paths=True)
 
 
 def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:

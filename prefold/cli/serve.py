@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def serve(**o: Any) -> None:
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     from ..checkpoint import BUILT_IN
-    from .build import adapter_folders, find_model, image_reader, load_llm, open_model
+    from .build import adapter_folders, find_model, image_reading, load_llm, open_model
 
     adapter_folders(o)
     if o["model"] not in BUILT_IN:  # whose file may have to be downloaded, while the server answers that it is loading
@@ -78,7 +78,7 @@ def serve(**o: Any) -> None:
     def load() -> Any:
         llm = load_llm(o, *open_model(o))
         if llm.images is not None:
-            llm.images = replace(llm.images, reader=image_reader(o))
+            llm.images = llm.images.read_by(**image_reading(o))
         return llm
 
     run(load, options)

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..engine.meter import StepInfo
 from ..errors import FleetError
-from ..images.table import MediaTable
 from ..prefix import RowCost
 from ..stream import LiveInput, Windows
 from ..text import Tokenizer
@@ -50,7 +49,7 @@ class Fleet:
         live: Mapping[str, Any] | None = None,
         patience: float = 300.0,
         notify: Callable[[str], None] = lambda line: None,
-        media: MediaTable | None = None,
+        media: Any = None,
     ):
         self.media = media
         self.sharing: Sharing = sharing

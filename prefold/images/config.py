@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from ..model.config import ModelConfig
 from .tower_config import TowerConfig
@@ -22,6 +23,11 @@ class SeeingConfig(ModelConfig):
     @property
     def text(self) -> ModelConfig:
         return ModelConfig(**_fields(self))
+
+    def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **how: Any) -> Any:
+        from .items import image_inputs
+
+        return image_inputs(checkpoint, self.tower, tokenizer, table, **how)
 
     @property
     def span_rows(self) -> int:

@@ -13,21 +13,20 @@ import numpy as np
 
 from ..checkpoint import Checkpoint
 from ..errors import InputError
-from ..model.config import ModelConfig
 from ..prefix import MEDIA_BASE
 from ..stream.tempfiles import Blob, BlobStore
 from ..text import Tokenizer
 from ..text.escaped import Escaping
 from ..text.media import ImageIds, Picture, too_long
 from ..types import Medium, within
-from .config import tower_of
 from .decode import Allowance, Decoded
 from .image import Image
 from .load import load_processor
 from .processor import Processor
-from .reading import Reader, content_of
+from .reading import Reader, content_of, reader_of
 from .recent import RecentFiles, RecentImages, Seen
 from .table import MediaTable
+from .tower_config import TowerConfig
 
 
 @dataclass(eq=False)
@@ -68,19 +67,14 @@ class Loading:
 
 
 def image_inputs(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    table: MediaTable,
-    reader: Reader | None = None,
+    checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokenizer | None, table: MediaTable | None, **how: Any
 ) -> ImageInputs | None:
-    """Returns what reads the images of a checkpoint; None for a model that takes text alone, and for one without a
-    tokenizer. The other arguments are those of ImageInputs."""
-    tower = tower_of(config)
-    if tower is None or tokenizer is None:
+    """Returns what reads the images of a checkpoint with this tower; None for one without a tokenizer. table: None for
+    one of its own; how: as of `reader_of`"""
+    if tokenizer is None:
         return None
-    processor = load_processor(checkpoint, tower, tokenizer)
-    return ImageInputs(processor, tokenizer, table, Reader() if reader is None else reader)
+    table = MediaTable() if table is None else table
+    return ImageInputs(load_processor(checkpoint, tower, tokenizer), tokenizer, table, reader_of(**how))
 
 
 @dataclass(frozen=True)
@@ -106,6 +100,10 @@ class ImageInputs:
     shelf: BlobStore = field(default_factory=BlobStore)
     seconds: float | None = None
     namespace: str = ""
+
+    def read_by(self, **how: Any) -> ImageInputs:
+        """Returns these inputs with another reader, as of `reader_of`."""
+        return replace(self, reader=reader_of(**how))
 
     def for_strangers(self, files: Callable[[str], Path | None] | None = None, namespace: str = "") -> ImageInputs:
         """Returns these inputs without paths: for those who must not read this machine's files, nor hold the one

@@ -6,7 +6,7 @@ import base64
 import binascii
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..text.media import is_picture
-from .decode import Allowance, Decoded, Decoder
+from .decode import Allowance, Decoded, Decoder, Limits
 from .fetch import MediaHosts
 from .image import Image, image_of
 
@@ -138,6 +138,11 @@ class Reader:
             remedy="give a path in it, or name another media_folder (--media-folder)",
             code="image_address",
         )
+
+
+def reader_of(*, folder: Path | None = None, paths: bool = True, hosts: Iterable[str] = (), **limits: Any) -> Reader:
+    """Returns a Reader. hosts: their names; limits: those of its decoder that are not as usual."""
+    return Reader(Decoder(Limits(**limits)), folder, paths, MediaHosts(frozenset(hosts)))
 
 
 def content_of(value: Any, field: str = "image") -> bytes | None:

@@ -20,8 +20,6 @@ from typing import Any
 
 from ..cluster.fleet import Fleet
 from ..errors import FleetError, InputError, JobError, MissingExtraError, PrefoldError
-from ..images.items import image_inputs
-from ..images.table import MediaTable
 from ..options import model_options
 from ..plugins import add_plugins, plugins
 from ..stream import Feed, LiveInput
@@ -76,15 +74,13 @@ class _OnRay:
         sharing = self.options.get("sharing", "auto")
         return Fleet(replicas, sharing="full" if sharing == "auto" else sharing, notify=_notify, media=media), make
 
-    def tasks(self) -> tuple[Make, MediaTable | None]:
+    def tasks(self) -> tuple[Make, Any]:
         """Returns what makes the tasks, and what gives their images ids; None for a model that takes text alone."""
         from ..checkpoint import resolve
-        from ..images.fetch import MediaHosts
-        from ..images.reading import Reader
         from ..model import config_from
         from ..text import tokenizer_or_none
 
-        given, media = dict(self.options), MediaTable()
+        given = dict(self.options)
         tokenizer = given.pop("tokenizer", None)
         o = model_options(given)
         known = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
@@ -92,14 +88,14 @@ class _OnRay:
         tokenizer = tokenizer_or_none(checkpoint) if tokenizer is None else tokenizer
         images = None
         if o.images.tower:
-            reader = Reader(hosts=MediaHosts(frozenset(o.images.allow_media_host)))
-            images = image_inputs(checkpoint, config_from(checkpoint.config), tokenizer, media, reader)
+            config = config_from(checkpoint.config)
+            images = config.image_inputs(checkpoint, tokenizer, hosts=o.images.allow_media_host)
 
         def make(name: str, options: Mapping[str, Any]) -> Any:
             adapters = tuple(o.adapters or ())
             return make_task(name, checkpoint, tokenizer, dict(options), adapters=adapters, images=images)
 
-        return make, None if images is None else media
+        return make, None if images is None else images.table
 
 
 @dataclass(eq=False)

@@ -121,6 +121,14 @@ class ModelConfig:
     names: Names = field(default_factory=Names)
     dtype: str | None = None
 
+    def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **how: Any) -> Any:
+        """Returns what reads the images of items (`ImageInputs`); None: the model takes text alone.
+
+        table  gives the rows of images their ids; None: one of its own
+        how    images are read, as of `images.reading.reader_of`
+        """
+        return None
+
     def check_exits(self, exits: Exits) -> None:
         """Raises InputError for exits that rows of this model cannot have, whatever runs it."""
         refuse_exits(exits)

@@ -53,7 +53,7 @@ class Seeing:
         return Request(ids, media=media, sampling=Sampling(max_tokens=max_tokens))
 
     def engine(self, **how) -> Engine:
-        return engine_of(self.llm, media=self.llm.media, **how)
+        return engine_of(self.llm, media=self.llm.images.table, **how)
 
     def one_by_one(self, requests: list[Request], **how) -> list[list[int]]:
         """The answers of an engine with a cache."""

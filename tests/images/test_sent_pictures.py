@@ -97,7 +97,7 @@ def fleet_of(llms, table, **how):
 @pytest.mark.parametrize("kind", ["tokens", "last", "mean"])
 def test_prompts_with_images_give_what_they_give_alone(llms, kind, live):
     one, *others = llms
-    expected = answers_of(one.engine, kind, requests_of(one, one.media, kind, pictures(5)))
+    expected = answers_of(one.engine, kind, requests_of(one, one.images.table, kind, pictures(5)))
     table = MediaTable()
     fleet, replicas = fleet_of(others, table)
     with closing(fleet):
@@ -106,7 +106,7 @@ def test_prompts_with_images_give_what_they_give_alone(llms, kind, live):
         gc.collect()
         table.sweep()
         assert not len(table)
-        other = answers_of(one.engine, kind, requests_of(one, one.media, kind, pictures(5, seed=7)))
+        other = answers_of(one.engine, kind, requests_of(one, one.images.table, kind, pictures(5, seed=7)))
         assert_same(answers_of(fleet, kind, requests_of(one, table, kind, pictures(5, seed=7)), live=live), other)
     for name in "ab":
         sent = [int(one.ids[0]) for who, some, _ in replicas.held for one in some if who == name]
@@ -137,7 +137,7 @@ def test_an_image_is_sent_once_while_it_is_needed(llms):
 
 def test_a_replica_that_is_lost_has_held_nothing(llms):
     one, *others = llms
-    expected = answers_of(one.engine, "tokens", requests_of(one, one.media, "tokens", pictures(4)))
+    expected = answers_of(one.engine, "tokens", requests_of(one, one.images.table, "tokens", pictures(4)))
     table, count = MediaTable(), 0
 
     def before(name, tokens):
@@ -172,7 +172,7 @@ def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
     table, processor = MediaTable(), one.images.processor
     requests = requests_of(one, table, "tokens", pictures(3), count=6)
     how = {"tiles": 1, "rows_per_tile": 5, "span": processor.span, "load": lambda: None}
-    taken = [one.media.medium(bytes([k]), **how) for k in range(3)]
+    taken = [one.images.table.medium(bytes([k]), **how) for k in range(3)]
     sent = SentPictures(table)
     spool = Spool()
     for request in requests:
@@ -181,7 +181,7 @@ def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
     window = replace(window, tags=[tag_of(1, place) for place in range(6)])
     (window,), found, gone = sent.send("a", [window])
     assert len(found) == 3 and not gone and sent.send("a", [window])[1] == []
-    held = HeldPictures(one.media, processor)
+    held = HeldPictures(one.images.table, processor)
     held.hold(found, [])
     own = held.own(window)
     is_row = window.tokens >= MEDIA_BASE

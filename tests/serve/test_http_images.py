@@ -18,7 +18,7 @@ from serving import serving, until
 from tiny_vision import drawing, tiny_vision
 
 from prefold import LLM
-from prefold.cli.build import image_reader
+from prefold.cli.build import image_reading
 from prefold.errors import InputError
 from prefold.images.recent import RecentImages
 from prefold.serve.desk import TaskOrder
@@ -180,7 +180,7 @@ def test_uploaded_files(llm, tmp_path, monkeypatch, paths):
     import anthropic
     import openai
 
-    monkeypatch.setattr(llm, "images", replace(llm.images, reader=llm.images.reader if paths else image_reader({})))
+    monkeypatch.setattr(llm, "images", llm.images if paths else llm.images.read_by(**image_reading({})))
     monkeypatch.setattr(llm, "_tasks", {})  # they have the reader of their time
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))
