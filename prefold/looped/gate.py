@@ -27,10 +27,6 @@ class Seen:
     hidden: Tensor
     likely: Tensor
 
-    def take(self, rows: Tensor) -> Seen:
-        """Returns that of some rows, int64 [r]."""
-        return Seen(self.hidden[rows], self.likely[rows])
-
 
 class Gate(Linear):
     """A Gate gives the logit of a row's leaving after a visit, in float32.
