@@ -445,11 +445,6 @@ def option_of(task: str, name: str) -> Field[Any]:
     return next(one for one in fields(OPTIONS[task]) if one.name == name)
 
 
-def doc_of(task: str, name: str) -> str:
-    """Returns what an option means, in a sentence or two."""
-    return cast(str, option_of(task, name).metadata["doc"])
-
-
 def cli_names(task: str) -> dict[str, tuple[str, ...]]:
     """Returns {option of a task: the parameters of the command line that it is made of}; options of all tasks come
     last."""

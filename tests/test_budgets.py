@@ -11,7 +11,7 @@ import prefold
 PACKAGE = Path(prefold.__file__).parent
 # The most lines of Python that a folder may have, and the number that it is to come down to.
 BUDGETS = {
-    "files of the root": (1897, 1500),
+    "files of the root": (1892, 1500),
     "checkpoint": (1065, 1050),
     "prefix": (900, 800),
     "text": (2570, 2100),
@@ -37,7 +37,7 @@ BUDGETS = {
     "serve": (5105, 3900),
     "simulate": (1270, 1150),
     "integrations": (1070, 800),
-    "cli": (3108, 2500),
+    "cli": (3100, 2500),
 }
 
 

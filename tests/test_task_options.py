@@ -27,7 +27,6 @@ from prefold.options import (
     ModelOptions,
     SamplerOptions,
     cli_names,
-    doc_of,
     filters_of,
     http_names,
     kind_of,
@@ -56,7 +55,7 @@ def test_every_option_is_on_the_command_line_and_in_a_jobs_fingerprint(task):
     has = {p.name for p in main.commands[task].params if isinstance(p, click.Option)}
     for option, names in cli_names(task).items():
         assert set(names) <= has, f"{option} is made of {names}, which `prefold {task}` lacks"
-        assert doc_of(task, option)
+        assert option_of(task, option).metadata["doc"]
         if option not in ("adapter", "template_seconds"):  # of the first a digest is kept
             assert set(names) <= set(RESULT_OPTIONS)
 

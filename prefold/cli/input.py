@@ -17,6 +17,7 @@ from .build import (
     adapter_folders,
     check_tokenizer,
     conversation_settings,
+    load_llm,
     open_model,
     sampling_settings,
     uses_chat,
@@ -42,6 +43,10 @@ class Input:
     tasks: LazyTasks
     checkpoint: Any
     tokenizer: Any
+
+    def load(self, o: Options) -> Any:
+        """Returns the LLM of these options, which knows the images of the tasks."""
+        return load_llm(o, self.checkpoint, self.tokenizer, media=self.tasks.media)
 
 
 def open_input(

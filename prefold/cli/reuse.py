@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ..errors import InputError, JobError
+from ..options import CacheOptions
 from .options import Decorator, all_of
 
 # {option: (setting of ShiftedReuse, its default, the least it may be (None: it is a share), what it is)}. The class
@@ -72,7 +73,7 @@ def verify_reuse(o: dict[str, Any], input: Any, rows: Iterable[Any]) -> None:
     bad += sum(isinstance(work, InputError) for work in works)
     found = []
     for shifted in (None, settings):
-        llm = _load(o, input, shifted)
+        llm = input.load(o | {"cache": CacheOptions(shifted=shifted)})
         found.append(first_tokens(llm.engine, requests))
         identity, dtype = llm.identity, str(llm.dtype).removeprefix("torch.")
         llm.close()
@@ -91,14 +92,6 @@ def verify_reuse(o: dict[str, Any], input: Any, rows: Iterable[Any]) -> None:
     if why is not None:
         click.echo(f"\nthe bound is not met: {why}", err=True)
         sys.exit(1)
-
-
-def _load(o: dict[str, Any], input: Any, shifted: Any) -> Any:
-    from ..cache import CacheOptions
-    from .build import load_llm
-
-    o = o | {"cache": CacheOptions(shifted=shifted)}
-    return load_llm(o, input.checkpoint, input.tokenizer, media=input.tasks.media)
 
 
 def _lines(drift: Any) -> list[str]:

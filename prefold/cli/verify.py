@@ -76,14 +76,15 @@ def _compare(sample: Any, input: Any, o: dict[str, Any]) -> list[dict[str, Any]]
     from ..job.verify import compare, compare_texts
 
     sharing = "full" if o["sharing"] == "auto" else o["sharing"]
-    llm, dtype = _llm(o, input)
+    llm = input.load(o)
+    dtype = str(llm.dtype).removeprefix("torch.")
     shared = _run(llm.engine, input.tasks, sample.works, o, sharing)
     plain = _run(llm.engine, input.tasks, sample.works, o, "off")
     pairs = [(f"sharing ({sharing} against off, {dtype})", shared, plain)]
     if dtype != "float32":
         llm.close()
         del llm
-        exact = _run(_llm({**o, "dtype": "float32"}, input)[0].engine, input.tasks, sample.works, o, "off")
+        exact = _run(input.load({**o, "dtype": "float32"}).engine, input.tasks, sample.works, o, "off")
         pairs.append((f"precision ({dtype} against float32, off)", plain, exact))
         pairs.append((f"both ({sharing}, {dtype} against off, float32)", shared, exact))
     found = []
@@ -95,13 +96,6 @@ def _compare(sample: Any, input: Any, o: dict[str, Any]) -> list[dict[str, Any]]
                 difference = compare(items, sample.works[task], a[task], b[task])
             found.append({"comparison": name, "task": task, **asdict(difference)})
     return found
-
-
-def _llm(o: dict[str, Any], input: Any) -> tuple[Any, str]:
-    from .build import load_llm
-
-    llm = load_llm(o, input.checkpoint, input.tokenizer, media=input.tasks.media)
-    return llm, str(llm.dtype).removeprefix("torch.")
 
 
 def _run(engine: Any, tasks: Any, works: dict[str, list[Any]], o: dict[str, Any], sharing: str) -> dict[str, Any]:
