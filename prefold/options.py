@@ -647,8 +647,7 @@ class StepOptions(_Checked):
     cache_prefill: bool = option(
         False,
         "Embedding (of last tokens), reranking and classification (with labels of one token, or a head) use and fill"
-        " the cache of generation too, which pays where later calls begin as earlier ones did.",
-        on="serve",
+        " the cache of generation too, which pays where later calls begin as earlier ones did. A server's do always.",
     )  # fmt: skip
     images: ImageSettings = option(
         ImageSettings(), "Of a model that sees images: its settings, as a mapping; False: it takes text alone."

@@ -89,6 +89,7 @@ class Readout:
     "mean"      the float32 mean of these hidden states, [hidden]     all its rows
     "head"      the checkpoint's classification head, [num_labels]    its last row
     "logits"    logits of the vocabulary ids `ids`, [len(ids)]        its last row
+    "every"     these hidden states, [tokens, hidden]                 all its rows; in the slots of a KV store alone
     "logprobs"  log-probability of each target, [len(targets)],       its last len(targets) rows
                 and whether the target is the arg-max
     "tokens"    what is generated after it: list[Generated], one      its last row, and each row
@@ -99,12 +100,15 @@ class Readout:
                 log-probabilities of the most likely tokens, and their ids; None: its log-probability alone
     exits       after which visit of a looped model each row is read; None: as the checkpoint says. Of "tokens" each
                 request's Sampling says it
+    keeps       of "logprobs" in the slots of a KV store: whether all requests share rows whose hidden states are kept,
+                as those of several targets need it; else a request of one target shares rows with texts
     """
 
-    kind: Literal["last", "first", "mean", "head", "logits", "logprobs", "tokens"]
+    kind: Literal["last", "first", "mean", "every", "head", "logits", "logprobs", "tokens"]
     ids: tuple[int, ...] = ()
     exits: Exits | None = None
     top: int | None = None
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ _SERVER = all_of(
     ),
     click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
                  help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated."),
-    model_group("serve", "machine", "engine", "threshold"),
+    model_group("serve", "machine", "engine"),
     media_options,
     generation_options,
 )  # fmt: skip

@@ -16,8 +16,6 @@ from .meter import StepInfo
 from .requests import Answer
 from .samples import TextPiece
 
-__all__ = ["serve"]
-
 
 class _Mailbox:
     """A _Mailbox holds what has come for one thread."""

@@ -6,8 +6,6 @@ import threading
 
 from ..types import Sharing
 
-__all__ = ["SharingChoice"]
-
 # How much less a step counts than the one after it.
 KEPT = 0.9
 # The part of the time that may be lost by trying the way that seems to take longer, and windows between two tries.

@@ -26,11 +26,9 @@ from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .probes import Probes, ProbeWindows, last_rows
 from .replies import Reply, events_of
-from .requests import Answer, can_probe
+from .requests import Answer
 from .samples import TextPiece
 from .stream import run_stream
-
-__all__ = ["Engine"]
 
 P = TypeVar("P")
 
@@ -106,7 +104,6 @@ class Engine(EngineLoop):
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
         cache_prefill: bool | None = None,
-        budget: StepBudget | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Result | InputError]]:
@@ -116,9 +113,8 @@ class Engine(EngineLoop):
         With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`). With cache_prefill
         a window may be None, as for `generate`.
 
-        sharing, max_batch_rows, cache_prefill   of this run; None: the engine's, for sharing with its threshold
-        budget     the most rows of each step, where that may change; `max_batch_rows` is not given then. Both are for
-                   row streams: steps in the KV store are as large as the engine's
+        sharing, max_batch_rows, cache_prefill   of this run; None: the engine's, for sharing with its threshold;
+                   max_batch_rows is of row streams: steps in the KV store are as large as the engine's
         on_step    called after every step of the engine, until the run ends
         stopping   called after every step: once it returns True, the run ends, having yielded what is done
 
@@ -136,7 +132,7 @@ class Engine(EngineLoop):
         how |= {"sharing": sharing, "meter": self.meter}
         how["loop"] = self
         how["choice"] = choice
-        how["budget"] = budget or (self._budget if max_batch_rows is None else self._budget_of(max_batch_rows))
+        how["budget"] = self._budget if max_batch_rows is None else self._budget_of(max_batch_rows)
         with self.meter.heard_by(on_step):
             if sharing != "full" or not (self.options.cache_prefill if cache_prefill is None else cache_prefill):
                 yield from run_stream(self.worker, windows, readout, **how)  # type: ignore[arg-type]
@@ -149,16 +145,6 @@ class Engine(EngineLoop):
                 yield from run_stream(self.worker, left.others(), readout, **how)
                 if stopping():
                     return
-
-    def reads_in_slots(self, readout: Readout, num_targets: Iterable[int]) -> bool:
-        """Returns whether requests that come one by one are read in the slots of the KV store, beside texts that are
-        generated. num_targets: as of `can_probe`."""
-        return self.may_read_in_slots and can_probe(readout, num_targets)
-
-    @property
-    def may_read_in_slots(self) -> bool:
-        """Returns whether any requests are read so (see `reads_in_slots`): else no number needs the KV store."""
-        return self.all_in_slots or (self.options.cache_prefill and self.sharing == "full")
 
     @property
     def all_in_slots(self) -> bool:
@@ -192,8 +178,7 @@ class Engine(EngineLoop):
                 yield window.tags[number], result
 
     def make_generator(self) -> Generator:
-        """Returns what generates text. It holds the KV store. Raises InputError where none can be made."""
-        _check_sharing(self.sharing)
+        """Returns what runs requests in the slots of the KV store, which it holds."""
         return Generator(self.worker, self.options, self._budget, self.meter, self.parts)
 
     def namespace_of(self, request: Request) -> tuple[Hashable, ...]:

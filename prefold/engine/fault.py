@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from ..errors import OutOfMemoryError, RankError
 from .generate import Generator
 
-__all__ = ["find_fault"]
-
 
 def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
     """Returns {key of an open request: the error of a step that worked for it alone}, after a step has raised `error`.

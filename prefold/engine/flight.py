@@ -11,8 +11,6 @@ from ..types import GenerationStats, Result
 from ..worker.protocol import Ticket
 from .requests import NumberReader, Reader
 
-__all__ = ["Flight"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Flight:
@@ -35,16 +33,15 @@ class Flight:
         Returns whether each of the step's takers ends there, and {key of a request: the error of a reader of its}.
         """
         for asked, found in zip(self.message.numbers, result.numbers, strict=True):
-            for place, read in enumerate(asked.reads.tolist()):
+            first = 0
+            for read, size in zip(asked.reads.tolist(), asked.sizes.tolist(), strict=True):
+                own, first = slice(first, first + size), first + size
                 if self.step.takers[read].state == "ended":  # its request may run again, as another sequence
                     continue
                 reader = self.readers[read]
                 assert isinstance(reader, NumberReader)
-                if found.greedy is None:
-                    reader.result = Result(found.values[place].copy())
-                else:
-                    one = slice(place, place + 1)
-                    reader.result = Result(found.values[one].copy(), found.greedy[one].copy())
+                values = found.values[own].copy() if reader.has_rows else found.values[own.start].copy()
+                reader.result = Result(values, None if found.greedy is None else found.greedy[own].copy())
         taken, ended = result.taken, list[bool]()
         failed: dict[Hashable, Exception] = {}
         for i, (running, reader, token) in enumerate(

@@ -34,8 +34,6 @@ from .requests import Answer, Maker, OpenRequest, Reader
 from .samples import OnText
 from .step_rows import StepRows
 
-__all__ = ["Generator"]
-
 
 class Generator:
     """A Generator runs requests by continuous batching.
@@ -64,7 +62,9 @@ class Generator:
         self._on_message = hooks(parts, "message")
         self.depth = worker.facts.slot_depth if self.scheduler.makes_passes else 1
         self._budget, self._meter = budget, meter
-        self._maker = Maker(worker.facts, engine.eos_ids, reserve=options.reserve_output, checks=hooks(parts, "check"))
+        self._keeps = self.scheduler.makes_passes
+        how: dict[str, Any] = {"checks": hooks(parts, "check"), "keeps": self._keeps}
+        self._maker = Maker(worker.facts, engine.eos_ids, reserve=options.reserve_output, **how)
         self._keys = itertools.count()
         self._new: deque[OpenRequest] = deque()
         self._left: deque[int] = deque()
@@ -104,7 +104,7 @@ class Generator:
                  InputError that says what is wrong with the request, or the error of the steps that fail for it. It is
                  called from a step, or before `add` returns, and raises nothing
         on_text  called with every piece of a text
-        readout  what is read at the last row of a request that is not continued
+        readout  what is read of a request that is not continued
         sharing  whether the request shares rows with others; None: as the engine's options say
         key      from `new_key`; None: a new one
         owner    for whom it runs
@@ -251,7 +251,7 @@ class Generator:
         try:
             self.scheduler.submit(
                 one.key,
-                request.tokens,
+                one.rows,
                 limit=one.limit,
                 reserve=one.reserve,
                 namespace=one.namespace,
@@ -326,7 +326,7 @@ class Generator:
 
     def _start(self, step: GenerateStep, started: float) -> None:
         readers = self._readers(step)
-        message = message_of(self.worker.facts, step, readers, self._on_message)
+        message = message_of(self.worker.facts, step, readers, self._on_message, keeps=self._keeps)
         planned = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
         if ticket is None:

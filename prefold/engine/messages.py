@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from ..cache import SCRATCH
 from ..schedule.generate_step import GenerateStep
 from ..schedule.steps import Numbers, SlotStep
-from ..types import Readout
+from ..types import Exits, Readout
 from ..worker.protocol import Facts
-from .requests import NumberReader, Reader, adapter_number
+from .requests import NumberReader, Reader, adapter_number, kept_in
 from .sampling import drawing_of
-
-__all__ = ["adapter_of", "is_known", "message_of"]
 
 
 def message_of(
@@ -23,11 +22,14 @@ def message_of(
     step: GenerateStep,
     readers: Sequence[Reader],
     hooks: Sequence[Callable[[GenerateStep, Sequence[Reader]], Mapping[str, Any]]] = (),
+    *,
+    keeps: bool = True,
 ) -> SlotStep:
     """Returns the message of a step, with how tokens are chosen, what is read as numbers, and the rows' adapters.
 
     readers  of the step's takers
     hooks    return further fields of the message
+    keeps    whether hidden states may be kept
     """
     drawing = drawing_of([reader.state for reader in readers], [running.unknown for running in step.takers])
     numbers = _numbers_of(readers)
@@ -36,12 +38,14 @@ def message_of(
         adapters = np.full(step.num_rows, -1, np.int64)
         for namespace, first, stop in step.namespaces:
             adapters[first:stop] = adapter_of(facts, namespace)
-    more: dict[str, Any] = {}
+    message, more = step.message, dict[str, Any]()
+    if keeps and (rows := kept_rows(step)):
+        message = _keeping(message, np.array([row for _, row in rows], np.int64))
     for hook in hooks:
         more |= hook(step, readers)
     if drawing is None and not numbers and adapters is None and not more:
-        return step.message
-    return replace(step.message, drawing=drawing, numbers=numbers, adapters=adapters, **more)
+        return message
+    return replace(message, drawing=drawing, numbers=numbers, adapters=adapters, **more)
 
 
 def is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
@@ -58,13 +62,32 @@ def adapter_of(facts: Facts, namespace: Sequence[object]) -> int:
     return -1 if number is None else number
 
 
+def kept_rows(step: GenerateStep) -> list[tuple[Exits | None, int]]:
+    """Returns (exits, row) of each row of a step whose hidden state is to be kept. That of a row which runs again is
+    there."""
+    kept = [(one, range(first, stop)) for name, first, stop in step.namespaces if (one := kept_in(name)) is not None]
+    return [(one.exits, row) for one, rows in kept for row in rows if step.message.slots[row] != SCRATCH]
+
+
+def _keeping(step: SlotStep, rows: np.ndarray) -> SlotStep:
+    """Returns a step that keeps the hidden states of these rows."""
+    read_rows = np.union1d(step.read_rows, rows)
+    reads = np.searchsorted(read_rows, step.read_rows[step.reads])
+    return replace(step, read_rows=read_rows, reads=reads, kept=np.searchsorted(read_rows, rows))
+
+
 def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:
     """Returns those of a step's reads that give numbers, by readout."""
-    found: dict[Readout, list[int]] = {}
+    found: dict[tuple[Readout, bool], list[tuple[int, NumberReader]]] = {}
     for i, reader in enumerate(readers):
         if isinstance(reader, NumberReader):
-            found.setdefault(reader.readout, []).append(i)
+            found.setdefault((reader.readout, reader.count is not None), []).append((i, reader))
     return tuple(
-        Numbers(readout, np.array(reads, np.int64), np.array([readers[i].target for i in reads], np.int32))  # type: ignore[union-attr]
-        for readout, reads in found.items()
+        Numbers(
+            readout,
+            np.array([i for i, _ in some], np.int64),
+            np.concatenate([reader.targets for _, reader in some]),
+            np.array([reader.count for _, reader in some], np.int64) if is_kept else None,
+        )
+        for (readout, is_kept), some in found.items()
     )

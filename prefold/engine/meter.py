@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from ..errors import OutOfMemoryError
 from ..schedule.steps import Message
 from ..types import Stats
 from ..worker.protocol import Ticket, Worker
-
-__all__ = ["Meter", "StepBudget", "StepInfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +94,12 @@ class Meter:
 class StepBudget:
     """A StepBudget is the most rows that a step may have: what was asked for, until memory is too small for it.
 
-    limit    given that, returns how many a step may have at this moment, at most that
-    least    it never falls below that
-    before   to be called before each step
-    between  called between the parts of a step, where the worker computes it in parts
-    paused   the seconds that `between` took until now
+    rows   the most rows of the next step
+    least  it never falls below that
     """
 
-    def __init__(
-        self,
-        rows: int,
-        limit: Callable[[int], int] | None = None,
-        *,
-        least: int = 1,
-        before: Callable[[], None] = lambda: None,
-        between: Callable[[], None] | None = None,
-    ):
-        self._rows, self._limit, self.least = rows, limit, least
-        self.before, self._between = before, between
-        self.paused = 0.0
-
-    @property
-    def rows(self) -> int:
-        """Returns the most rows of the next step."""
-        return self._rows if self._limit is None else self._limit(self._rows)
+    def __init__(self, rows: int, *, least: int = 1):
+        self.rows, self.least = rows, least
 
     def start(self, worker: Worker, message: Message, rows: int, prepared: Any = None) -> Ticket | None:
         """Starts a step of `rows` rows and returns its ticket.
@@ -130,17 +109,9 @@ class StepBudget:
         Raises OutOfMemoryError where memory is too small for the least of steps.
         """
         try:
-            if self._between is None or worker.facts.parts == 1:
-                return worker.start(message, prepared)
-            return worker.start(message, prepared, self._pause)
+            return worker.start(message, prepared)
         except OutOfMemoryError:
             if rows <= self.least:
                 raise
-            self._rows = max(self.least, min(self._rows, rows // 2))
+            self.rows = max(self.least, min(self.rows, rows // 2))
             return None
-
-    def _pause(self) -> None:
-        started = time.perf_counter()
-        assert self._between is not None
-        self._between()
-        self.paused += time.perf_counter() - started

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from ..schedule.fair import FairAdmission
 from ..schedule.sequences import Sequences
 
-__all__ = ["Pace", "StepTimes"]
-
 # How much less a step counts than the one after it.
 KEPT = 0.95
 # A step may have so many times the rows of those before.
@@ -58,12 +56,12 @@ class StepTimes:
         """Returns how long a step of so many rows takes; None where nothing is known."""
         return self._fixed + self._row * rows if self._sums[0] else None
 
-    def rows_within(self, seconds: float, *, growth: int = GROWTH) -> int:
-        """Returns how many rows a step may have that takes no longer, at least 1. They are `growth` times those of the
+    def rows_within(self, seconds: float) -> int:
+        """Returns how many rows a step may have that takes no longer, at least 1. They are GROWTH times those of the
         last steps at most: of larger ones nothing is known."""
         if not self._sums[0]:
             return LEAST_ROWS
-        most = growth * max(self._most, LEAST_ROWS)
+        most = GROWTH * max(self._most, LEAST_ROWS)
         return max(1, int(min(most, (seconds - self._fixed) / max(self._row, 1e-12))))
 
     def more_rows(self, seconds: float) -> int:
@@ -79,11 +77,9 @@ class Pace:
     generate, they have as many as lengthen a step by a quarter; without any, as many as a short step has. Where that
     leaves them nothing for long, they get `batch_share` of the time.
 
-    times         of steps in the KV store
-    stream_times  of steps of row streams
+    times         of steps
     step_seconds  what a step should take at most while there are interactive requests; None: what it takes, and of
                   batches what is said above
-    reading       returns whether interactive requests wait for numbers outside of the KV store
     """
 
     def __init__(
@@ -96,8 +92,7 @@ class Pace:
     ):
         self.admission = admission
         self.batch_share = batch_share
-        self.times, self.stream_times = StepTimes(), StepTimes()
-        self.reading: Callable[[], bool] = lambda: False
+        self.times = StepTimes()
         self._step_seconds = step_seconds
         self._clock = clock
         self._live_at = float("-inf")  # when there was an interactive request
@@ -113,7 +108,7 @@ class Pace:
         policy, now = self.admission, self._clock()
         passed, self._settled_at = now - self._settled_at, now
         num_live = policy.num_running(batch=False)
-        if num_live or policy.num_waiting(batch=False) or self.reading():
+        if num_live or policy.num_waiting(batch=False):
             self._live_at = now
         policy.lends = not self._is_lately(now)
         scheduler.max_batch_rows = most
@@ -134,11 +129,8 @@ class Pace:
             self._due = 0.0
 
     def _batch_rows(self, scheduler: Sequences, num_live: int, now: float) -> int:
-        if self.reading():
-            return 0
         if not num_live:
-            seconds = self._short(self.times) if self._is_lately(now) else ALONE_SECONDS
-            return self.times.rows_within(seconds)
+            return self.times.rows_within(self._short if self._is_lately(now) else ALONE_SECONDS)
         if any(not sequence.ready and not sequence.owner.is_batch for sequence in scheduler.running):
             return 0
         alone = self.times.seconds_of(num_live)
@@ -147,24 +139,12 @@ class Pace:
         seconds = (1 + LENGTHENED) * alone if self._step_seconds is None else self._step_seconds
         return max(0, self.times.rows_within(seconds) - num_live)
 
-    def stream_rows(self, most: int, *, parts: int = 1) -> int:
-        """Returns how many rows a step of a batch's row stream may have, at most `most`. parts: how many it is computed
-        in, between which interactive requests come in."""
-        if not self._is_lately(self._clock()):
-            seconds = parts * ALONE_SECONDS
-        elif parts > 1:
-            seconds = parts * LENGTHENED * self._short(self.stream_times) / SHORT_STEPS
-        else:
-            seconds = self._short(self.stream_times)
-        # A step in parts that takes longer than was thought keeps others waiting for one of its parts only.
-        rows = self.stream_times.rows_within(seconds, growth=parts * GROWTH)
-        return min(most, max(LEAST_ROWS, rows))
-
-    def _short(self, times: StepTimes) -> float:
+    @property
+    def _short(self) -> float:
         """Returns how long a step of a batch should take while there were interactive requests lately."""
         if self._step_seconds is not None:
             return self._step_seconds
-        return min(ALONE_SECONDS, SHORT_STEPS * (times.seconds_of(1) or ALONE_SECONDS))
+        return min(ALONE_SECONDS, SHORT_STEPS * (self.times.seconds_of(1) or ALONE_SECONDS))
 
     def _is_lately(self, now: float) -> bool:
         return now - self._live_at < LATELY_SECONDS

@@ -7,12 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..errors import InputError
 from ..stream import Window
 from ..types import Readout, Request
-from .requests import can_probe
-
-__all__ = ["ProbeWindows", "Probes", "last_rows"]
+from .requests import can_probe, no_readout
 
 Probes = Iterator[list[tuple[tuple[Window, int], Request]] | None]
 
@@ -96,8 +93,5 @@ def last_rows(windows: Iterable[Window | None], readout: Readout) -> Probes:
             yield None
             continue
         if not can_probe(readout, np.diff(window.target_offsets)):
-            what = "several targets of a prompt" if readout.kind == "logprobs" else f"{readout.kind!r}"
-            message = f"{what} is read at rows that are not last, and only last rows are read where rows leave"
-            remedy = 'ask for one target or the last row, or give the LLM looped={"exits": "read"}'
-            raise InputError(message, field="readout", remedy=remedy, code="no_readout")
+            raise no_readout(readout)
         yield _tagged(window)

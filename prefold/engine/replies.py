@@ -13,8 +13,6 @@ from ..schedule.generate_step import NOBODY
 from ..types import Owner
 from .samples import TextPiece
 
-__all__ = ["Reply", "events_of", "send"]
-
 
 class Reply:
     """What comes of one request, or of numbers that are read together, for one reader in an event loop: pieces of

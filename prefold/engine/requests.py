@@ -4,35 +4,60 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from ..errors import InputError
+from ..prefix import SPAN_BASE
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
-from ..types import Generated, Owner, Readout, Request, Result, TokenLogprobs
+from ..types import Exits, Generated, Owner, Readout, Request, Result, TokenLogprobs
 from ..worker.protocol import Facts
 from .samples import OnText, Sample
 
-__all__ = ["Answer", "Maker", "NumberReader", "OpenRequest", "Reader", "adapter_number", "can_probe"]
-
 PROBED = ("last", "head", "logits")  # kinds of Readout, beside "logprobs" of one target
+
+NO_TARGETS = np.zeros(0, np.int32)
 
 Answer = list[Generated] | Result | InputError
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A Kept stands in the namespace of rows whose hidden states are kept in their slots, so that any of them can be
+    read once the prompt's last row is there, whoever computed them. exits: after which visit they are read."""
+
+    exits: Exits | None
+
+
+def kept_in(namespace: Sequence[Hashable]) -> Kept | None:
+    """Returns the Kept that stands in a namespace; None: there is none."""
+    return namespace[2] if len(namespace) > 2 and isinstance(namespace[2], Kept) else None
+
+
 class NumberReader:
-    """A NumberReader takes the numbers that are read at the last row of a prompt. It has no tokens, and takes none."""
+    """A NumberReader takes the numbers that are read of a prompt. It has no tokens, and takes none.
+
+    targets  int32, with "logprobs": the tokens whose log-probabilities are wanted
+    count    how many of the prompt's last rows are read, whose hidden states are kept; None: the last row alone
+    """
 
     number = 0
     state = None
     tokens: Sequence[int] = ()
 
-    def __init__(self, readout: Readout, target: int):
-        self.readout, self.target, self.exits = readout, target, readout.exits
+    def __init__(self, readout: Readout, targets: np.ndarray, count: int | None):
+        self.readout, self.targets, self.count, self.exits = readout, targets, count, readout.exits
         self.result: Result | None = None
+
+    @property
+    def has_rows(self) -> bool:
+        """Returns whether the result has a row, or a number, for each row that is read."""
+        return self.readout.kind in ("logprobs", "every")
 
     @property
     def is_done(self) -> bool:
@@ -79,6 +104,13 @@ class OpenRequest:
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def rows(self) -> np.ndarray:
+        """Returns the ids of the rows that are computed of the prompt, int32 [n]."""
+        reader = self.readers[0]
+        reads_first = isinstance(reader, NumberReader) and reader.readout.kind == "first"
+        return self.request.tokens[:1] if reads_first else self.request.tokens
+
+    @property
     def is_done(self) -> bool:
         """Returns whether all of its readers are done."""
         return all(reader.is_done for reader in self.readers)
@@ -105,6 +137,38 @@ class OpenRequest:
         return [sample.result(self.cached_tokens, self.approximate_tokens) for sample in samples]
 
 
+def together(readout: Readout, num_targets: Iterable[int]) -> Readout:
+    """Returns how prompts are read together that have so many targets each: where one needs rows whose hidden states
+    are kept, all are among these, so that they share."""
+    return readout if readout.kind != "logprobs" or can_probe(readout, num_targets) else replace(readout, keeps=True)
+
+
+def count_of(readout: Readout, request: Request) -> int | None:
+    """Returns how many of a prompt's last rows are read, whose hidden states are kept; None: the last one that is
+    computed, and it is not kept."""
+    if readout.kind in ("mean", "every"):
+        return len(request.tokens)
+    if readout.kind != "logprobs":
+        return None
+    targets = 0 if request.targets is None else len(request.targets)
+    return targets if readout.keeps or targets != 1 else None
+
+
+def no_readout(readout: Readout) -> InputError:
+    """Returns what is said where rows leave, and others than last ones are to be read."""
+    what = "several targets of a prompt" if readout.kind == "logprobs" else f"{readout.kind!r}"
+    message = f"{what} is read at rows that are not last, and only last rows are read where rows leave"
+    remedy = 'ask for one target or the last row, or give the LLM looped={"exits": "read"}'
+    return InputError(message, field="readout", remedy=remedy, code="no_readout")
+
+
+def check_first(tokens: np.ndarray) -> None:
+    """Raises InputError where a first token of prompts is that of an image: its row sees all of the image."""
+    if (tokens >= SPAN_BASE).any():
+        message = "a prompt begins with an image, and its first row is to be read"
+        raise InputError(message, field="pooling", remedy='use pooling "last" or "mean", or begin with text')
+
+
 def can_probe(readout: Readout, num_targets: Iterable[int]) -> bool:
     """Returns whether only last rows of prompts are read: of other rows the cache may have K/V, and never results.
 
@@ -118,12 +182,20 @@ class Maker:
 
     reserve  whether room for the whole output is set aside where its length is given
     checks   take the exits of a request, and raise InputError for those that cannot be followed
+    keeps    whether hidden states may be kept, so that rows can be read which are not last
     """
 
     def __init__(
-        self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool, checks: Iterable[Callable[..., None]] = ()
+        self,
+        facts: Facts,
+        eos_ids: Sequence[int],
+        *,
+        reserve: bool,
+        checks: Iterable[Callable[..., None]] = (),
+        keeps: bool = True,
     ):
-        self.facts, self.eos_ids, self._reserve, self._checks = facts, tuple(eos_ids), reserve, checks
+        self.facts, self.eos_ids, self._reserve = facts, tuple(eos_ids), reserve
+        self._checks, self._keeps = checks, keeps
         self._texts: _TextMakers | None = None
 
     def make(
@@ -140,7 +212,7 @@ class Maker:
     ) -> OpenRequest:
         """Returns a request that can be run. Raises InputError for one that cannot be read or continued as asked.
 
-        readout  of a request that is not continued; with "logprobs" it has one target
+        readout  of a request that is not continued
         sharing  whether it shares rows with other requests
         owner    for whom it runs
         """
@@ -152,8 +224,10 @@ class Maker:
         namespace = (request.adapter, request.salt, *(() if sharing else (key,)))
         if request.sampling is None:
             assert readout is not None
-            target = 0 if request.targets is None else int(request.targets[0])
-            return OpenRequest(key, request, [NumberReader(readout, target)], on_done, 1, True, namespace, owner)
+            reader = self._reader(readout, request)
+            if reader.count is not None:
+                namespace = (*namespace[:2], Kept(reader.exits), *namespace[2:])
+            return OpenRequest(key, request, [reader], on_done, 1, True, namespace, owner)
         room, most = self.facts.max_positions - len(request.tokens), request.sampling.max_tokens
         limit = room if most is None else min(most, room)
         if limit < 1:
@@ -166,6 +240,15 @@ class Maker:
         samples = self._samples(request, limit, tokenizer, on_text)
         reserve = self._reserve and most is not None
         return OpenRequest(key, request, samples, on_done, limit, reserve, namespace, owner)
+
+    def _reader(self, readout: Readout, request: Request) -> NumberReader:
+        if readout.kind == "first":
+            check_first(request.tokens[:1])
+        count = count_of(readout, request)
+        if not self._keeps and (count is not None or readout.kind == "first"):
+            raise no_readout(readout)
+        targets = NO_TARGETS if request.targets is None else request.targets
+        return NumberReader(readout, targets, count)
 
     def _samples(
         self,

@@ -13,8 +13,6 @@ from ..text.grammar import Matcher
 from ..types import Generated, Request, TokenLogprobs
 from .sampling import SamplerState
 
-__all__ = ["OnText", "Sample", "TextPiece"]
-
 
 class TextPiece(NamedTuple):
     """A TextPiece is some more text of a sample.

@@ -13,8 +13,6 @@ from ..text.grammar import Matcher
 from ..types import Sampling
 from ..worker.noise import make_key, make_stream
 
-__all__ = ["SamplerState", "drawing_of"]
-
 # A temperature this small divides logits into numbers that float32 cannot tell apart.
 GREEDY_BELOW = 1e-5
 NO_PENALTIES = penalties_of(SamplerOptions())

@@ -11,8 +11,6 @@ from .meter import StepBudget
 from .pace import Pace
 from .step_size import StepSize
 
-__all__ = ["StepRows"]
-
 
 class StepRows:
     """A StepRows tells a scheduler before each step how many rows it may have, and takes note of what the step took.

@@ -17,8 +17,6 @@ are compared that n sequences take:
 
 from __future__ import annotations
 
-__all__ = ["StepSize"]
-
 _SHARE = 0.95  # of the rows that come and go in the long run: with more, sequences would begin together after all
 _SHADOW = 0.7  # of the rows that take as long as a step of outputs alone: in the rest nothing can be hidden
 _GAIN = 0.97  # small steps are begun with where they take less than this of the seconds of large ones

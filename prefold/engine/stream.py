@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import InputError
-from ..prefix import SPAN_BASE, common_prefix_lengths, lexsort_sequences
+from ..prefix import common_prefix_lengths, lexsort_sequences
 from ..schedule.parts import hooks
 from ..schedule.prefill import PlannedStep, PrefillScheduler
 from ..schedule.steps import StepResult
@@ -27,9 +26,7 @@ from ..worker.protocol import Ticket, Worker
 from .choice import SharingChoice
 from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
-from .requests import adapter_number
-
-__all__ = ["run_stream"]
+from .requests import adapter_number, check_first
 
 T = TypeVar("T")
 
@@ -157,15 +154,13 @@ class _StreamRun:
         left = [(work.planned, work.prepared)]
         while left:
             planned, prepared = left.pop()
-            self._budget.before()
-            started, paused = time.perf_counter(), self._budget.paused
+            started = time.perf_counter()
             rows = planned.stop - planned.start
             ticket = self._call(partial(self._start, planned, rows, prepared))
             if ticket is None:
                 left += [(half, None) for half in reversed(work.scheduler.halves(planned))]
             else:
-                # What was done between its parts took none of its time.
-                yield _Begun(work.results, planned, ticket, started + self._budget.paused - paused)
+                yield _Begun(work.results, planned, ticket, started)
 
     def _start(self, planned: PlannedStep, rows: int, prepared: Any) -> Ticket | None:
         with ExitStack() as stack:
@@ -236,12 +231,11 @@ def first_tokens(window: Window) -> Window:
 
     Raises InputError for a prompt that begins with an image, whose first row sees all of the image.
     """
-    if (window.tokens[window.offsets[:-1]] >= SPAN_BASE).any():
-        message = "a prompt begins with an image, and its first row is to be read"
-        raise InputError(message, field="pooling", remedy='use pooling "last" or "mean", or begin with text')
+    tokens = window.tokens[window.offsets[:-1]]
+    check_first(tokens)
     return replace(
         window,
-        tokens=window.tokens[window.offsets[:-1]],
+        tokens=tokens,
         offsets=np.arange(window.num_requests + 1, dtype=np.int64),
         # The row is computed again where two windows share it, once a window at most.
         common=min(window.common, 1),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..cache import SlotPool
-from ..engine.messages import adapter_of
+from ..engine.messages import adapter_of, kept_rows
 from ..engine.options import EngineOptions, GenerateOptions
 from ..errors import InputError
 from ..model.config import refuse_exits
@@ -60,7 +60,8 @@ class Passes(EnginePart):
         return {} if exits is None or exits.route is None else {"route": exits.route}
 
     def message(self, step: Any, readers: Sequence[Any]) -> Mapping[str, Any]:
-        rows = [_exits_row(reader.exits) for reader in readers]
+        exits = [*(reader.exits for reader in readers), *(exits for exits, _ in kept_rows(step))]
+        rows = [_exits_row(one) for one in exits]
         if all(row == NO_EXITS for row in rows):
             return {}
         return {"exits": np.array(rows, np.float64)}  # None becomes nan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,7 +81,7 @@ class LoopedLM(CausalLM):
         found: dict[str, Any] = {}
         if isinstance(step, SlotStep):
             if step.exits is not None:
-                at = send(step.reads, self.device)
+                at = send(np.concatenate((step.reads, step.kept)), self.device)
                 found["exits"] = RowExits(*send(step.exits, self.device).T, rows=at)
             if step.route is not None:
                 found["route"] = step.route

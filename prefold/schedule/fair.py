@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ..cache import RadixCache
     from .sequences import Sequences
 
-
 # Of so many that wait first of a tenant, the one with the fewest rows to compute is admitted; one that others were
 # preferred to so often is admitted before them.
 LOOK = 8

@@ -186,14 +186,22 @@ class Drawing:
 class Numbers:
     """A Numbers says that n of a step's reads give numbers and no token.
 
-    readout  of one of the kinds that read a prompt's last row
+    readout  what is read
     reads    int64 [n]: which reads
-    targets  int64 [n] with "logprobs": the token whose log-probability is wanted at each
+    targets  int32 with "logprobs": the token whose log-probability is wanted at each row that is read
+    counts   int64 [n]: how many rows each of these reads is of: the last ones that its row sees, whose hidden states
+             are in their slots (`SlotStep.kept`); None: each is of its own row
     """
 
     readout: Readout
     reads: np.ndarray
     targets: np.ndarray = field(default_factory=lambda: NOTHING)
+    counts: np.ndarray | None = None
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Returns how many rows of the result belong to each read, int64 [n]."""
+        return np.ones(len(self.reads), np.int64) if self.counts is None or self.readout.kind == "mean" else self.counts
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -210,13 +218,14 @@ class SlotStep(Message):
                        up to, not including, `run_last`. A new row is seen from its own query on
     read_rows          int64, ascending: rows whose hidden states are wanted
     reads              int64 [p], ascending: where in read_rows each read is; several may be at one
+    kept               int64 [k], ascending: where in read_rows each row is whose hidden state is kept in its slot
     drawing            how tokens are chosen; None: at every read that is no number, the most likely one
     numbers            the reads that give numbers, by readout
     adapters           int64 [n]: number of the LoRA adapter of each row, in the order of `Facts.adapters`, -1: none;
                        None: none in the whole step
-    exits              float64 [p, 3]: of a looped model, for each of `reads` the threshold at which its row leaves (nan
-                       for that of the checkpoint), and the fewest and the most visits that it makes; None: as the
-                       checkpoint says
+    exits              float64 [p + k, 3]: of a looped model, for each of `reads` and then of `kept` the threshold at
+                       which its row leaves (nan for that of the checkpoint), and the fewest and the most visits that
+                       it makes; None: as the checkpoint says
     route              the blocks of a looped model that all rows visit; None: as the model's order says
 
     Its result is a SlotResult.
@@ -237,17 +246,12 @@ class SlotStep(Message):
     adapters: np.ndarray | None = None
     exits: np.ndarray | None = None
     route: tuple[int, ...] | None = None
+    kept: np.ndarray = field(default_factory=lambda: NOTHING)
 
     @property
     def num_rows(self) -> int:
         """Returns how many rows go through the model."""
         return len(self.tokens)
-
-    @property
-    def head(self) -> bool:
-        """Returns whether logits are wanted of any of its reads."""
-        hidden = sum(len(some.reads) for some in self.numbers if some.readout.kind in ("last", "head"))
-        return len(self.reads) > hidden
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -219,7 +219,7 @@ class BatchWork:
                     namespace = self._keys.namespace(Tenant(one.tenant or None))
                     seed = int.from_bytes(hashlib.blake2b(one.id.encode(), digest_size=6).digest())
                     tasks = _Tasks(self._desk, namespace, one.tenant or None)
-                    lane = Lane(self._desk.engine, Owner(one.tenant or None, is_batch=True), self._desk.pace)
+                    lane = Lane(self._desk.engine, Owner(one.tenant or None, is_batch=True))
                     job = Job(source, adapter, tasks, lambda: lane, output, window=WINDOW_TOKENS, seed=seed)
                     total = body["request_counts"]["total"]
 

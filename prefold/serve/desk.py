@@ -34,7 +34,7 @@ from ..schedule.generate_step import NOBODY
 from ..tasks import GenerateTask, Work
 from ..tasks.make import inputs_of
 from ..tasks.run import finish_items
-from ..types import Owner, Request, within
+from ..types import Owner, Readout, Request, within
 from .access import note
 from .echo import PromptTask
 from .keys import Keys
@@ -62,9 +62,9 @@ class TaskOrder:
     namespace  a prefix is shared only within it (see `keys.py`)
     share      whether prompts may be shared with others', now or later
     owner      for whom it is
-    tokens     as which its prompts count, where they begin alike; None: as many as they have together
     computes   whether the engine is to compute it; else only its prompts are wanted
     echo       what is wanted of prompts beside their continuations, which is then read in place of these
+    readout    what is read in place of what the task reads; None: what the task reads
     """
 
     task: str
@@ -73,9 +73,9 @@ class TaskOrder:
     namespace: str = ""
     share: bool = True
     owner: Owner = NOBODY
-    tokens: int | None = None
     computes: bool = True
     echo: Echo | None = None
+    readout: Readout | None = None
 
 
 class Desk:
@@ -257,6 +257,9 @@ class Desk:
         task = self.task(order.task, order.options, order.owner.tenant, order.namespace, computes=order.computes)
         if order.echo is not None:
             task = PromptTask(task, order.echo, self.llm.engine.options.eos_ids)
+        if order.readout is not None:
+            task = copy(task)
+            task.readout = order.readout
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
         if not any(work.requests for work in works):  # nobody would ever answer
             raise InputError("the request holds no text", remedy="give at least one", code="empty")
@@ -291,7 +294,7 @@ class Desk:
                 counts = [one.requests[0].sampling.n for one in works]  # type: ignore[union-attr]
                 replies = [Reply(loop, *each) for each in zip(sizes, repeat(order.owner), counts)]
             else:
-                replies = [Reply(loop, sum(sizes) if order.tokens is None else order.tokens, order.owner)]
+                replies = [Reply(loop, sum(sizes), order.owner)]
             note(prompt=sum(sizes))
             with self.room.computing(replies):
                 prepared()
@@ -310,10 +313,8 @@ class Desk:
 
     def _is_soon_ready(self, order: TaskOrder, num_bytes: int) -> bool:
         """Returns whether a request is soon ready for the engine: requests are soon made of its items, no images might
-        have to be fetched, and the generator is there, where it takes one: to make it takes long."""
-        engine = self.llm.engine
-        has_all = self.engine.has_generator or (order.task != "generate" and not engine.may_read_in_slots)
-        is_known = has_all and self.llm.images is None and order.tokens is None
+        have to be fetched, and the generator is there: to make it takes long."""
+        is_known = self.engine.has_generator and self.llm.images is None
         return is_known and are_soon_ready(order.items, num_bytes)
 
     def _generate(self, works: Sequence[Work], replies: Sequence[Reply], text: bool, share: bool) -> None:

@@ -28,6 +28,7 @@ from ..api.tei import (
 )
 from ..errors import InputError, UnsupportedModelError
 from ..text.valid import valid_text
+from ..types import Readout
 from .asking import Asking, answer_asked, handle_of
 from .desk import Desk
 from .http import json_response, unless_gone
@@ -79,24 +80,21 @@ async def rerank(asking: Asking) -> Response:
 
 
 async def embed_all(site: Site, request: Request, tenant: Tenant) -> Response:
-    """Answers with the hidden state after the final norm at every token of each text, not scaled.
-
-    Each prefix of a text is a prompt of its own, so that the last row of each is read; in the row stream that is one
-    row a token, as all prefixes share theirs.
-    """
+    """Answers with the hidden state after the final norm at every token of each text, not scaled."""
     asking = await Asking.of(site, request, tenant)
     TeiEmbedAll.of(vectors_of(asking.body, asking.desk.llm))
     asked = read_embed({**asking.body, "normalize": False})
     try:
         order = asking.order("embed", asked.items, asked.options)
         texts = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
-        every = sum(map(len, texts))
-        if every > site.options.max_texts:
-            message, remedy = f"'inputs' has {every} tokens", f"send at most {site.options.max_texts} at once"
+        count = sum(map(len, texts))
+        if count > site.options.max_texts:
+            message, remedy = f"'inputs' has {count} tokens", f"send at most {site.options.max_texts} at once"
             raise InputError(message, field="inputs", remedy=remedy, code="too_many")
-        prefixes = [{"text": [ids[: n + 1] for n in range(len(ids))]} for ids in texts]
-        order = replace(asking.order("embed", prefixes, {"pooling": "last", "normalize": False}), tokens=every)
-        results = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
+        order = asking.order("embed", [{"text": ids} for ids in texts], {"normalize": False})
+        every = replace(order, readout=Readout("every"))
+        found = await unless_gone(request, asking.desk.answer(every, asking.num_bytes))
+        results = [{"embeddings": result["embedding"]} for result in found]
     except InputError as wrong:
         raise wrong.renamed(renamed(wrong.field, asked.fields)) from None
     return await asking.written(results, lambda: json_response([result["embeddings"] for result in results]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,8 +12,6 @@ from ..attention import Heads
 from ..model import CausalLM
 from ..model.config import Plane
 from .batch import Batch
-
-__all__ = ["Path", "StepAttend", "heads_of"]
 
 
 def heads_of(model: CausalLM) -> Heads:
@@ -51,15 +49,12 @@ class StepAttend:
     """`attend` of one step: queries of its rows over the carried path and its own rows.
 
     The model calls it once for each plane; after that `next_kv` holds the K/V of the path above the next step.
-
-    between  called at the end of each call; None: nothing is
     """
 
     batch: Batch
     path: Path
     planes: Sequence[Plane]
     scale: float
-    between: Callable[[], None] | None = None
     next_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,8 +74,6 @@ class StepAttend:
                 else o.index_select(0, batch.gather)
             )
         self.next_kv[plane] = join(path_k, k, batch), join(path_v, v, batch)
-        if self.between is not None:
-            self.between()
         return o
 
     def next_path(self, hidden: Tensor | None = None) -> Path:

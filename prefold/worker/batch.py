@@ -15,8 +15,6 @@ from ..model.config import Plane
 from ..schedule.steps import StreamStep
 from .pool import PoolPlan, plan_pool
 
-__all__ = ["Batch", "prepare"]
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -10,8 +10,6 @@ from ..errors import InputError
 from ..model import CausalLM
 from ..model.parallel import Shard
 
-__all__ = ["batch_rows", "kv_bytes", "slot_bytes"]
-
 # On a CPU larger steps hardly gain, and their intermediates are held in memory.
 ROWS_ON_CPU = 4096
 # A GPU is at its best from some thousand rows on; beyond these only the baselines gain, which share within a step.

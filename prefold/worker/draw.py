@@ -17,8 +17,6 @@ from ..device import runs_triton, send
 from ..options import FILTERS, SamplerOptions, filters_of
 from .noise import gumbel, hash_ids
 
-__all__ = ["WORK_SIZE", "draw", "kept"]
-
 # Logits worked on at once, as float32 numbers: 4 MiB, about a second-level cache's worth of each intermediate.
 WORK_SIZE = 1 << 20
 # A probability that top_k tokens are at least as likely as is looked for among the largest of so many numbers each.

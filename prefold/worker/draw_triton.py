@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ..options import FILTERS
 
-__all__ = ["draw"]
-
 # The columns of `asked`: the row of the logits, the lower and the upper half of the key, then the filters, with the
 # inverse of the temperature in its place.
 FIELDS = 3 + len(FILTERS)

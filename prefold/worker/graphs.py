@@ -22,8 +22,6 @@ from ..model import NO_ADAPTERS, CausalLM
 from ..schedule.steps import SlotStep
 from .slots import SlotBatch, fill_in, forward, slot_plans
 
-__all__ = ["SIZES", "DecodeGraphs", "FixedStep", "padded_size"]
-
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
@@ -89,7 +87,8 @@ class DecodeGraphs:
     def takes(self, step: SlotStep) -> bool:
         """Returns whether a graph can stand for a step that has nothing beside its rows: it reads all of them, and
         there is a size for them."""
-        return len(step.read_rows) == step.num_rows and padded_size(step.num_rows) is not None
+        reads_all = len(step.read_rows) == step.num_rows and not len(step.kept)
+        return reads_all and padded_size(step.num_rows) is not None
 
     def run(self, step: SlotStep, given: Tensor | None = None) -> Tensor:
         """Returns the hidden states [rows, hidden] of a step that is taken, until the next call. given: as for

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..attention import KVStore, RowAttention
-from ..device import compile_seconds, free_cached, give_back, keep_freed, on, runs_triton
+from ..device import compile_seconds, free_cached, give_back, keep_freed, on, runs_triton, send
 from ..errors import OutOfMemoryError
 from ..model import Adapter, CausalLM
 from ..prefix import MEDIA_BASE
@@ -26,8 +25,6 @@ from .protocol import DONE, Facts, Ticket, Worker, WorkerPart, parts_of
 from .runner import run
 from .slot_reads import SlotReads
 from .slots import forward, make_store, prepare_slots
-
-__all__ = ["LocalWorker"]
 
 NO_PATH = Path()
 
@@ -60,8 +57,6 @@ class LocalWorker(Worker):
         self.facts = Facts(
             depth=depth,
             slot_depth=depth if model.ranks.size == 1 else 1,
-            # On a GPU layers are only begun here, and other ranks are told of whole steps.
-            parts=len(model.config.planes) if model.device.type == "cpu" and model.ranks.size == 1 else 1,
             max_rows=batch_rows(model),
             learns_rows=model.device.type != "cpu",
             max_positions=model.config.max_positions,
@@ -74,6 +69,7 @@ class LocalWorker(Worker):
         self.store: KVStore | None = None
         self._with_graphs, self._graphs = graphs, None
         self._given: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
+        self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
         self._paths: dict[int, Path] = {}
         self._lock = threading.Lock()
         self.compile_seconds()  # from here on they are this worker's
@@ -90,13 +86,11 @@ class LocalWorker(Worker):
             message = replace(message, tokens=_in_vocabulary(message.tokens))
         return prepare(message, self.model.config.planes, self._attention, tuple(self.adapters.values()))
 
-    def start(
-        self, message: Message, prepared: Batch | None = None, between: Callable[[], None] | None = None
-    ) -> Ticket:
+    def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
         with self._lock, on(self.model.device), torch.inference_mode():
             try:
                 if isinstance(message, StreamStep):
-                    return self._run_stream(message, prepared, between)
+                    return self._run_stream(message, prepared)
                 handler = self._handlers.get(type(message))
                 if handler is None:
                     raise TypeError(f"{type(message).__name__} is no message to this worker")
@@ -117,7 +111,7 @@ class LocalWorker(Worker):
     def compile_seconds(self) -> float:
         return compile_seconds() if runs_triton(self.model.device) else 0.0
 
-    def _run_stream(self, step: StreamStep, prepared: Batch | None, between: Callable[[], None] | None) -> Ticket:
+    def _run_stream(self, step: StreamStep, prepared: Batch | None) -> Ticket:
         batch = self.prepare(step) if prepared is None else prepared
         assert batch is not None
         path = self._paths.get(step.stream, NO_PATH)
@@ -125,24 +119,15 @@ class LocalWorker(Worker):
             raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
         path = path if rows == step.path else path.truncate(step.path)
         media = None if self._media is None else self._media(step.tokens)
-        # A step with images holds them until it is over, and others may need their room.
-        pause = None if between is None or media is not None else partial(self._pause, between)
-        reads, self._paths[step.stream] = run(self.model, batch, path, media, pause)
+        reads, self._paths[step.stream] = run(self.model, batch, path, media)
         return reads
-
-    def _pause(self, between: Callable[[], None]) -> None:
-        self._lock.release()
-        try:
-            between()
-        finally:
-            self._lock.acquire()
 
     def _end_stream(self, message: EndStream) -> Ticket:
         self.forget(message.stream)
         return DONE
 
     def _make_store(self, message: MakeStore) -> Ticket:
-        self.store = make_store(self.model, message.slots)
+        self.store, self._states = make_store(self.model, message.slots), None
         alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
         self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
         return DONE
@@ -158,11 +143,23 @@ class LocalWorker(Worker):
         else:
             batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._given)
             hidden = forward(self.model, self.store, batch, how)
-            if step.exits is not None:  # there is a hidden state a read
-                step = replace(step, reads=np.arange(len(step.reads)))
-        reads = SlotReads(self.model, hidden, step)
+            if step.exits is not None:  # there is a hidden state for each of these
+                each = np.concatenate((step.reads, step.kept))
+                places, kept = np.split(np.arange(len(each)), [len(step.reads)])
+                step = replace(step, read_rows=step.read_rows[each], reads=places, kept=kept)
+        if len(step.kept):
+            self._keep(step, hidden)
+        reads = SlotReads(self.model, hidden, step, self._states)
         self._given = reads.ids if self.facts.slot_depth > 1 else None
         return reads
+
+    def _keep(self, step: SlotStep, hidden: Tensor) -> None:
+        """Puts hidden states of a step's rows into their slots."""
+        if self._states is None:
+            assert self.store is not None
+            self._states = hidden.new_empty(self.store.slots, hidden.shape[1])
+        slots = send(step.slots[step.read_rows[step.kept]], hidden.device)
+        self._states.index_copy_(0, slots, hidden.index_select(0, send(step.kept, hidden.device)))
 
 
 # By the type of a message, beside those of the parts. Functions, which hold no worker.

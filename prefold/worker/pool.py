@@ -1,4 +1,4 @@
-"""Mean pooling over the paths of a step of the row stream.
+"""Mean pooling: over the paths of a step of the row stream, and over rows whose hidden states are kept in slots.
 
 Nothing is added that is not on the path: where one request's hidden states are NaN, infinite or huge, those of the
 others do not show it. The keys of a step fall into runs that every path contains whole or not at all; each is summed
@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from ..device import send
-
-__all__ = ["PoolPlan", "mean_of_paths", "plan_pool"]
 
 # Keys that are summed in float32; sums of these are made in float64, so that long paths lose nothing.
 RUN_KEYS = 64
@@ -55,6 +53,19 @@ def plan_pool(end: np.ndarray, positions: np.ndarray, reads: np.ndarray, device:
         last=send(np.searchsorted(starts, reads, side="right") - 1, device),
         lengths=send((positions[reads] + 1.0)[:, None], device),
     )
+
+
+def mean_of_rows(hidden: Tensor, rows: np.ndarray, counts: np.ndarray) -> Tensor:
+    """Returns the mean over `counts` rows after `counts` rows, int64 [reads], of those numbered by `rows`: float32
+    [reads, hidden]; hidden float32 [keys, hidden]."""
+    parts = -(-counts // RUN_KEYS)
+    of = np.repeat(np.arange(len(counts)), parts)
+    within = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
+    starts = (np.cumsum(counts) - counts)[of] + within * RUN_KEYS
+    rows, starts, of = (send(array, hidden.device) for array in (rows, starts, of))
+    sums = torch.nn.functional.embedding_bag(rows, hidden, starts, mode="sum").double()
+    means = sums.new_zeros(len(counts), hidden.shape[1]).index_add_(0, of, sums)
+    return (means / send(counts.astype(np.float64)[:, None], hidden.device)).float()
 
 
 def run_starts(end: np.ndarray, reads: np.ndarray) -> np.ndarray:

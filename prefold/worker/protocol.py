@@ -7,9 +7,6 @@ Of each stream, and of what runs in slots, at most `Facts.depth` steps are in fl
 than depth - 1 tickets before it have not been asked for their results, and results are asked for in the order of the
 steps. `start` may be called from any thread; steps are begun one at a time.
 
-Where `Facts.parts` says so, a StreamStep can be parted: between two of its parts the host gives other steps, which are
-over before it goes on.
-
 What a worker keeps between steps it keeps by the numbers in the messages: the path of each stream
 (`StreamStep.stream`, until `forget`), and the KV store that `MakeStore` made (rows of a `SlotStep` lie there until
 other rows are written over them). A `SlotStep` may name tokens of the step before that are still on the device, as
@@ -35,8 +32,6 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..model import CausalLM, MediaRows
 
-__all__ = ["DONE", "Facts", "Known", "Ticket", "Worker", "WorkerPart", "add_part", "parts_of"]
-
 T = TypeVar("T")
 
 
@@ -46,7 +41,6 @@ class Facts:
 
     depth          steps of a stream that may be in flight; 1: a step is over when it has been started
     slot_depth     SlotSteps that may be in flight; 1: every token of a SlotStep has to be known
-    parts          parts of a StreamStep between which others may be run; 1: it is computed as a whole
     max_rows       rows of a step that the device affords, where nobody says how many there may be
     learns_rows    whether steps of generation have fewer rows where that is found to be faster: a device that computes
                    all the time has nothing to gain
@@ -60,7 +54,6 @@ class Facts:
 
     depth: int = 1
     slot_depth: int = 1
-    parts: int = 1
     max_rows: int = 4096
     learns_rows: bool = False
     max_positions: int = 1 << 30
@@ -129,16 +122,15 @@ def parts_of(model: CausalLM, checkpoint: Checkpoint | None = None, seed: int = 
 
 
 class Worker(ABC):
-    """A worker computes steps. Only `start` has to be there; where `Facts.parts` is 1 it need not take `between`."""
+    """A worker computes steps. Only `start` has to be there."""
 
     facts: Facts = Facts()
 
     @abstractmethod
-    def start(self, message: Message, prepared: Any = None, between: Callable[[], None] | None = None) -> Ticket:
+    def start(self, message: Message, prepared: Any = None) -> Ticket:
         """Begins a step and returns its ticket.
 
         prepared  what `prepare` returned for it, where it was called
-        between   called between two parts of a StreamStep; it may start other steps
 
         Raises OutOfMemoryError where memory is too small for the step, RankError when a rank has failed.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -14,8 +14,6 @@ from ..schedule.steps import StepResult
 from .attend import Path, StepAttend, join
 from .batch import Batch
 from .pool import mean_of_paths
-
-__all__ = ["Reads", "head_blocks", "log_probs", "run"]
 
 # Rows of the LM head computed at once: bounds the logits to 256 x vocabulary float32 numbers.
 HEAD_ROWS = 256
@@ -60,14 +58,13 @@ def run(
     batch: Batch,
     path: Path,
     media: MediaRows | None = None,
-    between: Callable[[], None] | None = None,
 ) -> tuple[Reads, Path]:
     """Runs the forward pass of a step, and returns its read-out, not waited for, and the path above the next step.
 
-    between: called after attention in each plane. On a rank other than 0 what is read of the whole vocabulary is empty.
+    On a rank other than 0 what is read of the whole vocabulary is empty.
     """
     config, readout = model.config, batch.step.readout
-    attend = StepAttend(batch, path, config.planes, config.scale, between)
+    attend = StepAttend(batch, path, config.planes, config.scale)
     how = model.arguments(batch.step)
     if media is not None:
         how["media"] = media
@@ -76,7 +73,8 @@ def run(
         values, kept = mean_pool(hidden, batch, path)
         return Reads(values), attend.next_path(kept)
     if readout.kind == "logprobs":
-        return _logprobs(model, hidden, batch), attend.next_path()
+        found = logprobs_of(model, hidden, batch.step.reads, batch.reads, batch.targets, readout.top)
+        return Reads(*found), attend.next_path()
     if readout.kind == "logits":
         values = model.logits(hidden, readout.ids)
     elif readout.kind == "head":
@@ -86,10 +84,16 @@ def run(
     return Reads(values), attend.next_path()
 
 
-def _logprobs(model: CausalLM, hidden: Tensor, batch: Batch) -> Reads:
-    """Returns the log-probability of each target; a row's log-sum-exp is computed once for all its targets."""
-    ids = batch.targets
-    top = batch.step.readout.top
+def logprobs_of(
+    model: CausalLM, hidden: Tensor, places: np.ndarray, reads: Tensor, ids: Tensor, top: int | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the log-probability of each of `ids`, and whether it is the most likely id of its row; a row's
+    log-sum-exp is computed once for all its targets. On a rank other than 0 they are no numbers.
+
+    places  int64 [n], ascending: the row of `hidden` of each
+    reads   the same on the device
+    top     as of Readout
+    """
     columns = () if top is None else (2 + 2 * top,)
     values = torch.empty((len(ids), *columns), dtype=torch.float32, device=hidden.device)
     greedy = torch.empty(len(ids), dtype=torch.bool, device=hidden.device)
@@ -97,10 +101,9 @@ def _logprobs(model: CausalLM, hidden: Tensor, batch: Batch) -> Reads:
         logits = model.logits(hidden[block])
         if model.ranks.rank:
             continue
-        some = slice(*np.searchsorted(batch.step.reads, (block.start, block.stop)).tolist())
-        rows, wanted = batch.reads[some] - block.start, ids[some]
-        values[some], greedy[some] = log_probs(logits, rows, wanted, top)
-    return Reads(values, greedy)
+        some = slice(*np.searchsorted(places, (block.start, block.stop)).tolist())
+        values[some], greedy[some] = log_probs(logits, reads[some] - block.start, ids[some], top)
+    return values, greedy
 
 
 def log_probs(logits: Tensor, rows: Tensor, ids: Tensor, top: int | None = None) -> tuple[Tensor, Tensor]:

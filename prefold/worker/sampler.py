@@ -24,8 +24,6 @@ from ..schedule.steps import NOT_FINITE, Drawing, Ragged
 from ..types import TokenLogprobs
 from .draw import WORK_SIZE, draw
 
-__all__ = ["choose"]
-
 
 def choose(logits: Tensor, rows: np.ndarray, drawing: Drawing | None) -> tuple[Tensor, dict[int, TokenLogprobs]]:
     """Returns the token of each read, int64 [p] on the logits' device, and log-probabilities by read, where asked for.

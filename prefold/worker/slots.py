@@ -18,8 +18,6 @@ from ..model.config import Plane
 from ..schedule.steps import SlotStep
 from .attend import heads_of
 
-__all__ = ["SlotAttend", "SlotBatch", "fill_in", "forward", "make_store", "prepare_slots", "slot_plans"]
-
 
 def make_store(model: CausalLM, slots: int) -> KVStore:
     """Returns room for the K/V of `slots` rows, of the heads that this rank has."""

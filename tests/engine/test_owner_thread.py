@@ -94,7 +94,7 @@ def test_callers_of_an_engine_that_is_closed_get_an_error():
         def start(self, message, prepared=None):
             if isinstance(message, SlotStep):
                 entered.set()
-                while not engine._inbox.is_closed:
+                while not engine._thread.is_closed:
                     time.sleep(0.001)
             return super().start(message, prepared)
 

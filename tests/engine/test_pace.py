@@ -229,27 +229,6 @@ def test_a_batch_has_all_sequences_while_nobody_else_came_lately():
     assert machine.pace.admission.lends
 
 
-def test_a_first_step_of_a_batchs_numbers_in_parts_is_long():
-    machine = Machine()
-    machine.pace.stream_times.note(16, 0.01)
-    assert machine.pace.stream_rows(4096) == module.GROWTH * 16
-    assert machine.pace.stream_rows(4096, parts=30) == 30 * module.GROWTH * 16
-
-
-def test_steps_of_a_batchs_numbers_are_short_where_somebody_came_lately():
-    machine = Machine()
-    for rows in (1, 16, 100, 1000):
-        machine.pace.stream_times.note(rows, 0.01 + 0.0005 * rows)
-    assert machine.pace.stream_rows(4096) == pytest.approx(480, abs=1)  # a quarter of a second
-    machine.pace.note_live()
-    assert machine.pace.stream_rows(4096) == pytest.approx(22, abs=1)  # two steps of a row
-    # In parts, each of which takes no longer than a quarter of such a step.
-    assert machine.pace.stream_rows(4096, parts=30) == pytest.approx(137, abs=1)
-    machine.now += LATELY_SECONDS
-    assert machine.pace.stream_rows(4096, parts=2) == pytest.approx(980, abs=1)
-    assert machine.pace.stream_rows(4096) == pytest.approx(480, abs=1) and machine.pace.stream_rows(100) == 100
-
-
 class Still(Worker):
     """A worker of which nothing is asked."""
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import weakref
+import time
 
 import numpy as np
 import pytest
+from generating import until_idle
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.engine.loop import _Inbox, _run
 from prefold.engine.pace import Pace
-from prefold.engine.reading import Reading, parts_of
+from prefold.engine.reading import Reading
 from prefold.engine.replies import Reply
-from prefold.errors import RankError
+from prefold.engine.thread import EngineThread
 from prefold.schedule.fair import FairAdmission
-from prefold.types import Owner, Readout, Request
+from prefold.types import Owner, Readout, Request, Result
 
 LAST = Readout("last")
 ROWS = 32
@@ -80,30 +79,7 @@ def test_a_large_reading_gives_way_to_a_small_one(llm, owners, monkeypatch):
     np.testing.assert_allclose(asyncio.run(ask()), wanted, atol=1e-5)
     assert max(steps) <= ROWS < unique // 10
     assert len(seen) == 1 and seen[0] < 10, (seen, len(steps))
-    assert sum(steps) <= unique + 3 + 3 * 23, "more than the paths above three cuts was computed again"
-
-
-def test_a_large_reading_that_is_alone_gives_way_to_a_batch_that_is_due(llm, monkeypatch):
-    large, _ = requests(400)
-    start, steps, seen = llm.engine.worker.start, [], []
-    monkeypatch.setattr(llm.engine.worker, "start", lambda message, *more: steps.append(1) or start(message, *more))
-
-    class Due:
-        def is_due(self):
-            return len(steps) > 2
-
-        def advance(self):
-            seen.append(len(steps))
-            return False
-
-    async def ask():
-        reply = Reply(asyncio.get_running_loop(), 1)
-        llm.engine.submit_numbers(reply, large, LAST)
-        llm.engine.work_beside(Due())
-        await reply.answer()
-
-    asyncio.run(ask())
-    assert len(seen) == 1 and seen[0] < 10 < len(steps)
+    assert sum(steps) <= unique + 3 + 23, "rows of what is open are there for what comes next"
 
 
 def test_a_reading_that_is_alone_computes_nothing_twice(llm):
@@ -113,14 +89,19 @@ def test_a_reading_that_is_alone_computes_nothing_twice(llm):
     assert llm.stats.rows_computed == unique
 
 
-def test_parts_hold_each_request_once_and_no_more_than_half_of_one_is_a_path(llm):
+def test_as_many_requests_are_open_as_fill_a_few_steps(llm):
     for begin in (0, 20, 200):
         large, _ = requests(300, begin=begin)
-        parts = parts_of(Reading(Reply(None, 1), large, LAST), llm.engine)
-        assert sorted(number for part in parts for number in part.numbers) == list(range(300))
-        for part in parts:
-            rows = {tuple(large[n].tokens[:m]) for n in part.numbers for m in range(1, begin + 4)}
-            assert part.rows == len(rows) <= max(2 * ROWS, 2 * (begin + 3))
+        reading, opened = Reading(Reply(None, 1), large, LAST, rows=ROWS, shares=True), []
+        while not opened or any(result is None for result in reading.results):
+            while (number := reading.next()) is not None:
+                opened.append(number)
+            open = [number for number in opened if reading.results[number] is None]
+            # Each has at least one row of its own, and at most three; the first has the path above them too.
+            assert len(open) <= 2 * ROWS
+            assert len(open) >= min(300 - len(opened) + len(open), (2 * ROWS - begin) // 3)
+            is_last = reading.book(open[0], Result(np.zeros(1)))
+        assert is_last and sorted(opened) == list(range(300))
 
 
 def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypatch):
@@ -132,7 +113,7 @@ def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypa
     def fail(message, *more):
         if (message.tokens == 250).any():
             failed.append(message)
-            raise RankError("made up")
+            raise RuntimeError("made up")
         return start(message, *more)
 
     monkeypatch.setattr(worker, "start", fail)
@@ -143,11 +124,13 @@ def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypa
         service.submit_numbers(a, large, LAST)
         service.submit_numbers(b, small, LAST)
         await b.answer()
-        with pytest.raises(RankError):
+        with pytest.raises(RuntimeError, match="made up"):
             await a.answer()
 
     asyncio.run(ask())
-    assert failed and not service._readings and not service.replies
+    assert failed and not service.replies
+    until_idle(service)
+    service.look(lambda books: books.check())
 
 
 def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):
@@ -171,20 +154,24 @@ def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):
 
 
 def test_the_thread_ends_though_what_woke_it_was_taken_while_it_worked():
-    inbox = _Inbox()
-
     class Working:
-        def work(self, came):
-            inbox.is_closed = True
-            inbox.came.put(None)  # so far as `close` does it
-            inbox.came.get()  # as every look for what came does
+        def __init__(self):
+            self.ended = []
+
+        def work(self):
+            thread.is_closed = True
+            thread.wake()  # so far as `close` does it
+            thread.take_in()  # as every look for what came does
 
         def end_all(self, error):
-            pass
+            self.ended.append(error)
 
     service = Working()
-    thread = threading.Thread(target=_run, args=(weakref.ref(service), inbox), daemon=True)
-    thread.start()
-    inbox.came.put(None)
-    thread.join(10)
-    assert not thread.is_alive()
+    thread = EngineThread(service)
+    thread.wake()
+    thread._thread.join(10) if thread._thread else None
+    for _ in range(1000):
+        if service.ended:
+            break
+        time.sleep(0.01)
+    assert service.ended

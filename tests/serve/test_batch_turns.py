@@ -1,4 +1,4 @@
-"""Batches and live requests take turns on the engine, in steps and within them."""
+"""Batches and live requests take turns on the engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from batching import LONG, batch_of, completion, ended, lines_of
 from serving import until
 
+from prefold.engine.pace import Pace
 from prefold.engine.replies import Reply
-from prefold.job.flow import Flow
 from prefold.schedule.fair import FairAdmission
-from prefold.schedule.steps import SlotStep, StreamStep
+from prefold.schedule.steps import SlotStep
 from prefold.serve import batches, lane
 from prefold.stream import Spool
 from prefold.types import Owner, Readout, Request
@@ -29,8 +29,8 @@ def test_live_requests_go_on_beside_a_batch(client, llm, kind, monkeypatch):
     else:
         lines, endpoint = embeddings(3000), "/v1/embeddings"
         # However long it takes to ask meanwhile: the batch does not end before.
-        advance = lane._BatchNumbers.advance
-        monkeypatch.setattr(lane._BatchNumbers, "advance", lambda self: time.sleep(0.01) or advance(self))
+        start = llm.engine.worker.start
+        monkeypatch.setattr(llm.engine.worker, "start", lambda *given: time.sleep(0.01) or start(*given))
     batch = batch_of(client, lines, endpoint)
     until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3, 60)
     options = {
@@ -58,68 +58,37 @@ def embeddings(count):
     ]
 
 
-class Log:
-    """Steps of the engine, as they begin and end: ("begins" or "ends", kind of message, results that wait)."""
+def test_numbers_of_a_batch_and_texts_are_in_the_same_steps(client, llm, monkeypatch):
+    start, steps = llm.engine.worker.start, []
 
-    def __init__(self, llm, monkeypatch):
-        self.entries, self.numbers, worker = [], None, llm.engine.worker
-        begin, made, log = worker.start, lane._BatchNumbers.__init__, self
+    def begin(message, *more):
+        steps.append(message)
+        time.sleep(0.005)
+        return start(message, *more)
 
-        def start(message, *more):
-            left = 0 if log.numbers is None else log.numbers.came.qsize()
-            log.entries.append(("begins", type(message), left))
-            try:
-                return begin(message, *more)
-            finally:
-                log.entries.append(("ends", type(message), left))
-
-        def make(self, *arguments):
-            made(self, *arguments)
-            log.numbers = self
-
-        monkeypatch.setattr(worker, "start", start)
-        monkeypatch.setattr(lane._BatchNumbers, "__init__", make)
-
-
-def test_a_live_request_comes_in_the_middle_of_a_step_of_a_batch(client, llm, monkeypatch):
-    log, give_way, asked = Log(llm, monkeypatch), lane._BatchNumbers._give_way, []
-
-    def ask():
-        made = client.completions.create(model="tiny", prompt="no yes", max_tokens=5, temperature=0)
-        asked.append(made.choices[0].text)
-
-    asking = threading.Thread(target=ask)
-
-    def wait_for_somebody(self):
-        if log.entries[-1][:2] == ("begins", StreamStep) and asking.ident is None:
-            asking.start()
-            until(lambda: llm.engine.replies)
-        give_way(self)
-
-    monkeypatch.setattr(lane._BatchNumbers, "_give_way", wait_for_somebody)
+    monkeypatch.setattr(llm.engine.worker, "start", begin)
     lines = embeddings(200)
-    done = ended(client, batch_of(client, lines, "/v1/embeddings"))
-    asking.join()
-    kinds = [entry[:2] for entry in log.entries]
-    place = kinds.index(("begins", SlotStep))
-    assert kinds[place - 1] == ("begins", StreamStep) and kinds[place + 1] == ("ends", SlotStep)
-    assert asked == [llm.generate("no yes", max_tokens=5).text]
+    batch = batch_of(client, lines, "/v1/embeddings")
+    until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0, 60)
+    options = {"model": "tiny", "prompt": "no yes", "max_tokens": 20, "temperature": 0}
+    text = client.completions.create(**options, extra_body={"ignore_eos": True}).choices[0].text
+    done = ended(client, batch)
+    assert all(isinstance(step, SlotStep) for step in steps)
+    assert any(step.numbers and len(step.numbers[0].reads) < len(step.reads) for step in steps), "no step has both"
+    assert text == llm.generate("no yes", max_tokens=20, ignore_eos=True).text
     found = lines_of(client, done.output_file_id)
     vectors = [found[str(i)]["response"]["body"]["data"][0]["embedding"] for i in range(200)]
     assert np.allclose(vectors, llm.embed([line["body"]["input"] for line in lines]), atol=1e-5)
 
 
 def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm, monkeypatch):
-    """Also where a step of it begins, which waits for the lines of the one before."""
     service, worker = llm.engine, llm.engine.worker
     begin, steps, results = worker.start, [], []
-    pace = lane.Pace(FairAdmission(), batch_share=0.5)
-    monkeypatch.setattr(pace, "stream_rows", lambda most, **how: 3)
     live = [Request(np.array([1, i // 64, i % 64, i % 7], np.int32)) for i in range(4000)]
     spool = Spool()
     for i in range(4):
         spool.add(Request(np.array([200, 201 + i, 210], np.int32)), bytes([i]))
-    read = lane.Lane(service, Owner("batch", True), pace).run
+    read = lane.Lane(service, Owner("batch", True)).run
 
     def run():
         results.extend(read(spool.windows(max_tokens=1 << 20, share=True), LAST, stopping=lambda: False))
@@ -127,10 +96,11 @@ def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm
     batch = threading.Thread(target=run)
 
     def start(message, *more):
-        steps.append("batch" if message.tokens[0] >= 200 else "live")
+        kinds = {"batch" if token >= 200 else "live" for token in message.tokens.tolist()}
+        steps.append(kinds)
         if len(steps) == 2:
             batch.start()
-            until(lambda: service._beside)
+            until(lambda: service.generator.num_waiting)
         return begin(message, *more)
 
     monkeypatch.setattr(type(llm.engine), "max_batch_rows", 32)
@@ -141,34 +111,32 @@ def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm
         service.submit_numbers(reply, live, LAST)
         return await reply.answer()
 
-    assert len(asyncio.run(ask())) == 4000
-    batch.join()
-    assert len(results) == 4 and steps.count("batch") > 1
-    assert "live" in steps[steps.index("batch") :], steps
+    before = service.pace
+    service.set_pace(Pace(FairAdmission(batch_share=0.5), batch_share=0.5))
+    try:
+        assert len(asyncio.run(ask())) == 4000
+        batch.join()
+    finally:
+        service.set_pace(before)
+    assert len(results) == 4
+    first = next(number for number, kinds in enumerate(steps) if "batch" in kinds)
+    assert any("live" in kinds for kinds in steps[first + 1 :]), steps
 
 
-def test_a_batch_that_is_cancelled_ends_in_the_middle_of_a_step(client, llm, monkeypatch):
-    log, give_way, calls = Log(llm, monkeypatch), lane._BatchNumbers._give_way, []
+def test_a_batch_of_numbers_that_is_cancelled_ends_before_the_next_step(client, llm, monkeypatch):
+    begin, calls, steps = llm.engine.worker.start, [], []
 
-    def cancel(self):
-        if log.entries[-1][:2] == ("begins", StreamStep):
+    def start(message, *more):
+        steps.append(message.num_rows)
+        if not calls:
             calls.append(client.batches.cancel(client.batches.list(limit=1).data[0].id))
-        give_way(self)
+        return begin(message, *more)
 
-    monkeypatch.setattr(lane._BatchNumbers, "_give_way", cancel)
+    monkeypatch.setattr(type(llm.engine), "max_batch_rows", 32)
+    monkeypatch.setattr(llm.engine.worker, "start", start)
     done = ended(client, batch_of(client, embeddings(200), "/v1/embeddings"))
-    assert done.status == "cancelled" and done.request_counts.completed == 0 and len(calls) == 1
+    assert done.status == "cancelled" and done.request_counts.completed < 200 and len(calls) == 1
     assert len(client.embeddings.create(model="tiny", input="yes").data) == 1
-
-
-def test_a_step_of_a_batch_begins_when_the_lines_of_the_last_are_written(client, llm, monkeypatch):
-    write = Flow._write
-    monkeypatch.setattr(Flow, "_write", lambda *arguments: time.sleep(0.002) or write(*arguments))
-    monkeypatch.setattr(lane.Pace, "stream_rows", lambda self, most, **how: 100)
-    log = Log(llm, monkeypatch)
-    assert ended(client, batch_of(client, embeddings(100), "/v1/embeddings")).status == "completed"
-    waiting = [left for what, kind, left in log.entries if (what, kind) == ("begins", StreamStep)]
-    assert len(waiting) > 2 and not any(waiting)
 
 
 def test_a_batch_begins_at_once(client, monkeypatch):

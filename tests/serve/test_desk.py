@@ -55,7 +55,7 @@ def where(monkeypatch):
             (False, True),
         ),
         ("/v1/completions", SHORT | {"prompt": ["yes"] * 20, "max_tokens": 1}, (True, True)),
-        ("/embed_all", {"inputs": "yes no"}, (True, False)),
+        ("/embed_all", {"inputs": "yes no"}, (False, False)),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "1"}], "response_format": SCHEMA},
@@ -88,11 +88,12 @@ def test_the_first_request_does_not_wait_in_the_event_loop_for_the_store(llm, wh
     assert where["prepare"] == [True]
 
 
-def test_numbers_that_are_read_in_a_stream_do_not_wait_for_the_store(llm, where, monkeypatch):
+def test_numbers_too_wait_for_the_store_in_a_thread(llm, where, monkeypatch):
     with serving(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        monkeypatch.setattr(type(llm.engine), "has_generator", False)
+        assert client.post("/v1/completions", json=SHORT).status_code == 200
+        where["prepare"].clear()
         assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
-        monkeypatch.setattr(type(llm.engine), "may_read_in_slots", True)
+        monkeypatch.setattr(type(llm.engine), "has_generator", False)
         assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
     assert where["prepare"] == [False, True]
 
@@ -152,9 +153,10 @@ def test_the_first_failure_ends_a_request(server, monkeypatch):
     assert found.status_code == 400 and "made up" in found.text
 
 
-def test_a_long_text_of_prefixes_counts_as_its_tokens(server, monkeypatch):
+def test_embed_all_counts_as_its_tokens_and_asks_for_each_once(server, llm, monkeypatch):
     seen, enter = [], Room.computing
     monkeypatch.setattr(Room, "computing", lambda self, replies: seen.extend(replies) or enter(self, replies))
+    before = llm.stats.tokens
     with httpx.Client(base_url=server.url, timeout=60) as client:
         found = client.post("/embed_all", json={"inputs": "yes no " * 20}).json()
-    assert [reply.tokens for reply in seen] == [len(found[0])]
+    assert [reply.tokens for reply in seen] == [len(found[0])] == [llm.stats.tokens - before]

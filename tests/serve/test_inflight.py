@@ -23,10 +23,8 @@ def unique_rows(prompts):
 @pytest.mark.parametrize("spread", [0.0, 0.5])
 @pytest.mark.parametrize("kind", ["texts", "numbers"])
 def test_rows_are_computed_once(llm, kind, spread):
-    """Embeddings are read in the KV store, with `cache_prefill`, and share rows with those of earlier requests."""
-    own = LLM(
-        str(llm.folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(min_overlap=0), cache_prefill=True
-    )
+    """Embeddings too are read in the KV store, and share rows with those of earlier requests."""
+    own = LLM(str(llm.folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(min_overlap=0))
     prompts = [[*SHARED, 7 + number, 9] for number in range(32)]
 
     async def ask(client, number):
@@ -54,9 +52,7 @@ def test_rows_are_computed_once(llm, kind, spread):
 
 
 def test_cache_prompt_keeps_numbers_apart(llm):
-    own = LLM(
-        str(llm.folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(min_overlap=0), cache_prefill=True
-    )
+    own = LLM(str(llm.folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(min_overlap=0))
     rows = [0]
     with serving(own) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         for asked in ({}, {}, {"cache_prompt": False}, {"cache_prompt": False}):
@@ -68,11 +64,12 @@ def test_cache_prompt_keeps_numbers_apart(llm):
 
 
 def test_numbers_that_the_store_cannot_hold(llm):
-    """They are read in a stream, beside those that are read in the store."""
-    small = LLM(str(llm.folder), dtype="float32", kv_memory=100_000, cache_prefill=True)
-    texts = ["yes", "the no " * 100]
+    """They are an error, and what it can hold is not."""
+    small = LLM(str(llm.folder), dtype="float32", kv_memory=100_000)
     assert small.engine.generator.scheduler.pool.num_slots < 200
-    with serving(small) as server:
-        found = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts}, timeout=60).json()["data"]
-    np.testing.assert_allclose([one["embedding"] for one in found], llm.embed(texts), atol=1e-6)
+    with serving(small) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        found = client.post("/v1/embeddings", json={"input": ["yes", "the no " * 100]})
+        assert found.status_code == 400 and "give a larger kv_memory" in found.json()["error"]["message"]
+        vector = client.post("/v1/embeddings", json={"input": ["yes"]}).json()["data"][0]["embedding"]
+    np.testing.assert_allclose(vector, llm.embed("yes"), atol=1e-6)
     small.close()
