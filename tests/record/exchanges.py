@@ -651,7 +651,7 @@ SERVERS = {
     "kept": Server([*TINY, "--data-dir", "data", "--max-batch-rows", "64"], batches()),
     "keys": Server([*TINY, "--api-keys", "keys.toml"], KEYED, {"keys.toml": KEYS}),
     "labels": Server(["-m", "{labels}", *ONE, "--served-model-name", "tiny"], LABELS),
-    "ranker": Server(["-m", "{ranker}", *ONE, "--cache", "lru", "--cache-prefill"], RANKER),
+    "ranker": Server(["-m", "{ranker}", *ONE, "--cache", "lru"], RANKER),
     "images": Server(["-m", "{images}", *ONE, "--cache", "lru"], IMAGES),
     "gated": Server(["-m", "{gated}", *ONE, "--exits", "save"], GATED),
 }
