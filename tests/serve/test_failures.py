@@ -94,7 +94,7 @@ def test_an_error_of_the_thread_itself_is_told_and_does_not_end_it(llm, monkeypa
     with serving(llm) as server:
         service = server.site.desk.engine
         with monkeypatch.context() as patch:
-            patch.setattr(service, "_advance", Mock(side_effect=KeyError("a defect")))
+            patch.setattr(service, "_step", Mock(side_effect=KeyError("a defect")))
             assert httpx.post(server.url + path, json=body, timeout=60).status_code == 500
             assert health(server)[0] == 503
         assert httpx.post(server.url + path, json=body, timeout=60).status_code == 200
