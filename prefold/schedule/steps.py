@@ -161,8 +161,7 @@ class Drawing:
 
     def part(self, first: int, stop: int) -> Drawing:
         """Returns the Drawing of those of the n reads from the `first` up to, not including, `stop`."""
-        whole = (first, stop) == (0, len(self.reads))
-        return self if whole else self.pick(np.arange(first, stop))
+        return self if (first, stop) == (0, len(self.reads)) else self.pick(np.arange(first, stop))
 
     def pick(self, some: np.ndarray) -> Drawing:
         """Returns the Drawing of some of the n reads, int64 ascending, for them alone."""
