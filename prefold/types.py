@@ -98,10 +98,8 @@ class Readout:
     top         of "logprobs": how many of the most likely tokens are read beside each target; the result of a target is
                 then a row of its log-probability, its rank (1 and the number of tokens that are more likely), the
                 log-probabilities of the most likely tokens, and their ids; None: its log-probability alone
-    exits       after which visit of a looped model each row is read; None: as the checkpoint says. Of "tokens" each
-                request's Sampling says it
-    keeps       of "logprobs" in the slots of a KV store: whether all requests share rows whose hidden states are kept,
-                as those of several targets need it; else a request of one target shares rows with texts
+    exits       after which visit of a looped model rows are read; None: as the checkpoint, of "tokens" Sampling, says
+    keeps       of "logprobs" in the slots: whether prompts of one target, too, are among rows whose states are kept
     """
 
     kind: Literal["last", "first", "mean", "every", "head", "logits", "logprobs", "tokens"]
@@ -113,8 +111,7 @@ class Readout:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A Result holds what a request's read-out gave: float32 `values`, and for "logprobs" bool `greedy`, one for each
-    target."""
+    """A Result holds what a read-out gave: float32 `values`, and for "logprobs" bool `greedy`, one for each target."""
 
     values: np.ndarray
     greedy: np.ndarray | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from looped_dense import LOOPED, Dense, looped_checkpoint
 from running import as_request, prompts, run
 
 from prefold import LLM, InputError
+from prefold.engine.replies import Reply
 from prefold.looped.engine import Unlooped
 from prefold.options import journal_names
 from prefold.types import Exits, Readout
@@ -134,3 +137,20 @@ def test_an_engine_refuses_exits_of_a_model_that_does_not_loop():
     with pytest.raises(InputError, match="exit_threshold is given, and the model is not looped"):
         Unlooped().check(Exits(threshold=0.5))
     Unlooped().check(Exits())
+
+
+def test_rows_that_are_kept_are_read_after_the_visit_that_is_asked_for(model):
+    """In the slots, for replies; requests with other exits share none of these rows."""
+    llm, dense = model
+    token_lists = prompts(3, count=4)
+
+    async def answers():
+        replies = [Reply(asyncio.get_running_loop(), 1) for _ in ASKED]
+        for reply, exits in zip(replies, ASKED, strict=True):
+            llm.engine.submit_numbers(reply, [as_request(t) for t in token_lists], Readout("every", exits=exits))
+        return [await reply.answer() for reply in replies]
+
+    for found, exits in zip(asyncio.run(answers()), ASKED, strict=True):
+        for result, tokens in zip(found, token_lists, strict=True):
+            expected = np.stack([read(dense, tokens, exits, row) for row in range(len(tokens))])
+            np.testing.assert_allclose(result.values, expected, rtol=1e-4, atol=1e-4)
