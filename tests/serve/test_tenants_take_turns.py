@@ -79,7 +79,7 @@ def test_requests_are_prepared_in_turn(llm, keys, monkeypatch, pool, threads, pa
         monkeypatch.setattr(desk, "has_images", lambda item: True)
     with serving(llm, api_keys=keys, allow_chat_template=True) as server, pytest.MonkeyPatch.context() as patched:
         if pool == "_pool_of_images":
-            patched.setattr(llm.engine, "images", object())
+            patched.setattr(llm, "images", object())
         lines = getattr(server.site.desk, pool)._lines
         asked = []
         for count, key in ((threads + 12, "a"), (1, "b")):
