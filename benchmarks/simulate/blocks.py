@@ -8,10 +8,10 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from prefold.cache import CacheEvents
-from prefold.cache.events import Removed, RowsStored
+from prefold.cache.events import EventLog, Removed, RowsStored
 from prefold.errors import InputError
 from prefold.simulate.costs import StepCost, StepRows
-from prefold.simulate.engines import MOST_ROWS, Ended, EventLog, Hits, Stretch
+from prefold.simulate.engines import MOST_ROWS, Ended, Hits, Stretch
 from prefold.simulate.requests import SimRequest
 
 __all__ = ["BlockEngine", "BlockHits"]

@@ -71,6 +71,30 @@ class CacheEvents:
     events: tuple[CacheEvent, ...]
 
 
+class EventLog:
+    """An EventLog numbers the events of a cache, which is empty when an epoch begins."""
+
+    def __init__(self, epoch: Hashable = 0):
+        self.begin(epoch)
+
+    def begin(self, epoch: Hashable) -> None:
+        """Begins a new epoch; events that nobody has fetched are dropped."""
+        self._epoch, self._first = epoch, 0
+        self._pending: list[CacheEvent] = [Cleared()]
+
+    def add(self, *events: CacheEvent) -> None:
+        self._pending += events
+
+    def drain(self) -> CacheEvents | None:
+        """Returns the events since the last call, None where there are none."""
+        if not self._pending:
+            return None
+        found = CacheEvents(self._epoch, self._first, tuple(self._pending))
+        self._first += len(self._pending)
+        self._pending = []
+        return found
+
+
 class CacheReporter:
     """A CacheReporter reports what changes in a radix tree, from the moment the reporter is made.
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ..cache import CacheEvents
-from ..cache.events import CacheEvent, Cleared, Removed, RowsStored
+from ..cache.events import CacheEvent, EventLog, Removed, RowsStored
 
 _OLD_FIELDS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size")  # of events that are lists
 
@@ -45,10 +45,9 @@ class BlockEvents:
 
     def __init__(self, epoch: int = 0):
         self.next_message = 0
-        self._epoch, self._first = epoch, 0
+        self._epoch, self._log = epoch, EventLog(epoch)
         self._blocks: dict[Hashable, _Block] = {}
         self._alike: dict[Hashable, dict[Hashable, None]] = {}  # those held, by what they follow and their first token
-        self._pending: list[CacheEvent] = [Cleared()]
 
     @property
     def rows(self) -> int:
@@ -83,28 +82,25 @@ class BlockEvents:
 
     def drain(self) -> CacheEvents | None:
         """Returns the events since the last call, None where there are none."""
-        if not self._pending:
-            return None
-        found = CacheEvents(self._epoch, self._first, tuple(self._pending))
-        self._first += len(self._pending)
-        self._pending = []
-        return found
+        return self._log.drain()
 
     def tell_anew(self) -> None:
         """Begins a new epoch, whose first events tell of all that is held, for somebody who knows nothing of it."""
-        self._epoch, self._first = self._epoch + 1, 0
-        self._pending = [Cleared()]
+        self._begin_epoch()
         # A block is entered after the one that it follows, as blocks of which others are left are kept.
         for name, block in self._blocks.items():
-            self._pending.append(RowsStored(name, block.after, block.tokens, block.namespace))
+            self._log.add(RowsStored(name, block.after, block.tokens, block.namespace))
         for name, block in self._blocks.items():
             if not block.copies:
-                self._pending += self._removal(name, block)
+                self._log.add(*self._removal(name, block))
 
     def _clear(self) -> None:
         self._blocks, self._alike = {}, {}
-        self._epoch, self._first = self._epoch + 1, 0
-        self._pending = [Cleared()]
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._epoch += 1
+        self._log.begin(self._epoch)
 
     def _store(self, event: dict[str, Any]) -> None:
         names, size, after = event["block_hashes"], event["block_size"], event["parent_block_hash"]
@@ -124,7 +120,7 @@ class BlockEvents:
             block.copies += 1
             if block.copies == 1:
                 self._alike.setdefault(block.head, {})[name] = None
-                self._pending.append(RowsStored(name, after, some, namespace))
+                self._log.add(RowsStored(name, after, some, namespace))
             after, namespace = name, ()
 
     def _remove(self, name: Hashable) -> None:
@@ -137,7 +133,7 @@ class BlockEvents:
         del self._alike[block.head][name]
         if not self._alike[block.head]:
             del self._alike[block.head]
-        self._pending += self._removal(name, block)
+        self._log.add(*self._removal(name, block))
         found: Hashable | None = name
         while found is not None and not (block := self._blocks[found]).copies and not block.behind:
             del self._blocks[found]

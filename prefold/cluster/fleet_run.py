@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..engine.meter import StepInfo
-from ..errors import InputError, JobError, PrefoldError
+from ..errors import InputError, JobError
 from ..images.sending import SentPictures
 from ..stream import LiveInput, Spool, Window, Windows
 from ..stream.order import unique_tokens
@@ -20,7 +20,7 @@ from ..types import Generated, GenerationStats, Request
 from .leases import LeaseBook
 from .offline import OfflineSource, offline_source
 from .online import OnlineSource
-from .replicas import ReplicaEvent, ReplicaLost, ReplicaReady, ReplicaReport, RunCall
+from .replicas import ReplicaEvent, ReplicaLost, ReplicaReady, ReplicaReport, RunCall, in_words
 
 if TYPE_CHECKING:
     from .fleet import Fleet
@@ -183,7 +183,7 @@ class FleetRun:
         else:
             yield from self._take_report(name, event)
             if event.failure is not None:
-                fleet.notify(f"{name} has failed: {_in_words(event.failure)}")
+                fleet.notify(f"{name} has failed: {in_words(event.failure)}")
                 fleet.replicas.kill(name)
 
     def _take_report(self, name: str, report: ReplicaReport) -> Iterator[tuple[bytes, Any]]:
@@ -300,7 +300,3 @@ class FleetRun:
 def _output_rows(one: Generated) -> int:
     """Returns the rows of an output: its last token has one where another was drawn after it, the end of the text."""
     return len(one.tokens) - (one.finish_reason == "length" and len(one.tokens) > 0)
-
-
-def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, PrefoldError) else f"{type(error).__name__}: {error}"

@@ -130,32 +130,28 @@ class ReplicaHost(Host):
                 return
 
     def _serve(self, run: _HostRun) -> None:
-        call = run.call
-        with self._cache_watched(call.live and call.in_slots and call.sharing == "full"):
-            self._serve_watched(run)
-
-    def _serve_watched(self, run: _HostRun) -> None:
         call, engine = run.call, self._engine
         how: dict[str, Any] = {"sharing": call.sharing, "on_step": self._step, "stopping": lambda: run.has_ended}
         if call.readout.kind != "tokens":
             how["max_batch_rows"] = call.max_batch_rows
         depth = getattr(getattr(engine, "worker", None), "facts", None)
         timeout = None if getattr(depth, "depth", 1) == 1 else _IDLE_SECONDS
-        while not run.has_ended:
-            if call.readout.kind == "tokens":
-                results = engine.generate(run.taken_or_none(), self._tokenizer if call.text else None, **how)
-            elif call.in_slots:
-                results = engine.run(run.taken_or_none(), call.readout, cache_prefill=True, **how)
-            else:
-                results = engine.run(run.taken(timeout), call.readout, **how)
-            with closing(results):
-                for tag, answer in results:
-                    run.open -= 1
-                    with self._changed:
-                        self._report.answers.append((*place_of(tag), answer))
-                        self._changed.notify()
-                    if run.has_ended:
-                        return
+        with self._cache_watched(call.live and call.in_slots and call.sharing == "full"):
+            while not run.has_ended:
+                if call.readout.kind == "tokens":
+                    results = engine.generate(run.taken_or_none(), self._tokenizer if call.text else None, **how)
+                elif call.in_slots:
+                    results = engine.run(run.taken_or_none(), call.readout, cache_prefill=True, **how)
+                else:
+                    results = engine.run(run.taken(timeout), call.readout, **how)
+                with closing(results):
+                    for tag, answer in results:
+                        run.open -= 1
+                        with self._changed:
+                            self._report.answers.append((*place_of(tag), answer))
+                            self._changed.notify()
+                        if run.has_ended:
+                            return
 
     @contextmanager
     def _cache_watched(self, wanted: bool) -> Iterator[None]:

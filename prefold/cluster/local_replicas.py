@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import PrefoldError
 from .hosts import Host
-from .replicas import LONGEST_WAIT, RESTARTS, ReplicaDown, ReplicaEvent, ReplicaLost, ReplicaReady, Replicas
+from .replicas import LONGEST_WAIT, RESTARTS, ReplicaDown, ReplicaEvent, ReplicaLost, ReplicaReady, Replicas, in_words
 
 
 class LocalReplicas(Replicas):
@@ -54,7 +53,7 @@ class LocalReplicas(Replicas):
             try:
                 host = self._makes[name]()
             except Exception as error:
-                self._tell(name, ReplicaLost(_in_words(error, "it cannot start: ")))
+                self._tell(name, ReplicaLost(_after("it cannot start: ", error)))
                 return
             with self._lock:
                 if not self.is_closed:
@@ -63,12 +62,12 @@ class LocalReplicas(Replicas):
             try:
                 self._pass_on(name, host)
             except Exception as error:
-                reason = _in_words(error, "it cannot report: ")
+                reason = _after("it cannot report: ", error)
             self._hosts.pop(name, None)
             try:
                 host.close()
             except Exception as error:
-                reason += f", and did not end as it should: {_in_words(error)}"
+                reason += f", and did not end as it should: {in_words(error)}"
             if not self.is_closed:
                 self._restarts[name] -= 1
                 self._tell(name, ReplicaLost(reason, returns=self._restarts[name] >= 0))
@@ -92,7 +91,5 @@ class LocalReplicas(Replicas):
                 raise down
 
 
-def _in_words(error: Exception, before: str = "") -> str:
-    if isinstance(error, ReplicaDown):
-        return str(error)
-    return before + (str(error) if isinstance(error, PrefoldError) else f"{type(error).__name__}: {error!s:.400}")
+def _after(words: str, error: Exception) -> str:
+    return in_words(error) if isinstance(error, ReplicaDown) else words + in_words(error)

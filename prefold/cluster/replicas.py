@@ -13,6 +13,7 @@ import numpy as np
 from ..cache import CacheEvents
 from ..engine.meter import StepInfo
 from ..engine.requests import PROBED
+from ..errors import PrefoldError
 from ..stream import Window
 from ..stream.order import SpooledRequest, decode_options
 from ..types import Readout, Sharing, Stats
@@ -139,6 +140,12 @@ class ReplicaLost:
 
 class ReplicaDown(Exception):
     """Says why a replica cannot be reached, or used: what it had is lost."""
+
+
+def in_words(error: BaseException) -> str:
+    """Returns what a person should know of an error."""
+    is_plain = isinstance(error, (PrefoldError, ReplicaDown))
+    return str(error) if is_plain else f"{type(error).__name__}: {error}"
 
 
 ReplicaEvent = ReplicaReady | ReplicaReport | ReplicaLost

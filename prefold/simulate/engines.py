@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..cache import CacheEvents
-from ..cache.events import CacheEvent, Cleared, Removed, RowsStored
+from ..cache.events import EventLog, Removed, RowsStored
 from ..engine.step_size import StepSize
 from ..errors import InputError
 from .costs import TILE, StepCost, StepRows
@@ -66,26 +66,6 @@ class Stretch(NamedTuple):
     steps: int
     running: int
     ended: Sequence[Ended] = ()
-
-
-class EventLog:
-    """An EventLog numbers what the cache of a simulated engine reports, which begins with an empty cache."""
-
-    def __init__(self) -> None:
-        self._events: list[CacheEvent] = [Cleared()]
-        self._first = 0  # number of the first of these events
-
-    def add(self, event: CacheEvent) -> None:
-        self._events.append(event)
-
-    def drain(self) -> CacheEvents | None:
-        """Returns what came since the last call; None where nothing did."""
-        if not self._events:
-            return None
-        found = CacheEvents(0, self._first, tuple(self._events))
-        self._first += len(self._events)
-        self._events = []
-        return found
 
 
 class _Node:
