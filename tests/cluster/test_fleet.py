@@ -109,7 +109,8 @@ def test_a_job_that_began_as_a_stream_goes_on_with_no_wrong_path():
     replicas = ThreadReplicas("ab", before=before)
     with closing(Fleet(replicas)) as fleet, spool:
         while fleet.num_ready < 2 and (event := fleet.next_event(60.0)) is not None:
-            fleet.meet(event[0], event[1].facts)
+            if isinstance(event[1], ReplicaReady):
+                fleet.meet(event[0], event[1].facts)
 
         def put():
             for number in range(6):
@@ -396,7 +397,8 @@ def test_the_summary_counts_what_two_replicas_computed(tmp_path, early):
     replicas = ThreadReplicas("ab", llms=llms, facts=facts, before=before)
     with filled(200, generate=True) as whole, closing(Fleet(replicas)) as fleet, spool:
         while fleet.num_ready < 2 and (event := fleet.next_event(60.0)) is not None:
-            fleet.meet(event[0], event[1].facts)
+            if isinstance(event[1], ReplicaReady):
+                fleet.meet(event[0], event[1].facts)
         feed = Feed()
         for place, one in enumerate(whole.order().read(0, 200)):
             request = Request(one.tokens, sampling=Sampling(max_tokens=5, seed=place))
