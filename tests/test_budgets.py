@@ -33,9 +33,9 @@ BUDGETS = {
     "records": (1985, 1750),
     "report": (760, 700),
     "job": (2335, 2050),
-    "cluster": (4830, 3500),
+    "cluster": (4820, 3500),
     "serve": (5105, 3900),
-    "simulate": (1270, 1150),
+    "simulate": (1250, 1150),
     "integrations": (1070, 800),
     "cli": (3100, 2500),
 }
