@@ -32,10 +32,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from prefold.looped.exits import RowExits, visits_at_exit
 from torch.nn import functional as F
 
 from prefold.checkpoint import Checkpoint
+from prefold.looped.gate import RowExits, visits_at_exit
 from prefold.looped.model import LoopedLM
 from prefold.looped.train import visit_logprobs
 from prefold.model import load_model

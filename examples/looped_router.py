@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 from looped import HELD_OUT, Run, Task, make_model, optimizer_of, rate, save, train
-from prefold.looped.routing import Routing
 from torch.nn import functional as F
 
 from prefold.checkpoint import resolve
+from prefold.looped.loop import Routing
 from prefold.looped.model import LoopedLM
 from prefold.looped.routed_model import routed
 from prefold.looped.router import choose, summary
