@@ -171,7 +171,9 @@ def converted(
     try:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition("$")  # of a wrong key of an object: "... - at `key` in `$.metadata`"
+        # "... - at `$.metadata`", and of a wrong key "... - at `key` in `$.metadata`"; of the whole value nothing
+        what, found, path = str(error).rpartition("`$")
+        what, path = (what, path) if found else (path, "")
         path, missing = path.rstrip("`").partition("[...]")[0], re.search("required field `(.*)`", what)
     place = (field + path).lstrip(".")
     top = re.split(r"[.\[]", place)[0]

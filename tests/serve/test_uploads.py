@@ -74,6 +74,7 @@ def test_a_long_limit(kept, limit):
     "name, value",
     [
         ("endpoint", []),
+        ("completion_window", "x$"),
         ("endpoint", {}),
         ("output_expires_after", []),
         ("output_expires_after", False),
