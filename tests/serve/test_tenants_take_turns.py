@@ -12,7 +12,7 @@ from serving import serving, until
 
 from prefold.errors import InputError
 from prefold.serve import batches as module
-from prefold.serve import desk, lane
+from prefold.serve import desk
 from prefold.serve.batch import OpenBatch
 from prefold.serve.batches import Batches
 from prefold.serve.desk import Desk
@@ -114,9 +114,10 @@ def test_batches_are_taken_in_turn(tmp_path):
 
 def test_a_large_batch_gives_way_to_that_of_another_tenant(llm, keys, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LINES_A_TURN", 4)
-    advance, ended = lane._BatchNumbers.advance, {}
-    # One answer after the other, so that there is a look whether the turn is over behind each.
-    monkeypatch.setattr(lane._BatchNumbers, "advance", lambda self: time.sleep(0.01) or advance(self))
+    start, ended = llm.engine.worker.start, {}
+    # Few answers at a time, so that there is a look whether the turn is over behind each.
+    monkeypatch.setattr(llm.engine.generator.scheduler, "max_running", 2)
+    monkeypatch.setattr(llm.engine.worker, "start", lambda *given: time.sleep(0.01) or start(*given))
     note = Batches._note
 
     def noted(self, one, body):
