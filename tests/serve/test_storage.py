@@ -12,7 +12,6 @@ from serving import serving
 
 from prefold.job import output
 from prefold.serve import batch as module
-from prefold.serve import lane
 from prefold.serve.http import Refusal
 from prefold.serve.store import Store
 
@@ -82,8 +81,10 @@ def test_uploads_count_while_they_come(server):
 def test_a_batch_whose_answers_are_too_many_fails(server, monkeypatch):
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.005)
     monkeypatch.setattr(output, "COMMIT_SECONDS", 0.0)
-    advance = lane._BatchNumbers.advance  # one answer after the other, so that there are looks between them
-    monkeypatch.setattr(lane._BatchNumbers, "advance", lambda self: time.sleep(0.02) or advance(self))
+    engine = server.site.desk.engine
+    start = engine.worker.start  # few answers at a time, so that there are looks between them
+    monkeypatch.setattr(engine.generator.scheduler, "max_running", 2)
+    monkeypatch.setattr(engine.worker, "start", lambda *given: time.sleep(0.02) or start(*given))
     b, store = client_of(server, "b"), server.site.store
     url, total = "/v1/embeddings", 500
     lines = [{"custom_id": f"{i}", "method": "POST", "url": url, "body": {"input": f"yes {i}"}} for i in range(total)]
