@@ -20,7 +20,7 @@ from ..types import Exits, Generated, Readout, Request, Result, Sharing, Stats
 from ..worker.protocol import Worker
 from .calls import serve
 from .choice import SharingChoice
-from .generate import Generator
+from .generate import Generator, check_sharing
 from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
@@ -220,7 +220,7 @@ class Engine(EngineLoop):
         stopping  called after every step: once it returns True, the run ends, having yielded what is done
         """
         sharing = sharing or self.sharing
-        _check_sharing(sharing)
+        check_sharing(sharing)
         how: dict[str, Any] = {"stopping": stopping, "on_step": on_step, "sharing": sharing == "full"}
         how["most"] = self.options.generation.max_running
         yield from serve(self, self._requests(windows), tokenizer, **how)  # type: ignore[misc]
@@ -254,8 +254,3 @@ class Engine(EngineLoop):
                 continue
             self.meter.add(requests=window.num_requests)
             yield [(tag, window.request(number)) for number, tag in enumerate(window.tags)]
-
-
-def _check_sharing(sharing: Sharing) -> None:
-    if sharing == "mlp":
-        raise InputError("text is generated with sharing full or off", field="sharing", remedy="use one of them")

@@ -23,7 +23,7 @@ from ..schedule.admission import InOrder
 from ..schedule.generate_step import NOBODY, GenerateStep, Running
 from ..schedule.parts import EnginePart, hooks, make_scheduler
 from ..text import Tokenizer
-from ..types import GenerationStats, Owner, Readout, Request
+from ..types import GenerationStats, Owner, Readout, Request, Sharing
 from ..worker.protocol import Worker
 from .flight import Flight
 from .messages import is_known, message_of
@@ -54,6 +54,7 @@ class Generator:
     ):
         self.worker = worker
         self.options = options = engine.generation
+        self._sharing = engine.sharing
         self.sharing = engine.sharing == "full"
         self.scheduler: Any = make_scheduler(parts, worker, options, budget.rows)
         self._parts = parts
@@ -113,6 +114,8 @@ class Generator:
         key = self.new_key() if key is None else key
         sharing = self.sharing if sharing is None else sharing
         try:
+            if readout is None:
+                check_sharing(self._sharing)
             one = self._maker.make(
                 key, request, tokenizer, on_done, on_text, readout=readout, sharing=sharing, owner=owner
             )
@@ -404,3 +407,9 @@ class Generator:
             path_rows = int(step.message.run_count.sum()) - step.num_rows
             info = StepInfo(rows, path_rows, requests, tokens, started, seconds, step.decode_rows)
             self._meter.tell(info)
+
+
+def check_sharing(sharing: Sharing) -> None:
+    """Raises InputError for a sharing that no text is generated with."""
+    if sharing == "mlp":
+        raise InputError("text is generated with sharing full or off", field="sharing", remedy="use one of them")

@@ -103,8 +103,12 @@ def test_stops(case):
 
 
 def test_mlp_is_refused(case):
+    llm, asked, _ = case
+    engine = engine_of(llm, sharing="mlp")
     with pytest.raises(InputError, match="full or off"):
-        engine_of(case[0], sharing="mlp").generator  # noqa: B018
+        generate(engine, requests_of(asked))
+    ((_, answer),) = engine.stream(requests_of(asked[:1]), None)
+    assert isinstance(answer, InputError) and "full or off" in str(answer)
 
 
 def test_stopping_gives_what_is_done_and_frees_the_rest(case):
