@@ -181,6 +181,9 @@ def converted(
     if missing:
         place = f"{place}.{missing[1]}".lstrip(".")
         raise InputError(f"{place!r} is missing", field=place, remedy=remedy or "give it", code="missing_field")
+    if unknown := re.search("unknown field `(.*)`", what):
+        place = f"{place}.{unknown[1]}".lstrip(".")[:100]
+        raise InputError(f"{place!r} is not supported", field=place, remedy="leave it out", code="unsupported")
     for step in re.findall(r"\w+", path):
         value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
     raise InputError(

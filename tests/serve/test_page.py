@@ -92,15 +92,18 @@ def test_a_look_makes_no_store(llm, sharing, tmp_path):
     """Nothing was asked of the model yet."""
     keys = tmp_path / "keys.toml"
     keys.write_text('[[key]]\nkey = "a"\ntenant = "boss"\nadmin = true\n')
-    with LLM(str(llm.folder), dtype="float32", sharing=sharing) as own, serving(own, api_keys=str(keys)) as server:
-        with httpx.Client(base_url=server.url, headers={"authorization": "Bearer a"}) as client:
-            found = client.get("/page/data").json()
-            assert found["slots"] == [0, 0] and found["nodes"] == [] and found["paths"] == 0
-            assert client.get("/cache").json()["rows"]["kept"] == 0
-            server.site.reload_keys()
-            assert not own.engine.has_generator
-            assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
-            assert own.engine.has_generator
+    with (
+        LLM(str(llm.folder), dtype="float32", sharing=sharing) as own,
+        serving(own, api_keys=str(keys)) as server,
+        httpx.Client(base_url=server.url, headers={"authorization": "Bearer a"}) as client,
+    ):
+        found = client.get("/page/data").json()
+        assert found["slots"] == [0, 0] and found["nodes"] == [] and found["paths"] == 0
+        assert client.get("/cache").json()["rows"]["kept"] == 0
+        server.site.reload_keys()
+        assert not own.engine.has_generator
+        assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
+        assert own.engine.has_generator
 
 
 def test_it_is_for_admins(llm, tmp_path):
