@@ -105,10 +105,12 @@ class Decoder:
 
     def _asked(self, data: bytes, allowance: Allowance | None) -> tuple[dict[str, Any], bytearray]:
         """Returns what the process answers to a file."""
+        seconds = self.limits.seconds if allowance is None else min(self.limits.seconds, allowance.left)
+        if seconds <= 0:  # a process that is quick could answer even so
+            raise Ended
         self._helper.start()
         began = time.monotonic()
         try:
-            seconds = self.limits.seconds if allowance is None else min(self.limits.seconds, allowance.left)
             return self._helper.ask(data, seconds)
         finally:
             if allowance is not None:

@@ -163,7 +163,7 @@ def test_nothing_is_stored(client, store):
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": 5}}}}, "text.format"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
-        ({"reasoning": {"budget": 5}}, "reasoning"),
+        ({"reasoning": {"budget": 5}}, "reasoning.budget"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
     ],
 )
