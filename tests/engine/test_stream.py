@@ -21,9 +21,10 @@ from prefold.types import GenerationStats, Readout, Request, Sampling, Stats
 TRACES = Path(__file__).with_name("stream_traces.py")
 
 
-def test_random_runs_without_torch():
+@pytest.mark.parametrize("count", [50, pytest.param(300, marks=pytest.mark.slow)])
+def test_random_runs_without_torch(count):
     """Windows, read-outs, sizes of steps, too little memory, one or two steps in flight, runs that are left or fail."""
-    found = subprocess.run([sys.executable, str(TRACES), "300"], check=False, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, str(TRACES), str(count)], check=False, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-3000:]
 
 
