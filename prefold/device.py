@@ -147,8 +147,9 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:
-    """Returns a copy of an array as a tensor on `device`, whole numbers as int64, without waiting for it."""
-    host = torch.from_numpy(array.astype(array.dtype if array.dtype.kind in "bf" else np.int64))
+    """Returns a copy of an array as a tensor on `device`, whole numbers but bytes as int64, without waiting for it."""
+    is_kept = array.dtype.kind in "bf" or array.dtype == np.uint8
+    host = torch.from_numpy(array.astype(array.dtype if is_kept else np.int64))
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 

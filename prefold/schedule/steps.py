@@ -145,7 +145,7 @@ class Drawing:
     penalties     float64 [n, PENALTIES]: a column for each of these options
     counted       the tokens that these concern, and how often each is in the output
     masked        int64 [m]: those of the n reads whose token has to be one of `allowed`
-    allowed       bool [m, vocabulary]
+    allowed       uint8 [m, ceil(vocabulary / 8)]: whether token i is allowed says bit i % 8 of byte i // 8
     """
 
     reads: np.ndarray

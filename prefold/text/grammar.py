@@ -52,10 +52,9 @@ class Matcher:
         self._vocab_size = vocab_size
 
     def mask(self) -> np.ndarray:
-        """Returns which tokens may come next, bool [vocabulary]. End-of-text is among them where the text is
-        complete."""
-        bits = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        """Returns which tokens may come next as bits, uint8 [ceil(vocabulary / 8)]: of token i, bit i % 8 of byte
+        i // 8. End-of-text is among them where the text is complete."""
+        return np.frombuffer(self._inner.compute_bitmask(), np.uint8)[: -(-self._vocab_size // 8)]
 
     def accept(self, token: int) -> None:
         """Moves on by one token, which the mask must allow. With any other token the matcher fails, and is done."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import torch
 from choosing import choose_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tritons import on_triton  # noqa: F401 (a fixture)
 
 from prefold import kernels
-from prefold.engine.sampling import SamplerState
+from prefold.engine.sampling import SamplerState, drawing_of
 from prefold.types import Sampling
 from prefold.worker.draw import kept
 from prefold.worker.noise import gumbel, hash_ids
@@ -43,7 +45,7 @@ class OnlyThese:
         self.accepted: list[int] = []
 
     def mask(self) -> np.ndarray:
-        return self.allowed
+        return np.packbits(self.allowed, bitorder="little")
 
     def accept(self, token: int) -> None:
         self.accepted.append(token)
@@ -55,7 +57,7 @@ def slow_logits(logits: np.ndarray, state: SamplerState, prompt: list[int], outp
     for token, value in options.logit_bias:
         row[token] += value
     if state.matcher is not None:
-        row[~state.matcher.mask()] = -np.inf
+        row[~state.matcher.allowed] = -np.inf
     for token in set(prompt) | set(output):
         divide = row[token] > 0
         row[token] = row[token] / options.repetition_penalty if divide else row[token] * options.repetition_penalty
@@ -345,6 +347,41 @@ def test_a_mask_that_leaves_one_token(options):
     logits = random_logits(4)
     states = [state(options, matcher=OnlyThese([i])) for i in (0, 127, 128, VOCAB - 1)]
     assert choose_for(logits, states).ids == [0, 127, 128, VOCAB - 1]
+
+
+@pytest.mark.parametrize("path", ["cpu", "gpu"])
+@pytest.mark.parametrize("vocab", [296, 300, 303])
+def test_bits_forbid_what_truth_values_would(vocab, path, request):
+    """Of some of the reads, beside a bias, penalties and banned ids; by NumPy, and by what a GPU computes."""
+    if path == "gpu":
+        request.getfixturevalue("on_triton")
+    rng = np.random.default_rng(vocab)
+    logits = random_logits(12, vocab)
+    options = {"logit_bias": ((3, 4.0), (9, -2.0)), "presence_penalty": 1.0, "min_tokens": 5, "max_tokens": 9}
+    states, wanted = [], []
+    for i in range(12):
+        bare = {"seed": i, "end_ids": [1, 2], "sampling": Sampling(temperature=0.8 * (i % 2), **options)}
+        some = None if i % 3 == 0 else OnlyThese(rng.choice(vocab, 1 + 9 * i, replace=False).tolist(), vocab)
+        states.append(state(**bare, matcher=some))
+        by_hand = state(**bare)
+        token = int(rng.integers(vocab) if some is None else np.flatnonzero(some.allowed)[0])
+        for made in (states[-1], by_hand):
+            made.advance(token)
+        wanted.append(
+            (by_hand, logits[i] if some is None else logits[i].masked_fill(~torch.tensor(some.allowed), -100))
+        )
+    found = choose_for(logits, states).ids
+    assert found == [choose_for(row[None], [made]).ids[0] for made, row in wanted]
+
+
+def test_masks_are_bits_in_the_message_of_a_step():
+    """64 rows of 151,936 tokens each are 1.2 MB for every rank."""
+    vocab = 151_936
+    states = [state(matcher=OnlyThese([i], vocab)) for i in range(64)]
+    drawing = drawing_of(states, [0] * 64)
+    assert drawing.allowed.dtype == np.uint8 and drawing.allowed.shape == (64, vocab // 8)
+    assert len(ForkingPickler.dumps(drawing)) < 64 * vocab // 8 + 10_000
+    assert drawing.pick(np.array([5, 8])).allowed.nbytes == 2 * vocab // 8
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
