@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct
 
+from .answers import GrowingText
 from .body import Body as RequestBody
 from .body import Ignored, Model, doc, doc_of_option
 from .completions import Chat, chat_body, read_chat
-from .tools import GrowingText
 
 Body = dict[str, Any]
 _TYPES = {

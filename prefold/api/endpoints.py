@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .answers import GrowingText, Parting
 from .body import Body as RequestBody
 from .body import renamed
-from .completions import Chat, Completion, chat_body, completion_body, read_chat, read_completion, usage_of
+from .completions import (
+    Chat,
+    Completion,
+    chat_body,
+    chat_logprobs,
+    completion_body,
+    completion_logprobs,
+    read_chat,
+    read_completion,
+    reasoning_of,
+    usage_of,
+)
 from .numbers import (
     Embeddings,
     Rerank,
@@ -114,3 +126,134 @@ def openai_error(status: int, message: str, code: str, param: str | None) -> tup
     """Returns (status, body) of an error in OpenAI's form."""
     kind = _ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code or None}}
+
+
+class Chunks:
+    """Makes the chunks of one response.
+
+    kind    "chat" or "completion"
+    usage   whether a last chunk says how many tokens there were, and whether every chunk how many there are so far
+    items   prompts, each of which has so many `samples`
+    """
+
+    def __init__(
+        self, kind: str, meta: Body, *, model: str, id: str, usage: tuple[bool, bool], items: int, samples: int
+    ):
+        self.kind, self.meta = kind, meta
+        self.usage, self._counts = usage
+        self._model, self._id, self._items, self._samples = model, id, items, samples
+        self._chat = kind == "chat"
+        name = "chat.completion.chunk" if self._chat else "text_completion"
+        self._head = {"id": f"{KINDS[kind].id}{id}", "object": name, "created": int(time.time()), "model": model}
+        self._head |= {name: meta[name] for name in ("system_fingerprint",) if name in meta}
+        self._prompts: list[Body] = []
+        self._partings: dict[int, Parting] = {}  # {choice: what parts its text}
+        self._thoughts: dict[int, int] = {}  # {choice: letters of its reasoning that were sent}
+        self._ids: dict[int, list[int]] = {}  # {choice: ids of its tokens so far}
+        self._ids_told: dict[int, int] = {}  # {choice: how many of them were sent}
+        self._texts: dict[int, GrowingText] = {}  # {choice: its text}
+        self._told: dict[int, tuple[int, int]] = {}  # {choice: tokens whose log-probabilities were told, their letters}
+        self._results: dict[int, Body] = {}
+        self._input_tokens = 0
+        self._made: dict[int, dict[int, int]] = {}  # {item: {sample: tokens}}
+
+    def begin(self, prompts: list[Body]) -> Iterator[Body]:
+        """Yields what comes before any text. prompts: what the task notes of each."""
+        self._prompts, self._input_tokens = prompts, sum(prompt["tokens"] for prompt in prompts)
+        if self._chat:
+            for index in range(self._items * self._samples):
+                ids = {"prompt_token_ids": prompts[0]["ids"]} if "ids" in prompts[0] else {}
+                yield self._chunk(index, {"role": "assistant", "content": ""}) | ids
+
+    def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
+        """Yields what sends some more of a sample's text, with its tokens. What may be a function call is kept until
+        the end.
+
+        count  how many tokens the sample has so far
+        """
+        self._made.setdefault(item, {})[sample] = count
+        index, thought, prompt = item * self._samples + sample, "", self._prompts[item]
+        if "ids" in prompt:
+            self._ids.setdefault(index, []).extend(token["id"] for token in tokens)
+        if "thinks" in prompt:
+            thought, text = self._partings.setdefault(index, Parting(prompt["thinks"])).add(text)
+            self._thoughts[index] = self._thoughts.get(index, 0) + len(thought)
+        if thought and "hides_reasoning" not in self.meta:
+            chunk = self._chunk(index, reasoning_of(thought))
+            self._send_ids(chunk, index, self._ids.get(index, []))
+            yield chunk
+        if text := self._text(index).add(text):
+            chunk = self._chunk(index, {"content": text} if self._chat else text)
+            # Where text was kept back, it is not known which tokens are in it.
+            if tokens and "logprob" in tokens[0] and "calls" not in self.meta and "thinks" not in prompt:
+                chunk["choices"][0]["logprobs"] = self._logprobs(index, tokens)
+            self._send_ids(chunk, index, self._ids.get(index, []))
+            yield chunk
+
+    def end(self, item: int, result: Body) -> Iterator[Body]:
+        """Yields what ends the samples of an item."""
+        self._results[item] = result
+        self._made[item] = {0: result["num_generated"]}
+        # Log-probabilities have been told with their tokens, but for the last.
+        whole = response_body(self.kind, self.meta, [_bare(result)], model=self._model, id=self._id)
+        for sample, choice in enumerate(whole["choices"]):
+            index = item * self._samples + sample
+            text = choice["message"]["content"] if self._chat else choice["text"]
+            rest = self._text(index).rest(text or "")
+            chunk = self._chunk(index, ({"content": rest} if rest else {}) if self._chat else rest)
+            self._send_ids(chunk, index, choice.get("token_ids", []))
+            if self._chat and (thought := choice["message"].get("reasoning", "")[self._thoughts.get(index, 0) :]):
+                chunk["choices"][0]["delta"] |= reasoning_of(thought)
+            if self._chat and "tool_calls" in choice["message"]:
+                calls = [{"index": i} | call for i, call in enumerate(choice["message"]["tool_calls"])]
+                chunk["choices"][0]["delta"]["tool_calls"] = calls
+            chunk["choices"][0] |= {name: choice[name] for name in ("finish_reason", "stop_reason")}
+            told = self._told.get(index, (0, 0))[0]
+            if tokens := (result.get("choices") or [result])[sample].get("logprobs", ())[told:]:
+                chunk["choices"][0]["logprobs"] = self._logprobs(index, list(tokens))
+            yield chunk
+
+    def last(self) -> Iterator[Body]:
+        """Yields what comes after all samples have ended."""
+        if self.usage:
+            usage = usage_of([self._results[item] for item in sorted(self._results)])
+            yield self._head | {"choices": [], "usage": usage}
+
+    def failed(self, status: int, message: str, code: str, param: str | None) -> Body:
+        """Returns the chunk that says that the response could not be ended."""
+        return openai_error(status, message, code, param)[1]
+
+    def _send_ids(self, chunk: Body, index: int, ids: list[int]) -> None:
+        """Puts the ids of a choice's tokens that have not been sent into a chunk, where they are asked for. A chat's
+        prompt stands in the chunk that begins it, that of a text in its first."""
+        prompt = self._prompts[index // self._samples]
+        if "ids" not in prompt:
+            return
+        if not self._chat and index not in self._ids_told:
+            chunk["choices"][0]["prompt_token_ids"] = prompt["ids"]
+        chunk["choices"][0]["token_ids"] = ids[self._ids_told.get(index, 0) :]
+        self._ids_told[index] = len(ids)
+
+    def _logprobs(self, index: int, tokens: list[Body]) -> Body:
+        """Returns the log-probabilities of tokens that follow those that were told."""
+        count, letters = self._told.get(index, (0, 0))
+        self._told[index] = count + len(tokens), letters + sum(len(one.get("token", "")) for one in tokens)
+        return chat_logprobs(tokens) if self._chat else completion_logprobs(tokens, letters)
+
+    def _text(self, index: int) -> GrowingText:
+        return self._texts.setdefault(index, GrowingText(self.meta.get("calls")))
+
+    def _chunk(self, index: int, what: Any) -> Body:
+        choice = {"index": index, "delta" if self._chat else "text": what, "logprobs": None, "finish_reason": None}
+        usage = None
+        if self._counts:
+            made = sum(count for samples in self._made.values() for count in samples.values())
+            usage = {"prompt_tokens": self._input_tokens, "completion_tokens": made}
+            usage["total_tokens"] = self._input_tokens + made
+        return self._head | {"choices": [choice]} | ({"usage": usage} if self.usage or self._counts else {})
+
+
+def _bare(result: Body) -> Body:
+    """Returns a result without the log-probabilities of its tokens."""
+    bare = {name: value for name, value in result.items() if name != "logprobs"}
+    return bare | {"choices": [_bare(one) for one in bare["choices"]]} if "choices" in bare else bare

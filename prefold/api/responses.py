@@ -11,10 +11,9 @@ from msgspec import Struct
 
 from ..errors import InputError
 from ..options import SamplerOptions, http_names
+from .answers import GrowingText, Parting
 from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, converted, doc
 from .completions import Chat, Effort, Streamed, ToolChoice, Tools, chat_body, read_chat, sampled, usage_of
-from .reasoning import Parting
-from .tools import GrowingText
 
 Body = dict[str, Any]
 

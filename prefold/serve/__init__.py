@@ -1,16 +1,18 @@
 """Serves a model over HTTP: the faces of OpenAI, vLLM and others, answered by one engine.
 
-desk      Desk: bodies become items of tasks, tasks' requests go to the thread, results become responses
-turns     threads for which tenants take turns
-room      who is let in; short: what the event loop does itself; limits: what a request may not bring
-http      notices clients that leave, reads bodies within limits, writes events; hosts: refuses foreign pages
-asking    what faces do alike; openai, anthropic, cohere, tei, files: which path is answered how
-events    answers in events
-batches   which batches there are, and who works for them; batch: one batch's way to its output;
-          lane: its engine, and narrow: the line of it that steps fail for
-access    a line of the log about each request
-app       puts the faces together with health, keys and metrics
-run       binds, loads, serves, drains
+run           binds, loads, serves, drains; protocol: limits on connections and headers
+app           puts the dialects together with health, and describes them in OpenAPI
+state         the server's state, what a dialect is, and the way from a request to its handler
+context       what dialects do alike: one request, whole answers and answers in events
+dialects      which path of OpenAI, vLLM, Anthropic, Cohere is answered how; tei, files: the same of theirs
+handler       bodies become items of tasks, tasks' requests go to the engine, results become responses
+backpressure  who is let in, and threads for which tenants take turns
+limits        what a request may not bring, and what the event loop does itself
+http          notices clients that leave, reads bodies within limits, writes events, refuses foreign pages
+keys          who may ask
+batches       which batches there are, and who works for them; batch: one batch's way to its output
+store         files and batches on disk
+admin         the page, and the cache; metrics: Prometheus, and the access log
 
 Nothing here imports torch. What speaks HTTP is imported when a server starts.
 """

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import JobError, RankError
 from .batch import LOOK_SECONDS, BatchWork, OpenBatch
-from .desk import Desk
+from .handler import Desk
 from .http import Refusal
 from .keys import Keys
 from .store import Body, Store

@@ -21,10 +21,10 @@ from ..api import ENDPOINTS
 from ..api.body import METADATA_REMEDY, Body, Metadata, converted, doc
 from ..errors import InputError
 from .batches import Batches
+from .dialects import OPENAI
 from .http import ClientGone, Refusal, json_response
 from .keys import Tenant
-from .openai import OPENAI
-from .site import Entry, Site, new_id
+from .state import Entry, Site, new_id
 from .store import Body as Kept
 from .store import Store
 

@@ -1,19 +1,27 @@
-"""What Prometheus is told: vLLM's names with our prefix, and the rows that prefold is about."""
+"""What Prometheus is told: vLLM's names with our prefix, and the rows that prefold is about; and the access log: a line
+for each request once its answer has been sent, without prompts, answers and keys."""
 
 from __future__ import annotations
 
+import json
 import logging
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from ..report.page import merged
 from ..types import GenerationStats
-from .access import note
 
 if TYPE_CHECKING:
-    from .site import Site
+    from .state import Site
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _log = logging.getLogger("prefold.serve")
@@ -126,3 +134,82 @@ class Metrics:
         if stats.generation is not None and now.cache_seconds is not None:
             parts.add_metric(["cache"], now.cache_seconds)
         yield parts
+
+
+LONGEST_PATH = 200
+LEFT = 499  # nginx' status for a client that left before its answer had been sent wholly
+_access_log = logging.getLogger("prefold.access")
+_noted: ContextVar[dict[str, Any] | None] = ContextVar("noted", default=None)
+
+
+def note(**counts: int) -> None:
+    """Adds tokens to those of the request that is being answered, where there is an access log."""
+    if (noted := _noted.get()) is not None:
+        for name, count in counts.items():
+            noted[name] = noted.get(name, 0) + count
+
+
+def log_refusal(status: int) -> None:
+    """Writes the line of a request that was refused before its path was read."""
+    _access_log.info("access method=- path=- status=%d tenant=- ms=- prompt_tokens=- completion_tokens=-", status)
+
+
+class AccessLog:
+    """An ASGI application that has another answer, and writes a line about each request when its answer has ended."""
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status, is_whole, started, noted = 0, False, time.perf_counter(), dict[str, Any]()
+
+        async def sent(message: Any) -> None:
+            nonlocal status, is_whole
+            await send(message)
+            status = message.get("status", status)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        token = _noted.set(noted)
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            _noted.reset(token)
+            tenant = scope.get("tenant")
+            _access_log.info(
+                "access method=%s path=%s status=%d tenant=%s ms=%.0f prompt_tokens=%s completion_tokens=%s",
+                scope["method"],
+                quote(scope["raw_path"], safe="/%:@!$&'()*+,;=~")[:LONGEST_PATH],  # no line of the client's making
+                status if is_whole else LEFT,
+                "-" if tenant is None else json.dumps(tenant),
+                1e3 * (time.perf_counter() - started),
+                noted.get("prompt", "-"),
+                noted.get("completion", "-"),
+            )
+
+
+STEPS, SHOWN_SECONDS, BINS = 4096, 300.0, 240
+
+
+class StepWatch:
+    """The last steps of an engine: (start, seconds, 1, rows, path rows, sequences running) of each."""
+
+    def __init__(self, engine: Any):
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS)
+        self._end = ExitStack()
+        self._end.enter_context(engine.meter.heard_by(self._note))
+
+    def _note(self, step: Any) -> None:
+        self._steps.append((step.started, step.seconds, 1, step.rows, step.path_rows, step.running))
+
+    def bins(self) -> list[list[float]]:
+        """Returns the steps of the last minutes, neighbours added up; their start is in seconds before now."""
+        now = time.perf_counter()
+        found = np.array([step for step in list(self._steps) if step[0] > now - SHOWN_SECONDS]).reshape(-1, 6)
+        found[:, 0] -= now
+        return [[float(f"{value:.6g}") for value in entry] for entry in merged(found, BINS).tolist()]
+
+    def close(self) -> None:
+        """Ends the watching."""
+        self._end.close()

@@ -17,12 +17,12 @@ from typing import Any
 import uvicorn
 
 from ..errors import JobError
-from .access import AccessLog, log_refusal
 from .app import make_app
 from .http import Refusal
+from .metrics import AccessLog, log_refusal
 from .options import ServeOptions
 from .protocol import protocol_with
-from .site import Site
+from .state import Site
 
 _log = logging.getLogger("prefold.serve")
 CLOSE_SECONDS = 5  # in which connections must take the rest of what they are sent, after draining

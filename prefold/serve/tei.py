@@ -29,12 +29,12 @@ from ..api.tei import (
 from ..errors import InputError, UnsupportedModelError
 from ..text.valid import valid_text
 from ..types import Readout
-from .asking import Asking, answer_asked, handle_of
-from .desk import Desk
+from .context import Asking, answer_asked, handle_of
+from .handler import Desk
 from .http import json_response, unless_gone
 from .keys import Tenant
 from .limits import most_tokens, too_many_tokens
-from .site import Entry, Face, Site
+from .state import Entry, Face, Site
 
 TEI = Face("tei", tei_error, truncate='"truncate": true', paths=re.compile(r"/(embed\w*|predict|similarity|decode)$"))
 T = TypeVar("T")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from prefold.api import KINDS
-from prefold.api.chunks import Chunks
+from prefold.api.answers import Parting, parted
 from prefold.api.completions import chat_body
-from prefold.api.reasoning import Parting, parted
+from prefold.api.endpoints import Chunks
 from prefold.api.responses import ResponseEvents, responses_body
 from prefold.errors import InputError
 

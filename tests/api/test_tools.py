@@ -8,10 +8,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from prefold.api import KINDS
+from prefold.api.answers import GrowingText, calls_in, grammar_of_calls, read_tools
 from prefold.api.anthropic import message_body, read_message
 from prefold.api.completions import chat_body
 from prefold.api.responses import responses_body
-from prefold.api.tools import GrowingText, calls_in, grammar_of_calls, read_tools
 from prefold.errors import InputError
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}}

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from prefold.api.tools import calls_in
+from prefold.api.answers import calls_in
 from prefold.cluster.http_bodies import MESSAGES, embedding_bodies, generated_of, generation_body
 from prefold.errors import InputError
 from prefold.types import Readout, Request, Sampling

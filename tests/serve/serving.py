@@ -13,7 +13,7 @@ from typing import Any
 
 from prefold.serve.options import ServeOptions
 from prefold.serve.run import Server, bind
-from prefold.serve.site import Site
+from prefold.serve.state import Site
 
 
 @contextmanager

@@ -11,11 +11,11 @@ from starlette.routing import Route
 
 from prefold.errors import InputError
 from prefold.schedule.generate_step import NOBODY
-from prefold.serve import asking
-from prefold.serve import desk as module
+from prefold.serve import context
+from prefold.serve import handler as module
 from prefold.serve.app import make_app
-from prefold.serve.desk import Desk
-from prefold.serve.room import Room
+from prefold.serve.backpressure import Room
+from prefold.serve.handler import Desk
 
 SHORT = {"prompt": "the yes", "max_tokens": 3, "temperature": 0}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
@@ -100,8 +100,8 @@ def test_numbers_too_wait_for_the_store_in_a_thread(llm, where, monkeypatch):
 
 @pytest.mark.parametrize(("count", "watched"), [(1, 0), (30, 1)])
 def test_a_short_response_is_written_without_watching_its_client(server, monkeypatch, count, watched):
-    seen, watch = [], asking.unless_gone
-    monkeypatch.setattr(asking, "unless_gone", lambda request, work: seen.append(work) or watch(request, work))
+    seen, watch = [], context.unless_gone
+    monkeypatch.setattr(context, "unless_gone", lambda request, work: seen.append(work) or watch(request, work))
     found = httpx.post(f"{server.url}/v1/embeddings", json={"input": ["yes"] * count}, timeout=60)
     assert found.status_code == 200 and len(seen) == watched
 

@@ -6,8 +6,7 @@ import httpx
 import pytest
 from serving import serving
 
-from prefold.serve.hosts import Hosts
-from prefold.serve.http import Refusal
+from prefold.serve.http import Hosts, Refusal
 from prefold.serve.options import ServeOptions
 
 HERE = {"host": "localhost:8000"}

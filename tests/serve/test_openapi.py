@@ -10,14 +10,14 @@ import pytest
 from serving import serving
 from starlette.routing import Route
 
-from prefold.api import KINDS, anthropic, cohere, tei
+from prefold.api import KINDS, anthropic, numbers, tei
 from prefold.api.body import Body
 from prefold.errors import InputError
 from prefold.serve import app
 from prefold.serve.app import DIALECTS, make_app
-from prefold.serve.asking import Asking
+from prefold.serve.context import Asking
 from prefold.serve.http import json_response
-from prefold.serve.site import Entry, Face
+from prefold.serve.state import Entry, Face
 
 GOOD = {
     "embeddings": {"input": "a"}, "rerank": {"query": "a", "documents": ["b"]}, "score": {"text_1": "a", "text_2": "b"},
@@ -30,7 +30,7 @@ OTHERS = {
     tei.TeiSimilarity: {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
     anthropic.Message: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     anthropic.CountTokens: {"messages": [{"role": "user", "content": "a"}]},
-    cohere.CohereEmbed: {"texts": ["a"]},
+    numbers.CohereEmbed: {"texts": ["a"]},
 }
 
 

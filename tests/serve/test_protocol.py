@@ -11,9 +11,9 @@ from batching import client_of
 from serving import Raw, serving, until
 
 from prefold.serve import app
+from prefold.serve.dialects import OPENAI
 from prefold.serve.http import EventStream
-from prefold.serve.openai import OPENAI
-from prefold.serve.site import Entry
+from prefold.serve.state import Entry
 
 KEYS = '[[key]]\nkey = "a"\ntenant = "a"\n'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"

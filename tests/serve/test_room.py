@@ -7,10 +7,10 @@ import pytest
 
 from prefold.engine.replies import Reply
 from prefold.schedule.generate_step import NOBODY
+from prefold.serve.backpressure import Room
 from prefold.serve.http import Refusal
 from prefold.serve.keys import Keys
 from prefold.serve.options import ServeOptions
-from prefold.serve.room import Room
 from prefold.types import Owner
 
 

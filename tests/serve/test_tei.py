@@ -13,7 +13,7 @@ from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.serve import limits
-from prefold.serve.desk import Desk
+from prefold.serve.handler import Desk
 
 TEXTS = ["yes no", "the", "no the yes"]
 CHAT = [{"role": "user", "content": "is it the one? yes or no"}]

@@ -12,12 +12,12 @@ from serving import serving, until
 
 from prefold.errors import InputError
 from prefold.serve import batches as module
-from prefold.serve import desk
+from prefold.serve import handler
+from prefold.serve.backpressure import TurnPool
 from prefold.serve.batch import OpenBatch
 from prefold.serve.batches import Batches
-from prefold.serve.desk import Desk
+from prefold.serve.handler import Desk
 from prefold.serve.store import Store
-from prefold.serve.turns import TurnPool
 
 KEYS = "".join(f'[[key]]\nkey = "{name}"\ntenant = "{name}"\n' for name in "ab")
 
@@ -76,7 +76,7 @@ def test_requests_are_prepared_in_turn(llm, keys, monkeypatch, pool, threads, pa
 
     monkeypatch.setattr(Desk, "_prepare", prepare)
     if pool == "_pool_of_images":
-        monkeypatch.setattr(desk, "has_images", lambda item: True)
+        monkeypatch.setattr(handler, "has_images", lambda item: True)
     with serving(llm, api_keys=keys, allow_chat_template=True) as server, pytest.MonkeyPatch.context() as patched:
         if pool == "_pool_of_images":
             patched.setattr(llm, "images", object())

@@ -11,7 +11,7 @@ from serving import serving
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.serve.desk import fingerprint
+from prefold.serve.handler import fingerprint
 
 USER = [{"role": "user", "content": "is it the one?"}]
 SHORT = {"max_tokens": 6, "temperature": 1, "seed": 5, "ignore_eos": True}

@@ -19,8 +19,7 @@ from prefold import LLM
 from prefold.api import ENDPOINTS, KINDS
 from prefold.api.anthropic import read_message
 from prefold.api.body import Asked
-from prefold.api.cohere import read_cohere_embed
-from prefold.api.numbers import Classify, Pooling, read_classify, read_pooling
+from prefold.api.numbers import Classify, Pooling, read_classify, read_cohere_embed, read_pooling
 from prefold.api.tei import read_embed, read_predict, read_rerank, read_similarity
 from prefold.errors import InputError
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from prefold.api.tools import calls_in
+from prefold.api.answers import calls_in
 from prefold.text import Tokenizer
 
 # Like SmolLM2's: it writes any role, and a system's message of its own where there is none.

@@ -1,8 +1,8 @@
-"""Function calls: which a request asks for, and which an answer holds.
+"""What the text of an answer holds beside the answer: function calls, which a request asks for, and reasoning.
 
 An answer that must be a call is enforced by a grammar. Where the model may choose, calls are found in its text: between
 <tool_call> and </tool_call>, as Qwen's and Hermes' templates ask for, or a JSON object that is the whole text, as
-Llama's do.
+Llama's do. Reasoning is between <think> and </think>.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import InputError
+from ..text.chat import THINK
 from ..text.grammar import with_keywords
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -162,3 +163,59 @@ class GrowingText:
             return len(text[:start].rstrip())
         held = next((n for n in range(len(_OPEN), 0, -1) if text.endswith(_OPEN[:n])), 0)
         return len(text[: len(text) - held].rstrip())
+
+
+_THINK_OPEN, _THINK_CLOSE = THINK
+
+
+class Parting:
+    """A Parting parts a text that grows into reasoning and answer, without white space around the reasoning.
+
+    A text holds reasoning where it begins with <think>, or its prompt ends with that.
+    """
+
+    def __init__(self, opened: bool):
+        """opened: whether the prompt ends with <think>."""
+        self._held = ""  # what it cannot be said of yet whether, and where, it belongs
+        self._is_open: bool | None = opened or None  # None: the text has not said yet whether it holds reasoning
+        self._has_thought = self._has_answer = False
+
+    def add(self, text: str) -> tuple[str, str]:
+        """Returns the reasoning and the answer that can be given out now that the text goes on with `text`."""
+        held, thought = self._held + text, ""
+        if self._is_open is None:
+            begun = held.lstrip()
+            if len(begun) < len(_THINK_OPEN) and _THINK_OPEN.startswith(begun):
+                self._held = held
+                return "", ""
+            self._is_open, self._has_answer = begun.startswith(_THINK_OPEN), not begun.startswith(_THINK_OPEN)
+            held = begun[len(_THINK_OPEN) :] if self._is_open else held
+        if self._is_open:
+            thought, close, after = held.partition(_THINK_CLOSE)
+            self._is_open = not close
+            if self._is_open:
+                cut = next((n for n in range(len(_THINK_CLOSE) - 1, 0, -1) if held.endswith(_THINK_CLOSE[:n])), 0)
+                after = held[len(held[: len(held) - cut].rstrip()) :]
+            thought = held[: len(held) - len(after) - len(close)].rstrip()
+            thought = thought if self._has_thought else thought.lstrip()
+            self._has_thought = self._has_thought or bool(thought)
+            held = after
+        if self._is_open:
+            self._held = held
+            return thought, ""
+        held = held if self._has_answer else held.lstrip()
+        self._has_answer, self._held = self._has_answer or bool(held), ""
+        return thought, held
+
+    def rest(self) -> tuple[str, str]:
+        """Returns what is left to give out of a text that has ended."""
+        if not self._is_open:
+            return "", self._held
+        return (self._held if self._has_thought else self._held.lstrip()).rstrip(), ""
+
+
+def parted(text: str, opened: bool) -> tuple[str, str]:
+    """Returns the reasoning and the answer of a whole text. opened: whether its prompt ends with <think>."""
+    parting = Parting(opened)
+    begun, rest = parting.add(text), parting.rest()
+    return begun[0] + rest[0], begun[1] + rest[1]

@@ -1,7 +1,8 @@
-"""OpenAI's face, and vLLM's, whose bodies are read and written by `api/`."""
+"""The faces of OpenAI, vLLM, Anthropic and Cohere, whose bodies are read and written by `api/`."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,23 +13,39 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..api import ENDPOINTS, KINDS, openai_error, response_body
-from ..api.body import IDS, Body, Model, doc
-from ..api.chunks import Chunks
-from ..api.completions import Chat, Completion, Generating, Streamed
-from ..api.echo import Echo, read_echo
-from ..api.numbers import Classify, Pooling, Rerank, read_classify, read_pooling
+from ..api.anthropic import CountTokens, Message, MessageEvents, anthropic_error, message_body, read_message
+from ..api.body import IDS, Asked, Body, Model, doc
+from ..api.completions import Chat, Completion, Echo, Generating, Streamed, read_echo
+from ..api.endpoints import Chunks
+from ..api.numbers import (
+    Classify,
+    CohereEmbed,
+    Pooling,
+    Rerank,
+    cohere_error,
+    read_classify,
+    read_cohere_embed,
+    read_pooling,
+)
 from ..api.responses import ResponseEvents, Responses, read_responses
 from ..api.tei import TeiRerank, TeiTokenize
 from ..errors import InputError
 from ..text.valid import valid_text
 from . import tei
-from .asking import Asking, Handle, answer_asked
-from .events import in_events, unnamed
+from .context import Asking, Handle, answer_asked, handle_of, in_events, unnamed
+from .handler import Desk
 from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
-from .site import Entry, Face, Site, new_id
+from .state import Entry, Face, Site, new_id
 
 OPENAI = Face("openai", openai_error, truncate='"truncate_prompt_tokens": -1')
+COHERE = Face(
+    "cohere",
+    cohere_error,
+    truncate='"truncate": "END", or "max_tokens_per_doc" of rerank',
+    paths=re.compile(r"/v2/|/v1/(embed|chat|tokenize|detokenize|classify|summarize|generate)(-jobs)?$"),
+)
+ANTHROPIC = Face("anthropic", anthropic_error, paths=re.compile(r"/v1/(messages|complete)(/|$)"))
 
 
 _NOT_TOKENIZED = Generating.unsupported | {"stream": (False,), "echo": (False,), "prompt_logprobs": ()}
@@ -225,7 +242,54 @@ async def detokenize(site: Site, request: Request, tenant: Tenant) -> Response:
     return json_response({"prompt": text})
 
 
+# {field of the task's items: what a request calls it}
+_NAMES = {"stop": "stop_sequences", "grammar": "tools"}
+
+
+async def message(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers a conversation."""
+    asking = await Asking.of(site, request, tenant)
+    meta: dict[str, Any] = {}
+    try:
+        items, meta = read_message(asking.body)
+        order = asking.order("generate", items)
+        if not asking.body.get("stream"):
+            (result,) = await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
+            write = partial(message_body, meta, result, model=asking.model, id=new_id())
+            return await asking.written([result], lambda: json_response(write()))
+        return await in_events(asking, order, MessageEvents(meta, model=asking.model, id=new_id()))
+    except InputError as wrong:
+        names = _NAMES | ({"grammar": "output_config.format"} if meta.get("format") == "response_format" else {})
+        raise wrong.renamed(names.get((wrong.field or "").partition(".")[0], wrong.field)) from None
+
+
+async def count_tokens(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with how many tokens the prompt of a conversation has."""
+    asking = await Asking.of(site, request, tenant, computes=False)
+    items, _ = read_message(asking.body, answered=False)
+    (ids,) = await unless_gone(request, asking.desk.tokens(asking.order("generate", items), asking.num_bytes))
+    return json_response({"input_tokens": len(ids)})
+
+
+def embed(types: list[str] | None) -> Handle:
+    """Returns what answers /v1/embed or /v2/embed. types: the embedding_types of a body without."""
+
+    def read(body: dict[str, Any], desk: Desk) -> Asked:
+        return read_cohere_embed(body, new_id(), desk.llm.task("embed").settings.prompts, types)
+
+    return handle_of(read)
+
+
+async def cohere_rerank(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers /v2/rerank, as vLLM does too."""
+    return await answer_kind(await Asking.of(site, request, tenant), "rerank")
+
+
+# Of two entries of one path the first counts: /v2/rerank is vLLM's too, and its errors are Cohere's.
 ENTRIES = [
+    Entry(COHERE, "POST", "/v1/embed", embed(None), (CohereEmbed,)),
+    Entry(COHERE, "POST", "/v2/embed", embed(["float"]), (CohereEmbed,)),
+    Entry(COHERE, "POST", "/v2/rerank", cohere_rerank, (Rerank,)),
     Entry(OPENAI, "GET", "/v1/models", models),
     Entry(OPENAI, "GET", "/v1/models/{name:path}", model),
     Entry(OPENAI, "POST", "/rerank", rerank, (Rerank, TeiRerank)),
@@ -235,4 +299,6 @@ ENTRIES = [
     Entry(OPENAI, "POST", "/classify", classify, (Classify,)),
     Entry(OPENAI, "POST", "/pooling", pooling, (Pooling,)),
     Entry(OPENAI, "POST", "/v1/responses/input_tokens", count_input, (Responses,)),
+    Entry(ANTHROPIC, "POST", "/v1/messages", message, (Message,)),
+    Entry(ANTHROPIC, "POST", "/v1/messages/count_tokens", count_tokens, (CountTokens,)),
 ]

@@ -17,7 +17,7 @@ from ..api.body import Body
 from ..errors import InputError, PrefoldError, RankError, UnsupportedModelError
 from ..tasks.base import TRUNCATE
 from .batches import Batches
-from .desk import Desk
+from .handler import Desk
 from .http import Bodies, ClientGone, Refusal, json_response
 from .keys import Keys, Tenant
 from .metrics import Metrics

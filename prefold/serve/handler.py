@@ -21,33 +21,39 @@ from itertools import repeat
 from typing import Any, TypeVar
 from uuid import uuid4
 
+import numpy as np
+
 from .. import __version__
-from ..api.echo import Echo
+from ..api.completions import Echo
 from ..checkpoint import served_name
 from ..engine.pace import Pace
 from ..engine.replies import Reply, events_of
-from ..engine.samples import TextPiece
+from ..engine.samples import Sample, TextPiece
 from ..errors import InputError
 from ..options import GenerationOptions
+from ..prefix import MEDIA_BASE
 from ..schedule.fair import FairAdmission
 from ..schedule.generate_step import NOBODY
 from ..tasks import GenerateTask, Work
+from ..tasks.base import attempt
 from ..tasks.make import inputs_of
 from ..tasks.run import finish_items
-from ..types import Owner, Readout, Request, within
-from .access import note
-from .echo import PromptTask
+from ..types import Generated, Owner, Readout, Request, Result, Sampling, TokenLogprobs, within
+from .backpressure import Room, TurnPool
 from .keys import Keys
-from .limits import check_item
-from .metrics import Metrics
+from .limits import (
+    SHORT_BYTES,
+    are_short,
+    are_soon_ready,
+    are_soon_written,
+    check_item,
+    has_images,
+    has_template,
+    num_samples,
+)
+from .metrics import Metrics, StepWatch, note
 from .options import ServeOptions
-from .room import Room
-from .short import SHORT_BYTES, are_short, are_soon_ready, are_soon_written, has_images, has_template, num_samples
 from .store import Store
-from .turns import TurnPool
-from .watch import StepWatch
-
-__all__ = ["Desk", "TaskOrder", "apart"]
 
 T = TypeVar("T")
 
@@ -378,3 +384,73 @@ def raised(value: Any) -> Any:
     if isinstance(value, InputError):
         raise value
     return value
+
+
+class PromptTask:
+    """Reads the log-probabilities of the tokens of prompts that a GenerateTask would continue.
+
+    Result: {"prompt": one entry a token}, an entry being one of "logprobs" in a result of generation, with the token's
+    "rank"; "logprob" is None in the first. Where no token is to be made, or only the most likely one, which is known
+    too, the result of generation is there as well.
+    """
+
+    name = "generate"
+
+    def __init__(self, inner: GenerateTask, echo: Echo, eos_ids: Sequence[int]):
+        assert echo.top is not None
+        self._inner, self._echo, self._eos_ids = inner, echo, eos_ids
+        self.inputs = inner.inputs
+        self.readout = Readout("logprobs", top=echo.top)
+
+    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
+        """Returns a Work for each item, or its InputError."""
+        works = self._inner.prepare(items)
+        return [work if isinstance(work, InputError) else attempt(self._scored, work) for work in works]
+
+    def _scored(self, work: Work) -> Work:
+        (request,) = work.requests
+        assert request.sampling is not None
+        if request.media or (request.tokens >= MEDIA_BASE).any():
+            message, remedy = "the prompt has images, whose rows have no probabilities", "leave it out"
+            raise InputError(message, field="prompt_logprobs", remedy=remedy, code="unsupported")
+        self.readout = replace(self.readout, exits=request.sampling.exits)  # all items have the same
+        # Every row is read: behind the last one there is no token of the prompt, but the most likely one is wanted.
+        targets = np.concatenate((request.tokens[1:], request.tokens[:1]))
+        note = {"note": work.note, "request": request}
+        return Work([replace(request, targets=targets, sampling=None)], note)
+
+    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+        """Returns the answer to an item."""
+        (result,), request = results, note["request"]
+        names, values = self._inner.token_logprobs, result.values.tolist()
+        rows = [TokenLogprobs(row[0], _top(row)) for row in values]
+        before = [None, *zip(values, rows, strict=True)][:-1]
+        prompt = []
+        for token, found in zip(request.tokens.tolist(), before, strict=True):
+            if found is None:
+                prompt.append(names(token, TokenLogprobs(0.0)) | {"logprob": None, "rank": None})
+            else:
+                prompt.append(names(token, found[1]) | {"rank": int(found[0][1])})
+        made = self._made(request, rows[-1])
+        return ({} if made is None else self._inner.finish(note["note"], [[made]])) | {"prompt": prompt}
+
+    def _made(self, request: Request, last: TokenLogprobs) -> Generated | None:
+        """Returns what is generated, None where that is not known. last: what was read behind the prompt."""
+        sampling = request.sampling
+        assert sampling is not None
+        tokenizer = self.inputs.tokenizer
+        if self._echo.is_all:
+            text = None if tokenizer is None else ""
+            return Generated((), text, "length", logprobs=None if sampling.logprobs is None else ())
+        if replace(sampling, seed=None, logprobs=None) != Sampling(max_tokens=1):
+            return None
+        sample = Sample(request, 0, seed=0, limit=1, eos_ids=self._eos_ids, tokenizer=tokenizer, detokenizer=None)
+        token, logprob = last.top[0]
+        sample.take(token, TokenLogprobs(logprob, last.top[: sampling.logprobs or 0]))
+        return sample.result(0)
+
+
+def _top(row: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """Returns the most likely (id, log-probability) of a row that was read with `Readout.top`."""
+    count = len(row) // 2 - 1
+    return tuple((int(id), value) for value, id in zip(row[2 : 2 + count], row[2 + count :], strict=True))

@@ -1,0 +1,244 @@
+"""What admins see and do: the page of a server, with its trie as it is now, who runs, and its steps over time; and the
+state of the cache, with pin, unpin, clear.
+
+The page itself holds no data and is for everybody; what it shows comes from /page/data, which is for admins.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import asdict
+from functools import partial
+from importlib import resources
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .. import __version__
+from ..api import KINDS
+from ..cache.tree import RadixTree
+from ..errors import InputError
+from ..report.live import TreeShape
+from ..report.page import with_drawing
+from ..text.prompts import readable
+from .context import Asking
+from .dialects import OPENAI
+from .http import Refusal, json_response, unless_gone
+from .keys import Tenant
+from .metrics import hits_of
+from .state import Entry, Site
+
+MOST_RUNNING = 40
+
+
+def route() -> Route:
+    """Returns the path of the page."""
+    text = page_text("page.html")
+
+    async def page(request: Request) -> Response:
+        """Answers with the page that shows the trie and who runs."""
+        return page_response(text)
+
+    return Route("/", page, methods=["GET"])
+
+
+def page_text(name: str) -> str:
+    """Returns a page of this package, with the style and the drawing of reports in it."""
+    return with_drawing(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+def page_response(text: str) -> Response:
+    """Returns the response that holds a page, which may load nothing, and ask for data only here."""
+
+    def hashes(tag: str) -> str:
+        parts = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(p.encode()).digest()).decode()}'" for p in parts)
+
+    policy = f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'"
+    policy += "; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return Response(text, 200, headers, "text/html; charset=utf-8")
+
+
+async def data(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with what the page shows now; `tenant` in the query: with the trie of that tenant only."""
+    desk = site.desk_for(request)
+    of = request.query_params.get("tenant") or None
+    names = site.keys.names
+    # A look makes no store: it may be large, and one that only reads numbers never needs it.
+    has_store, nothing = desk.engine.has_generator, (TreeShape(RadixTree(), {}, str), {"sequences": [], "owners": []})
+    shape, running = await desk.look(partial(_look, names, of)) if has_store else nothing
+    now = desk.engine.snapshot()
+    stats = now.stats
+    generation = stats.generation
+    waiting, waiting_tokens = desk.room.waiting
+    tokenizer = desk.llm.tokenizer
+    decode = None if tokenizer is None else readable(lambda tokens: tokenizer.decode(tokens.tolist()))
+    found: dict[str, Any] = await desk.in_pool(tenant.owner, shape.data, decode)
+    found |= {
+        "model": site.names[0],
+        "version": __version__,
+        "status": site.failing or site.state,
+        "tenants": sorted(name for name in names.values() if name),
+        "paths": len(shape.owners),
+        "whole": shape.is_whole,
+        "rows": shape.num_rows,
+        "tokens": int(shape.arrays()[0].sum()),
+        "computed": {"tokens": stats.tokens, "rows": stats.rows_computed, "steps": stats.steps},
+        "hits": 0 if generation is None else hits_of(generation),
+        "generated": 0 if generation is None else generation.generated_tokens,
+        "slots": [now.used_slots, now.slots],
+        "waiting": [waiting, waiting_tokens],
+        "running": running,
+        "steps": desk.watch.bins(),
+        "batches": [] if site.batches is None else await desk.in_pool(tenant.owner, site.batches.open_counts),
+    }
+    return json_response(found, headers={"cache-control": "no-store"})
+
+
+def _look(names: Mapping[str, str | None], of: str | None, scheduler: Any) -> tuple[TreeShape, dict[str, Any]]:
+    """Returns the shape of the trie, and which sequences run. No step may run meanwhile."""
+
+    def owner_of(namespace: Hashable) -> str:
+        assert isinstance(namespace, tuple)
+        return names.get(str(namespace[1]).partition("/")[0]) or ""
+
+    tails: dict[Any, list[Any]] = defaultdict(list)
+    counts: dict[str, list[int]] = {}
+    rows = []
+    for sequence in scheduler.running:
+        tails[sequence.leaf].append(sequence.tail.tokens)
+        root = sequence.leaf
+        while root.parent is not None:
+            root = root.parent
+        owner = owner_of(root.namespace)
+        made = sequence.known
+        count = counts.setdefault(owner, [0, 0])
+        count[0] += 1
+        count[1] += made
+        if len(rows) < MOST_RUNNING:
+            rows.append([owner, sequence.leaf.stop, sequence.cached_tokens or 0, made, sequence.limit])
+    who = {"sequences": rows, "owners": [[owner, *count] for owner, count in sorted(counts.items())]}
+    return TreeShape(scheduler.tree, tails, owner_of, of=of), who
+
+
+async def cache_state(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Answers with how the cache is set, what it holds, and how much of that belongs to whom."""
+    desk = site.desk_for(request)
+    kept = desk.llm.engine.options.generation.cache
+    if kept is None:
+        raise _off()
+    names = site.keys.names
+    options = {name: getattr(kept, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
+    if kept.shifted is not None:
+        options["shifted"] = asdict(kept.shifted)
+    # A look makes no store: it may be large, and one that only reads numbers never needs it.
+    held = await desk.look(partial(held_of, names)) if desk.engine.has_generator else {}
+    generation = desk.llm.stats.generation
+    if held and generation is not None:
+        held["hits"] = hits_of(generation)
+    return json_response(options | _NOTHING | held)
+
+
+_NOTHING = {"slots": 0, "used_slots": 0, "rows": {"kept": 0, "pinned": 0, "in_use": 0, "nodes": 0}, "tenants": {}}
+
+
+def held_of(names: Mapping[str, str | None], scheduler: Any) -> dict[str, Any]:
+    """Returns what the cache holds. No step may run meanwhile.
+
+    names  {namespace: name of its tenant}
+    """
+    rows: dict[str, dict[str, int]] = defaultdict(lambda: {"kept": 0, "pinned": 0, "in_use": 0, "nodes": 0})
+    for node in scheduler.tree.nodes():
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        salt = str(root.namespace[1])
+        found = rows[names.get(salt.partition("/")[0]) or ""]
+        found["nodes"] += 1
+        found["pinned" if node.pins else "kept" if node.kept else "in_use"] += node.computed
+    slots = {"slots": scheduler.pool.num_slots, "used_slots": scheduler.pool.used_slots}
+    total = {name: sum(one[name] for one in rows.values()) for name in ("kept", "pinned", "in_use", "nodes")}
+    return slots | {"rows": total, "tenants": dict(rows)}
+
+
+async def pin(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Computes a prompt, where it is not there yet, and keeps it until it is unpinned; answers with its tokens."""
+    return await place(site, request, tenant, compute=True)
+
+
+async def unpin(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Takes a pin back; answers with how many tokens it held."""
+    return await place(site, request, tenant, compute=False)
+
+
+async def place(site: Site, request: Request, tenant: Tenant, *, compute: bool) -> Response:
+    """Pins a prompt or a conversation, for the tenant that the body names, else the admin's own, or unpins it."""
+    asking = await Asking.of(site, request, tenant, computes=compute)
+    cache_of(asking.desk)
+    body = {name: value for name, value in asking.body.items() if name != "tenant"}
+    name = asking.body.get("tenant")
+    if name is not None:
+        asking.tenant = next((one for one in site.keys.tenants if one.name == name), None)  # type: ignore[assignment]
+        if asking.tenant is None:
+            message, remedy = f"there is no tenant {name!r:.100}", "name one of the file of keys"
+            raise InputError(message, field="tenant", remedy=remedy, code="unknown_tenant")
+    kind = "chat" if "messages" in body else "completion"
+    items, _ = KINDS[kind].read({**body, "max_tokens": 1, "temperature": 0}, {})
+    order = asking.order("generate", items)
+    if compute:
+        await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
+    requests = await asking.desk.requests(order, asking.num_bytes)
+
+    def change() -> int:
+        cache = cache_of(asking.desk)
+        act = cache.pin if compute else cache.unpin
+        namespace_of = asking.desk.llm.engine.namespace_of
+        return sum(act(namespace_of(one), one.tokens) for one in requests)
+
+    tokens = await asking.desk.look(lambda books: change())
+    return json_response({"pinned" if compute else "unpinned": tokens, "tokens": sum(len(r.tokens) for r in requests)})
+
+
+async def clear(site: Site, request: Request, tenant: Tenant) -> Response:
+    """Lets all go that is not pinned and not in use; answers with how many rows went."""
+    desk = site.desk_for(request)
+
+    def empty() -> int:
+        cache = cache_of(desk)
+        rows = int(cache.rows)
+        cache.clear()
+        return rows - int(cache.rows)
+
+    return json_response({"cleared": await desk.look(lambda books: empty())})
+
+
+def cache_of(desk: Any) -> Any:
+    """Returns the cache. Raises Refusal where nothing is kept."""
+    if desk.llm.cache is None:
+        raise _off()
+    return desk.llm.cache
+
+
+def _off() -> Refusal:
+    return Refusal(400, "the cache is off", remedy="start the server with --cache lru", code="cache_off")
+
+
+ENTRIES = [
+    Entry(OPENAI, "GET", "/page/data", data, admin=True),
+    Entry(OPENAI, "GET", "/cache", cache_state, admin=True),
+    Entry(OPENAI, "POST", "/cache/pin", pin, admin=True),
+    Entry(OPENAI, "POST", "/cache/unpin", unpin, admin=True),
+    Entry(OPENAI, "POST", "/cache/clear", clear, admin=True),
+]
