@@ -226,7 +226,7 @@ def cancel(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, An
         time.sleep(draw.random() * arguments.wait)
         before, started = llm.stats.steps, time.perf_counter()
         raw.close()
-        while len(server.site.desk.replies) > 1 or len(generator._open) > 1 or server.site.open > 1:
+        while len(server.state.handler.backpressure.replies) > 1 or len(generator._open) > 1 or server.state.open > 1:
             time.sleep(2e-4)
         milliseconds.append((time.perf_counter() - started) * 1e3)
         steps.append(llm.stats.steps - before)
@@ -290,7 +290,7 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
     from prefold.engine.pace import LATELY_SECONDS
 
     openai_client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    ask_client, folder, found = Client(server.bound_at[1]), Path(server.site.options.data_dir), {}
+    ask_client, folder, found = Client(server.bound_at[1]), Path(server.state.options.data_dir), {}
     path, body = KINDS["completion, 1 token"]
 
     def begin(lines: list[str]) -> str:
@@ -300,10 +300,10 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
 
     # They are looked at in this process: asking for them over HTTP takes a tenth of a core.
     def is_open(batch: str) -> bool:
-        return batch in server.site.batches._open
+        return batch in server.state.batches._open
 
     def has_begun(batch: str) -> bool:
-        output = server.site.batches._open[batch].output
+        output = server.state.batches._open[batch].output
         return output is not None and output.count > 0
 
     def as_batch(lines: list[str]) -> float:

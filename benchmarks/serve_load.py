@@ -389,7 +389,7 @@ def slow_readers(server: Any, capacity: float, more: dict[str, Any], seconds: fl
     port = server.bound_at[1]
     for turn in range(4):
         name = ("without", "with", "with", "without")[turn]
-        while server.site.desk.replies:  # of the turn before
+        while server.state.handler.backpressure.replies:  # of the turn before
             time.sleep(0.1)
         slow = None
         if name == "with":

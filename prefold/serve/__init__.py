@@ -1,11 +1,11 @@
-"""Serves a model over HTTP: the faces of OpenAI, vLLM and others, answered by one engine.
+"""Serves a model over HTTP: the dialects of OpenAI, vLLM and others, answered by one engine.
 
 run           binds, loads, serves, drains; protocol: limits on connections and headers
 app           puts the dialects together with health, and describes them in OpenAPI
 state         the server's state, what a dialect is, and the way from a request to its handler
 context       what dialects do alike: one request, whole answers and answers in events
 dialects      which path of OpenAI, vLLM, Anthropic, Cohere is answered how; tei, files: the same of theirs
-handler       bodies become items of tasks, tasks' requests go to the engine, results become responses
+handler       RequestHandler: bodies become items of tasks, tasks' requests go to the engine, results become responses
 backpressure  who is let in, and threads for which tenants take turns
 limits        what a request may not bring, and what the event loop does itself
 http          notices clients that leave, reads bodies within limits, writes events, refuses foreign pages

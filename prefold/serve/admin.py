@@ -27,12 +27,12 @@ from ..errors import InputError
 from ..report.live import TreeShape
 from ..report.page import with_drawing
 from ..text.prompts import readable
-from .context import Asking
+from .context import RequestContext
 from .dialects import OPENAI
 from .http import Refusal, json_response, unless_gone
 from .keys import Tenant
 from .metrics import hits_of
-from .state import Entry, Site
+from .state import AppState, Entry
 
 MOST_RUNNING = 40
 
@@ -71,25 +71,28 @@ def page_response(text: str) -> Response:
     return Response(text, 200, headers, "text/html; charset=utf-8")
 
 
-async def data(site: Site, request: Request, tenant: Tenant) -> Response:
+async def data(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers with what the page shows now; `tenant` in the query: with the trie of that tenant only."""
-    desk = site.desk_for(request)
+    handler = state.handler_for(request)
     of = request.query_params.get("tenant") or None
-    names = site.keys.names
+    names = state.keys.names
     # A look makes no store: it may be large, and one that only reads numbers never needs it.
-    has_store, nothing = desk.engine.has_generator, (TreeShape(RadixTree(), {}, str), {"sequences": [], "owners": []})
-    shape, running = await desk.look(partial(_look, names, of)) if has_store else nothing
-    now = desk.engine.snapshot()
+    has_store, nothing = (
+        handler.engine.has_generator,
+        (TreeShape(RadixTree(), {}, str), {"sequences": [], "owners": []}),
+    )
+    shape, running = await handler.look(partial(_look, names, of)) if has_store else nothing
+    now = handler.engine.snapshot()
     stats = now.stats
     generation = stats.generation
-    waiting, waiting_tokens = desk.room.waiting
-    tokenizer = desk.llm.tokenizer
+    waiting, waiting_tokens = handler.backpressure.waiting
+    tokenizer = handler.llm.tokenizer
     decode = None if tokenizer is None else readable(lambda tokens: tokenizer.decode(tokens.tolist()))
-    found: dict[str, Any] = await desk.in_pool(tenant.owner, shape.data, decode)
+    found: dict[str, Any] = await handler.in_pool(tenant.owner, shape.data, decode)
     found |= {
-        "model": site.names[0],
+        "model": state.names[0],
         "version": __version__,
-        "status": site.failing or site.state,
+        "status": state.failing or state.status,
         "tenants": sorted(name for name in names.values() if name),
         "paths": len(shape.owners),
         "whole": shape.is_whole,
@@ -101,8 +104,8 @@ async def data(site: Site, request: Request, tenant: Tenant) -> Response:
         "slots": [now.used_slots, now.slots],
         "waiting": [waiting, waiting_tokens],
         "running": running,
-        "steps": desk.watch.bins(),
-        "batches": [] if site.batches is None else await desk.in_pool(tenant.owner, site.batches.open_counts),
+        "steps": handler.watch.bins(),
+        "batches": [] if state.batches is None else await handler.in_pool(tenant.owner, state.batches.open_counts),
     }
     return json_response(found, headers={"cache-control": "no-store"})
 
@@ -133,19 +136,19 @@ def _look(names: Mapping[str, str | None], of: str | None, scheduler: Any) -> tu
     return TreeShape(scheduler.tree, tails, owner_of, of=of), who
 
 
-async def cache_state(site: Site, request: Request, tenant: Tenant) -> Response:
+async def cache_state(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers with how the cache is set, what it holds, and how much of that belongs to whom."""
-    desk = site.desk_for(request)
-    kept = desk.llm.engine.options.generation.cache
+    handler = state.handler_for(request)
+    kept = handler.llm.engine.options.generation.cache
     if kept is None:
         raise _off()
-    names = site.keys.names
+    names = state.keys.names
     options = {name: getattr(kept, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
     if kept.shifted is not None:
         options["shifted"] = asdict(kept.shifted)
     # A look makes no store: it may be large, and one that only reads numbers never needs it.
-    held = await desk.look(partial(held_of, names)) if desk.engine.has_generator else {}
-    generation = desk.llm.stats.generation
+    held = await handler.look(partial(held_of, names)) if handler.engine.has_generator else {}
+    generation = handler.llm.stats.generation
     if held and generation is not None:
         held["hits"] = hits_of(generation)
     return json_response(options | _NOTHING | held)
@@ -173,62 +176,62 @@ def held_of(names: Mapping[str, str | None], scheduler: Any) -> dict[str, Any]:
     return slots | {"rows": total, "tenants": dict(rows)}
 
 
-async def pin(site: Site, request: Request, tenant: Tenant) -> Response:
+async def pin(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Computes a prompt, where it is not there yet, and keeps it until it is unpinned; answers with its tokens."""
-    return await place(site, request, tenant, compute=True)
+    return await place(state, request, tenant, compute=True)
 
 
-async def unpin(site: Site, request: Request, tenant: Tenant) -> Response:
+async def unpin(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Takes a pin back; answers with how many tokens it held."""
-    return await place(site, request, tenant, compute=False)
+    return await place(state, request, tenant, compute=False)
 
 
-async def place(site: Site, request: Request, tenant: Tenant, *, compute: bool) -> Response:
+async def place(state: AppState, request: Request, tenant: Tenant, *, compute: bool) -> Response:
     """Pins a prompt or a conversation, for the tenant that the body names, else the admin's own, or unpins it."""
-    asking = await Asking.of(site, request, tenant, computes=compute)
-    cache_of(asking.desk)
-    body = {name: value for name, value in asking.body.items() if name != "tenant"}
-    name = asking.body.get("tenant")
+    context = await RequestContext.of(state, request, tenant, computes=compute)
+    cache_of(context.handler)
+    body = {name: value for name, value in context.body.items() if name != "tenant"}
+    name = context.body.get("tenant")
     if name is not None:
-        asking.tenant = next((one for one in site.keys.tenants if one.name == name), None)  # type: ignore[assignment]
-        if asking.tenant is None:
+        context.tenant = next((one for one in state.keys.tenants if one.name == name), None)  # type: ignore[assignment]
+        if context.tenant is None:
             message, remedy = f"there is no tenant {name!r:.100}", "name one of the file of keys"
             raise InputError(message, field="tenant", remedy=remedy, code="unknown_tenant")
     kind = "chat" if "messages" in body else "completion"
     items, _ = KINDS[kind].read({**body, "max_tokens": 1, "temperature": 0}, {})
-    order = asking.order("generate", items)
+    order = context.order("generate", items)
     if compute:
-        await unless_gone(request, asking.desk.answer(order, asking.num_bytes))
-    requests = await asking.desk.requests(order, asking.num_bytes)
+        await unless_gone(request, context.handler.answer(order, context.num_bytes))
+    requests = await context.handler.requests(order, context.num_bytes)
 
     def change() -> int:
-        cache = cache_of(asking.desk)
+        cache = cache_of(context.handler)
         act = cache.pin if compute else cache.unpin
-        namespace_of = asking.desk.llm.engine.namespace_of
+        namespace_of = context.handler.llm.engine.namespace_of
         return sum(act(namespace_of(one), one.tokens) for one in requests)
 
-    tokens = await asking.desk.look(lambda books: change())
+    tokens = await context.handler.look(lambda books: change())
     return json_response({"pinned" if compute else "unpinned": tokens, "tokens": sum(len(r.tokens) for r in requests)})
 
 
-async def clear(site: Site, request: Request, tenant: Tenant) -> Response:
+async def clear(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Lets all go that is not pinned and not in use; answers with how many rows went."""
-    desk = site.desk_for(request)
+    handler = state.handler_for(request)
 
     def empty() -> int:
-        cache = cache_of(desk)
+        cache = cache_of(handler)
         rows = int(cache.rows)
         cache.clear()
         return rows - int(cache.rows)
 
-    return json_response({"cleared": await desk.look(lambda books: empty())})
+    return json_response({"cleared": await handler.look(lambda books: empty())})
 
 
-def cache_of(desk: Any) -> Any:
+def cache_of(handler: Any) -> Any:
     """Returns the cache. Raises Refusal where nothing is kept."""
-    if desk.llm.cache is None:
+    if handler.llm.cache is None:
         raise _off()
-    return desk.llm.cache
+    return handler.llm.cache
 
 
 def _off() -> Refusal:

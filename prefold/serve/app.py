@@ -1,4 +1,4 @@
-"""Puts the faces together with health and metrics, as one ASGI application."""
+"""Puts the dialects together with health and metrics, as one ASGI application."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .dialects import OPENAI
 from .files import PURPOSES
 from .http import Hosts, Refusal, json_response
 from .keys import Tenant
-from .state import Entry, Site
+from .state import AppState, Entry
 
 LAG_SECONDS = 0.5  # between two looks at the event loop
 DIALECTS = (dialects, files, tei, admin)  # files of entries; of two with one path the first counts
 
 
 class Direct:
-    """An ASGI application that answers paths of faces without parameters itself, and leaves the rest to Starlette.
+    """An ASGI application that answers paths of dialects without parameters itself, and leaves the rest to Starlette.
 
     It counts the requests whose answers have not been sent wholly, and without keys answers no foreign page.
 
@@ -41,18 +41,18 @@ class Direct:
     routes  of the whole application
     """
 
-    def __init__(self, app: Starlette, site: Site, routes: Mapping[tuple[str, str], Route]):
-        self._app, self.routes, self._site, self._routes = app, app.routes, site, routes
-        self._hosts = Hosts(site.options) if site.options.api_keys is None else None
+    def __init__(self, app: Starlette, state: AppState, routes: Mapping[tuple[str, str], Route]):
+        self._app, self.routes, self._state, self._routes = app, app.routes, state, routes
+        self._hosts = Hosts(state.options) if state.options.api_keys is None else None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        self._site.open += 1
+        self._state.open += 1
         try:
             await (await self._answer(scope, receive, send))(scope, receive, send)
         finally:
-            self._site.open -= 1
+            self._state.open -= 1
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> Any:
         """Returns the response to a request, or what gives it."""
@@ -60,7 +60,7 @@ class Direct:
             if self._hosts is not None:
                 self._hosts.check(scope["headers"])
         except Refusal as refusal:
-            return OPENAI.refuse(self._site, refusal)
+            return OPENAI.refuse(self._state, refusal)
         route = self._routes.get((scope["method"], scope["path"]))
         if route is None:
             return self._app
@@ -68,8 +68,8 @@ class Direct:
         return await route.endpoint(Request(scope, receive, send))
 
 
-def make_app(site: Site) -> Direct:
-    """Returns the application of a site."""
+def make_app(state: AppState) -> Direct:
+    """Returns the application of a server."""
 
     async def wrong_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -80,12 +80,12 @@ def make_app(site: Site) -> Direct:
             remedy = "see docs/serving.md for the paths"
             refusal = Refusal(error.status_code, f"there is no {path!r:.200}", remedy=remedy, code="not_found")
         refusal.headers.update(error.headers or {})
-        face = next((one.face for one in entries if one.face.paths.match(path)), OPENAI)
-        return face.refuse(site, refusal)
+        dialect = next((one.dialect for one in entries if one.dialect.paths.match(path)), OPENAI)
+        return dialect.refuse(state, refusal)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        looking = asyncio.create_task(watch_loop(site))
+        looking = asyncio.create_task(watch_loop(state))
         yield
         looking.cancel()
 
@@ -97,43 +97,43 @@ def make_app(site: Site) -> Direct:
         Entry(OPENAI, "GET", "/metrics", metrics, admin=True),
         *(entry for dialect in DIALECTS for entry in dialect.ENTRIES),
     ]
-    routes = [Route(one.path, one.endpoint(site), methods=[one.method]) for one in entries]
-    others = [admin.route(), *(plain(path, health_of(site)) for path in ("/health", "/ping"))]
+    routes = [Route(one.path, one.endpoint(state), methods=[one.method]) for one in entries]
+    others = [admin.route(), *(plain(path, health_of(state)) for path in ("/health", "/ping"))]
     direct = {(one.method, one.path): route for one, route in reversed([*zip(entries, routes, strict=True)])}
     direct = {place: route for place, route in direct.items() if "{" not in route.path}
     routes += [*others, *describing(entries, others)]
     app = Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan)
-    return Direct(app, site, direct)
+    return Direct(app, state, direct)
 
 
-def health_of(site: Site) -> Any:
+def health_of(state: AppState) -> Any:
     """Returns what answers whether requests are taken: 200, or 503 while the model is loaded or the server drains."""
 
     async def health(request: Request) -> Response:
         """Answers whether requests are taken: 200, or 503 with the reason."""
-        failing = site.failing
-        body = {"status": site.state} if failing is None else {"status": "failing", "reason": failing}
+        failing = state.failing
+        body = {"status": state.status} if failing is None else {"status": "failing", "reason": failing}
         return json_response(body, 200 if body["status"] == "ready" else 503)
 
     return health
 
 
-async def version(site: Site, request: Request, tenant: Tenant) -> Response:
+async def version(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers with prefold's version."""
     return json_response({"version": __version__})
 
 
-async def metrics(site: Site, request: Request, tenant: Tenant) -> Response:
+async def metrics(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers with the metrics, in Prometheus' text format."""
-    return Response(site.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def watch_loop(site: Site) -> None:
+async def watch_loop(state: AppState) -> None:
     """Notes, for ever, by how much the event loop is late."""
     while True:
         started = time.perf_counter()
         await asyncio.sleep(LAG_SECONDS)
-        site.metrics.lag.observe(max(0.0, time.perf_counter() - started - LAG_SECONDS))
+        state.metrics.lag.observe(max(0.0, time.perf_counter() - started - LAG_SECONDS))
 
 
 _OBJECT = {"type": "object"}
@@ -152,7 +152,7 @@ _SHARED_KEYS = [{"bearer": []}, {"x-api-key": []}, {}]
 
 
 def describing(entries: Sequence[Entry], plain: Sequence[Route]) -> list[Route]:
-    """Returns the paths that describe the others. plain: those that no face answers."""
+    """Returns the paths that describe the others. plain: those that no dialect answers."""
     found, text = describe(entries, plain), page_text("docs.html")
 
     async def openapi(request: Request) -> Response:
@@ -201,9 +201,9 @@ def _about(method: str, path: str, described: Any, tag: str) -> dict[str, Any]:
 
 
 def _operation(entry: Entry, path: str, bodies: list[Any]) -> dict[str, Any]:
-    face, is_post = entry.face.name, entry.method == "POST"
+    dialect, is_post = entry.dialect.name, entry.method == "POST"
     described = entry.bodies[0] if len(entry.bodies) == 1 else entry.handle
-    operation = _about(entry.method, path, described, "server" if entry.admin or path == "/version" else face)
+    operation = _about(entry.method, path, described, "server" if entry.admin or path == "/version" else dialect)
     operation["security"] = _SHARED_KEYS
     if entry.admin:
         operation["description"] = "For admins, where the server has keys."
@@ -222,5 +222,7 @@ def _operation(entry: Entry, path: str, bodies: list[Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"description": "The answer."} | _JSON
     if any("stream" in kind.__struct_fields__ for kind in entry.bodies):
         answer["content"] = answer["content"] | {"text/event-stream": {"schema": {"type": "string"}}}
-    wrong = f"What is wrong, in the form of {face}'s errors: 400 for the request, 401 and 403 for keys, 404, 429, 5xx."
+    wrong = (
+        f"What is wrong, in the form of {dialect}'s errors: 400 for the request, 401 and 403 for keys, 404, 429, 5xx."
+    )
     return operation | {"responses": {"200": answer, "default": {"description": wrong} | _JSON}}

@@ -24,8 +24,8 @@ BYTES_A_TOKEN = 4
 MEASURED, LONGEST_WAIT = 128, 120
 
 
-class Room:
-    """A Room counts what is being prepared, what waits to be computed, and what is being computed.
+class Backpressure:
+    """A Backpressure counts what is being prepared, what waits to be computed, and what is being computed.
 
     A text to generate counts once for each of its samples, numbers that are read together once.
 
@@ -146,9 +146,9 @@ class Room:
         return max(1, min(LONGEST_WAIT, math.ceil(seconds)))
 
 
-class TurnPool:
-    """A TurnPool calls functions in a few threads. Each tenant has a line of its own, and of those whose functions wait
-    the tenant is next whose last turn is longest ago."""
+class FairQueue:
+    """A FairQueue calls functions in a few threads. Each tenant has a line of its own, and of those whose functions
+    wait the tenant is next whose last turn is longest ago."""
 
     def __init__(self, num_threads: int, name: str):
         """name: with which those of the threads begin."""

@@ -47,7 +47,7 @@ from ..records.textual import LineSource, TableOptions
 from ..stream import Window
 from ..text import Tokenizer
 from ..types import Owner, Readout, Request, Result, Sharing
-from .handler import Desk, apart
+from .handler import RequestHandler, apart
 from .keys import Keys, Tenant
 from .limits import check_samples, check_texts
 from .store import Body, Store
@@ -117,12 +117,12 @@ class BatchWork:
     def __init__(
         self,
         store: Store,
-        desk: Desk,
+        handler: RequestHandler,
         keys: Keys,
         is_stopping: Callable[[], bool],
         gives_way: Callable[[OpenBatch, int, int], bool],
     ):
-        self._store, self._desk, self._keys = store, desk, keys
+        self._store, self._desk, self._keys = store, handler, keys
         self._is_stopping, self._gives_way = is_stopping, gives_way
 
     def _source(self, body: Body) -> Source:
@@ -142,7 +142,7 @@ class BatchWork:
             endpoint=body["endpoint"],
             fingerprint=self._desk.fingerprint,
         )
-        found.desk = self._desk
+        found.handler = self._desk
         return found
 
     def validate(self, one: OpenBatch) -> Body | None:
@@ -354,24 +354,24 @@ def open_input(path: Path, name: str, most_bytes: int) -> Source:
 class _Lines(OpenAIBatch):
     """Adapts lines, of which each is bounded as a request is."""
 
-    desk: Desk
+    handler: RequestHandler
 
     def items(self, kind: str, body: Body) -> tuple[list[Any], Body]:
-        check_texts(body, self.desk.options.max_texts)
+        check_texts(body, self.handler.options.max_texts)
         items, meta = super().items(kind, body)
-        check_samples(items, self.desk.options.max_texts)
+        check_samples(items, self.handler.options.max_texts)
         return items, meta
 
     def error_line(self, number: int, meta: Body | None, error: InputError) -> Body:
-        message, remedy = self.desk.public(error.message), self.desk.public(error.remedy)
+        message, remedy = self.handler.public(error.message), self.handler.public(error.remedy)
         return super().error_line(number, meta, InputError(message, field=error.field, remedy=remedy, code=error.code))
 
 
 class _Tasks(Mapping[str, Any]):
     """The tasks of a batch's lines, whose prompts are shared within a tenant's namespace only."""
 
-    def __init__(self, desk: Desk, namespace: str, tenant: str | None):
-        self._desk, self._namespace, self._tenant = desk, namespace, tenant
+    def __init__(self, handler: RequestHandler, namespace: str, tenant: str | None):
+        self._desk, self._namespace, self._tenant = handler, namespace, tenant
         self._made: dict[str, _Apart] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -390,8 +390,8 @@ class _Tasks(Mapping[str, Any]):
 class _Apart:
     """A task whose requests are in a namespace, and whose items are within the server's limits."""
 
-    def __init__(self, task: Any, namespace: str, desk: Desk):
-        self._task, self._namespace, self._desk = task, namespace, desk
+    def __init__(self, task: Any, namespace: str, handler: RequestHandler):
+        self._task, self._namespace, self._desk = task, namespace, handler
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import JobError, RankError
 from .batch import LOOK_SECONDS, BatchWork, OpenBatch
-from .handler import Desk
+from .handler import RequestHandler
 from .http import Refusal
 from .keys import Keys
 from .store import Body, Store
@@ -51,9 +51,9 @@ class Batches:
             if folder.name not in self._open:  # it ended, and the server was killed before this
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def start(self, desk: Desk, keys: Keys) -> None:
+    def start(self, handler: RequestHandler, keys: Keys) -> None:
         """Begins to work."""
-        self._work = BatchWork(self._store, desk, keys, lambda: self._is_stopping, self._gives_way)
+        self._work = BatchWork(self._store, handler, keys, lambda: self._is_stopping, self._gives_way)
         for name, loop in (("prefold-batches", self._run), ("prefold-keeper", self._keep)):
             self._threads.append(threading.Thread(target=loop, name=name, daemon=True))
             self._threads[-1].start()

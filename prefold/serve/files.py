@@ -24,7 +24,7 @@ from .batches import Batches
 from .dialects import OPENAI
 from .http import ClientGone, Refusal, json_response
 from .keys import Tenant
-from .state import Entry, Site, new_id
+from .state import AppState, Entry, new_id
 from .store import Body as Kept
 from .store import Store
 
@@ -80,11 +80,11 @@ class NewBatch(Body, kw_only=True):
     is_listed = False
 
 
-def _stores(site: Site) -> tuple[Store, Batches]:
-    if site.store is None or site.batches is None:
+def _stores(state: AppState) -> tuple[Store, Batches]:
+    if state.store is None or state.batches is None:
         remedy = "start it with --data-dir FOLDER"
         raise Refusal(404, "this server keeps no files", remedy=remedy, code="not_found")
-    return site.store, site.batches
+    return state.store, state.batches
 
 
 def _owner(tenant: Tenant) -> str:
@@ -94,14 +94,14 @@ def _owner(tenant: Tenant) -> str:
 # --------------------------------------------------------------------------------------------------------- files
 
 
-async def upload(site: Site, request: Request, tenant: Tenant) -> Response:
+async def upload(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Takes a file. It is on disk when this has answered."""
-    store, _ = _stores(site)
+    store, _ = _stores(state)
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         remedy = "send multipart/form-data with the fields file and purpose"
         raise Refusal(400, "the body is no form", remedy=remedy, code="invalid_form")
     try:
-        parts = _limited(site, request, store, _owner(tenant))
+        parts = _limited(state, request, store, _owner(tenant))
         form = await MultiPartParser(request.headers, parts, max_files=1, max_fields=8).parse()
     except MultiPartException as error:
         raise Refusal(400, f"the form cannot be read: {error.message}", code="invalid_form") from None
@@ -143,22 +143,22 @@ def _keep(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: in
     return body
 
 
-async def _limited(site: Site, request: Request, store: Store, owner: str) -> AsyncIterator[bytes]:
+async def _limited(state: AppState, request: Request, store: Store, owner: str) -> AsyncIterator[bytes]:
     """Yields the parts of a body. Raises Refusal for one that is too large or stops coming, or where the owner stores
     too much, ClientGone."""
-    size, most = 0, site.options.max_file_bytes
+    size, most = 0, state.options.max_file_bytes
     left, receiving = await asyncio.to_thread(store.left, owner), store.receiving
     parts = request.stream()
     closing = {"connection": "close"}
     try:
         while True:
             try:
-                async with asyncio.timeout(site.options.body_seconds):
+                async with asyncio.timeout(state.options.body_seconds):
                     part = await anext(parts)
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                message = f"nothing came for {site.options.body_seconds:g} seconds"
+                message = f"nothing came for {state.options.body_seconds:g} seconds"
                 raise Refusal(408, message, remedy="send it faster", code="timeout", headers=closing) from None
             except ClientDisconnect:
                 raise ClientGone from None
@@ -176,26 +176,26 @@ async def _limited(site: Site, request: Request, store: Store, owner: str) -> As
         receiving[owner] -= size
 
 
-async def list_files(site: Site, request: Request, tenant: Tenant) -> Response:
+async def list_files(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers with a page of the tenant's files."""
-    return await _page(site, tenant, "file", PageOfFiles.of(request.query_params))
+    return await _page(state, tenant, "file", PageOfFiles.of(request.query_params))
 
 
-async def retrieve_file(site: Site, request: Request, tenant: Tenant) -> Response:
+async def retrieve_file(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers with what is known of a file."""
-    return json_response(await _one(site, request, tenant, "file"))
+    return json_response(await _one(state, request, tenant, "file"))
 
 
-async def content(site: Site, request: Request, tenant: Tenant) -> Response:
+async def content(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers with a file's content."""
-    body = await _one(site, request, tenant, "file")
-    return FileResponse(_stores(site)[0].path(body["id"]), media_type="application/octet-stream")
+    body = await _one(state, request, tenant, "file")
+    return FileResponse(_stores(state)[0].path(body["id"]), media_type="application/octet-stream")
 
 
-async def delete_file(site: Site, request: Request, tenant: Tenant) -> Response:
+async def delete_file(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Forgets a file. One that a batch still reads is kept, with an error."""
-    _, batches = _stores(site)
-    body = await _one(site, request, tenant, "file")
+    _, batches = _stores(state)
+    body = await _one(state, request, tenant, "file")
     if not await asyncio.to_thread(batches.forget_file, _owner(tenant), body["id"]):
         remedy = "cancel the batch, or wait until it has ended"
         raise Refusal(409, "a batch still reads this file", remedy=remedy, code="file_in_use")
@@ -205,11 +205,11 @@ async def delete_file(site: Site, request: Request, tenant: Tenant) -> Response:
 # ------------------------------------------------------------------------------------------------------- batches
 
 
-async def create_batch(site: Site, request: Request, tenant: Tenant) -> Response:
+async def create_batch(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Takes a batch. It is on disk when this has answered."""
-    store, batches = _stores(site)
-    desk = site.desk_for(request)
-    asked = NewBatch.of((await site.bodies.json(request, tenant))[0])
+    store, batches = _stores(state)
+    handler = state.handler_for(request)
+    asked = NewBatch.of((await state.bodies.json(request, tenant))[0])
     file, endpoint = asked.input_file_id, asked.endpoint
     if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         message, remedy = f"'endpoint' is {endpoint!r:.100}", f"give one of {', '.join(ENDPOINTS)}"
@@ -223,39 +223,39 @@ async def create_batch(site: Site, request: Request, tenant: Tenant) -> Response
     made |= {"input_file_id": file, "completion_window": window, "status": "validating"}
     made |= {"output_file_id": None, "error_file_id": None, "created_at": now, "in_progress_at": None}
     seconds = int(window[:-1]) * _SECONDS[window[-1]]
-    made |= {"expires_at": now + seconds, "metadata": asked.metadata, "model": site.names[0]}
+    made |= {"expires_at": now + seconds, "metadata": asked.metadata, "model": state.names[0]}
     times = ("finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     made |= {f"{name}_at": None for name in times}
     made |= {"request_counts": {"total": 0, "completed": 0, "failed": 0}, "usage": None}
     expiry = asked.output_expires_after
-    made |= {"_output_seconds": None if expiry is None else expiry.seconds, "_model": desk.llm.checkpoint.name}
+    made |= {"_output_seconds": None if expiry is None else expiry.seconds, "_model": handler.llm.checkpoint.name}
     await asyncio.to_thread(batches.create, _owner(tenant), made)
     return json_response(batches.with_counts(made))
 
 
-async def list_batches(site: Site, request: Request, tenant: Tenant) -> Response:
+async def list_batches(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers with a page of the tenant's batches, the newest first."""
-    return await _page(site, tenant, "batch", Page.of(request.query_params))
+    return await _page(state, tenant, "batch", Page.of(request.query_params))
 
 
-async def retrieve_batch(site: Site, request: Request, tenant: Tenant) -> Response:
+async def retrieve_batch(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers with how far a batch is."""
-    return json_response(_stores(site)[1].with_counts(await _one(site, request, tenant, "batch")))
+    return json_response(_stores(state)[1].with_counts(await _one(state, request, tenant, "batch")))
 
 
-async def cancel_batch(site: Site, request: Request, tenant: Tenant) -> Response:
+async def cancel_batch(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Ends a batch early: what is computed stays, the other lines become errors."""
-    _, batches = _stores(site)
-    body = await _one(site, request, tenant, "batch")
+    _, batches = _stores(state)
+    body = await _one(state, request, tenant, "batch")
     return json_response(batches.with_counts(await asyncio.to_thread(batches.cancel, body["id"])))
 
 
 # ---------------------------------------------------------------------------------------------------------- both
 
 
-async def _one(site: Site, request: Request, tenant: Tenant, kind: str) -> Kept:
+async def _one(state: AppState, request: Request, tenant: Tenant, kind: str) -> Kept:
     """Returns the object that a path names. Raises Refusal (404) where the tenant has none of this id."""
-    store, _ = _stores(site)
+    store, _ = _stores(state)
     id = request.path_params["id"]
     body = await asyncio.to_thread(store.get, kind, _owner(tenant), id)
     if body is None:
@@ -263,9 +263,9 @@ async def _one(site: Site, request: Request, tenant: Tenant, kind: str) -> Kept:
     return body
 
 
-async def _page(site: Site, tenant: Tenant, kind: str, asked: Page) -> Response:
+async def _page(state: AppState, tenant: Tenant, kind: str, asked: Page) -> Response:
     """Answers with some of the tenant's objects, as the query asks."""
-    store, batches = _stores(site)
+    store, batches = _stores(state)
     newest, after = asked.order == "desc", asked.after
     ask = partial(store.page, after=after, limit=asked.limit, newest=newest, purpose=asked.purpose)
     found, more = await asyncio.to_thread(ask, kind, _owner(tenant))

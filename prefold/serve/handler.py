@@ -1,8 +1,8 @@
 """Takes items of tasks from requests, and gives back what the tasks make of them.
 
-Tokenising and making responses happen in a pool of threads, in which tenants take turns (see `turns.py`), computing in
-the engine's; the event loop only waits, and does what is short itself (see `short.py`). Not too many may wait (see
-`room.py`).
+Tokenising and making responses happen in a pool of threads, in which tenants take turns (see `backpressure.py`), computing in
+the engine's; the event loop only waits, and does what is short itself (see `limits.py`). Not too many may wait (see
+`backpressure.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..tasks.base import attempt
 from ..tasks.make import inputs_of
 from ..tasks.run import finish_items
 from ..types import Generated, Owner, Readout, Request, Result, Sampling, TokenLogprobs, within
-from .backpressure import Room, TurnPool
+from .backpressure import Backpressure, FairQueue
 from .keys import Keys
 from .limits import (
     SHORT_BYTES,
@@ -84,8 +84,8 @@ class TaskOrder:
     readout: Readout | None = None
 
 
-class Desk:
-    """Stands between the faces and the engine of one LLM.
+class RequestHandler:
+    """Stands between the dialects and the engine of one LLM.
 
     names        by which the model is served, the first of which stands in responses. Of a local model's path it is the
                  last part
@@ -102,12 +102,12 @@ class Desk:
         seconds = None if options.step_ms is None else options.step_ms / 1e3
         self.pace = Pace(self.admission, step_seconds=seconds, batch_share=options.batch_share)
         self.engine.set_pace(self.pace)
-        self.room = Room(options, keys)
-        self._pool = TurnPool(4, "prefold-prepare")
+        self.backpressure = Backpressure(options, keys)
+        self._pool = FairQueue(4, "prefold-prepare")
         # To decode images takes long, and one waits for the other: what is text alone does not wait for them. Nor does
         # it for chat templates of requests, of which one is rendered at a time.
-        self._pool_of_images = TurnPool(2, "prefold-images")
-        self._pool_of_templates = TurnPool(1, "prefold-prepare-template")
+        self._pool_of_images = FairQueue(2, "prefold-images")
+        self._pool_of_templates = FairQueue(1, "prefold-prepare-template")
         checkpoint = llm.checkpoint
         self.names = options.served_names or (served_name(checkpoint.name),)
         self.known_names = (*self.names, *(() if options.served_names else (checkpoint.name,)), "dummy")
@@ -154,7 +154,7 @@ class Desk:
 
     async def requests(self, order: TaskOrder, num_bytes: int) -> list[Request]:
         """Returns the requests that an order makes; computes nothing. Raises InputError or Refusal."""
-        with self.room.preparing(num_bytes, order.owner, computes=False):
+        with self.backpressure.preparing(num_bytes, order.owner, computes=False):
             _, works = await self._prepared(replace(order, computes=False))
         return [request for work in works for request in work.requests]
 
@@ -165,7 +165,7 @@ class Desk:
     async def without_engine(self, owner: Owner, num_bytes: int, function: Callable[[], T]) -> T:
         """Returns what `function` returns, which needs no engine: in the pool of threads, but for a short body.
         Raises Refusal where too many wait."""
-        with self.room.preparing(num_bytes, owner, computes=False):
+        with self.backpressure.preparing(num_bytes, owner, computes=False):
             if num_bytes <= SHORT_BYTES:
                 return function()
             found: T = await self.in_pool(owner, function)
@@ -291,7 +291,7 @@ class Desk:
         started, loop = time.perf_counter(), asyncio.get_running_loop()
         makes_text = order.task == "generate" and order.echo is None
         samples = num_samples(order.items) if makes_text else 1  # numbers are read together
-        with self.room.preparing(num_bytes, order.owner, samples=samples) as prepared:
+        with self.backpressure.preparing(num_bytes, order.owner, samples=samples) as prepared:
             is_short = self._is_soon_ready(order, num_bytes)
             task, works = self._prepare(order) if is_short else await self._prepared(order)
             is_text = task.readout.kind == "tokens"
@@ -302,7 +302,7 @@ class Desk:
             else:
                 replies = [Reply(loop, sum(sizes), order.owner)]
             note(prompt=sum(sizes))
-            with self.room.computing(replies):
+            with self.backpressure.computing(replies):
                 prepared()
                 try:
                     if is_text:
@@ -330,7 +330,7 @@ class Desk:
 
     def _count(self, replies: Sequence[Reply], started: float) -> None:
         """Counts a request that has been answered."""
-        self.room.note_answered(replies)
+        self.backpressure.note_answered(replies)
         self._metrics.seconds.observe(time.perf_counter() - started)
         for reply in replies:
             if reply.begun_at is not None:
@@ -342,7 +342,7 @@ class Desk:
 
     def give_up(self, error: Exception) -> None:
         """Answers all that runs with an error."""
-        for reply in list(self.room.replies):
+        for reply in list(self.backpressure.replies):
             reply.put([error])
 
     def read_shares(self) -> None:
@@ -353,7 +353,7 @@ class Desk:
     def close(self) -> None:
         """Ends what runs, without an answer."""
         self.watch.close()
-        for reply in list(self.room.replies):
+        for reply in list(self.backpressure.replies):
             self.engine.cancel(reply)
         if self.engine.pace is self.pace:
             self.engine.set_pace(None)
@@ -374,7 +374,7 @@ def fingerprint(llm: Any) -> str:
 
 def apart(work: Work, namespace: str) -> None:
     """Puts the requests of an item into a namespace, outside of which they share nothing. Their images are made in it
-    (see `Desk.task`)."""
+    (see `RequestHandler.task`)."""
     if namespace:
         work.requests[:] = [replace(request, salt=within(namespace, request.salt)) for request in work.requests]
 

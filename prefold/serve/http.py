@@ -1,4 +1,4 @@
-"""What every face needs of HTTP: refusals, a client that leaves noticed, bodies read within limits, JSON and events
+"""What every dialect needs of HTTP: refusals, a client that leaves noticed, bodies read within limits, JSON and events
 written."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ..report.page import merged
 from ..types import GenerationStats
 
 if TYPE_CHECKING:
-    from .state import Site
+    from .state import AppState
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _log = logging.getLogger("prefold.serve")
@@ -38,8 +38,8 @@ def hits_of(stats: GenerationStats) -> int:
 class Metrics:
     """Counts what happens to requests; what the engine counts is read when somebody asks."""
 
-    def __init__(self, site: Site):
-        self._site = site
+    def __init__(self, state: AppState):
+        self._state = state
         self.registry = CollectorRegistry()
         place: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter(
@@ -72,9 +72,9 @@ class Metrics:
         self.cancelled = Counter("prefold:requests_cancelled", "Requests whose client left.", **place)
         self.registry.register(self)  # type: ignore[arg-type]
 
-    def answered(self, face: str, path: str, response: Any) -> Any:
+    def answered(self, dialect: str, path: str, response: Any) -> Any:
         """Counts a request by its response, and returns that."""
-        self.requests.labels(face, path, response.status_code).inc()
+        self.requests.labels(dialect, path, response.status_code).inc()
         if response.status_code == 499:
             self.cancelled.inc()
         return response
@@ -96,16 +96,16 @@ class Metrics:
 
     def collect(self) -> Iterator[Any]:
         """Yields what the engine counts; prometheus-client calls it."""
-        desk = self._site.desk
-        if desk is None:
+        handler = self._state.handler
+        if handler is None:
             return
-        waiting, waiting_tokens = desk.room.waiting
+        waiting, waiting_tokens = handler.backpressure.waiting
         gauges = {
-            "num_requests_running": ("Requests that are being computed.", desk.room.running),
+            "num_requests_running": ("Requests that are being computed.", handler.backpressure.running),
             "num_requests_waiting": ("Requests that wait to be computed.", waiting),
             "num_tokens_waiting": ("Tokens of the prompts that wait.", waiting_tokens),
         }
-        now = desk.engine.snapshot()
+        now = handler.engine.snapshot()
         stats = now.stats
         counts = {
             "prompt_and_generation_tokens": ("Tokens as users see them.", stats.tokens),

@@ -22,7 +22,7 @@ from .http import Refusal
 from .metrics import AccessLog, log_refusal
 from .options import ServeOptions
 from .protocol import protocol_with
-from .state import Site
+from .state import AppState
 
 _log = logging.getLogger("prefold.serve")
 CLOSE_SECONDS = 5  # in which connections must take the rest of what they are sent, after draining
@@ -37,15 +37,15 @@ def run(load: Callable[[], Any], options: ServeOptions) -> None:
         logging.getLogger(name).setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # whoever sends no HTTP must not fill the log
     sys.setswitchinterval(1e-3)  # a step plans in Python, and a request should not wait 5 ms for its turn
-    site = Site(options)
+    state = AppState(options)
     bound = bind(options)
-    server = Server(site, bound)
+    server = Server(state, bound)
     loading = threading.Thread(target=server.load, args=(load,), name="prefold-load", daemon=True)
     server.say(f"listening on {server.url}; the model is being loaded")
     loading.start()
     server.run_bound()
-    if site.desk is not None:
-        site.desk.llm.close()
+    if state.handler is not None:
+        state.handler.llm.close()
     if server.error is not None:
         raise server.error
 
@@ -66,20 +66,20 @@ def bind(options: ServeOptions) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves a site on a socket that is bound.
+    """Serves an application on a socket that is bound.
 
     error  what the model could not be loaded for
     """
 
-    def __init__(self, site: Site, bound: socket.socket):
-        self.site, self.bound = site, bound
+    def __init__(self, state: AppState, bound: socket.socket):
+        self.state, self.bound = state, bound
         self.error: BaseException | None = None
         self.bound_at = host, port = bound.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        app, logs = make_app(site), site.options.access_log
+        app, logs = make_app(state), state.options.access_log
         config = uvicorn.Config(
             AccessLog(app) if logs else app,
-            http=protocol_with(site.options, log_refusal if logs else lambda status: None),
+            http=protocol_with(state.options, log_refusal if logs else lambda status: None),
             loop="uvloop" if sys.platform != "win32" else "asyncio",
             ws="none",
             log_config=None,
@@ -104,19 +104,19 @@ class Server(uvicorn.Server):
         try:
             llm = load()
         except BaseException as error:
-            self.error, self.site.state = error, "failed"
+            self.error, self.state.status = error, "failed"
             self.should_exit = True
             return
         # What is there now stays. Looking through it for garbage again and again would stop everybody for 0.1 s.
         gc.collect()
         gc.freeze()
-        self.site.ready(llm)
-        self.say(f"ready after {time.perf_counter() - started:.1f} s: {', '.join(self.site.names)} on {self.url}")
+        self.state.ready(llm)
+        self.say(f"ready after {time.perf_counter() - started:.1f} s: {', '.join(self.state.names)} on {self.url}")
 
     def run_bound(self) -> None:
         """Serves until told to end."""
         self.run(sockets=[self.bound])
-        self.site.close()
+        self.state.close()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
     def reload_keys(self) -> None:
         """Reads the file of keys again; where it is wrong, the keys stay."""
         try:
-            self.site.reload_keys()
+            self.state.reload_keys()
             self.say("the keys have been read again")
         except JobError as error:
             self.say(f"{error}; the keys stay as they were")
@@ -145,18 +145,18 @@ class Server(uvicorn.Server):
 
     async def drain(self) -> None:
         """Takes no more requests, waits for those that run, `drain_seconds` at most, and ends."""
-        if self.site.state != "failed":
-            self.site.state = "draining"
-        if self.site.batches is not None:
-            self.site.batches.begin_to_stop()
-        until = time.monotonic() + self.site.options.drain_seconds
-        if self.site.busy:
-            self.say(f"draining: {self.site.busy} requests, {self.site.options.drain_seconds:g} s at most")
-        while self.site.busy and time.monotonic() < until:
+        if self.state.status != "failed":
+            self.state.status = "draining"
+        if self.state.batches is not None:
+            self.state.batches.begin_to_stop()
+        until = time.monotonic() + self.state.options.drain_seconds
+        if self.state.busy:
+            self.say(f"draining: {self.state.busy} requests, {self.state.options.drain_seconds:g} s at most")
+        while self.state.busy and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        left = f"{self.site.busy} requests are given up" if self.site.busy else "all requests have been answered"
+        left = f"{self.state.busy} requests are given up" if self.state.busy else "all requests have been answered"
         self.say(f"the server ends; {left}")
-        if self.site.desk is not None:
+        if self.state.handler is not None:
             message, remedy = "the server is being shut down", "send the request to another"
-            self.site.desk.give_up(Refusal(503, message, remedy=remedy, code="unavailable"))
+            self.state.handler.give_up(Refusal(503, message, remedy=remedy, code="unavailable"))
         self.should_exit = True

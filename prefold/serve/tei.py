@@ -1,4 +1,4 @@
-"""The face of Hugging Face's Text Embeddings Inference (TEI)."""
+"""The dialect of Hugging Face's Text Embeddings Inference (TEI)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ from ..api.tei import (
 from ..errors import InputError, UnsupportedModelError
 from ..text.valid import valid_text
 from ..types import Readout
-from .context import Asking, answer_asked, handle_of
-from .handler import Desk
+from .context import RequestContext, answer_asked, handle_of
+from .handler import RequestHandler
 from .http import json_response, unless_gone
 from .keys import Tenant
 from .limits import most_tokens, too_many_tokens
-from .state import Entry, Face, Site
+from .state import AppState, Dialect, Entry
 
-TEI = Face("tei", tei_error, truncate='"truncate": true', paths=re.compile(r"/(embed\w*|predict|similarity|decode)$"))
+TEI = Dialect(
+    "tei", tei_error, truncate='"truncate": true', paths=re.compile(r"/(embed\w*|predict|similarity|decode)$")
+)
 T = TypeVar("T")
 
 
@@ -55,59 +57,59 @@ def labels_of(asked: T, llm: Any) -> T:
     return asked
 
 
-def similarity(body: dict[str, Any], desk: Desk) -> Asked:
+def similarity(body: dict[str, Any], handler: RequestHandler) -> Asked:
     """Returns what /similarity asks."""
-    return vectors_of(read_similarity(body), desk.llm)
+    return vectors_of(read_similarity(body), handler.llm)
 
 
-async def by_body(site: Site, request: Request, tenant: Tenant) -> Response:
+async def by_body(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers a request to the server's address itself, as its body and the model ask."""
-    asking = await Asking.of(site, request, tenant)
-    body = asking.body
+    context = await RequestContext.of(state, request, tenant)
+    body = context.body
     if "texts" in body:
-        return await answer_asked(asking, read_rerank(body))
-    llm = asking.desk.llm
+        return await answer_asked(context, read_rerank(body))
+    llm = context.handler.llm
     if isinstance(body.get("inputs"), dict):
-        return await answer_asked(asking, similarity(body, asking.desk))
+        return await answer_asked(context, similarity(body, context.handler))
     if llm.config.num_labels is not None or "parameters" in body:  # huggingface_hub's text_classification sends them
-        return await answer_asked(asking, labels_of(read_predict(body), llm))
-    return await answer_asked(asking, read_embed(body))
+        return await answer_asked(context, labels_of(read_predict(body), llm))
+    return await answer_asked(context, read_embed(body))
 
 
-async def rerank(asking: Asking) -> Response:
+async def rerank(context: RequestContext) -> Response:
     """Answers /rerank with `texts`."""
-    return await answer_asked(asking, read_rerank(asking.body))
+    return await answer_asked(context, read_rerank(context.body))
 
 
-async def embed_all(site: Site, request: Request, tenant: Tenant) -> Response:
+async def embed_all(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers with the hidden state after the final norm at every token of each text, not scaled."""
-    asking = await Asking.of(site, request, tenant)
-    TeiEmbedAll.of(vectors_of(asking.body, asking.desk.llm))
-    asked = read_embed({**asking.body, "normalize": False})
+    context = await RequestContext.of(state, request, tenant)
+    TeiEmbedAll.of(vectors_of(context.body, context.handler.llm))
+    asked = read_embed({**context.body, "normalize": False})
     try:
-        order = asking.order("embed", asked.items, asked.options)
-        texts = await unless_gone(request, asking.desk.tokens(order, asking.num_bytes))
+        order = context.order("embed", asked.items, asked.options)
+        texts = await unless_gone(request, context.handler.tokens(order, context.num_bytes))
         count = sum(map(len, texts))
-        if count > site.options.max_texts:
-            message, remedy = f"'inputs' has {count} tokens", f"send at most {site.options.max_texts} at once"
+        if count > state.options.max_texts:
+            message, remedy = f"'inputs' has {count} tokens", f"send at most {state.options.max_texts} at once"
             raise InputError(message, field="inputs", remedy=remedy, code="too_many")
-        order = asking.order("embed", [{"text": ids} for ids in texts], {"normalize": False})
+        order = context.order("embed", [{"text": ids} for ids in texts], {"normalize": False})
         every = replace(order, readout=Readout("every"))
-        found = await unless_gone(request, asking.desk.answer(every, asking.num_bytes))
+        found = await unless_gone(request, context.handler.answer(every, context.num_bytes))
         results = [{"embeddings": result["embedding"]} for result in found]
     except InputError as wrong:
         raise wrong.renamed(renamed(wrong.field, asked.fields)) from None
-    return await asking.written(results, lambda: json_response([result["embeddings"] for result in results]))
+    return await context.written(results, lambda: json_response([result["embeddings"] for result in results]))
 
 
-async def tokenize(asking: Asking) -> Response:
+async def tokenize(context: RequestContext) -> Response:
     """Answers /tokenize with `inputs`: the tokens of each text, with their place in it."""
-    body, llm = TeiTokenize.of(asking.body), asking.desk.llm
+    body, llm = TeiTokenize.of(context.body), context.handler.llm
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     if body.prompt_name is not None:
         before = llm.task("embed", prompt_name=body.prompt_name).before
         texts = [before + valid_text(text, "inputs") for text in texts]
-    return await asking.without_engine(lambda: json_response(tokenized(llm, texts, body.add_special_tokens)))
+    return await context.without_engine(lambda: json_response(tokenized(llm, texts, body.add_special_tokens)))
 
 
 def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, Any]]]:
@@ -142,13 +144,13 @@ def located(llm: Any, text: Any, field: str, count: int = 0) -> tuple[list[int],
     return ids, spans
 
 
-async def decode(site: Site, request: Request, tenant: Tenant) -> Response:
+async def decode(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers /decode: the text of each list of ids."""
-    asking = await Asking.of(site, request, tenant, computes=False)
-    body = TeiDecode.of(asking.body)
+    context = await RequestContext.of(state, request, tenant, computes=False)
+    body = TeiDecode.of(context.body)
     ids, skip = body.ids, body.skip_special_tokens
     lists = ids if isinstance(ids, list) and isinstance(ids[0], list) else [ids]
-    return json_response(await asking.without_engine(lambda: decoded(asking.desk.llm, lists, "ids", skip)))
+    return json_response(await context.without_engine(lambda: decoded(context.handler.llm, lists, "ids", skip)))
 
 
 def decoded(llm: Any, lists: list[Any], field: str, skip: bool) -> list[str]:
@@ -165,9 +167,9 @@ def decoded(llm: Any, lists: list[Any], field: str, skip: bool) -> list[str]:
     return texts
 
 
-async def info(site: Site, request: Request, tenant: Tenant) -> Response:
+async def info(state: AppState, request: Request, tenant: Tenant) -> Response:
     """Answers with what the server runs, and its limits."""
-    llm = site.desk_for(request).llm
+    llm = state.handler_for(request).llm
     labels = list(llm.config.labels)
     if llm.config.num_labels is None:
         kind: dict[str, Any] = {"embedding": {"pooling": f"{llm.task('embed').settings.pooling}_token"}}
@@ -176,19 +178,27 @@ async def info(site: Site, request: Request, tenant: Tenant) -> Response:
         ids = {"id2label": names, "label2id": {label: int(i) for i, label in names.items()}}
         kind = {"reranker" if llm.config.num_labels == 1 else "classifier": ids}
     return json_response({
-        "model_id": site.names[0], "served_model_name": site.names[0], "model_sha": None,
+        "model_id": state.names[0], "served_model_name": state.names[0], "model_sha": None,
         "model_dtype": str(llm.dtype).removeprefix("torch."), "model_type": kind,
-        "max_concurrent_requests": site.options.max_waiting_requests,
+        "max_concurrent_requests": state.options.max_waiting_requests,
         "max_input_length": llm.config.max_positions, "max_batch_tokens": llm.engine.max_batch_rows,
-        "max_batch_requests": None, "max_client_batch_size": site.options.max_texts, "auto_truncate": False,
+        "max_batch_requests": None, "max_client_batch_size": state.options.max_texts, "auto_truncate": False,
         "tokenization_workers": 4, "version": __version__, "sha": None, "docker_label": None,
     })  # fmt: skip
 
 
 ENTRIES = [
-    Entry(TEI, "POST", "/embed", handle_of(lambda body, desk: vectors_of(read_embed(body), desk.llm)), [TeiEmbed]),
+    Entry(
+        TEI, "POST", "/embed", handle_of(lambda body, handler: vectors_of(read_embed(body), handler.llm)), [TeiEmbed]
+    ),
     Entry(TEI, "POST", "/embed_all", embed_all, [TeiEmbedAll]),
-    Entry(TEI, "POST", "/predict", handle_of(lambda body, desk: labels_of(read_predict(body), desk.llm)), [TeiPredict]),
+    Entry(
+        TEI,
+        "POST",
+        "/predict",
+        handle_of(lambda body, handler: labels_of(read_predict(body), handler.llm)),
+        [TeiPredict],
+    ),
     Entry(TEI, "POST", "/similarity", handle_of(similarity), [TeiSimilarity]),
     Entry(TEI, "POST", "/decode", decode, [TeiDecode]),
     Entry(TEI, "POST", "/", by_body, [TeiEmbed, TeiPredict, TeiSimilarity, TeiRerank]),

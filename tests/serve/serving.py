@@ -13,7 +13,7 @@ from typing import Any
 
 from prefold.serve.options import ServeOptions
 from prefold.serve.run import Server, bind
-from prefold.serve.state import Site
+from prefold.serve.state import AppState
 
 
 @contextmanager
@@ -23,12 +23,12 @@ def serving(llm: Any, **options: Any) -> Iterator[Server]:
     llm  or None, for a server whose model is still being loaded
     """
     made = ServeOptions(port=0, **options)
-    server = Server(Site(made), bind(made))
+    server = Server(AppState(made), bind(made))
     thread = threading.Thread(target=server.run_bound, daemon=True)
     thread.start()
     until(lambda: server.started)
     if llm is not None:
-        server.site.ready(llm)
+        server.state.ready(llm)
     try:
         yield server
     finally:

@@ -16,7 +16,7 @@ LINES = [completion(i) for i in range(3)]
 
 
 def test_a_cancel_before_what_was_validated_is_noted_is_kept(kept, client, monkeypatch):
-    batches, note = kept.site.batches, kept.site.batches._note
+    batches, note = kept.state.batches, kept.state.batches._note
 
     def late(one, body):
         if body["status"] == "in_progress":
@@ -28,7 +28,7 @@ def test_a_cancel_before_what_was_validated_is_noted_is_kept(kept, client, monke
 
 
 def test_a_batch_that_is_cancelled_as_soon_as_it_is_stored_is_not_read(kept, client, monkeypatch):
-    batches, store, read = kept.site.batches, kept.site.store, []
+    batches, store, read = kept.state.batches, kept.state.store, []
     add, validate = store.add, batches._work.validate
 
     def cancelled(kind, tenant, body, **rest):
@@ -42,7 +42,7 @@ def test_a_batch_that_is_cancelled_as_soon_as_it_is_stored_is_not_read(kept, cli
 
 
 def test_what_the_store_knows_of_a_cancel_is_taken_from_it(kept, client, monkeypatch):
-    batches, store = kept.site.batches, kept.site.store
+    batches, store = kept.state.batches, kept.state.store
     validate = batches._work.validate
 
     def behind(one):
@@ -54,7 +54,7 @@ def test_what_the_store_knows_of_a_cancel_is_taken_from_it(kept, client, monkeyp
 
 
 def test_a_file_can_be_deleted_as_soon_as_clients_see_that_its_batch_has_ended(kept, client, monkeypatch):
-    batches, seen = kept.site.batches, threading.Event()
+    batches, seen = kept.state.batches, threading.Event()
     note = batches._note
 
     def late(one, body):

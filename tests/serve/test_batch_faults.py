@@ -60,7 +60,7 @@ def test_an_end_that_was_killed_is_made_again(llm, tmp_path, monkeypatch):
 def test_two_servers_do_not_share_a_folder(kept, llm):
     from prefold.errors import JobError
 
-    with pytest.raises(JobError, match="another server uses it"), serving(llm, data_dir=kept.site.options.data_dir):
+    with pytest.raises(JobError, match="another server uses it"), serving(llm, data_dir=kept.state.options.data_dir):
         pass
 
 
@@ -76,7 +76,7 @@ def test_a_locked_database_is_told_and_loses_nothing(llm, tmp_path, monkeypatch)
         health = httpx.get(f"{server.url}/health").json()
         assert health["status"] == "failing" and "locked" in health["reason"]
         other.execute("ROLLBACK")
-        until(lambda: server.site.failing is None, 20)
+        until(lambda: server.state.failing is None, 20)
         assert ended(client, batch).request_counts.completed == 50
         assert len(client.files.list().data) == 2  # the input, the output, and no half of the one that was refused
         assert len(list((tmp_path / "files").iterdir())) == 2
@@ -100,14 +100,14 @@ def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
         full.set()
         with pytest.raises(openai.InternalServerError, match="No space left"):
             upload(client, ["x"])
-        until(lambda: server.site.failing is not None)
+        until(lambda: server.state.failing is not None)
         until(lambda: len(batch_failures) > 2)
         assert client.batches.retrieve(batch.id).status == "in_progress"
         assert client.completions.create(
             model="tiny", prompt="yes", max_tokens=2
         ).choices  # nothing of it needs the disk
         full.clear()
-        until(lambda: server.site.failing is None)
+        until(lambda: server.state.failing is None)
         done = ended(client, batch, 120)
         assert done.status == "completed" and done.request_counts.completed == 300
         found = [json.loads(line)["custom_id"] for line in content(client, done.output_file_id).splitlines()]
@@ -140,4 +140,4 @@ def test_a_line_that_steps_fail_for_is_an_error_of_its_own(kept, client, llm, mo
     assert wrong["custom_id"] == "c37" and "made up" in json.dumps(wrong)
     found = lines_of(client, done.output_file_id)["c36"]["response"]["body"]["data"][0]["embedding"]
     assert found == pytest.approx(llm.embed(texts[36]).tolist(), abs=1e-5)
-    assert kept.site.failing is None
+    assert kept.state.failing is None

@@ -45,7 +45,7 @@ def test_a_file_that_is_gone_ends_the_batch(llm, tmp_path):
     """Whether it is validated, runs, or is cancelled."""
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
         file = upload(client, [completion(i, **LONG) for i in range(600)])
-        store = server.site.store
+        store = server.state.store
         first = begin(client, file)
         until(lambda: client.batches.retrieve(first.id).request_counts.completed > 3, 60)
     store.path(file.id).unlink()
@@ -55,21 +55,21 @@ def test_a_file_that_is_gone_ends_the_batch(llm, tmp_path):
         assert 3 < done.request_counts.completed < 600 and done.output_file_id is not None
         again = ended(client, begin(client, file), 10)
         assert again.status == "failed" and "in.jsonl is gone" in again.errors.data[0].message
-        assert server.site.failing is None
+        assert server.state.failing is None
 
 
 def test_a_batch_is_cancelled_though_its_file_is_gone(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(BatchWork, "validate", lambda self, one: None)
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
         batch = batch_of(client, [completion(0)])
-        server.site.store.path(batch.input_file_id).unlink()
+        server.state.store.path(batch.input_file_id).unlink()
         client.batches.cancel(batch.id)
-        assert ended(client, batch, 10).status == "cancelled" and server.site.failing is None
+        assert ended(client, batch, 10).status == "cancelled" and server.state.failing is None
 
 
 def test_a_file_is_not_forgotten_while_a_batch_begins_to_read_it(kept, client, monkeypatch):
     file = upload(client, [completion(0)])
-    batches, create = kept.site.batches, kept.site.batches.create
+    batches, create = kept.state.batches, kept.state.batches.create
 
     def late(tenant, body):
         assert batches.forget_file(tenant, file.id)
@@ -88,7 +88,7 @@ def test_what_fails_is_told_without_paths_and_ids(llm, tmp_path, monkeypatch):
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
         monkeypatch.setattr(BatchWork, "validate", failing)
         batch = batch_of(client, [completion(0)])
-        until(lambda: server.site.failing is not None)
+        until(lambda: server.state.failing is not None)
         reason = httpx.get(f"{server.url}/health").json()["reason"]
         assert "Input/output error" in reason and batch.id not in reason and str(tmp_path) not in reason
 

@@ -65,9 +65,9 @@ def test_an_answer_that_is_being_sent_holds_the_server_open(llm, tmp_path):
         made = httpx.post(f"{server.url}/v1/files", data={"purpose": "batch"}, files={"file": ("a", content)}).json()
         raw = Raw(server).send(f"/v1/files/{made['id']}/content", b"", method="GET")
         raw.read_until(b"\r\n\r\nx")
-        assert server.site.busy == 1
+        assert server.state.busy == 1
         raw.close()
-        until(lambda: not server.site.busy)
+        until(lambda: not server.state.busy)
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_stream_is_counted(server):

@@ -15,7 +15,7 @@ LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperat
 
 def is_idle(server, llm):
     scheduler = llm.engine.generator.scheduler
-    idle = not server.site.desk.room.replies and not scheduler.has_work and not server.site.open
+    idle = not server.state.handler.backpressure.replies and not scheduler.has_work and not server.state.open
     return idle and not llm.engine.generator._open
 
 
@@ -23,7 +23,7 @@ def is_idle(server, llm):
 def test_one_that_leaves(server, llm, stream):
     before = 0 if llm.stats.generation is None else llm.stats.generation.generated_tokens
     raw = Raw(server).send("/v1/completions", LONG | {"stream": stream})
-    until(lambda: server.site.desk.room.running)
+    until(lambda: server.state.handler.backpressure.running)
     if stream:
         raw.read_until(b"data: ")
     raw.close()
@@ -37,9 +37,9 @@ def test_half_a_body_and_waiting(server, llm):
     Raw(server).send("/v1/embeddings", {"input": "yes"}, whole=False).close()
     with no_steps(llm.engine):
         raw = Raw(server).send("/v1/completions", LONG)
-        until(lambda: server.site.desk.room.waiting[0] == 1)
+        until(lambda: server.state.handler.backpressure.waiting[0] == 1)
         raw.close()
-        until(lambda: not server.site.desk.room.replies)
+        until(lambda: not server.state.handler.backpressure.replies)
     until(lambda: is_idle(server, llm))
 
 
@@ -54,8 +54,8 @@ def test_many_that_leave(server, llm, count):
         body = LONG | {"prompt": prompt, "max_tokens": 100}
         found.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"])
 
-    asking = [threading.Thread(target=ask, args=(prompt,)) for prompt in ("no yes the", "yes") * 3]
-    for thread in asking:
+    context = [threading.Thread(target=ask, args=(prompt,)) for prompt in ("no yes the", "yes") * 3]
+    for thread in context:
         thread.start()
     open_ones: list[Raw] = []
     for _ in range(count):
@@ -73,7 +73,7 @@ def test_many_that_leave(server, llm, count):
             open_ones.pop(draw.randrange(len(open_ones))).close()
     for one in open_ones:
         one.close()
-    for thread in asking:
+    for thread in context:
         thread.join()
     until(lambda: is_idle(server, llm))
     assert sorted(found) == sorted([one.text for one in expected] * 3)

@@ -45,7 +45,7 @@ def test_a_rank_that_is_gone(llm, broken, path):
         broken.append(RankError("rank 1 has died"))
         assert httpx.post(server.url + path, json=body, timeout=60).status_code == 503
         assert (status := health(server))[0] == 503 and "rank" in status[1]
-        server.site.desk.engine.failed_at -= 1000
+        server.state.handler.engine.failed_at -= 1000
         assert health(server)[0] == 503  # it does not come back
         broken.clear()
         assert httpx.post(server.url + path, json=body, timeout=60).status_code == 200
@@ -57,7 +57,7 @@ def test_memory_that_is_too_small(llm, broken):
         broken.append(OutOfMemoryError("not even one row fits"))
         assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 503
         assert (status := health(server))[0] == 503 and "memory" in status[1]
-        server.site.desk.engine.failed_at -= 1000  # nobody asks a server that fails: it must be tried again
+        server.state.handler.engine.failed_at -= 1000  # nobody asks a server that fails: it must be tried again
         assert health(server)[0] == 200
         broken.clear()
         assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 200
@@ -78,21 +78,21 @@ def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path,
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
             batch = client.batches.create(input_file_id=file.id, endpoint=path, completion_window="24h")
-            until(lambda: server.site.failing is not None)
+            until(lambda: server.state.failing is not None)
             until(lambda: len(tries) > 3)
             assert client.batches.retrieve(batch.id).status == "in_progress"
             broken.clear()
             until(lambda: client.batches.retrieve(batch.id).status == "completed", 30)
             done = client.batches.retrieve(batch.id)
             assert done.request_counts.completed == 40 and done.error_file_id is None
-            until(lambda: server.site.failing is None)
+            until(lambda: server.state.failing is None)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
 def test_an_error_of_the_thread_itself_is_told_and_does_not_end_it(llm, monkeypatch, path):
     body = BODY if path == "/v1/completions" else {"input": "yes"}
     with serving(llm) as server:
-        service = server.site.desk.engine
+        service = server.state.handler.engine
         with monkeypatch.context() as patch:
             patch.setattr(service, "_step", Mock(side_effect=KeyError("a defect")))
             assert httpx.post(server.url + path, json=body, timeout=60).status_code == 500
@@ -109,6 +109,6 @@ def test_a_cancellation_between_two_looks_does_not_end_the_thread(llm, monkeypat
             return self.pop(key, None) is not None
 
     with serving(llm) as server:
-        monkeypatch.setattr(server.site.desk.engine, "_unbegun", Racing())
+        monkeypatch.setattr(server.state.handler.engine, "_unbegun", Racing())
         assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 200
         assert health(server) == (200, "")

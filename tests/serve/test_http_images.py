@@ -156,20 +156,20 @@ def test_one_tenants_image_is_not_read_from_anothers_file(llm, tmp_path, monkeyp
     keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))
     data = base64.b64decode(url_of(PICTURES[0]).partition(",")[2])
     with serving(llm, served_names=("m",), api_keys=str(keys), data_dir=str(tmp_path / "data")) as server:
-        desk, media, files = server.site.desk, [], []
+        handler, media, files = server.state.handler, [], []
         for name in ("a", "b"):
             with httpx.Client(base_url=server.url, headers={"x-api-key": f"k-{name}"}, timeout=60) as client:
                 form = {"files": {"file": ("a.png", data)}, "data": {"purpose": "vision"}}
                 files.append((name, client.post("/v1/files", **form).json()["id"]))
             item = {"messages": [{"role": "user", "content": [{"type": "input_image", "file_id": files[-1][1]}]}]}
-            tenant = server.site.keys.tenant({"x-api-key": f"k-{name}"})
-            namespace = f"{server.site.keys.namespace(tenant)}/mine"
-            _, works = desk._prepare(TaskOrder("generate", [item], {}, namespace, True, tenant.owner))
+            tenant = server.state.keys.tenant({"x-api-key": f"k-{name}"})
+            namespace = f"{server.state.keys.namespace(tenant)}/mine"
+            _, works = handler._prepare(TaskOrder("generate", [item], {}, namespace, True, tenant.owner))
             (request,) = works[0].requests
             assert request.media[0].salt == request.salt == f"{namespace}/"
             media.append(request.media[0])
             assert image_desk(llm.engine)._tenant_of((None, request.salt)) == name
-        desk._store.drop_content(files[0][1])
+        handler._store.drop_content(files[0][1])
         assert media[1].load().shape[1] == 3
         with pytest.raises(InputError, match=files[0][1]):
             media[0].load()

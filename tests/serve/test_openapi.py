@@ -15,9 +15,9 @@ from prefold.api.body import Body
 from prefold.errors import InputError
 from prefold.serve import app
 from prefold.serve.app import DIALECTS, make_app
-from prefold.serve.context import Asking
+from prefold.serve.context import RequestContext
 from prefold.serve.http import json_response
-from prefold.serve.state import Entry, Face
+from prefold.serve.state import Dialect, Entry
 
 GOOD = {
     "embeddings": {"input": "a"}, "rerank": {"query": "a", "documents": ["b"]}, "score": {"text_1": "a", "text_2": "b"},
@@ -52,7 +52,7 @@ def test_every_path_is_described_once(server):
     said = {(path, method.upper()) for path, one in found["paths"].items() for method in one}
     there = {
         (route.path.replace(":path", ""), method)
-        for route in make_app(server.site).routes
+        for route in make_app(server.state).routes
         if isinstance(route, Route) and route.path not in ("/openapi.json", "/docs")
         for method in route.methods - {"HEAD"}
     }
@@ -142,11 +142,11 @@ def test_a_dialect_is_a_list_of_entries(llm, monkeypatch):
 
         name: str
 
-    async def greet(site, request, tenant):
-        asking = await Asking.of(site, request, tenant)
-        return json_response({"said": f"Hello {Greeting.of(asking.body).name}"})
+    async def greet(state, request, tenant):
+        context = await RequestContext.of(state, request, tenant)
+        return json_response({"said": f"Hello {Greeting.of(context.body).name}"})
 
-    polite = Face("polite", lambda status, message, code, param: (status, {"sorry": message}))
+    polite = Dialect("polite", lambda status, message, code, param: (status, {"sorry": message}))
     own = SimpleNamespace(ENTRIES=[Entry(polite, "POST", "/greet", greet, (Greeting,))])
     monkeypatch.setattr(app, "DIALECTS", (*app.DIALECTS, own))
     with serving(llm) as server:

@@ -180,9 +180,9 @@ def test_a_stream_whose_client_takes_nothing_ends(llm, monkeypatch, ping_seconds
         finally:
             closed.append(True)
 
-    async def stream(site, request, tenant):
+    async def stream(state, request, tenant):
         await request.body()
-        return EventStream(events(), request, site.options)
+        return EventStream(events(), request, state.options)
 
     own = SimpleNamespace(ENTRIES=[Entry(OPENAI, "GET", "/stream", stream)])
     monkeypatch.setattr(app, "DIALECTS", (*app.DIALECTS, own))

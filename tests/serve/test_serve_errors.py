@@ -27,18 +27,18 @@ TEI = {400: (400, "Validation"), 401: (401, "Validation"), 404: (404, "Validatio
        429: (429, "Overloaded"), 500: (424, "Backend"), 503: (503, "Unhealthy")}  # fmt: skip
 
 
-def check(face: str, status: int, found: httpx.Response, word: str = "") -> None:
+def check(dialect: str, status: int, found: httpx.Response, word: str = "") -> None:
     """Looks whether a response is that API's error of a status, and says `word`."""
     body = found.json()
-    wanted, kind = TEI[status] if face == "tei" else (status, "")
-    assert found.status_code == wanted, (face, found.text)
-    if face == "tei":
+    wanted, kind = TEI[status] if dialect == "tei" else (status, "")
+    assert found.status_code == wanted, (dialect, found.text)
+    if dialect == "tei":
         assert set(body) == {"error", "error_type"} and body["error_type"] == kind
         text = body["error"]
-    elif face == "cohere":
+    elif dialect == "cohere":
         assert set(body) == {"message"}
         text = body["message"]
-    elif face == "anthropic":
+    elif dialect == "anthropic":
         assert body["type"] == "error" and body["error"]["type"] == ANTHROPIC_TYPES[status]
         text = body["error"]["message"]
     else:
@@ -48,9 +48,9 @@ def check(face: str, status: int, found: httpx.Response, word: str = "") -> None
     assert word in text, text
 
 
-@pytest.mark.parametrize("face", ASKED)
-def test_what_is_wrong_with_a_request(llm, tmp_path, face):
-    path, body = ASKED[face]
+@pytest.mark.parametrize("dialect", ASKED)
+def test_what_is_wrong_with_a_request(llm, tmp_path, dialect):
+    path, body = ASKED[dialect]
     keys = tmp_path / "keys.toml"
     keys.write_text('[[key]]\nkey = "one"\ntenant = "first"\n')
     with (
@@ -58,23 +58,23 @@ def test_what_is_wrong_with_a_request(llm, tmp_path, face):
         httpx.Client(base_url=server.url, headers={"authorization": "Bearer one"}) as client,
     ):
         assert client.post(path, json=body).status_code == 200
-        check(face, 400, client.post(path, content=b"{"), "JSON")
-        check(face, 401, httpx.post(server.url + path, json=body), "key")
-        check(face, 404, client.post(path, json=body | {"model": "none"}), "none")
-        check(face, 413, client.post(path, content=b" " * 3000), "2000 bytes")
+        check(dialect, 400, client.post(path, content=b"{"), "JSON")
+        check(dialect, 401, httpx.post(server.url + path, json=body), "key")
+        check(dialect, 404, client.post(path, json=body | {"model": "none"}), "none")
+        check(dialect, 413, client.post(path, content=b" " * 3000), "2000 bytes")
 
 
-@pytest.mark.parametrize("face", ASKED)
-def test_a_server_that_cannot_answer_now(llm, face):
-    path, body = ASKED[face]
+@pytest.mark.parametrize("dialect", ASKED)
+def test_a_server_that_cannot_answer_now(llm, dialect):
+    path, body = ASKED[dialect]
     with serving(None) as server:
-        check(face, 503, httpx.post(server.url + path, json=body), "loaded")
+        check(dialect, 503, httpx.post(server.url + path, json=body), "loaded")
     with serving(llm, max_waiting_requests=1) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         with no_steps(llm.engine):  # no step is made now
             waiting = Raw(server).send(*ASKED["openai"])
-            until(lambda: server.site.desk.room.waiting[0] == 1)
+            until(lambda: server.state.handler.backpressure.waiting[0] == 1)
             found = client.post(path, json=body)
-            check(face, 429, found, "waiting")
+            check(dialect, 429, found, "waiting")
             assert int(found.headers["retry-after"]) >= 1
         assert b" 200 " in waiting.read_until(b"usage")
 
@@ -95,27 +95,27 @@ def broken(llm, monkeypatch):
     return places
 
 
-@pytest.mark.parametrize("face", ASKED)
-def test_a_step_that_fails(llm, broken, face):
-    path, body = ASKED[face]
+@pytest.mark.parametrize("dialect", ASKED)
+def test_a_step_that_fails(llm, broken, dialect):
+    path, body = ASKED[dialect]
     with serving(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         broken.append(0)
-        check(face, 500, client.post(path, json=body | ({} if face != "openai" else {"prompt": "no one"})), "log")
+        check(dialect, 500, client.post(path, json=body | ({} if dialect != "openai" else {"prompt": "no one"})), "log")
         broken.clear()
         assert client.post(path, json=body).status_code == 200
         assert client.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("face", ["openai", "chat", "anthropic", "responses"])
-def test_a_stream_that_fails_ends_with_an_error(llm, broken, face):
+@pytest.mark.parametrize("dialect", ["openai", "chat", "anthropic", "responses"])
+def test_a_stream_that_fails_ends_with_an_error(llm, broken, dialect):
     chat = {"messages": [{"role": "user", "content": "the yes"}], "max_tokens": 400}
     path, body = {
         "openai": ("/v1/completions", {"prompt": "the yes", "max_tokens": 400, "ignore_eos": True}),
         "chat": ("/v1/chat/completions", chat | {"ignore_eos": True}),
         "anthropic": ("/v1/messages", chat),
         "responses": ("/v1/responses", {"input": "the yes", "max_output_tokens": 400, "ignore_eos": True}),
-    }[face]
-    prompt = {"prompt": "the yes"} if face == "openai" else {"messages": [{"role": "user", "content": "the yes"}]}
+    }[dialect]
+    prompt = {"prompt": "the yes"} if dialect == "openai" else {"messages": [{"role": "user", "content": "the yes"}]}
     with serving(llm) as server:
         length = httpx.post(f"{server.url}/tokenize", json=prompt).json()["count"]
         broken.append(length + 2)
@@ -123,14 +123,14 @@ def test_a_stream_that_fails_ends_with_an_error(llm, broken, face):
         broken.clear()
         events = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
         assert len(events) > 1, lines
-        if face == "anthropic":
+        if dialect == "anthropic":
             said = {"type": "api_error", "message": "the server failed; see its log"}
             assert events[-1] == {"type": "error", "error": said}
-        elif face == "responses":
+        elif dialect == "responses":
             assert events[-1]["type"] == "error" and "see its log" in events[-1]["message"]
             assert [event["sequence_number"] for event in events] == list(range(len(events)))
         else:
             assert events[-1]["error"]["type"] == "server_error" and lines.rstrip().endswith("data: [DONE]")
-        until(lambda: not server.site.desk.room.replies and not llm.engine.generator.has_work)
+        until(lambda: not server.state.handler.backpressure.replies and not llm.engine.generator.has_work)
         llm.engine.generator.scheduler.check()
         assert httpx.get(f"{server.url}/health").status_code == 200

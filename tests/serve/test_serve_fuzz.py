@@ -1,4 +1,4 @@
-"""Whatever a client sends, the server answers in the face's form, never with status 500, and goes on.
+"""Whatever a client sends, the server answers in the dialect's form, never with status 500, and goes on.
 
 The long tests run in pieces, such as `pytest -m slow tests/serve/test_serve_fuzz.py --rounds 10000 --seed 3`.
 """
@@ -103,7 +103,7 @@ def test_bodies(server, llm, count, seed, rounds):
             data = a_body(draw, draw.choice(PATHS[path]))
             check(path, data, client.post(path, content=data))
         assert client.get("/health").status_code == 200
-    until(lambda: not server.site.desk.room.replies and not llm.engine.generator.has_work)
+    until(lambda: not server.state.handler.backpressure.replies and not llm.engine.generator.has_work)
     llm.engine.generator.scheduler.check()
 
 
@@ -280,7 +280,13 @@ def test_headers_and_chunkings(server, llm, count, seed, rounds):
     raw.close()
     assert left > count // 4
     assert httpx.get(f"{server.url}/health").status_code == 200
-    until(lambda: not server.site.desk.room.replies and not llm.engine.generator.has_work and not server.site.open)
+    until(
+        lambda: (
+            not server.state.handler.backpressure.replies
+            and not llm.engine.generator.has_work
+            and not server.state.open
+        )
+    )
     until(lambda: not server.server_state.connections)
     until(lambda: len(asyncio.all_tasks(server._loop)) < 10)
     llm.engine.generator.scheduler.check()

@@ -41,7 +41,7 @@ def paths_of(server):
     """(method, path) of everything that there is."""
     found = [
         (method, re.sub(r"{\w+(:\w+)?}", "x", route.path))
-        for route in make_app(server.site).routes
+        for route in make_app(server.state).routes
         if isinstance(route, Route)
         for method in route.methods - {"HEAD"}
     ]

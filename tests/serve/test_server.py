@@ -29,18 +29,18 @@ def test_health_and_draining(llm):
         assert (client.get("/health").status_code, client.get("/health").json()) == (503, {"status": "loading"})
         refused = client.post("/v1/completions", json=LONG)
         assert refused.status_code == 503 and refused.headers["retry-after"]
-        server.site.ready(llm)
+        server.state.ready(llm)
         assert client.get("/health").status_code == 200
         answers = []
-        asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=LONG,
+        context = threading.Thread(target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=LONG,
                                                                            timeout=60)))  # fmt: skip
-        asking.start()
-        until(lambda: server.site.desk.room.running)
+        context.start()
+        until(lambda: server.state.handler.backpressure.running)
         server._loop.call_soon_threadsafe(server._begin_to_drain)
-        until(lambda: server.site.state == "draining")
+        until(lambda: server.state.status == "draining")
         assert client.get("/health").status_code == 503
         assert client.post("/v1/completions", json=LONG).status_code == 503
-        asking.join()
+        context.join()
         assert answers[0].status_code == 200
         assert answers[0].json()["usage"]["completion_tokens"] == 480
         until(lambda: server.should_exit)
@@ -51,7 +51,7 @@ def test_what_is_loaded_is_no_work_for_the_garbage_collector(llm):
         frozen = gc.get_freeze_count()
         try:
             server.load(lambda: llm)
-            assert server.site.state == "ready" and gc.get_freeze_count() > frozen + 100_000
+            assert server.state.status == "ready" and gc.get_freeze_count() > frozen + 100_000
         finally:
             gc.unfreeze()
 
@@ -173,7 +173,7 @@ def test_too_many_wait(llm):
     with serving(llm, max_waiting_requests=2) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         with no_steps(llm.engine):  # no step is made now
             waiting = [Raw(server).send("/v1/completions", LONG | {"max_tokens": 1}) for _ in range(2)]
-            until(lambda: server.site.desk.room.waiting[0] == 2)
+            until(lambda: server.state.handler.backpressure.waiting[0] == 2)
             found = client.post("/v1/embeddings", json={"input": "a"})
             assert (found.status_code, found.json()["error"]["type"]) == (429, "rate_limit_error")
             assert int(found.headers["retry-after"]) >= 1
@@ -188,7 +188,7 @@ def test_who_has_no_room_is_told_before_its_body_is_there(llm):
     with serving(llm, max_waiting_requests=1) as server:
         with no_steps(llm.engine):  # no step is made now
             waiting = Raw(server).send("/v1/completions", LONG | {"max_tokens": 1})
-            until(lambda: server.site.desk.room.waiting[0] == 1)
+            until(lambda: server.state.handler.backpressure.waiting[0] == 1)
             for path in ("/v1/completions", "/v1/embeddings", "/embed", "/v1/messages", "/v2/embed"):
                 raw = Raw(server).send(path, body, whole=False)
                 assert b" 429 " in raw.read_until(b"waiting")
@@ -236,16 +236,16 @@ def test_limits_of_a_key(llm, tmp_path):
         def ask(key):
             return client.post("/v1/completions", json=body, headers={"x-api-key": key})
 
-        with no_steps(server.site.desk.engine):  # no step is made now
+        with no_steps(server.state.handler.engine):  # no step is made now
             waiting = Raw(server).send("/v1/completions", body, headers="x-api-key: two\r\n")
-            until(lambda: server.site.desk.room.waiting[0] == 1)
-            (reply,) = until_some(lambda: [one for one in server.site.desk.room.replies if one.keys])
+            until(lambda: server.state.handler.backpressure.waiting[0] == 1)
+            (reply,) = until_some(lambda: [one for one in server.state.handler.backpressure.replies if one.keys])
             assert reply.owner == Owner("second", is_batch=True)
             refused = ask("two")
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert "of yours" in refused.json()["error"]["message"]
             others = Raw(server).send("/v1/completions", body, headers="x-api-key: one\r\n")
-            until(lambda: server.site.desk.room.waiting[0] == 2)
+            until(lambda: server.state.handler.backpressure.waiting[0] == 2)
         for raw in (waiting, others):
             assert b" 200 " in raw.read_until(b"usage")
         policy = llm.engine.generator.scheduler.waiting
@@ -395,10 +395,10 @@ def test_one_request_that_steps_fail_for(llm, poisoned):
         found[prompt] = [text, httpx.post(f"{server.url}/v1/embeddings", json={"input": prompt}, timeout=60)]
 
     with serving(llm) as server:
-        asking = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
-        for thread in asking:
+        context = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+        for thread in context:
             thread.start()
-        for thread in asking:
+        for thread in context:
             thread.join()
         assert httpx.get(f"{server.url}/health").status_code == 200
     assert [one.status_code for p in prompts if "Q" in p for one in found[p]] == [500] * 8

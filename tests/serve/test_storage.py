@@ -63,7 +63,7 @@ def test_a_tenant_at_its_quota_is_refused_and_others_are_not(server):
         with pytest.raises(openai.APIStatusError, match="delete files") as wrong:
             a.files.create(file=("f", LARGE), purpose="batch")
         assert (wrong.value.status_code, wrong.value.body["code"]) == (413, "storage_quota")
-    assert len(list(server.site.store.files.iterdir())) == 2  # nothing is left of those that were refused
+    assert len(list(server.state.store.files.iterdir())) == 2  # nothing is left of those that were refused
     b.files.create(file=("f", LARGE), purpose="batch")
     a.files.delete(files[0].id)
     a.files.create(file=("f", LARGE), purpose="batch")
@@ -71,21 +71,21 @@ def test_a_tenant_at_its_quota_is_refused_and_others_are_not(server):
 
 def test_uploads_count_while_they_come(server):
     """Of many at once none has to be on disk before the others are refused."""
-    server.site.store.receiving["a"] = 60_000  # and the form of each file may have as much
+    server.state.store.receiving["a"] = 60_000  # and the form of each file may have as much
     with pytest.raises(openai.APIStatusError) as wrong:
         client_of(server, "a").files.create(file=("f", b"x" * 13_000), purpose="batch")
     assert wrong.value.status_code == 413
-    assert server.site.store.receiving["a"] == 60_000
+    assert server.state.store.receiving["a"] == 60_000
 
 
 def test_a_batch_whose_answers_are_too_many_fails(server, monkeypatch):
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.005)
     monkeypatch.setattr(output, "COMMIT_SECONDS", 0.0)
-    engine = server.site.desk.engine
+    engine = server.state.handler.engine
     start = engine.worker.start  # few answers at a time, so that there are looks between them
     monkeypatch.setattr(engine.generator.scheduler, "max_running", 2)
     monkeypatch.setattr(engine.worker, "start", lambda *given: time.sleep(0.02) or start(*given))
-    b, store = client_of(server, "b"), server.site.store
+    b, store = client_of(server, "b"), server.state.store
     url, total = "/v1/embeddings", 500
     lines = [{"custom_id": f"{i}", "method": "POST", "url": url, "body": {"input": f"yes {i}"}} for i in range(total)]
     file = upload(b, lines).id

@@ -13,7 +13,7 @@ from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.serve import limits
-from prefold.serve.handler import Desk
+from prefold.serve.handler import RequestHandler
 
 TEXTS = ["yes no", "the", "no the yes"]
 CHAT = [{"role": "user", "content": "is it the one? yes or no"}]
@@ -91,17 +91,19 @@ def test_tokens(post, llm):
     ],
 )  # fmt: skip
 def test_what_needs_no_engine_is_counted_and_leaves_the_event_loop(server, post, monkeypatch, path, body):
-    desk, seen = server.site.desk, []
+    handler, seen = server.state.handler, []
 
     def noted(real):
         def call(*arguments, **options):
-            seen.append((threading.current_thread().name.startswith("prefold-prepare"), desk.room.num_preparing))
+            seen.append(
+                (threading.current_thread().name.startswith("prefold-prepare"), handler.backpressure.num_preparing)
+            )
             return real(*arguments, **options)
 
         return call
 
     for name in ("encode", "encode_batch", "decode_batch", "located"):
-        monkeypatch.setattr(desk.llm.tokenizer, name, noted(getattr(desk.llm.tokenizer, name)))
+        monkeypatch.setattr(handler.llm.tokenizer, name, noted(getattr(handler.llm.tokenizer, name)))
     assert post(path, **body).status_code == 200
     assert seen and set(seen) == {(True, 1)}
 
@@ -145,7 +147,7 @@ def test_info_and_errors(server, post):
         assert (found.status_code, found.json()["error_type"]) == (424, "Backend")
         assert "no classification head" in found.json()["error"]
     assert httpx.get(f"{server.url}/embed").json()["error_type"] == "Validation"
-    too_large = {"inputs": "a" * (server.site.options.max_body_bytes + 1)}
+    too_large = {"inputs": "a" * (server.state.options.max_body_bytes + 1)}
     assert post("/embed", **too_large).status_code == 413
 
 
@@ -159,7 +161,7 @@ def embedder(tmp_path_factory):
 
 
 def test_what_an_embedder_answers(embedder):
-    llm = embedder.site.desk.llm
+    llm = embedder.state.handler.llm
     ask = lambda path, **body: httpx.post(embedder.url + path, json=body)  # noqa: E731
     found = ask("/rerank", query="a", texts=["b"])
     assert (found.status_code, found.json()["error_type"]) == (424, "Backend"), found.text
@@ -220,9 +222,9 @@ def test_classifier(tmp_path, monkeypatch):
         assert found[0]["label"] == expected.label
         scores = {one["label"]: one["score"] for one in found}
         assert scores == pytest.approx(dict(expected.probabilities), abs=1e-6)
-        waiting, prepare = [], Desk._prepare
-        noted = lambda self, order: waiting.append(self.room.waiting[0]) or prepare(self, order)  # noqa: E731
-        monkeypatch.setattr(Desk, "_prepare", noted)
+        waiting, prepare = [], RequestHandler._prepare
+        noted = lambda self, order: waiting.append(self.backpressure.waiting[0]) or prepare(self, order)  # noqa: E731
+        monkeypatch.setattr(RequestHandler, "_prepare", noted)
         many = httpx.post(f"{server.url}/predict", json={"inputs": [["the yes"], ["no"]]}).json()
         assert waiting == [1]  # one request, however many texts it has
         assert many[0][0]["score"] == pytest.approx(found[0]["score"], abs=1e-6) and len(many) == 2

@@ -13,10 +13,10 @@ from serving import serving, until
 from prefold.errors import InputError
 from prefold.serve import batches as module
 from prefold.serve import handler
-from prefold.serve.backpressure import TurnPool
+from prefold.serve.backpressure import FairQueue
 from prefold.serve.batch import OpenBatch
 from prefold.serve.batches import Batches
-from prefold.serve.handler import Desk
+from prefold.serve.handler import RequestHandler
 from prefold.serve.store import Store
 
 KEYS = "".join(f'[[key]]\nkey = "{name}"\ntenant = "{name}"\n' for name in "ab")
@@ -30,7 +30,7 @@ def keys(tmp_path):
 
 
 def test_tenants_take_turns():
-    pool, gate, order = TurnPool(1, "test"), threading.Event(), []
+    pool, gate, order = FairQueue(1, "test"), threading.Event(), []
     first = pool.submit("a", gate.wait)
     futures = [pool.submit(tenant, order.append, tenant) for tenant in "aaaaabbc"]
     gate.set()
@@ -41,7 +41,7 @@ def test_tenants_take_turns():
 
 
 def test_a_function_that_is_cancelled_or_fails_takes_no_other_with_it():
-    pool, gate = TurnPool(1, "test"), threading.Event()
+    pool, gate = FairQueue(1, "test"), threading.Event()
     running, dropped = pool.submit("a", gate.wait), pool.submit("a", lambda: 1)
     wrong, right = pool.submit("a", lambda: 1 / 0), pool.submit("b", lambda: 2)
     assert dropped.cancel() and not running.cancel()
@@ -74,13 +74,13 @@ def test_requests_are_prepared_in_turn(llm, keys, monkeypatch, pool, threads, pa
         order.append(order_.owner.tenant)
         raise InputError("it is only counted")
 
-    monkeypatch.setattr(Desk, "_prepare", prepare)
+    monkeypatch.setattr(RequestHandler, "_prepare", prepare)
     if pool == "_pool_of_images":
         monkeypatch.setattr(handler, "has_images", lambda item: True)
     with serving(llm, api_keys=keys, allow_chat_template=True) as server, pytest.MonkeyPatch.context() as patched:
         if pool == "_pool_of_images":
             patched.setattr(llm, "images", object())
-        lines = getattr(server.site.desk, pool)._lines
+        lines = getattr(server.state.handler, pool)._lines
         asked = []
         for count, key in ((threads + 12, "a"), (1, "b")):
             headers = {"authorization": f"Bearer {key}"}
@@ -135,8 +135,8 @@ def test_a_large_batch_gives_way_to_that_of_another_tenant(llm, keys, tmp_path, 
             file = upload(client, [body(i) for i in range(size)]).id
             client.batches.create(input_file_id=file, endpoint=url, completion_window="24h")
         until(lambda: len(ended) == 2, 60)
-        files = [found for _, found in server.site.store.all("file") if found["purpose"] == "batch_output"]
-        lines = [server.site.store.path(found["id"]).read_text().splitlines() for found in files]
+        files = [found for _, found in server.state.store.all("file") if found["purpose"] == "batch_output"]
+        lines = [server.state.store.path(found["id"]).read_text().splitlines() for found in files]
     assert sorted(map(len, lines)) == [12, 160]
     assert ended["a"] == [160, 12] and ended["b"][1] == 12
     # Three turns of b, with as many of a between them and one before: an eighth of its lines each, and those that

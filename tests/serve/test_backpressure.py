@@ -7,7 +7,7 @@ import pytest
 
 from prefold.engine.replies import Reply
 from prefold.schedule.generate_step import NOBODY
-from prefold.serve.backpressure import Room
+from prefold.serve.backpressure import Backpressure
 from prefold.serve.http import Refusal
 from prefold.serve.keys import Keys
 from prefold.serve.options import ServeOptions
@@ -27,49 +27,49 @@ def clock():
 
 
 @pytest.fixture
-def room(clock):
-    return Room(ServeOptions(max_waiting_requests=8), Keys(None), clock)
+def backpressure(clock):
+    return Backpressure(ServeOptions(max_waiting_requests=8), Keys(None), clock)
 
 
-def answer(room, clock, *, samples=1, seconds=1.0):
+def answer(backpressure, clock, *, samples=1, seconds=1.0):
     """Answers one request after some seconds."""
     replies = [Reply(None, 10, NOBODY, samples)]
-    with room.computing(replies):
+    with backpressure.computing(replies):
         clock.now += seconds
-        room.note_answered(replies)
+        backpressure.note_answered(replies)
 
 
-def test_samples_are_counted(room):
-    with room.computing([Reply(None, 10, NOBODY, 5)]):
-        assert room.waiting == (5, 10)
-        with room.preparing(40, NOBODY, samples=3) as prepared:
-            assert room.waiting == (8, 20)
+def test_samples_are_counted(backpressure):
+    with backpressure.computing([Reply(None, 10, NOBODY, 5)]):
+        assert backpressure.waiting == (5, 10)
+        with backpressure.preparing(40, NOBODY, samples=3) as prepared:
+            assert backpressure.waiting == (8, 20)
             with pytest.raises(Refusal, match="8 requests are waiting, and 8 may"):
-                room.check(NOBODY)
+                backpressure.check(NOBODY)
             prepared()
-        room.check(NOBODY)
+        backpressure.check(NOBODY)
         with pytest.raises(Refusal, match="5 requests are waiting, and 8 may; this request counts as 4"):
-            room.check(NOBODY, 4)
-    assert room.waiting == (0, 0)
+            backpressure.check(NOBODY, 4)
+    assert backpressure.waiting == (0, 0)
 
 
 @pytest.fixture
 def shared(tmp_path, clock):
-    """A room of 12 for tenants a to c; c may have 2."""
+    """A Backpressure of 12 for tenants a to c; c may have 2."""
     path = tmp_path / "keys.toml"
     tables = (f'[[key]]\nkey = "{name}"\ntenant = "{name}"\n' for name in "abc")
     path.write_text("".join(tables) + "max_waiting_requests = 2\n")
-    return Room(ServeOptions(max_waiting_requests=12, api_keys=str(path)), Keys(str(path)), clock)
+    return Backpressure(ServeOptions(max_waiting_requests=12, api_keys=str(path)), Keys(str(path)), clock)
 
 
-def filled(room, owner, samples=1):
+def filled(backpressure, owner, samples=1):
     """Returns how many requests of an owner are taken, one after the other; they stay."""
     for count in range(100):
         try:
-            room.check(owner, samples)
+            backpressure.check(owner, samples)
         except Refusal:
             return count
-        room.replies.add(Reply(None, 1, owner, samples))
+        backpressure.replies.add(Reply(None, 1, owner, samples))
     raise AssertionError("there is no end")
 
 
@@ -95,25 +95,27 @@ def test_what_waits_of_batches_is_not_in_the_way_of_interactive_requests(shared)
 
 
 def test_samples_that_are_too_many_are_never_counted(server, monkeypatch):
-    seen, check = [], Room.check
-    monkeypatch.setattr(Room, "check", lambda self, *args, **how: seen.append(args) or check(self, *args, **how))
+    seen, check = [], Backpressure.check
+    monkeypatch.setattr(
+        Backpressure, "check", lambda self, *args, **how: seen.append(args) or check(self, *args, **how)
+    )
     body = {"prompt": "yes " * 2000, "n": 10**9}  # long enough to be prepared in a thread
     found = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
     assert found.status_code == 400 and found.json()["error"]["code"] == "too_many", found.text
     assert seen and all(len(args) == 1 for args in seen)
 
 
-def test_a_pause_before_does_not_lengthen_the_time_to_wait(room, clock):
+def test_a_pause_before_does_not_lengthen_the_time_to_wait(backpressure, clock):
     for _ in range(20):
-        answer(room, clock)
-    before = room.seconds_for(12, 0)
+        answer(backpressure, clock)
+    before = backpressure.seconds_for(12, 0)
     clock.now += 36_000
     for _ in range(3):
-        answer(room, clock)
-    assert before == room.seconds_for(12, 0) == 6
+        answer(backpressure, clock)
+    assert before == backpressure.seconds_for(12, 0) == 6
 
 
-def test_the_rate_is_that_of_what_is_counted_as_waiting(room, clock):
+def test_the_rate_is_that_of_what_is_counted_as_waiting(backpressure, clock):
     for _ in range(20):
-        answer(room, clock, samples=4)
-    assert room.seconds_for(48, 0) == 6
+        answer(backpressure, clock, samples=4)
+    assert backpressure.seconds_for(48, 0) == 6

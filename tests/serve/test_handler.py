@@ -14,8 +14,8 @@ from prefold.schedule.generate_step import NOBODY
 from prefold.serve import context
 from prefold.serve import handler as module
 from prefold.serve.app import make_app
-from prefold.serve.backpressure import Room
-from prefold.serve.handler import Desk
+from prefold.serve.backpressure import Backpressure
+from prefold.serve.handler import RequestHandler
 
 SHORT = {"prompt": "the yes", "max_tokens": 3, "temperature": 0}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
@@ -25,7 +25,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
 def where(monkeypatch):
     """{what is done: the names of the threads that did it}."""
     found = {"prepare": [], "finish": []}
-    for name, place, attribute in (("prepare", Desk, "_prepare"), ("finish", module, "finish_items")):
+    for name, place, attribute in (("prepare", RequestHandler, "_prepare"), ("finish", module, "finish_items")):
         real = getattr(place, attribute)
 
         def noted(*arguments, name=name, real=real):
@@ -108,7 +108,7 @@ def test_a_short_response_is_written_without_watching_its_client(server, monkeyp
 
 def test_what_needs_no_engine_is_refused_where_too_much_is_being_prepared(llm):
     with serving(llm, max_waiting_requests=1) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        with server.site.desk.room.preparing(5, NOBODY):
+        with server.state.handler.backpressure.preparing(5, NOBODY):
             for path, body in (
                 ("/tokenize", {"inputs": "yes"}), ("/tokenize", {"prompt": "yes"}), ("/decode", {"ids": [5]}),
             ):  # fmt: skip
@@ -117,7 +117,7 @@ def test_what_needs_no_engine_is_refused_where_too_much_is_being_prepared(llm):
 
 
 def test_a_path_is_answered_by_the_first_route_that_has_it(server):
-    app = make_app(server.site)
+    app = make_app(server.state)
     assert len(app._routes) > 30
     for (method, path), route in app._routes.items():
         routes = [one for one in app.routes if isinstance(one, Route) and one.path == path and method in one.methods]
@@ -139,23 +139,23 @@ def test_texts_that_end_an_output_are_bounded(server, stop):
 
 def test_the_first_failure_ends_a_request(server, monkeypatch):
     """The first prompt is never answered."""
-    generate = Desk._generate
+    generate = RequestHandler._generate
 
     def begin(self, works, replies, *more):
         generate(self, works[:1], replies[:1], *more)
         replies[1].loop.call_soon_threadsafe(replies[1].put, [InputError("made up", remedy="none")])
 
-    monkeypatch.setattr(Desk, "_generate", begin)
+    monkeypatch.setattr(RequestHandler, "_generate", begin)
     asked = {"prompt": ["the yes", "no"], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
     with httpx.Client(base_url=server.url, timeout=60) as client:
-        monkeypatch.setattr(server.site.desk.engine, "_answer", lambda reply, answer: None)
+        monkeypatch.setattr(server.state.handler.engine, "_answer", lambda reply, answer: None)
         found = client.post("/v1/completions", json=asked)
     assert found.status_code == 400 and "made up" in found.text
 
 
 def test_embed_all_counts_as_its_tokens_and_asks_for_each_once(server, llm, monkeypatch):
-    seen, enter = [], Room.computing
-    monkeypatch.setattr(Room, "computing", lambda self, replies: seen.extend(replies) or enter(self, replies))
+    seen, enter = [], Backpressure.computing
+    monkeypatch.setattr(Backpressure, "computing", lambda self, replies: seen.extend(replies) or enter(self, replies))
     before = llm.stats.tokens
     with httpx.Client(base_url=server.url, timeout=60) as client:
         found = client.post("/embed_all", json={"inputs": "yes no " * 20}).json()
