@@ -50,3 +50,30 @@ def environment():
     """For subprocesses: this source tree, one thread."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+SLOW = """
+import time
+from pathlib import Path
+import prefold.job.output as output
+from prefold.worker.local import LocalWorker
+
+start, output.COMMIT_SECONDS = LocalWorker.start, 0.05
+
+
+def slow(self, message, prepared=None):
+    time.sleep(0.1 if Path("slow").exists() else 0)
+    return start(self, message, prepared)
+
+
+LocalWorker.start = slow
+"""
+
+
+@pytest.fixture
+def slowed(tmp_path, environment):
+    """The environment of jobs in this folder that take 0.1 s a step, as long as it has the file "slow": whoever
+    interrupts such a job comes before its end, although it has few records."""
+    (tmp_path / "slow_steps.py").write_text(SLOW)
+    (tmp_path / "slow").touch()
+    return environment | {"PREFOLD_PLUGINS": str(tmp_path / "slow_steps.py")}

@@ -224,8 +224,8 @@ def test_what_cannot_be_done_is_said_in_a_line(prefold, tmp_path, table, argumen
     assert says in done.stderr and "Traceback" not in done.output
 
 
-def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, environment):
-    count = 1500
+def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, slowed):
+    count = 300
     records = [{"prompt": f"{i % 11} common {i}"} if i % 50 else {"prompt": None} for i in range(count)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     code = "from prefold.cli import main; main()"
@@ -236,7 +236,7 @@ def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, environment):
 
     def start(*more):
         command = [sys.executable, "-c", code, *arguments, "--quiet", *more]
-        return subprocess.Popen(command, cwd=tmp_path, env=environment)
+        return subprocess.Popen(command, cwd=tmp_path, env=slowed)
 
     out = tmp_path / "out.jsonl"
     for _ in range(12):
@@ -249,6 +249,7 @@ def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, environment):
                 time.sleep(float(rng.uniform(0, 0.5)))
                 process.kill()
                 kills += process.wait() == -signal.SIGKILL
+                (tmp_path / "slow").unlink()
         if process.wait() in (0, 3):
             break
     assert process.returncode == 3 and kills >= 1, kills

@@ -263,32 +263,33 @@ def test_what_cannot_be_done_is_said_in_a_line(prefold, tmp_path, arguments, cod
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("new")) == []
 
 
-def test_interrupted_it_prints_the_command_that_resumes(model, tmp_path, environment):
-    write(tmp_path / "in.jsonl", [{"text": f"{i} " * 60} for i in range(1500)])
-    arguments = ["embed", "in.jsonl", "-o", "my out.jsonl", "-m", model, "--max-batch-rows", "256", "--overwrite"]
+def test_interrupted_it_prints_the_command_that_resumes(model, tmp_path, slowed):
+    write(tmp_path / "in.jsonl", [{"text": f"{i} " * 20} for i in range(150)])
+    arguments = ["embed", "in.jsonl", "-o", "my out.jsonl", "-m", model, "--max-batch-rows", "64", "--overwrite"]
     code = "from prefold.cli import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=slowed, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
+        time.sleep(0.02)
         if (tmp_path / "my out.jsonl").exists() and (tmp_path / "my out.jsonl").stat().st_size:
             break
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130, errors
     command = errors.strip().splitlines()[-1].strip()
-    assert command == f"prefold embed in.jsonl -o 'my out.jsonl' -m {model} --max-batch-rows 256"
+    assert command == f"prefold embed in.jsonl -o 'my out.jsonl' -m {model} --max-batch-rows 64"
     written = len((tmp_path / "my out.jsonl").read_text().splitlines())
-    assert 0 < written < 1500
+    assert 0 < written < 150
+    (tmp_path / "slow").unlink()
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments[:-1], "--limit", "1500"],
-        cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, check=False,
+        [sys.executable, "-c", code, *arguments[:-1], "--limit", "150"],
+        cwd=tmp_path, env=slowed, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and f"resuming my out.jsonl: {written:,} records are done" in done.stderr
     got = [json.loads(line)["record"] for line in (tmp_path / "my out.jsonl").read_text().splitlines()]
-    assert sorted(got) == list(range(1, 1501))
+    assert sorted(got) == list(range(1, 151))
 
 
 def test_a_closed_pipe_is_no_traceback(model, tmp_path, environment):
@@ -301,15 +302,15 @@ def test_a_closed_pipe_is_no_traceback(model, tmp_path, environment):
     assert "Traceback" not in done.stderr and json.loads(done.stdout)["record"]
 
 
-def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, environment):
-    count = 3000
+def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, slowed):
+    count = 400
     write(tmp_path / "in.jsonl", [{"text": f"{i % 11} common {i}"} if i % 50 else {} for i in range(count)])
     code = "from prefold.cli import main; main()"
     arguments = ["embed", "in.jsonl", "--prompt", "text", "-o", "out.jsonl", "-m", model, "--max-batch-rows", "64"]
     rng = np.random.default_rng(3)
     kills = 0
     for _ in range(12):
-        process = subprocess.Popen([sys.executable, "-c", code, *arguments, "--quiet"], cwd=tmp_path, env=environment)
+        process = subprocess.Popen([sys.executable, "-c", code, *arguments, "--quiet"], cwd=tmp_path, env=slowed)
         before = os.path.getsize(tmp_path / "out.jsonl") if (tmp_path / "out.jsonl").exists() else 0
         deadline = time.monotonic() + 180
         while process.poll() is None and time.monotonic() < deadline and kills < 2:
@@ -318,6 +319,8 @@ def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, environment):
                 time.sleep(float(rng.uniform(0, 0.5)))
                 process.kill()
                 kills += process.wait() == -signal.SIGKILL
+        if kills == 2:
+            (tmp_path / "slow").unlink(missing_ok=True)
         if process.wait() in (0, 3):
             break
     assert process.returncode == 3 and kills >= 1, kills
@@ -326,15 +329,15 @@ def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, environment):
     assert sum("error" in line for line in got) == count // 50
 
 
-def test_a_job_over_two_processes_survives_the_death_of_one(model, tmp_path, environment):
-    write(tmp_path / "in.jsonl", [{"text": f"{i} " * 60} for i in range(1500)])
-    arguments = ["embed", "in.jsonl", "-o", "out.jsonl", "-m", model, "--max-batch-rows", "256", *FLOAT32]
+def test_a_job_over_two_processes_survives_the_death_of_one(model, tmp_path, slowed):
+    write(tmp_path / "in.jsonl", [{"text": f"{i} " * 20} for i in range(150)])
+    arguments = ["embed", "in.jsonl", "-o", "out.jsonl", "-m", model, "--max-batch-rows", "64", *FLOAT32]
     code = "from prefold.cli import main; main()"
     command = [sys.executable, "-c", code, *arguments, "--tensor-parallel", "2"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, env=slowed, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
+        time.sleep(0.02)
         if (tmp_path / "out.jsonl").exists() and (tmp_path / "out.jsonl").stat().st_size:
             break
     (rank,) = psutil.Process(process.pid).children()
@@ -342,11 +345,12 @@ def test_a_job_over_two_processes_survives_the_death_of_one(model, tmp_path, env
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and "Traceback" not in errors
     assert "rank 1 was ended by SIGKILL" in errors and "ended by a failure; what is done is written" in errors
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, env=environment, check=False)
+    (tmp_path / "slow").unlink()
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, env=slowed, check=False)
     assert done.returncode == 0
     got = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert sorted(line["record"] for line in got) == list(range(1, 1501))
-    want = LLM(model, dtype="float32").embed([f"{i} " * 60 for i in range(1500)])
+    assert sorted(line["record"] for line in got) == list(range(1, 151))
+    want = LLM(model, dtype="float32").embed([f"{i} " * 20 for i in range(150)])
     for line in got:
         np.testing.assert_allclose(line["embedding"], want[line["record"] - 1], atol=1e-5)
 
