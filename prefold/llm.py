@@ -25,7 +25,8 @@ from .face.running import check_process
 from .face.texts import Texts
 from .model import config_from, load_adapter, load_model
 from .model.parallel import ALONE
-from .options import GROUPS, ModelOptions, described, model_options
+from .model_options import GROUPS, ModelOptions, model_options
+from .options import described
 from .shifted.measured import permitted
 from .tasks.make import generation_settings
 from .text import Tokenizer, tokenizer_or_none

@@ -9,7 +9,7 @@ from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.errors import InputError, PrefoldError
-from prefold.options import GROUPS, ModelOptions, model_fields
+from prefold.model_options import GROUPS, ModelOptions, model_fields
 
 
 @pytest.fixture(scope="module")

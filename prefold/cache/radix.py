@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..options import POLICIES, CacheOptions
+from ..model_options import POLICIES, CacheOptions
 from ..prefix import clear_of_span
 from ..types import Share
 from .accounts import Account, Accounts

@@ -13,19 +13,8 @@ import click
 
 from ..cluster.backends import Backend, backend_named
 from ..errors import InputError, JobError
-from ..options import (
-    GROUPS,
-    OPTIONS,
-    CacheOptions,
-    ConversationOptions,
-    LoopedOptions,
-    ModelOptions,
-    SamplerOptions,
-    cli_names,
-    kind_of,
-    model_fields,
-    model_keywords,
-)
+from ..model_options import GROUPS, CacheOptions, ModelOptions, model_fields, model_keywords
+from ..options import OPTIONS, ConversationOptions, LoopedOptions, SamplerOptions, cli_names, kind_of
 
 Options = dict[str, Any]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.identity import folder_digest, model_identity
-from ..options import OPTIONS, journal_names, kind_of
+from ..model_options import model_fields
+from ..options import OPTIONS, cli_names, kind_of
 from .build import Options, adapter_folders, read_bytes
 from .input import COLUMN_OPTIONS, Input
 
@@ -48,10 +49,24 @@ TEXTS = {"prompt", "query", "document", "continuation", "tools", "regex", "gramm
 TEXTS |= {one.name for kind in OPTIONS.values() for one in fields(kind) if kind_of(one) is str}
 # Options that name a file, of which a digest is kept.
 FILES = ("examples", "labels_file", "cache_reuse_shifted")
+
+
+def _journal_names() -> tuple[str, ...]:
+    """Returns the parameters, but for adapters, with which a job of a task is another job when they differ."""
+    names = [
+        name
+        for task, kind in OPTIONS.items()
+        for one in fields(kind)
+        if one.metadata["journal"] and one.name != "adapter"
+        for name in cli_names(task)[one.name]
+    ]
+    return tuple(dict.fromkeys([*names, *(name for name, one in model_fields().items() if one.metadata["journal"])]))
+
+
 # What the options of the tasks are made of, and what chooses between them; then how the input is read. Of adapters
 # a digest is kept, and the seed has a place of its own.
 RESULT_OPTIONS = (
-    *journal_names(),
+    *_journal_names(),
     "chat",
     "recommended",
     "tokenizer",

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import click
 from click.core import ParameterSource
 
-from ..options import OPTIONS, POLICIES, ConversationOptions, TaskOptions, kind_of, model_fields
+from ..model_options import POLICIES, model_fields
+from ..options import OPTIONS, ConversationOptions, TaskOptions, kind_of
 
 DEFAULT_MODEL = "smollm2-135m"
 NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # the tasks whose results are numbers

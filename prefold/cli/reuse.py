@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ..errors import InputError, JobError
-from ..options import CacheOptions
+from ..model_options import CacheOptions
 from .options import Decorator, all_of
 
 # {option: (setting of ShiftedReuse, its default, the least it may be (None: it is a share), what it is)}. The class

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..options import CacheOptions, ModelOptions, SlotOptions, StepOptions, part_of
+from ..model_options import CacheOptions, ModelOptions, SlotOptions, StepOptions, part_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,13 @@
 """Names the keywords of the methods of LLM, for editors and type checkers. `scripts/generate` writes this file: they
-are the options that `prefold.options` declares."""
+are the options that `prefold.options` and `prefold.model_options` declare."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, TypedDict
 
-from ..options import (
-    CacheOptions,
-    Grammar,
-    ImageSettings,
-    JsonSpace,
-    LoopedSettings,
-    Normalization,
-    Pooling,
-    Truncate,
-)
+from ..model_options import CacheOptions, ImageSettings, LoopedSettings
+from ..options import Grammar, JsonSpace, Normalization, Pooling, Truncate
 
 
 class TaskKeywords(TypedDict, total=False):

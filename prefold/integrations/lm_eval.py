@@ -26,7 +26,8 @@ import torch
 
 from ..errors import InputError, MissingExtraError, PrefoldError
 from ..llm import LLM
-from ..options import FILTERS, PENALTIES, ModelOptions, check_options
+from ..model_options import ModelOptions
+from ..options import FILTERS, PENALTIES, check_options
 from ..tasks import ScoreItem
 from ..tasks.score import leading_ids
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..cluster.fleet import Fleet
 from ..errors import FleetError, InputError, JobError, MissingExtraError, PrefoldError
-from ..options import model_options
+from ..model_options import model_options
 from ..plugins import add_plugins, plugins
 from ..stream import Feed, LiveInput
 from ..tasks import make_task

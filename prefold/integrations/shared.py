@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from ..errors import InputError, record_error
-from ..options import OPTIONS, ModelOptions
+from ..model_options import ModelOptions
+from ..options import OPTIONS
 
 # What is both, such as a seed, is a task's.
 LLM_OPTIONS = {"tokenizer", *ModelOptions.__dataclass_fields__}

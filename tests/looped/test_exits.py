@@ -12,9 +12,9 @@ from looped_dense import LOOPED, Dense, looped_checkpoint
 from running import as_request, prompts, run
 
 from prefold import LLM, InputError
+from prefold.cli.fingerprint import RESULT_OPTIONS
 from prefold.engine.replies import Reply
 from prefold.looped.engine import Unlooped
-from prefold.options import journal_names
 from prefold.types import Exits, Readout
 
 GATED = LOOPED["loop"] | {"gate": True}
@@ -110,7 +110,7 @@ def test_options_of_tasks(model):
 
 
 def test_a_job_with_other_exits_is_another_job():
-    assert {"exit_threshold", "min_visits", "max_visits"} <= set(journal_names())
+    assert {"exit_threshold", "min_visits", "max_visits"} <= set(RESULT_OPTIONS)
 
 
 def test_exits_that_cannot_be(model, tmp_path):

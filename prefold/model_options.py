@@ -1,0 +1,290 @@
+"""Declares the options of a model, once: those of `LLM`, in the way in which `prefold.options` declares those of
+tasks."""
+
+# ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import Field, dataclass, fields
+from os import PathLike
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+from .errors import InputError
+from .options import check_options, check_values, is_a, option, wrong_value
+
+T = TypeVar("T")
+
+
+class _Checked:
+    """Checks the values of a model's options, and makes what they name of their groups."""
+
+    def __post_init__(self) -> None:
+        declared = fields(self)  # type: ignore[arg-type]
+        for name in [one.name for one in declared if one.name in GROUPS]:
+            value, kind = getattr(self, name), GROUPS[name]
+            if isinstance(value, bool) and kind is ImageSettings:
+                value = {"tower": value}
+            if isinstance(value, Mapping):
+                check_options(name, value, [*kind.__dataclass_fields__])
+                object.__setattr__(self, name, kind(**value))
+            elif not isinstance(value, kind):
+                raise wrong_value(
+                    name, value, f"give a mapping of {', '.join(kind.__dataclass_fields__)}", "wrong_type"
+                )
+        check_values(self, [one for one in declared if one.metadata])
+
+
+# What the names of policies are in `CacheOptions`, and what `LLM(cache=)` takes beside one.
+Policy = Literal["lru", "lfu", "priority"]
+POLICIES: tuple[Policy, ...] = ("lru", "lfu", "priority")
+
+
+class Shifting(Protocol):
+    """A Shifting says which chunks of text are reused at other positions. min_tokens: the fewest tokens of a chunk."""
+
+    @property
+    def min_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions(_Checked):
+    """A CacheOptions says what the cache keeps, and for how long. Raises InputError for values out of range."""
+
+    policy: Policy = option(
+        "lru",
+        "Which rows go first when room is needed: the least recently used (lru), the least often used (lfu), or those"
+        " of the lowest priority of a request (priority); among equals the least recently used.",
+        None, one_of=POLICIES,
+    )  # fmt: skip
+    ttl: float | None = option(
+        None, "What is kept goes so long after its last use, at the latest before a later request is taken in; by"
+        " default never.",
+        "cache_reuse_ttl", least=0, on="serve", metavar="SECONDS",
+    )  # fmt: skip
+    max_tokens: int | None = option(
+        None, "Rows kept beside those in use; by default what the memory holds.",
+        "cache_reuse_max_tokens", least=0, on="serve",
+    )  # fmt: skip
+    min_overlap: int = option(
+        16, "Prefixes of fewer tokens are neither used nor kept, but where longer ones begin with them: they cost less"
+        " to compute than to look after.",
+        "cache_reuse", least=0, on="serve",
+    )  # fmt: skip
+    shifted: Shifting | str | PathLike[str] | None = option(
+        None, "Reuse chunks of text at other positions too, for approximate answers, as the file says that `prefold"
+        " verify --reuse shifted` wrote when its bound was met. By default reuse is exact.",
+        "cache_reuse_shifted", on="text", metavar="FILE", journal=True,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shifted is None or isinstance(self.shifted, (str, PathLike)):
+            return
+        if self.shifted.min_tokens < self.min_overlap:
+            message = f"chunks of {self.shifted.min_tokens} tokens are to be reused, and prefixes of {self.min_overlap}"
+            remedy = f"give {self.shifted.min_tokens} or less"
+            raise InputError(message, field="min_overlap", remedy=remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopedSettings(_Checked):
+    """A LoopedSettings says how the rows of a looped model go through its blocks: `LLM(looped=)`."""
+
+    exits: Literal["read", "save", "project"] = option(
+        "read",
+        "Of a looped model: its rows make all visits, whichever they are read after (read); or they leave, and compute"
+        " and store no more: deeper visits see the K/V of their last visit to a block (save), or K/V made of the state"
+        " that they left with (project), and requests may give routes.",
+        one_of=("read", "save", "project"), on="engine", journal=True,
+    )  # fmt: skip
+    refill: bool = option(True, "Where rows leave, others come into their places at once, else when all have left.")
+    group: Literal["block", "template"] = option(
+        "block", "Which rows make a step together then: those whose next block is the same, or whose template is.",
+        one_of=("block", "template"),
+    )  # fmt: skip
+    step_visits: int = option(
+        2, "The most visits that rows make one after another in a step then, where nobody has a prompt to compute; it"
+        " changes no result.",
+        least=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings(_Checked):
+    """An ImageSettings says what a model that sees images takes and keeps: `LLM(images=)`."""
+
+    tower: bool = option(
+        True, "Whether the model's tower is loaded. Without it the model takes text alone, and the tower's memory is"
+        " free for other things.",
+    )  # fmt: skip
+    mmproj: str | None = option(
+        None, "The GGUF file of the tower that belongs to a .gguf file.", on="model", metavar="FILE"
+    )
+    media_memory: int = option(
+        256 << 20,
+        "Bytes of what the tower made of images that are kept for others who ask about the same image; by default"
+        " 256 MiB.",
+        least=0, on="engine",
+    )  # fmt: skip
+    allow_media_host: Collection[str] = option(
+        (), "A host from which images are fetched, where they are given by https address. May be repeated.",
+        on="media", metavar="HOST", journal=True,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.allow_media_host, str):
+            raise wrong_value("allow_media_host", self.allow_media_host, "give a list of hosts")
+
+
+# The options of a model that stand together in a mapping.
+GROUPS: dict[str, type[LoopedSettings] | type[ImageSettings]] = {"looped": LoopedSettings, "images": ImageSettings}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(_Checked):
+    """Holds those of a model's options that say how its steps are made."""
+
+    sharing: Literal["auto", "full", "mlp", "off"] = option(
+        "auto",
+        "What is computed once for a shared prefix: everything (full), all but attention (mlp), nothing (off); auto:"
+        " full, as far as the threshold allows.",
+        one_of=("auto", "full", "mlp", "off"), on="engine",
+    )  # fmt: skip
+    sharing_threshold: float | Literal["auto"] = option(
+        "auto",
+        "With sharing auto: prompts whose numbers are read together are computed as with off where their unique tokens"
+        " are a larger share of their tokens, such as 0.85, and that was measured to take less time. auto: never, as"
+        " full costs nothing where nothing is shared.",
+        on="threshold", metavar="SHARE",
+    )  # fmt: skip
+    max_batch_rows: int | None = option(
+        None,
+        "Rows of a step, at most; by default 4,096 on a CPU, on a GPU what its memory takes, and where text is"
+        " generated fewer once that is found to be faster.",
+        least=1, on="engine",
+    )  # fmt: skip
+    cache_prefill: bool = option(
+        False,
+        "Embedding (of last tokens), reranking and classification (with labels of one token, or a head) use and fill"
+        " the cache of generation too, which pays where later calls begin as earlier ones did. A server's do always.",
+    )  # fmt: skip
+    images: ImageSettings = option(
+        ImageSettings(), "Of a model that sees images: its settings, as a mapping; False: it takes text alone."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        threshold, name = self.sharing_threshold, "sharing_threshold"
+        if threshold != "auto" and not (is_a(float, threshold) and 0 < threshold <= 1):
+            remedy = 'give "auto", or a number above 0 and at most 1'
+            raise InputError(f"{name} is {threshold!r}", field=name, remedy=remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotOptions(_Checked):
+    """Holds those of a model's options that say how K/V is held for what is generated."""
+
+    kv_memory: int | None = option(
+        None,
+        "Bytes of keys and values while text is generated; by default half of what is free, on a CPU at most 4 GiB.",
+        least=1, on="text",
+    )  # fmt: skip
+    max_running: int = option(256, "Sequences that are generated at once, at most; by default 256.", least=1, on="text")
+    reserve_output: bool = option(
+        True,
+        "Set aside memory for a whole output where max_tokens is given. Otherwise an output may be interrupted when"
+        " memory runs out, and is then computed again.",
+    )
+    looped: LoopedSettings = option(
+        LoopedSettings(), "Of a looped model: how rows go through its blocks, as a mapping."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(StepOptions, SlotOptions):
+    """Holds the options of `LLM`, which are settled when it is made. Raises InputError for a value that cannot be."""
+
+    load_format: Literal["auto", "dummy"] = option(
+        "auto", "dummy: random weights of the model's shapes, for benchmarks.", one_of=("auto", "dummy"), on="model"
+    )
+    revision: str | None = option(None, "The branch, tag or commit of a hub id.")
+    seed: int = option(0, 'Of the random weights of load_format="dummy".')
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "What is computed in; auto: what the checkpoint is stored in, where the machine computes natively in it, else"
+        " float32.",
+        one_of=("auto", "float32", "bfloat16", "float16"), on="machine",
+    )  # fmt: skip
+    device: str = option(
+        "auto", "auto (a GPU, if there is one), cpu, cuda, or cuda:1 for the second GPU.", on="machine", metavar="NAME"
+    )
+    threads: int | None = option(
+        None, "CPU threads of each rank; by default as many as torch chooses, divided among the ranks.",
+        least=1, on="machine",
+    )  # fmt: skip
+    tensor_parallel: int = option(
+        1, "Ranks that the model is split over: processes of this machine, on GPUs one each.", least=1, on="engine"
+    )
+    decode_graphs: bool = option(
+        False,
+        "Steps that only decode are replayed as captured CUDA graphs, which saves launching their kernels one by one."
+        " Experimental; on one GPU, without adapters.",
+    )
+    adapters: Mapping[str, str] | None = option(None, "LoRA adapters that calls may name, {name: PEFT folder}.")
+    cache: CacheOptions | None = option(
+        "lru",
+        "By what policy keys and values that are kept for later calls are forgotten: lru, lfu, priority; off: none are"
+        " kept. A job keeps them for later windows, by default of a stream alone. In Python also a CacheOptions.",
+        on="text",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sharing_threshold != "auto" and self.sharing != "auto":
+            message = f"sharing_threshold says when prefixes are shared, and sharing is {self.sharing!r} in any case"
+            remedy = 'leave one of them out, or use sharing "auto"'
+            raise InputError(message, field="sharing_threshold", remedy=remedy)
+        cache: Any = self.cache
+        if cache is not None and not isinstance(cache, CacheOptions):
+            if cache not in ("off", *POLICIES):
+                raise wrong_value("cache", cache, f"use off, {', '.join(POLICIES)}, or CacheOptions")
+            object.__setattr__(self, "cache", None if cache == "off" else CacheOptions(policy=cache))
+
+
+def model_options(given: Mapping[str, Any]) -> ModelOptions:
+    """Returns the options of a model by keywords of `LLM`. Raises InputError for an unknown one, and for bad values."""
+    for name in given:
+        if group := group_of(name):
+            remedy = f'give {group}={{"{name}": ...}}'
+            raise InputError(f"{name} is one of the options {group}", field=name, remedy=remedy, code="unknown_option")
+    check_options("LLM", given, ["model", "tokenizer", "media", *ModelOptions.__dataclass_fields__])
+    return ModelOptions(**given)
+
+
+def group_of(name: str) -> str | None:
+    """Returns the group that an option of a model is in; None for one that stands alone."""
+    return next((group for group, kind in GROUPS.items() if name in kind.__dataclass_fields__), None)
+
+
+def model_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keywords of `LLM` out of values by the names of options: those of groups are put into mappings."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        group = group_of(name)
+        (found if group is None else found.setdefault(group, {}))[name] = value
+    return found
+
+
+def part_of(kind: type[T], options: ModelOptions, **more: Any) -> T:
+    """Returns an object of a dataclass, with the values of those of its options that are a model's, and `more`."""
+    names = [one.name for one in fields(cast(Any, kind)) if hasattr(options, one.name)]
+    return kind(**{name: getattr(options, name) for name in names} | more)
+
+
+def model_fields(*kinds: type) -> dict[str, Field[Any]]:
+    """Returns {parameter of the command line: declaration} of a model's options, of those of these dataclasses alone;
+    by default of all, those of groups and of the cache too."""
+    every = [one for kind in kinds or (ModelOptions, CacheOptions, *GROUPS.values()) for one in fields(kind)]
+    return {(one.metadata["cli"] or (one.name,))[0]: one for one in every if one.metadata["on"] is not None}
