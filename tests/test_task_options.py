@@ -40,7 +40,7 @@ from prefold.tasks.sampling import sampling_from
 
 
 def test_what_is_made_of_the_table_is_up_to_date():
-    """The keywords of the methods, which `mypy` reads, and the tables of docs/python.md."""
+    """The keywords of the methods, which `mypy` reads, and the tables of docs/python.md and docs/cli.md."""
     script = Path(__file__).parents[1] / "scripts" / "generate"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr

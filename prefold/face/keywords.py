@@ -1,5 +1,5 @@
-"""Names the keywords of the methods of LLM, for editors and type checkers. `scripts/generate` writes this file: they
-are the options that `prefold.options` and `prefold.model_options` declare."""
+"""Names the keywords of the methods of LLM, for editors and type checkers. `scripts/generate` writes this
+file: they are the options that `prefold.options` and `prefold.model_options` declare."""
 
 from __future__ import annotations
 
