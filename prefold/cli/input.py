@@ -148,9 +148,8 @@ def make_adapter(
 
 
 def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | None, tokenizer: Any) -> Any:
-    from ..records.answers import AnswerColumns
     from ..records.fields import Template, read_argument
-    from ..records.tables import Columns, TableAdapter, default_columns
+    from ..records.tables import AnswerColumns, Columns, TableAdapter, default_columns
 
     if o.get("prompt") and o.get("messages"):
         raise click.UsageError("--prompt and --messages exclude each other")

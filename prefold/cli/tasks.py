@@ -14,7 +14,7 @@ from .options import TASKS, Decorator, all_of, job_options, json_option
 
 def is_input(arguments: tuple[str, ...]) -> bool:
     """Returns whether the arguments name a job's input, rather than being texts themselves."""
-    from ..records.files import holds_records
+    from ..records.source import holds_records
 
     if len(arguments) != 1:
         return all(map(holds_records, arguments))

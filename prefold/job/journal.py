@@ -23,10 +23,10 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from ..errors import JobError
-from ..records.recordset import RecordSet, format_ranges, parse_ranges
+from ..records.record import RecordSet, format_ranges, parse_ranges
 
 _VERSION = 2
 _SEAL = len(',"crc":"01234567"}\n')
@@ -253,15 +253,23 @@ def _open_locked(path: Path) -> BinaryIO:
         file.close()
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
+def lock(file: IO[Any]) -> bool:
+    """Returns False where another process has locked the file; otherwise this one has, until the file is closed.
+
+    A system, or a file system, that has no such locks refuses none.
+    """
     try:
         import fcntl
-    except ImportError:  # no such locks on this system
-        return
-    try:
+
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    if not lock(file):
         file.close()
-        raise JobError(f"another process writes this job ({path}); wait for it, or write to another -o") from None
-    except OSError:  # this file system has no such locks
-        return
+        raise JobError(f"another process writes this job ({path}); wait for it, or write to another -o")

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from ..errors import JobError
 from ..files import writing
 from ..records.identity import as_noted
-from ..records.recordset import RecordSet
+from ..records.record import RecordSet
 from .columns import TableForm
 from .finish import finish_for
 from .journal import Journal, covers, journal_path

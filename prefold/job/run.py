@@ -18,8 +18,7 @@ from ..report.icicle import StreamShape
 from ..report.page import StepLog
 from ..report.progress import Counts, Progress
 from ..types import Stats
-from .flow import Flow, Job
-from .live import takes_ranges
+from .flow import Flow, Job, takes_ranges
 from .reader import Ready
 
 TICK_SECONDS = 0.25

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from .batch import OpenAIBatch
 from .fields import Template
-from .files import open_sources
+from .formats import TableOptions
 from .record import FORMATS, Parsed, Record, RecordAdapter, Source
-from .source import open_source
+from .source import open_source, open_sources
 from .tables import Columns, TableAdapter
-from .textual import TableOptions
 
 __all__ = [
     "FORMATS",

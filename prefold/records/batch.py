@@ -17,8 +17,7 @@ from ..api import ENDPOINTS, KINDS, openai_error, response_body
 from ..errors import InputError, record_error
 from .fields import check_utf8
 from .lines import error_object
-from .record import Parsed, Record
-from .recordset import TextSet
+from .record import Parsed, Record, TextSet
 
 _OTHER_MODELS = 20  # names of other models that are counted one by one; further names are counted together
 _LINE_ERRORS = {

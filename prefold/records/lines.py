@@ -1,9 +1,26 @@
-"""Writes output lines: JSON, with float32 numbers as short as they can be and still exact."""
+"""Writes output lines: JSON, with float32 numbers as short as they can be and still exact.
+
+Values that JSON lacks have a form that a line can hold:
+
+| value                          | in a line                                     |
+|--------------------------------|-----------------------------------------------|
+| NaN                            | null                                          |
+| an infinite number             | the text "Infinity" or "-Infinity"            |
+| a date, a time, a timestamp    | its text, "2026-01-31 12:00:00"               |
+| a duration                     | its seconds                                   |
+| a decimal number               | its text                                      |
+| bytes                          | their base64                                  |
+| a map                          | a list of pairs                               |
+"""
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import re
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -46,6 +63,25 @@ def _dumps(value: Any) -> str:
     if isinstance(value, np.generic):
         return f"{value:.9g}" if value.dtype == np.float32 else _encode(value.item())
     return _encode(value)
+
+
+def plain(value: Any) -> Any:
+    """Returns a value in the form that JSON can hold, by this module's table."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return None if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return str(value)
 
 
 def error_object(error: InputError) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import JobError
 from ..files import replacing
+from ..job.journal import lock
 from .http import Refusal
 
 # How long somebody waits for a database that another process has locked.
@@ -283,15 +284,9 @@ class Store:
 def _hold(path: Path) -> Any:
     """Returns a file that is locked while it is open. Raises OSError where another process has it."""
     file = path.open("a")
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        return file
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not lock(file):
         file.close()
-        raise OSError("another server uses it") from None
+        raise OSError("another server uses it")
     return file
 
 

@@ -21,8 +21,7 @@ from ..text.media import Picture, with_notes
 from ..text.prompts import CONTENT_FREE
 from ..text.valid import valid_text
 from ..types import Readout, Request, Result
-from .base import Inputs, Task, Text, TextBatch, Work, as_item, cut_end, work_of
-from .cut import level
+from .base import Inputs, Task, Text, TextBatch, Work, as_item, cut_end, level, work_of
 from .score import PairOfIds, add_joint, add_pair, leading_ids
 
 

@@ -19,12 +19,10 @@ from ..text.chat import THINK
 from ..text.grammar import example_of
 from ..text.media import Chat, Picture, Pictured, all_images, chat_of, refuse_images, too_long, with_notes
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
-from .base import TRUNCATE, Inputs, Task, TextBatch, Work, as_item, cut_end, work_of
-from .conversations import Conversations, GenerateItem, has_images, is_cut, plain_message
-from .cut import columns_of, cut_columns
+from .base import TRUNCATE, Inputs, Task, TextBatch, Work, as_item, columns_of, cut_columns, cut_end, work_of
+from .conversations import Conversations, GenerateItem, as_tools, has_images, is_cut, plain_message
 from .sampling import format_grammar, sampling_from
 from .score import leading_ids
-from .tools import as_tools
 
 # What max_tokens "auto" stands for; it is fewer where the model's context ends.
 AUTO_MAX_TOKENS = 256

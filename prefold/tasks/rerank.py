@@ -16,8 +16,7 @@ from ..text.media import Picture, check_cut, with_notes
 from ..text.prompts import fields_of, fill
 from ..text.valid import valid_text, wrong_type
 from ..types import Readout, Request, Result
-from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, as_item, check_count, encoded, work_of
-from .cut import part_of
+from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, as_item, check_count, encoded, part_of, work_of
 from .embed import is_list_of_texts
 from .sentence import PairSettings
 

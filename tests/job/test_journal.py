@@ -14,7 +14,7 @@ from prefold.errors import JobError
 from prefold.job import output as output_module
 from prefold.job.journal import Journal, differences, journal_path, recorded_job
 from prefold.job.output import OutputOptions, open_output
-from prefold.records.recordset import RecordSet, TextSet, format_ranges, parse_ranges
+from prefold.records.record import RecordSet, TextSet, format_ranges, parse_ranges
 
 JOB = {"input": {"bytes": 10, "digest": "x"}, "task": "embed", "model": {"name": "m"}}
 
@@ -37,7 +37,7 @@ def test_record_set_takes_far_numbers():
 
 
 def test_text_sets_grow_and_know_their_texts(monkeypatch):
-    monkeypatch.setattr("prefold.records.recordset._MOST_NEW", 300)
+    monkeypatch.setattr("prefold.records.record._MOST_NEW", 300)
     texts = TextSet()
     assert all(texts.add(f"id-{i}") for i in range(5000))
     assert not any(texts.add(f"id-{i}") for i in range(0, 5000, 7))

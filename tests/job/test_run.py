@@ -25,9 +25,8 @@ from prefold.job.output import OutputOptions, StreamOutput, open_output
 from prefold.job.run import WAITING, Interrupted, Job, run_job
 from prefold.records.batch import OpenAIBatch
 from prefold.records.fields import Template
-from prefold.records.files import open_sources
 from prefold.records.identity import check_grown, file_identity
-from prefold.records.source import open_source
+from prefold.records.source import open_source, open_sources
 from prefold.records.tables import Columns, TableAdapter
 from prefold.report.progress import Progress
 from prefold.stream import Spool

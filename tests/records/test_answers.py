@@ -6,11 +6,10 @@ import json
 
 import pytest
 
-from prefold.records.answers import AnswerColumns, with_columns
 from prefold.records.fields import Template
 from prefold.records.lines import dumps
 from prefold.records.record import Record
-from prefold.records.tables import Columns
+from prefold.records.tables import AnswerColumns, Columns, with_columns
 
 
 def test_properties_follow_what_a_line_has_itself():

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.errors import JobError
+from prefold.records.formats import TableOptions, read_rows
 from prefold.records.source import open_source
-from prefold.records.textual import TableOptions, read_rows
 
 
 def read(text, *, delimiter=",", **options):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from prefold.errors import JobError
-from prefold.records.files import expand_names, holds_records, open_sources
+from prefold.records.source import expand_names, holds_records, open_sources
 
 
 def jsonl(path, *texts):

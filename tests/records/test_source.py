@@ -102,7 +102,7 @@ def test_parquet_reads_the_wanted_columns_over_row_groups(tmp_path):
 def test_large_rows_of_parquet_are_read_few_at_a_time(tmp_path):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    from prefold.records.parquet import _batch_rows
+    from prefold.records.formats import _batch_rows
 
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a", "b"]}), path)

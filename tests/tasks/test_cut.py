@@ -12,7 +12,7 @@ from task_inputs import FakeCheckpoint, chatty, tokenizer
 from prefold.errors import InputError
 from prefold.records.fields import Template
 from prefold.tasks import make_task
-from prefold.tasks.cut import columns_of, cut_columns
+from prefold.tasks.base import columns_of, cut_columns
 from prefold.text import Filled
 
 TOK = tokenizer()

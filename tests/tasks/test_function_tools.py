@@ -10,7 +10,7 @@ from task_inputs import FakeCheckpoint, chatty
 
 from prefold.errors import InputError
 from prefold.tasks import make_task
-from prefold.tasks.tools import as_tools
+from prefold.tasks.conversations import as_tools
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", near: list[float] | None = None) -> str:
