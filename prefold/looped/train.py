@@ -12,8 +12,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..model import CausalLM
 from ..train.batch import TrainBatch, dtype_on
-from ..train.head import target_logprobs
-from ..train.losses import check_trained
+from ..train.losses import check_trained, target_logprobs
 from ..worker.attend import Path, StepAttend
 from .loop import Routing
 from .model import LoopedLM

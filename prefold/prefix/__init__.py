@@ -5,8 +5,7 @@ from __future__ import annotations
 from .fold import PrefixMap
 from .ragged import check_ragged, common_prefix_lengths, lexsort_sequences
 from .segments import RowCost, Segment, StreamCost
-from .spans import MEDIA_BASE, SPAN_BASE, clear_of_span, longest_span, span_starts
-from .trie import Trie
+from .trie import MEDIA_BASE, SPAN_BASE, Trie, clear_of_span, longest_span, span_starts
 
 __all__ = [
     "MEDIA_BASE",

@@ -11,8 +11,6 @@ from ..errors import InputError
 from .ragged import windows
 from .trie import Layout
 
-__all__ = ["PrefixMap"]
-
 # The cost of a pass over many sequences, and of each token in it; the unit is the cost of one sequence that is
 # treated by itself.
 _PASS_COST = 24

@@ -13,8 +13,6 @@ import numpy as np
 
 from ..errors import InputError
 
-__all__ = ["check_ragged", "common_prefix_lengths", "lexsort_sequences", "ragged_ranges", "windows"]
-
 _MAX_TOKEN = 2**31 - 1
 _PRESORT = 1024  # sequences from which one vectorised sort by a single token pays ...
 _PRESORT_TOKENS = 3  # ... or a few, as many as fit into a 64-bit key

@@ -15,8 +15,6 @@ import numpy as np
 
 from ..errors import InputError
 
-__all__ = ["RowCost", "Segment", "StreamCost", "keys_seen"]
-
 _HALVINGS = 50
 
 

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from .batch import Examples, TrainBatch
+from .batch import Examples, TrainBatch, accumulate, micro_batches
 from .losses import dpo_loss, dpo_margins, group_loss, logprobs, sft_loss
-from .micro import accumulate, micro_batches
 from .save import save_model
 
 __all__ = [

@@ -26,7 +26,7 @@ from ..model import ModelConfig, config_from
 from ..types import Sharing
 from ..worker.attend import Path, StepAttend
 from .batch import TrainBatch, dtype_on
-from .head import target_logprobs
+from .losses import target_logprobs
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from prefold.train import head
-from prefold.train.head import target_logprobs
+from prefold.train import losses
+from prefold.train.losses import target_logprobs
 
 
 def example(dtype: torch.dtype, rows: int = 7, vocab: int = 101, targets: int = 23):
@@ -21,8 +21,8 @@ def example(dtype: torch.dtype, rows: int = 7, vocab: int = 101, targets: int = 
 @pytest.fixture(params=[1, 10, 101, 1000])
 def columns(request, monkeypatch):
     """Columns of a block."""
-    monkeypatch.setattr(head, "BLOCK", 0)
-    monkeypatch.setattr(head, "MIN_COLUMNS", request.param)
+    monkeypatch.setattr(losses, "BLOCK", 0)
+    monkeypatch.setattr(losses, "MIN_COLUMNS", request.param)
 
 
 def by_the_book(hidden, weight, reads, ids):
@@ -81,7 +81,7 @@ def test_large_logits_do_not_overflow():
 
 def test_no_more_than_a_block_of_logits_is_ever_there(monkeypatch):
     """Of 64 rows and 5000 ids, blocks of 512 columns: no tensor of more numbers than a block, or the weight, has."""
-    monkeypatch.setattr(head, "BLOCK", 1)
+    monkeypatch.setattr(losses, "BLOCK", 1)
     hidden, weight, reads, ids = example(torch.float32, rows=64, vocab=5000)
     largest = 0
 
