@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.meter import StepInfo
 from ..errors import InputError, JobError
-from ..images.sending import SentPictures
 from ..stream import LiveInput, Spool, Window, Windows
 from ..stream.order import unique_tokens
 from ..types import Generated, GenerationStats, Request
@@ -60,7 +59,7 @@ class FleetRun:
         self.online: OnlineSource | None = None
         self._input: LiveInput | None = None
         self._begun: dict[str, _Done] = {}
-        self._pictures = None if fleet.media is None else SentPictures(fleet.media)
+        self._pictures = None if fleet.media is None else fleet.media.for_replicas()
         self._killed: dict[str, float] = {}  # when those were killed that hung, and of which no `ReplicaLost` came yet
         is_early = isinstance(source, LiveInput) and source.rest is not None
         self.call = call = replace(call, live=isinstance(source, LiveInput) and not is_early)

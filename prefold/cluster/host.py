@@ -16,11 +16,10 @@ import numpy as np
 from ..cache import CacheEvents, CacheReporter
 from ..checkpoint.identity import model_identity
 from ..engine.meter import StepInfo
-from ..images.sending import HeldPictures
 from ..stream import Window
 from ..types import GenerationStats, Stats
 from .hosts import Host
-from .replicas import Picture, ReplicaFacts, ReplicaReport, RunCall, place_of
+from .replicas import ReplicaFacts, ReplicaReport, RunCall, place_of
 
 # A replica whose device computes ahead ends its engine's run when no lease has come for so long: only then the last
 # step's results are taken.
@@ -81,7 +80,7 @@ class ReplicaHost(Host):
         self._engine, self._tokenizer = llm.engine, getattr(llm, "tokenizer", None)
         self._counted = self._engine.stats + Stats()
         inputs = getattr(llm, "images", None)
-        self._pictures = None if inputs is None else HeldPictures(inputs.table, inputs.processor)
+        self._pictures = None if inputs is None else inputs.from_driver()
         self._runs: SimpleQueue[_HostRun | None] = SimpleQueue()
         self._run: _HostRun | None = None
         self._tells_anew = False
@@ -94,7 +93,7 @@ class ReplicaHost(Host):
         self._run = _HostRun(call)
         self._runs.put(self._run)
 
-    def hold(self, pictures: list[Picture], gone: list[int]) -> None:
+    def hold(self, pictures: list[Any], gone: list[int]) -> None:
         assert self._pictures is not None, "the model takes text alone"
         self._pictures.hold(pictures, gone)
 

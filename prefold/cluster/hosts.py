@@ -16,7 +16,7 @@ from ..engine.meter import StepInfo
 from ..errors import InputError, JobError
 from ..stream import Window
 from ..types import Request, Stats
-from .replicas import LONGEST_WAIT, Picture, ReplicaFacts, ReplicaReport, RunCall, requests_of
+from .replicas import LONGEST_WAIT, ReplicaFacts, ReplicaReport, RunCall, requests_of
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Host(ABC):
     def begin(self, call: RunCall) -> None:
         """Begins a run; the one before it ends."""
 
-    def hold(self, pictures: list[Picture], gone: list[int]) -> None:
+    def hold(self, pictures: list[Any], gone: list[int]) -> None:
         """Holds the images of windows that come next, and others no more, by their first ids. Raises JobError where
         the model takes text alone."""
         raise JobError("these replicas take text alone; leave out the images")

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ..cache import CacheEvents
 from ..engine.meter import StepInfo
 from ..engine.requests import PROBED
@@ -74,23 +72,6 @@ class RunCall:
         """Returns whether requests run in the KV store."""
         generates, kind = self.readout.kind == "tokens", self.readout.kind
         return generates or (self.live and self.sharing == "full" and (kind in PROBED or kind == "logprobs"))
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Picture:
-    """An image as it is sent to a replica.
-
-    key, salt  as of its Medium
-    ids        int32 [rows]: in the prompts that are sent they stand for it
-    pixels     uint8 [height, width, 3]; None: they cannot be read
-    error      why not
-    """
-
-    key: bytes
-    salt: str
-    ids: np.ndarray
-    pixels: np.ndarray | None
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

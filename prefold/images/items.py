@@ -25,6 +25,7 @@ from .load import load_processor
 from .processor import Processor
 from .reading import Reader, content_of, reader_of
 from .recent import RecentFiles, RecentImages, Seen
+from .sending import HeldPictures
 from .table import MediaTable
 from .tower_config import TowerConfig
 
@@ -111,6 +112,10 @@ class ImageInputs:
         id; namespace: theirs."""
         reader = replace(self.reader, paths=False, folder=None, files=files)
         return replace(self, reader=reader, seconds=reader.decoder.limits.seconds, namespace=namespace)
+
+    def from_driver(self) -> HeldPictures:
+        """Returns what holds the images that the driver of a fleet sends to this replica."""
+        return HeldPictures(self.table, self.processor)
 
     @cached_property
     def escaping(self) -> Escaping:

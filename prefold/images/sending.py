@@ -11,33 +11,50 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from ..cache import CacheEvents
 from ..cache.events import RowsStored
-from ..cluster.replicas import Picture, place_of
+from ..cluster.replicas import place_of
 from ..errors import InputError
 from ..prefix import MEDIA_BASE
 from ..stream import Window
 from ..types import Medium
 from .image import Image
-from .items import Loading
 from .processor import Processor
-from .table import MediaTable
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SentPicture:
+    """A SentPicture is an image as it is sent to a replica.
+
+    key, salt  as of its Medium
+    ids        int32 [rows]: in the prompts that are sent they stand for it
+    pixels     uint8 [height, width, 3]; None: they cannot be read
+    error      why not
+    """
+
+    key: bytes
+    salt: str
+    ids: np.ndarray
+    pixels: np.ndarray | None
+    error: str = ""
 
 
 class SentPictures:
-    """A SentPictures knows which images each replica holds, and which of its requests need them. table: of the job."""
+    """A SentPictures knows which images each replica holds, and which of its requests need them. table: the MediaTable
+    of the job."""
 
-    def __init__(self, table: MediaTable):
+    def __init__(self, table: Any):
         self._table = table
         # By replica: the media that it holds, how many of its requests show each, and the media of each request.
         self._held: dict[str, dict[int, Medium]] = {}
         self._users: dict[str, Counter[int]] = {}
         self._shown: dict[str, dict[tuple[int, int], list[int]]] = {}
 
-    def send(self, name: str, windows: Sequence[Window]) -> tuple[list[Window], list[Picture], list[int]]:
+    def send(self, name: str, windows: Sequence[Window]) -> tuple[list[Window], list[SentPicture], list[int]]:
         """Books that a replica is given these windows. Returns (the windows as they are sent, the images that it does
         not hold, the first ids of those that it need not hold any more)."""
         held, users = self._held.setdefault(name, {}), self._users.setdefault(name, Counter())
@@ -75,13 +92,13 @@ class SentPictures:
             book.pop(name, None)  # type: ignore[attr-defined]
 
 
-def _picture(medium: Medium) -> Picture:
+def _picture(medium: Medium) -> SentPicture:
     """Returns what a replica needs of an image: pixels, or why they cannot be read."""
-    assert isinstance(medium.load, Loading)
+    load: Any = medium.load  # a `Loading`, as all images of a job have
     try:
-        return Picture(medium.key, medium.salt, medium.ids, medium.load.image().pixels)
+        return SentPicture(medium.key, medium.salt, medium.ids, load.image().pixels)
     except InputError as error:
-        return Picture(medium.key, medium.salt, medium.ids, None, str(error))
+        return SentPicture(medium.key, medium.salt, medium.ids, None, str(error))
 
 
 @dataclass(frozen=True)
@@ -89,7 +106,7 @@ class _Pixels:
     """A _Pixels gives the tiles of an image that a replica was sent."""
 
     processor: Processor
-    picture: Picture
+    picture: SentPicture
 
     def __call__(self) -> np.ndarray:
         if self.picture.pixels is None:
@@ -101,17 +118,17 @@ class HeldPictures:
     """A HeldPictures holds the images that a replica was sent, and puts its own ids for them in the place of the
     driver's. Any thread may ask it: images come in another than that of the engine's steps.
 
-    table      of the replica's engine
+    table      the MediaTable of the replica's engine
     processor  of its model
     """
 
-    def __init__(self, table: MediaTable, processor: Processor):
+    def __init__(self, table: Any, processor: Processor):
         self._table, self._processor = table, processor
         self._media: dict[int, Medium] = {}  # this replica's, by the driver's first id
         self._theirs: dict[int, int] = {}  # the driver's first id, by ours
         self._lock = threading.Lock()
 
-    def hold(self, pictures: Iterable[Picture], gone: Iterable[int]) -> None:
+    def hold(self, pictures: Iterable[SentPicture], gone: Iterable[int]) -> None:
         """Holds some images from now on, and others no more. gone: the driver's first ids."""
         with self._lock:
             for first in gone:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
@@ -51,6 +51,12 @@ class MediaTable:
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    def for_replicas(self) -> Any:
+        """Returns what sends the images of this table to replicas."""
+        from .sending import SentPictures
+
+        return SentPictures(self)
 
     def medium(
         self,

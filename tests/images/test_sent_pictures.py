@@ -15,11 +15,11 @@ from prefold.cache.events import CacheEvents, Cleared, RowsStored
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.host import ReplicaHost, facts_of
 from prefold.cluster.offline import order_windows
-from prefold.cluster.replicas import Picture, RunCall, tag_of
+from prefold.cluster.replicas import RunCall, tag_of
 from prefold.errors import InputError
 from prefold.images.image import Image
 from prefold.images.items import ImageInputs
-from prefold.images.sending import HeldPictures, SentPictures
+from prefold.images.sending import HeldPictures, SentPicture, SentPictures
 from prefold.images.table import MediaTable
 from prefold.prefix import MEDIA_BASE
 from prefold.stream import Feed, LiveInput, Spool
@@ -198,7 +198,7 @@ def test_a_new_run_begins_without_images(llms):
     one = llms[0]
     host = ReplicaHost(one, facts_of(one))
     ids = np.arange(one.images.processor.rows_per_tile, dtype=np.int32) + MEDIA_BASE
-    host.hold([Picture(b"key", "", ids, pictures(1)[0].pixels)], [])
+    host.hold([SentPicture(b"key", "", ids, pictures(1)[0].pixels)], [])
     host.begin(RunCall(Readout("last")))
     assert not host._pictures._media and not host._pictures._theirs
     host.close()
