@@ -26,8 +26,7 @@ from prefold.cluster.ray_replicas import RayReplicas
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, RunCall
 from prefold.engine.meter import StepInfo
 from prefold.simulate.costs import StepCost, StepRows, machine_named, model_named
-from prefold.simulate.feeders import Streamed
-from prefold.simulate.fleet import FleetOutcome, Replica
+from prefold.simulate.fleet import FleetOutcome, Replica, Streamed
 from prefold.simulate.requests import SimRequest, prefix_repetition
 from prefold.stream import Feed, LiveInput
 from prefold.types import Readout, Request, Sampling

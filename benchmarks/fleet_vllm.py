@@ -76,7 +76,7 @@ def in_process(prompts: list[np.ndarray], output: int, model: str, repeats: int)
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from prefold.cluster.fleet import Fleet
-    from prefold.cluster.local_replicas import LocalReplicas
+    from prefold.cluster.hosts import LocalReplicas
     from prefold.cluster.vllm_host import VllmHost
 
     given = options(prompts, output)
@@ -128,7 +128,7 @@ def over_http(prompts: list[np.ndarray], output: int, model: str, repeats: int) 
     import httpx
 
     from prefold.cluster.fleet import Fleet
-    from prefold.cluster.http_replicas import HttpReplicas
+    from prefold.cluster.http_host import HttpReplicas
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

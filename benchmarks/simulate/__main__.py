@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 
 from prefold.cluster.policies import POLICIES
-from prefold.simulate import show
+from prefold.simulate import cases
 from prefold.simulate.cases import ENGINES, FEEDERS, Outcome, Setup, run_setup
 from prefold.simulate.costs import machine_named, model_named
 from prefold.simulate.requests import prefix_repetition, read_trace
@@ -48,7 +48,7 @@ _BEHIND = {
         ("published", 10, lambda o: _expected(o, 1, ".1%")),
     ],
 }
-COLUMNS = [other for column in show.COLUMNS for other in (column, *_BEHIND.get(column[0], ()))]
+COLUMNS = [other for column in cases.COLUMNS for other in (column, *_BEHIND.get(column[0], ()))]
 
 
 def _outcomes(o: argparse.Namespace) -> Iterator[Outcome]:
@@ -121,13 +121,13 @@ def _show(o: argparse.Namespace) -> None:
     outcomes = []
     for outcome in _outcomes(o):
         if not outcomes and not o.json:
-            print(f"{show.machine_line(outcome)}\n\n{show.header(COLUMNS)}")
+            print(f"{cases.machine_line(outcome)}\n\n{cases.header(COLUMNS)}")
         outcomes.append(outcome)
         expected = getattr(outcome, "expected", None)
         beside = {} if expected is None else {"published_seconds": expected[0]}
-        print(json.dumps(show.as_json(outcome) | beside) if o.json else show.line(outcome, COLUMNS), flush=True)
+        print(json.dumps(cases.as_json(outcome) | beside) if o.json else cases.line(outcome, COLUMNS), flush=True)
     if not o.json:
-        print(f"\n{show.LEGEND}\nagain: there after a preemption. vLLM: the hit rate that vLLM would print.")
+        print(f"\n{cases.LEGEND}\nagain: there after a preemption. vLLM: the hit rate that vLLM would print.")
     if o.plot:
         plot(outcomes, o.plot)
 

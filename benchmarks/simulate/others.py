@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from prefold.cluster.dispatch import Assignment, Dispatcher
+from prefold.cluster.online import Assignment, Dispatcher
 from prefold.simulate.cases import ENGINES, FEEDERS, streamed
-from prefold.simulate.feeders import Lists
-from prefold.simulate.fleet import Feeder
+from prefold.simulate.fleet import Feeder, Lists
 from prefold.simulate.requests import SimRequest
 from prefold.stream.live import Bucket
 

@@ -38,7 +38,7 @@ def open_model(o: Options, *, weights: bool = True) -> tuple[Any, Any]:
     weights  whether those of a hub id are downloaded, as they are going to be read
     """
     if (backend := backend_of(o)).where:
-        from ..cluster.remote_model import remote_model
+        from ..cluster.http_bodies import remote_model
 
         notify = partial(click.echo, err=True)
         return remote_model(o["model"], backend.tokenizer(o), backend.where, notify)

@@ -52,20 +52,20 @@ def simulate(**o: Any) -> None:
     prefold simulate repetition --prefixes 512 --replicas 8 --replicas 32 --feeder segments --feeder stream
     prefold simulate conversation_trace.jsonl --machine H100 --replicas 16 --policy prefix --policy round-robin
     """
-    from ..simulate import show
+    from ..simulate import cases
 
     _check_given(o["what"])
     is_first = True
     for outcome in _outcomes(o):
         if o["as_json"]:
-            click.echo(json.dumps(show.as_json(outcome)))
+            click.echo(json.dumps(cases.as_json(outcome)))
             continue
         if is_first:
-            click.echo(f"{show.machine_line(outcome)} (--model and --machine name others)\n\n{show.header()}")
+            click.echo(f"{cases.machine_line(outcome)} (--model and --machine name others)\n\n{cases.header()}")
             is_first = False
-        click.echo(show.line(outcome))
+        click.echo(cases.line(outcome))
     if not o["as_json"]:
-        click.echo("\n" + show.LEGEND)
+        click.echo("\n" + cases.LEGEND)
 
 
 _SET = frozenset(("prompts", "prefixes", "prefix", "suffix", "output", "skew", "seed"))

@@ -57,7 +57,7 @@ class Backend:
     def host(self, model: str, options: Options) -> Host:
         """Returns a replica from the inside, in the process that computes."""
         from ..llm import LLM
-        from .host import ReplicaHost, facts_of
+        from .hosts import ReplicaHost, facts_of
 
         llm = LLM(model, **options)
         return ReplicaHost(llm, facts_of(llm))
@@ -66,7 +66,7 @@ class Backend:
         self, o: Options, options: Options, *, checkpoint: Any, tokenizer: Any, notify: Callable[[str], None]
     ) -> Replicas:
         """Returns the replicas of a job without Ray: one in this process. options: those for `host`."""
-        from .local_replicas import LocalReplicas
+        from .hosts import LocalReplicas
 
         name = self.where.removeprefix("in ") or "prefold"
         return LocalReplicas({name: lambda: self.host(o["model"], options)})
@@ -75,7 +75,7 @@ class Backend:
 # By name: a backend, or where it lies. --url asks for that of its name, --backend for all others.
 BACKENDS: dict[str, Backend | str] = {
     "prefold": Backend(),
-    "url": "prefold.cluster.http_replicas:SERVERS",
+    "url": "prefold.cluster.http_host:SERVERS",
     "vllm": "prefold.cluster.vllm_host:VLLM",
 }
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..cache import CacheEvents
 from ..cache.events import CacheEvent, EventLog, Removed, RowsStored
+from ..stream.window import shared_by
 
 _OLD_FIELDS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size")  # of events that are lists
 
@@ -146,15 +147,11 @@ class BlockEvents:
         events: list[CacheEvent] = [Removed(name)]
         others = self._alike.get(block.head)
         if others:
-            other = max(others, key=lambda other: _common(block.tokens, self._blocks[other].tokens))
+            tokens = block.tokens.tobytes()
+            other = max(others, key=lambda other: shared_by(tokens, self._blocks[other].tokens.tobytes()))
             twin = self._blocks[other]
             events += [Removed(other), RowsStored(other, twin.after, twin.tokens, twin.namespace)]
         return events
-
-
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    differ = np.flatnonzero(one != other)
-    return int(differ[0]) if len(differ) else len(one)
 
 
 def _namespace(adapter: str | None, keys: Any) -> tuple[str | None, str]:

@@ -1,4 +1,9 @@
-"""One server as a replica: how it is met, how much it can take, and what is posted to it, again where that may help."""
+"""Replicas that are servers: any that speaks OpenAI's API (vLLM, SGLang, prefold serve, ...), or TEI.
+
+Generated text comes from /v1/completions or /v1/chat/completions, embeddings from /v1/embeddings or TEI's /embed, and
+log-probabilities of targets from /v1/completions as vLLM has it. Here is how a server is met, how much it can take, and
+what is posted to it, again where that may help.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +11,34 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..checkpoint import served_name
 from ..errors import InputError, JobError, MissingExtraError
 from ..text import Tokenizer
 from ..types import Request, Stats
-from .hosts import AsyncHost
+from .backends import Backend
+from .hosts import AsyncHost, LocalReplicas
 from .http_bodies import (
     NOT_OPENAIS,
     RowError,
+    context_of,
     contexts_of,
     embedding_bodies,
     embeddings_of,
     generated_of,
     generation_body,
-    generation_stats,
+    is_of_bytes,
     logprob_bodies,
     logprobs_of,
+    stats_of,
 )
 from .replicas import ReplicaDown, ReplicaFacts, RunCall
 
@@ -328,7 +338,7 @@ class HttpHost(AsyncHost):
                 names = ", ".join(NOT_OPENAIS)
                 self._o.notify(f"{self._url} knows no {names}; they are sent only where they are asked for")
         with reading(self._url):
-            return [generated_of(said)], generation_stats(said)
+            return [generated_of(said)], stats_of(said)
 
     def _text_of(self) -> TextOf:
         """Returns what makes text of token ids."""
@@ -391,3 +401,81 @@ def _retry_after(said: httpx.Response) -> float | None:
 
 def _jittered(pause: float) -> float:
     return pause * random.uniform(0.5, 1.5)
+
+
+_HUNG = "it has answered nothing for too long; where an answer takes longer, give more --patience"
+
+
+class HttpReplicas(LocalReplicas):
+    """Servers, each a replica.
+
+    urls     of the servers, with or without /v1
+    options  further ones of `ServedModel`
+
+    A key is taken from the environment variable PREFOLD_API_KEY, and sent as a bearer token. A server that is given up
+    again and again, and has answered nothing since, does not come back. Raises InputError for what is no URL, and no
+    key.
+    """
+
+    def __init__(self, urls: Sequence[str], model: str, tokenizer: Tokenizer | None, **options: Any):
+        for url in urls:
+            _check_url(url)
+        _check_key()
+        served = ServedModel(model, tokenizer, **options)
+        names = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        super().__init__(
+            {name: partial(HttpHost, name, served, lambda: self.is_closed) for name in names}, killed=_HUNG
+        )
+
+
+def _check_url(url: str) -> None:
+    """Raises InputError for what is not the URL of a server."""
+    name: str | None = None
+    try:
+        parts = urlsplit(url)
+        name = parts.hostname
+        is_one = parts.scheme in ("http", "https") and name and not parts.username and parts.port != 0
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL):  # such as a port that is none
+        is_one = False
+    if not is_one:
+        remedy = f"write http://HOST:PORT; a key belongs into the environment, as {API_KEY}"
+        raise InputError(f"{name or url!r} is not the URL of a server", field="url", remedy=remedy)
+
+
+def _check_key() -> None:
+    """Raises InputError for a key that no header can hold; it does not say it."""
+    key = os.environ.get(API_KEY, "")
+    if not (key.isascii() and key.isprintable()):
+        remedy = "set it to the key alone, without line ends"
+        raise InputError(f"{API_KEY} holds letters that no key has", field=API_KEY, remedy=remedy)
+
+
+class _Servers(Backend):
+    """The backend whose replicas are the servers of --url."""
+
+    where = "over HTTP"
+    takes = frozenset({"tokenizer"})
+    on_ray = False
+
+    def refusal(self, o: Mapping[str, Any]) -> str:
+        pooling = "--pooling cannot be asked of a server, which pools as its model does; leave it out"
+        return pooling if o.get("pooling") else ""
+
+    def options(self, o: Mapping[str, Any], llm: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        return {} if o.get("max_running") is None else {"most": o["max_running"]}
+
+    def replicas(
+        self,
+        o: Mapping[str, Any],
+        options: Mapping[str, Any],
+        *,
+        checkpoint: Any,
+        tokenizer: Any,
+        notify: Callable[[str], None],
+    ) -> HttpReplicas:
+        how = {"takes_ids": not is_of_bytes(tokenizer), "context": context_of(checkpoint), "patience": o["patience"]}
+        return HttpReplicas(o["url"], o["model"], tokenizer, notify=notify, **how, **options)
+
+
+SERVERS = _Servers()

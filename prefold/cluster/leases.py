@@ -39,8 +39,6 @@ Places = tuple[int, ...]  # the reads of one prompt, which are sent and given up
 class Lease(NamedTuple):
     """A lease is the requests of a source at some places, given to a replica under a number.
 
-    before      the last place of the source that the replica was given before this; None where it was given none, or
-                requests of another source since
     is_suspect  whether a replica was lost while it worked on these requests
     """
 
@@ -48,7 +46,6 @@ class Lease(NamedTuple):
     replica: str
     source: Source
     places: Sequence[int]
-    before: int | None = None
     is_suspect: bool = False
 
 
@@ -117,7 +114,6 @@ class _Replica:
     facts: ReplicaFacts
     heard: float  # when it made progress
     open: dict[int, OpenLease] = field(default_factory=dict)
-    last: Lease | None = None
     is_paused: bool = False  # takes nothing but what is under suspicion
 
 
@@ -241,8 +237,7 @@ class LeaseBook:
         self, source: Source, name: str, places: Sequence[int], now: float, *, is_suspect: bool = False
     ) -> Lease:
         replica = self._replicas[name]
-        before = replica.last.places[-1] if replica.last is not None and replica.last.source is source else None
-        replica.last = lease = Lease(next(self._numbers), name, source, places, before, is_suspect)
+        lease = Lease(next(self._numbers), name, source, places, is_suspect)
         if not replica.open:
             replica.heard = now
         replica.open[lease.number] = OpenLease(lease, set(places))

@@ -151,8 +151,6 @@ class OfflineSource(Source):
     def windows(self, lease: Lease) -> list[Window]:
         assert self.order is not None
         windows = order_windows(self.order, lease.places, max_tokens=self._max_tokens)
-        if lease.before is not None:
-            windows[0] = replace(windows[0], common=self.order.common(lease.before, lease.places[0]))
         tagged, at = [], 0
         for window in windows:
             own = lease.places[at : (at := at + window.num_requests)]

@@ -1,21 +1,247 @@
-"""The source of requests that come as a stream: they wait in a live window until the router gives them a replica."""
+"""The source of requests that come as a stream: they wait in a live window until a replica is to have them.
+
+The `Dispatcher` decides which leave, and for which replica. No I/O, no clock: the time is handed in. A replica with
+room goes on with the bucket that it has begun, so that its cache needs to hold few prefixes at a time; then it takes of
+the buckets that it holds the prefix of, then of those that nobody holds, most tokens first; of one that another replica
+holds only where waiting for that takes longer than computing the prefix again. When nothing comes any more, none takes
+more than lets all end at the same time.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ..stream import Window
+from ..stream.live import Bucket, LiveWindow, Waiting
 from ..stream.live_windows import window_of
 from ..stream.order import SpooledRequest
 from ..types import Generated
-from .dispatch import Dispatcher, Limits
 from .leases import Answered, Lease, Places, Source
-from .policies import Policy
+from .policies import BestStart, Policy
 from .replicas import ReplicaFacts, RunCall, expected_limit, tag_of
-from .router import Prompt, Router
+from .router import Prompt, ReplicaLoad, Router, Speed
+
+_SHORT = 0.25  # a replica of whose backlog so much is free will soon be short of work
+_HALVINGS = 12
+_OVERDUE = 2  # a request that has waited for so many times the age bound goes before larger buckets
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Assignment:
+    """Requests that a replica is to be given. prefix: leading tokens that they all share."""
+
+    replica: Hashable
+    requests: list[Waiting]
+    prefix: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Says how much a replica may be sent.
+
+    backlog   rows of prompts and outputs that it may have been sent and not ended: about what its KV store holds, and
+              what it can look ahead by
+    requests  how many of them; None: any number
+    at_once   requests that leave together for it; None: any number
+    busy      with so many requests it has enough to do to let others wait for more of their kind
+    reserves  whether it sets room aside for the longest output that a request may have: then that counts in place of
+              what is expected
+    """
+
+    backlog: int
+    requests: int | None = None
+    at_once: int | None = None
+    busy: int = 1
+    reserves: bool = False
+
+
+@dataclass(slots=True)
+class _Run:
+    """The bucket that a replica has begun; left: requests that it may still take of it before it looks for others."""
+
+    bucket: Bucket
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """When replicas end, in seconds from now, and of each how long it takes for a request, and its speed."""
+
+    seconds: float
+    replicas: dict[Hashable, tuple[float, Speed]]
+
+    def share(self, replica: Hashable, load: ReplicaLoad) -> int:
+        """Returns how many requests a replica can still do until then."""
+        each, speed = self.replicas[replica]
+        return int((self.seconds - load.seconds_at(speed)) / each + 1e-6)
+
+
+class Dispatcher:
+    """The live window and the router together.
+
+    router   who holds what, and what each replica was sent
+    window   options of `LiveWindow`
+    limit_of what is put in with a request -> tokens of its output at most
+    """
+
+    def __init__(self, router: Router, *, limit_of: Any = lambda what: 0, **window: Any):
+        self.router = router
+        self._limit_of = limit_of
+        self._by_prefix = isinstance(router.policy, BestStart)
+        homes = {"homes": router.holders} if self._by_prefix else {}
+        self.window = LiveWindow(**window, **homes)
+        self._limits: dict[Hashable, Limits] = {}
+        self._runs: dict[Hashable, _Run] = {}
+
+    def join(self, replica: Hashable, limits: Limits) -> None:
+        """A replica takes work."""
+        self._limits[replica] = limits
+
+    def leave(self, replica: Hashable) -> None:
+        """A replica takes no more work."""
+        self._limits.pop(replica, None)
+        self._runs.pop(replica, None)
+
+    def room(self, replica: Hashable) -> int:
+        """Returns how many rows a replica may still be sent."""
+        load, limits = self.router.load(replica), self._limits[replica]
+        if limits.requests is not None and load.requests >= limits.requests:
+            return 0
+        return limits.backlog - load.prefill_rows - (load.limits if limits.reserves else load.decode_rows)
+
+    def dispatch(self, now: float) -> list[Assignment]:
+        """Returns what leaves the window now. It is booked in the router as sent; whoever calls gives it away."""
+        orders: list[Assignment] = []
+        ends: _Ends | None = None
+        free = {replica: None for replica in self._limits if self.room(replica) > 0}  # in the order in which they came
+        while len(self.window) and free:
+            if self._by_prefix:
+                replica = min(free, key=self.router.seconds_to_wait)
+                bucket = self._best_for(replica, now)
+                if bucket is None:
+                    del free[replica]
+                    continue
+            else:
+                is_idle = any(not self._is_busy(replica) for replica in free)
+                bucket = self.window.pressed(now) or self.window.largest(grown=not is_idle)
+                if bucket is None:
+                    break
+                replica = self.router.choose(self._prompt(bucket), free)
+            if ends is None and self._by_prefix and self.window.is_closed:
+                ends = self._ends()
+            share = None if ends is None else ends.share(replica, self.router.load(replica))
+            if share is not None and share < 1:
+                del free[replica]
+                continue
+            orders.append(self._give(bucket, replica, share))
+            if self.room(replica) <= 0:
+                del free[replica]
+        return orders
+
+    def _best_for(self, replica: Hashable, now: float) -> Bucket | None:
+        """Returns the bucket that a replica should go on with; None where it is better to wait for more to come."""
+        window, run = self.window, self._runs.get(replica)
+        if run is not None:
+            bucket = window.now(run.bucket) if run.left > 0 else None
+            if bucket is not None:
+                return bucket
+            del self._runs[replica]
+        pressed = None if window.is_closed else window.pressed(now)
+        if pressed is not None and window.pressed(now - (_OVERDUE - 1) * window.max_age) is not None:
+            homes = self.router.holders(pressed.namespace, pressed.prefix)
+            if not homes or replica in homes:
+                return pressed
+        grown = self._is_busy(replica)
+        bucket = window.largest(replica, grown=grown) or window.largest(grown=grown) or pressed
+        if bucket is not None:
+            return bucket
+        if self.room(replica) < _SHORT * self._limits[replica].backlog:
+            return None  # it has enough to do, and more of its kind may come
+        speed = self.router.load(replica).speed
+        for wait, holder in self._holders(replica):
+            bucket = window.largest(holder, grown=grown)
+            if bucket is None:
+                continue
+            again = len(bucket.prefix) * speed.prefill
+            if wait <= self.router.seconds_to_wait(replica) + again:
+                return None  # who holds the others has less to do
+            return bucket
+        return None
+
+    def _is_busy(self, replica: Hashable) -> bool:
+        return self.router.load(replica).requests >= self._limits[replica].busy
+
+    def _holders(self, replica: Hashable) -> list[tuple[float, Hashable]]:
+        """Returns (seconds to wait, replica) of the others of whose prefixes buckets wait, those with most to do first.
+        One that takes no work lets wait for ever."""
+        found = []
+        for one in self.window.queues:
+            if one is not None and one != replica:
+                found.append((self.router.seconds_to_wait(one) if one in self._limits else math.inf, one))
+        return sorted(found, key=lambda pair: -pair[0])
+
+    def _ends(self) -> _Ends:
+        """Returns when replicas end if each takes its share of all that waits, which is taken to be like what is under
+        way."""
+        loads = [self.router.load(one) for one in self._limits]
+        requests = max(1, sum(load.requests for load in loads))
+        prefill = sum(load.prefill_rows for load in loads) / requests
+        decode = sum(load.decode_rows for load in loads) / requests
+        known = [load.speed for load in loads if load.speed.is_measured]
+        if known:  # of one that has not been measured, what the others do
+            mean = Speed(sum(one.prefill for one in known) / len(known), sum(one.decode for one in known) / len(known))
+        speeds = [load.speed if load.speed.is_measured or not known else mean for load in loads]
+        each = np.array([max(1e-9, prefill * speed.prefill + decode * speed.decode) for speed in speeds])
+        waits = np.array([load.seconds_at(speed) for load, speed in zip(loads, speeds, strict=True)])
+        # Until the time t the replicas that are free before can do sum((t - wait) / each) requests; the more take part
+        # the earlier they end, as long as they are free before that.
+        order = np.argsort(waits)
+        rates, done = np.cumsum(1 / each[order]), np.cumsum(waits[order] / each[order])
+        low = float(((len(self.window) + done) / rates).min())
+        high = low + float(each.max())
+        for _ in range(_HALVINGS):  # a little later, as requests are not divided
+            middle = (low + high) / 2
+            if np.maximum(0, (middle - waits) // each).sum() >= len(self.window):
+                high = middle
+            else:
+                low = middle
+        return _Ends(high, dict(zip(self._limits, zip(each.tolist(), speeds, strict=True), strict=True)))
+
+    def _give(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
+        """Gives a replica of a bucket what it has room for, and at most its share."""
+        prompt = self._prompt(bucket)
+        held = self.router.matched(prompt).get(replica, 0)
+        mean = bucket.tokens / bucket.requests
+        room = max(0, self.room(replica) - (len(bucket.prefix) - held))
+        first = next(self.window.requests_of(bucket))
+        limit = self._limit_of(first.what)
+        output = limit if self._limits[replica].reserves else self.router.expected_output(limit)
+        count = room / max(1.0, mean - len(bucket.prefix) + output)
+        limits, has = self._limits[replica], self.router.load(replica).requests
+        if limits.requests is not None:
+            count = min(count, limits.requests - has)
+        if limits.at_once is not None:
+            count = min(count, limits.at_once)
+        if share is not None:
+            count = min(count, share)
+        run = self._runs.setdefault(replica, _Run(bucket, bucket.requests))
+        requests = self.window.take(bucket, int(count * mean))
+        run.bucket, run.left = bucket, run.left - len(requests)
+        for waiting in requests:
+            limit = self._limit_of(waiting.what)
+            sent = Prompt(waiting.tokens, limit, waiting.namespace, len(bucket.prefix))
+            self.router.send(waiting.key, sent, replica)
+        return Assignment(replica, requests, len(bucket.prefix))
+
+    @staticmethod
+    def _prompt(bucket: Bucket) -> Prompt:
+        return Prompt(np.asarray(bucket.prefix), namespace=bucket.namespace)
 
 
 @dataclass(eq=False, slots=True)

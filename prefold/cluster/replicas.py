@@ -11,10 +11,10 @@ from typing import Any
 from ..cache import CacheEvents
 from ..engine.meter import StepInfo
 from ..engine.requests import PROBED
-from ..errors import PrefoldError
+from ..errors import InputError, PrefoldError
 from ..stream import Window
 from ..stream.order import SpooledRequest, decode_options
-from ..types import Readout, Sharing, Stats
+from ..types import GenerationStats, Readout, Sharing, Stats
 
 RESTARTS = 3  # of a replica that has answered nothing since
 LONGEST_WAIT = 0.5  # seconds that a report waits for something to be done
@@ -157,6 +157,21 @@ class Replicas(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends all replicas."""
+
+
+def cannot_ask(whom: str, what: str, without: str) -> InputError:
+    """Returns the error of a request for what a server, or vLLM, lacks. without: what to leave out, in words."""
+    remedy = f"leave it out, or run the model {without}"
+    return InputError(f"{whom} cannot be asked for {what}", field=what, remedy=remedy, code="unsupported")
+
+
+def generation_stats(prompt: int, made: int, cached: int) -> Stats:
+    """Returns what is counted for a prompt of which so many tokens were cached, and the tokens that were made of it."""
+    rows = prompt - cached
+    generation = GenerationStats(
+        generated_tokens=made, prefill_rows=rows, decode_rows=made, first_admission_hits=cached
+    )
+    return Stats(tokens=prompt + made, rows_computed=rows + made, requests=1, steps=1, generation=generation)
 
 
 def expected_limit(request: SpooledRequest) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 from ..errors import InputError, MissingExtraError
 from ..tasks.base import attempt
 from ..text.valid import check_said
-from .shared import SharedModel, split_options
+from .shared import RayModel, SharedModel, split_options
 
 try:
     import daft
@@ -118,8 +118,6 @@ class _FunctionCall:
     def client(self) -> Any:
         """Returns the model: of this process, or of the cluster."""
         if self.on_ray:
-            from .on_ray import RayModel
-
             return RayModel.of(self.model, self.llm, self.replicas)
         return SharedModel.of(self.model, self.llm)
 

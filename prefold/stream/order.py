@@ -139,12 +139,6 @@ class Order:
         """Yields the requests start <= request < stop."""
         raise NotImplementedError
 
-    def common(self, before: int, request: int) -> int:
-        """Returns how many leading tokens two requests of this order share, whichever of them comes first."""
-        if before == request:
-            return int(self.lengths[request])
-        return int(self.shared[min(before, request) + 1 : max(before, request) + 1].min())
-
 
 class HeldOrder(Order):
     """An order of requests that are in memory."""

@@ -20,12 +20,11 @@ from benchmarks.simulate.others import PARTS, SharedQueue
 from benchmarks.simulate.published import _ray_data, _sorted, published
 from benchmarks.simulate.scheduled import ScheduledEngine
 from prefold.cluster.policies import POLICIES
-from prefold.cluster.replica import Speed
+from prefold.cluster.router import Speed
 from prefold.simulate.cases import ENGINES, FEEDERS, Setup, run_setup
 from prefold.simulate.costs import StepCost, machine_named, model_named
 from prefold.simulate.engines import RowEngine
-from prefold.simulate.feeders import Lists, Streamed
-from prefold.simulate.fleet import Replica, run_fleet
+from prefold.simulate.fleet import Lists, Replica, Streamed, run_fleet
 from prefold.simulate.requests import prefix_repetition, shared_rows
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")

@@ -9,8 +9,7 @@ from benchmarks.simulate import policies  # noqa: F401  # they are put into the 
 from prefold.cache import CacheEvents
 from prefold.cache.events import Cleared, RowsStored
 from prefold.cluster.policies import policy_named
-from prefold.cluster.replica import Speed
-from prefold.cluster.router import Prompt, Router
+from prefold.cluster.router import Prompt, Router, Speed
 from tests.cluster.checks import check_policy_keeps_to_those_allowed
 
 

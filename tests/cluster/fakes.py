@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from prefold.cluster.host import ReplicaHost
+from prefold.cluster.hosts import ReplicaHost
 from prefold.cluster.replicas import ReplicaFacts, ReplicaLost, ReplicaReady, Replicas
 from prefold.cluster.router import Router
 from tests.cluster.checks import places_of

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.cache.events import CacheEvents, Cleared, RowsStored
-from prefold.cluster.dispatch import Dispatcher, Limits
+from prefold.cluster.online import Dispatcher, Limits
 from prefold.cluster.policies import POLICIES, policy_named
-from prefold.cluster.replica import Speed
-from prefold.cluster.router import Prompt, Router
+from prefold.cluster.router import Prompt, Router, Speed
 from tests.cluster.checks import check_router
 
 SPEED = Speed(prefill=1e-3, decode=1e-2)

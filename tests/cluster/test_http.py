@@ -22,7 +22,7 @@ from tiny import tiny_checkpoint, write_tokenizer
 from prefold.cli import main
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.http_bodies import embedding_bodies, generation_body, logprob_bodies
-from prefold.cluster.http_replicas import HttpReplicas
+from prefold.cluster.http_host import HttpReplicas
 from prefold.cluster.replicas import requests_of
 from prefold.errors import InputError
 from prefold.stream import Spool
@@ -354,7 +354,7 @@ def test_the_journal_knows_the_backend_and_the_model_and_not_the_servers(table):
 
 def test_a_package_that_is_not_there_is_named_with_its_extra(table, monkeypatch):
     for package, extra, option in (("ray", "ray", "--ray"), ("httpx", "http", "--url=http://localhost:1")):
-        modules = {"ray": ["ray_replicas"], "httpx": ["http_replicas", "http_host"]}[package]
+        modules = {"ray": ["ray_replicas"], "httpx": ["http_host"]}[package]
         monkeypatch.setitem(sys.modules, package, None)
         for module in modules:
             monkeypatch.delitem(sys.modules, f"prefold.cluster.{module}", raising=False)
@@ -429,7 +429,7 @@ def test_prefold_serve_gives_what_the_model_gives_here(table):
 @pytest.mark.parametrize("kind", ["logprobs", "logits"])
 def test_numbers_are_read_out_of_a_prompts_logprobs(kind):
     from prefold.cluster.fleet import Fleet
-    from prefold.cluster.http_replicas import HttpReplicas
+    from prefold.cluster.http_host import HttpReplicas
 
     rng = np.random.default_rng(0)
     requests = []

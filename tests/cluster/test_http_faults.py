@@ -13,8 +13,7 @@ import pytest
 
 from prefold.cluster import http_host
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.http_host import HttpHost, ServedModel
-from prefold.cluster.http_replicas import HttpReplicas
+from prefold.cluster.http_host import HttpHost, HttpReplicas, ServedModel
 from prefold.cluster.replicas import RESTARTS, ReplicaDown, ReplicaLost, ReplicaReady
 from prefold.errors import FleetError, InputError
 from prefold.stream import Spool

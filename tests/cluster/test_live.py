@@ -16,9 +16,9 @@ from tiny import tiny_checkpoint
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.cache.events import CacheEvents, Cleared, Removed, RowsStored
-from prefold.cluster import fleet_run
-from prefold.cluster.fleet import Fleet
-from prefold.cluster.host import facts_of
+from prefold.cluster import fleet as fleet_module
+from prefold.cluster.fleet import Fleet, FleetRun
+from prefold.cluster.hosts import facts_of
 from prefold.cluster.leases import LeaseBook
 from prefold.cluster.offline import LeaseOptions, OfflineSource, offline_source
 from prefold.cluster.online import OnlineSource
@@ -305,14 +305,14 @@ def test_the_first_answers_come_before_the_last_requests():
 
 
 def test_all_that_has_come_is_there_when_the_first_requests_leave(monkeypatch):
-    monkeypatch.setattr(fleet_run, "_LIVE_TICK", 5.0)  # a slow machine
+    monkeypatch.setattr(fleet_module, "_LIVE_TICK", 5.0)  # a slow machine
     feed = Feed(1 << 20)
     for number in range(300):
         feed.put([(Request(np.full(20, number, np.int32)), number.to_bytes(4, "little"))])
     fleet = Fleet(ThreadReplicas("a"))
     for max_tokens, there in ((1 << 20, 300), (1000, 50)):
         source = LiveInput(feed, max_tokens)
-        run = fleet_run.FleetRun(fleet, source, RunCall(Readout("last")), None)
+        run = FleetRun(fleet, source, RunCall(Readout("last")), None)
         run._send()
         assert run.online.num_waiting == there and (feed.since is None) == (there == 300)
         for number in range(300):
@@ -465,8 +465,8 @@ def reported(facts):
     """A run of one replica that takes part, and a fleet whose replicas remember who was asked to tell anew."""
     replicas = ThreadReplicas("a")
     fleet = Fleet(replicas)
-    run = fleet_run.FleetRun(fleet, LiveInput(Feed(), 1000), RunCall(Readout("tokens")), None)
-    fleet.ready["a"], run._begun["a"] = facts, fleet_run._Done(heard=100.0)
+    run = FleetRun(fleet, LiveInput(Feed(), 1000), RunCall(Readout("tokens")), None)
+    fleet.ready["a"], run._begun["a"] = facts, fleet_module._Done(heard=100.0)
     run.book.join("a", facts, 100.0)
     replicas.retold = []
     replicas.retell = replicas.retold.append

@@ -21,7 +21,7 @@ from tiny import tiny_checkpoint
 
 from prefold.cli import main
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.local_replicas import LocalReplicas
+from prefold.cluster.hosts import LocalReplicas
 from prefold.errors import FleetError, InputError, JobError
 from prefold.stream import Spool
 from prefold.types import Grammar, Readout, Request, Sampling
@@ -178,7 +178,7 @@ def test_what_it_lacks_is_an_error_of_that_record(engines, given, field):
 
 
 def test_how_sampling_is_asked_for(engines):
-    from prefold.cluster.vllm_requests import sampling_params
+    from prefold.cluster.vllm_host import sampling_params
 
     asked = Sampling(temperature=0.5, top_k=3, seed=1 << 63, stop=("a",), stop_ids=(7,), logit_bias=((1, -2.0),),
                      grammar=Grammar("choice", '["a", "b"]'), n=2, logprobs=1)  # fmt: skip

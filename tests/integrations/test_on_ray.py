@@ -16,7 +16,7 @@ from tiny_vision import tiny_vision
 
 from prefold.cluster.fleet import Fleet
 from prefold.errors import FleetError, InputError, JobError
-from prefold.integrations import on_ray
+from prefold.integrations import shared
 from prefold.tasks.base import Work
 from prefold.types import Readout, Request, Sampling
 from tests.cluster.fakes import ThreadReplicas
@@ -59,7 +59,7 @@ class Task:
 def run(replicas, go, **fleet):
     """What `go(front)` returns, with a front of a fleet of these replicas."""
     with closing(Fleet(replicas, **fleet)) as made:
-        front = on_ray._Front(lambda: (made, Task))
+        front = shared._Front(lambda: (made, Task))
         try:
             return asyncio.run(asyncio.wait_for(go(front), 100))
         finally:  # so that the front's thread has nothing to do any more
@@ -97,7 +97,7 @@ def test_items_of_many_callers_and_of_two_tasks_are_each_answered_once():
 
 def test_requests_of_one_kind_make_room_for_those_of_another(monkeypatch):
     """As long as echoes are asked for without end, a digest is answered too."""
-    monkeypatch.setattr(on_ray, "_TURN", 0.05)
+    monkeypatch.setattr(shared, "_TURN", 0.05)
     answered = []
 
     async def go(front):
@@ -166,7 +166,7 @@ def test_what_cannot_be_opened_or_made_is_said():
         raise JobError("there is no room")
 
     with pytest.raises(JobError, match="no room"):
-        asyncio.run(on_ray._Front(fails).run_many("echo", {}, ["a"]))
+        asyncio.run(shared._Front(fails).run_many("echo", {}, ["a"]))
 
 
 @pytest.mark.parametrize("sees", [False, True])
@@ -175,7 +175,7 @@ def test_tasks_are_made_without_the_weights(tmp_path, sees):
     folder = tiny_vision(tmp_path) if sees else tiny_checkpoint(tmp_path, "llama")
     for file in Path(folder).glob("*.safetensors"):
         file.write_bytes(b"")
-    make, media = on_ray._OnRay(str(folder), {"adapters": {"fr": "nowhere"}, "dtype": "float32"}, 2, ()).tasks()
+    make, media = shared._OnRay(str(folder), {"adapters": {"fr": "nowhere"}, "dtype": "float32"}, 2, ()).tasks()
     task = make("generate", {"max_tokens": 3})
     good, other = task.prepare([{"prompt": "a", "adapter": "fr"}, {"prompt": "a", "adapter": "de"}])
     assert good.requests[0].adapter == "fr" and isinstance(other, InputError)

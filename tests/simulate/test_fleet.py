@@ -16,8 +16,7 @@ from prefold.errors import InputError
 from prefold.simulate.cases import Setup, run_setup
 from prefold.simulate.costs import StepCost, machine_named, model_named
 from prefold.simulate.engines import RowEngine
-from prefold.simulate.feeders import Lists
-from prefold.simulate.fleet import Replica, run_fleet
+from prefold.simulate.fleet import Lists, Replica, run_fleet
 from prefold.simulate.requests import SimRequest, prefix_repetition, read_trace, shared_rows
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")

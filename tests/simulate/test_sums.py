@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from prefold.simulate.cases import Outcome, Setup, run_setup
+from prefold.simulate.cases import Outcome, Setup, as_json, header, line, run_setup
 from prefold.simulate.costs import StepCost, StepRows, machine_named, model_named
 from prefold.simulate.engines import Hits
-from prefold.simulate.feeders import contiguous
-from prefold.simulate.fleet import FleetOutcome
+from prefold.simulate.fleet import FleetOutcome, contiguous
 from prefold.simulate.requests import prefix_repetition
-from prefold.simulate.show import as_json, header, line
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
 COST = StepCost(MACHINE, MODEL)
