@@ -33,10 +33,10 @@ BUDGETS = {
     "records": (1840, 1750),
     "report": (760, 700),
     "job": (2420, 2050),
-    "cluster": (4820, 3500),
+    "cluster": (4700, 3500),
     "serve": (4887, 3900),
-    "simulate": (1250, 1150),
-    "integrations": (1070, 800),
+    "simulate": (1225, 1150),
+    "integrations": (1020, 800),
     "cli": (3100, 2500),
 }
 
