@@ -28,10 +28,12 @@ def only_triton(on_triton, monkeypatch):  # noqa: F811
     monkeypatch.setattr("prefold.attention.slot_torch.attend_block", refuse)
 
 
+# In the interpreter a step takes as long as the square of its rows: a quick run has three blocks of keys a tile.
+@pytest.mark.parametrize("most", [80, pytest.param(200, marks=pytest.mark.slow)])
 @FEW
 @given(data=st.data())
-def test_rows_of_random_tries(data):
-    rows, branching = data.draw(st.integers(1, 200)), data.draw(st.sampled_from([0.02, 0.3, 0.8]))
+def test_rows_of_random_tries(most, data):
+    rows, branching = data.draw(st.integers(1, most)), data.draw(st.sampled_from([0.02, 0.3, 0.8]))
     nest = random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, branching)
     if data.draw(st.booleans()):
         nest = with_spans(np.random.default_rng(rows), nest, data.draw(st.sampled_from([0.05, 1.0])))
@@ -51,7 +53,7 @@ def test_rows_of_random_tries(data):
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_common_shapes(dim, dtype):
-    case = RowCase(random_nest(np.random.default_rng(1), 150, 0.05), heads=(4, 1), dim=dim, dtype=dtype, path=70)
+    case = RowCase(random_nest(np.random.default_rng(1), 80, 0.05), heads=(4, 1), dim=dim, dtype=dtype, path=40)
     case.check()
 
 
@@ -88,16 +90,28 @@ def test_no_queries():
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("make", [RowCase, SlotCase], ids=["rows", "slots"])
 def test_what_is_not_finite_stays_in_its_sequence(make, where, bad):
-    nest = random_nest(np.random.default_rng(7), 60, 0.3)
-    for row in (0, 17, 58):
+    nest = random_nest(np.random.default_rng(7), 36, 0.3)
+    for row in (0, 11, 34):
         make(nest, heads=(4, 2)).check_not_finite(where, row, bad)
 
 
-@pytest.mark.parametrize("spans", [False, True])
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
-def test_gradients(window, dtype, tolerance, spans):
-    nest = random_nest(np.random.default_rng(8), 170, 0.05)
+# Each pair of a dtype, a window and spans; all eight of them are slow.
+@pytest.mark.parametrize(
+    ("dtype", "window", "spans"),
+    [
+        (torch.float32, None, False),
+        (torch.float32, 20, True),
+        (torch.bfloat16, None, True),
+        (torch.bfloat16, 20, False),
+        pytest.param(torch.float32, None, True, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 20, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, None, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 20, True, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients(dtype, window, spans):
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
+    nest = random_nest(np.random.default_rng(8), 110, 0.05)
     if spans:
         nest = with_spans(np.random.default_rng(8), nest, 0.3)
     case = RowCase(nest, heads=(6, 2), path=30, every=2, window=window)
@@ -117,7 +131,7 @@ def test_gradients(window, dtype, tolerance, spans):
 
 
 def test_gradients_where_blocks_are_seen_whole():
-    case = RowCase(chains([200, 60]), heads=(2, 1), dim=16)
+    case = RowCase(chains([110, 40]), heads=(2, 1), dim=16)
     leaves = [getattr(case, name).requires_grad_(True) for name in ("q", "k", "v")]
     found = torch.autograd.grad(case.run().square().sum(), leaves)
     doubles = [leaf.detach().double().requires_grad_(True) for leaf in leaves]
@@ -128,10 +142,11 @@ def test_gradients_where_blocks_are_seen_whole():
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("most", [40, pytest.param(80, marks=pytest.mark.slow)])
 @FEW
 @given(data=st.data())
-def test_slots_of_random_tries(data):
-    rows, branching = data.draw(st.integers(1, 80)), data.draw(st.sampled_from([0.02, 0.3, 0.8]))
+def test_slots_of_random_tries(most, data):
+    rows, branching = data.draw(st.integers(1, most)), data.draw(st.sampled_from([0.02, 0.3, 0.8]))
     nest = random_nest(np.random.default_rng(data.draw(st.integers(0, 999))), rows, branching)
     group = data.draw(st.integers(1, 7))
     SlotCase(
@@ -148,7 +163,7 @@ def test_slots_of_random_tries(data):
 
 def test_decoding_in_several_items():
     """Keys of one tile read in several places, and joined."""
-    nest, rows = groups([2, 3], 270, 40)
+    nest, rows = groups([2, 3], 150, 20)
     case = SlotCase(nest, query_rows=rows, heads=(4, 2), dim=16)
     tables = gpu.place_slots(case.plan(), Heads(4, 2, 16, torch.float32), torch.device("cpu"))
     assert tables.num_items > len(tables.tile_items) - 1

@@ -31,6 +31,14 @@ def fresh(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> Path:
+    """A library that was built by the quick flags."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFOLD_CACHE", str(tmp_path_factory.mktemp("quick")))
+        return build(flags=QUICK)
+
+
 @pytest.fixture
 def no_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
@@ -74,6 +82,9 @@ def test_second_build_comes_from_the_cache(fresh, monkeypatch, capfd):
 
 @needs_compiler
 def test_many_builders_at_once(fresh):
+    """In place of a damaged library."""
+    (fresh / "kernels").mkdir()
+    (fresh / "kernels" / f"kernels-{fingerprint(QUICK)}.so").write_bytes(b"not a library")
     with ThreadPoolExecutor(2) as pool:
         paths = list(pool.map(lambda _: build(flags=QUICK, again=True), range(2)))
     assert len(set(paths)) == 1
@@ -150,19 +161,20 @@ def test_a_user_without_a_home_falls_back(fresh, monkeypatch):
 
 
 @needs_compiler
-def test_a_damaged_library_is_built_again(fresh, monkeypatch):
-    monkeypatch.setattr(loader, "build", lambda again=False: build(flags=QUICK, again=again))
-    path = build(flags=QUICK)
-    path.write_bytes(b"not a library")
+def test_a_damaged_library_is_built_again(fresh, quick, monkeypatch):
+    """That a build stands in the damaged one's place shows test_many_builders_at_once."""
+    damaged, asked = fresh / "damaged.so", []
+    damaged.write_bytes(b"not a library")
+    monkeypatch.setattr(loader, "build", lambda again=False: asked.append(again) or (quick if again else damaged))
     loaded = kernels.load()
-    assert loaded is not None
+    assert asked == [False, True] and loaded is not None
     check_kernels(loaded)
 
 
 @needs_compiler
-def test_without_optimisation_and_instruction_sets(fresh):
+def test_without_optimisation_and_instruction_sets(quick):
     """The generic code: no AVX on x86."""
-    check_kernels(kernels.Kernels(build(flags=QUICK)))
+    check_kernels(kernels.Kernels(quick))
 
 
 @pytest.mark.slow

@@ -38,6 +38,15 @@ from prefold.worker.runner import Reads
 from prefold.worker.slots import SlotAttend, make_store, prepare_slots
 
 
+# Greedy, drawn with and without filters, and with what the host has to know. Few tokens: the interpreter is slow.
+DRAWN = [
+    Sampling(max_tokens=2, repetition_penalty=1.3),
+    Sampling(max_tokens=3, ignore_eos=True),
+    Sampling(max_tokens=3, temperature=1.0, seed=1, ignore_eos=True),
+    Sampling(max_tokens=2, temperature=1.3, top_k=9, top_p=0.9, seed=2, n=2, ignore_eos=True),
+]
+
+
 @pytest.fixture(params=["qwen3", "gemma3"])
 def llm(request, tmp_path) -> LLM:
     return LLM(str(tiny_checkpoint(tmp_path, request.param)), dtype="float32", device=DEVICE, cache="off")
@@ -76,11 +85,19 @@ def test_generated_tokens_are_those_of_the_cpu(llm, request):
     assert greedy(llm, some) == wanted
 
 
-def test_a_step_is_planned_while_the_one_before_runs(llm, on_triton, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(
+    ("llm", "samplings"),
+    [
+        ("qwen3", DRAWN),
+        *(pytest.param(family, ASKED[::-1], marks=pytest.mark.slow) for family in ("qwen3", "gemma3")),
+    ],
+    indirect=["llm"],
+)
+def test_a_step_is_planned_while_the_one_before_runs(llm, samplings, on_triton, monkeypatch):  # noqa: F811
     """Tokens are drawn by the kernel, and go from step to step without the host. (More in test_generate_ahead.)"""
-    wanted, _ = generated(llm, ASKED[::-1], ahead=False)
+    wanted, _ = generated(llm, samplings, ahead=False)
     begun = watch_steps(monkeypatch)
-    found, _ = generated(llm, ASKED[::-1], ahead=True)
+    found, _ = generated(llm, samplings, ahead=True)
     assert found == wanted
     assert any(begun), "no step was begun before the one before was over"
 

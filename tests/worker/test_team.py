@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 
 import numpy as np
 import pytest
 from looped_dense import looped_checkpoint
 from running import as_request, prompts, run
 from tiny import FAMILIES, tiny_checkpoint
+from torch.distributed import distributed_c10d
 
 from prefold import LLM
 from prefold.errors import CheckpointError, InputError, RankError
@@ -72,7 +74,7 @@ def test_every_family(family, ranks, tmp_path):
 
 @pytest.fixture
 def split(folder, monkeypatch):
-    monkeypatch.setattr(team, "TIMEOUT_SECONDS", 10)
+    monkeypatch.setattr(team, "TIMEOUT_SECONDS", 60)
     llm = LLM(folder, **PLACE, tensor_parallel=3)
     yield llm
     llm.close()
@@ -96,10 +98,13 @@ def test_a_killed_rank_is_named(split):
     assert all(process.poll() is not None for process in split._team._processes)
 
 
-def test_a_hung_rank_is_not_waited_for_for_ever(split):
-    victim = split._team._processes[0]
-    threading.Timer(0.3, os.kill, (victim.pid, signal.SIGSTOP)).start()
-    assert "rank 1 has not answered for 10 s" in str(embed_until_it_fails(split))
+def test_a_hung_rank_is_not_waited_for_for_ever(split, monkeypatch):
+    """The ranks came up under a limit that a busy machine keeps; then rank 0 waits for the others for less."""
+    monkeypatch.setattr(team, "TIMEOUT_SECONDS", 2)
+    monkeypatch.setattr(team, "LAST_WORD_SECONDS", 0.5)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    os.kill(split._team._processes[0].pid, signal.SIGSTOP)
+    assert "rank 1 has not answered for 2 s" in str(embed_until_it_fails(split))
 
 
 def test_what_a_rank_says_last_is_heard(split):
