@@ -21,7 +21,7 @@ from common import machine, median, spread, table, visible_pairs, write_json
 
 from prefold import kernels
 from prefold.attention import Heads, RowAttention, RowPlan, plan_rows
-from prefold.attention.row_torch import blocked_attention
+from prefold.attention.row_attention import blocked_attention
 from prefold.model.ops import PYTORCH, choose_ops
 
 

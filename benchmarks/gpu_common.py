@@ -20,8 +20,7 @@ from prefold.prefix import Trie
 from prefold.schedule import PrefillScheduler
 from prefold.stream import Spool
 from prefold.types import Readout, Request
-from prefold.worker.attend import Path, StepAttend, heads_of
-from prefold.worker.batch import Batch, prepare
+from prefold.worker.rows import Batch, Path, StepAttend, heads_of, prepare
 
 # A model that any machine runs: the smoke test goes through every section with it.
 TINY = {

@@ -22,8 +22,8 @@ from prefold.looped.train import visit_logprobs
 from prefold.stream import Spool
 from prefold.train import TrainBatch
 from prefold.types import Generated, Request, Sampling
-from prefold.worker.attend import Path as KVPath
-from prefold.worker.attend import StepAttend
+from prefold.worker.rows import Path as KVPath
+from prefold.worker.rows import StepAttend
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.9, 0.95, 0.98)

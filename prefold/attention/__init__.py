@@ -1,20 +1,18 @@
 """Interval attention: key row j is visible to query row i exactly when j <= i < end[j]; where spans of
 rows see each other both ways, when first[j] <= i < end[j], `first` being the first row of key j's span.
 
-`RowAttention` plans on the host once a step (`plan_rows`) and attends once a plane; `dense_attention` is the slow
-definition that it is tested against. For generation, where keys lie in the slots of a store, `plan_slots` does
-the host's part, and `KVStore` keeps the keys and attends.
+`RowAttention` plans on the host once a step (`plan_rows`) and attends once a plane. For generation, where keys lie in
+the slots of a store, `plan_slots` does the host's part, and `KVStore` keeps the keys and attends.
 
-Files named `row_` are about rows as they lie, those named `slot_` about slots; `_plan` is the host's part, `_torch` the
-form in PyTorch, `_triton` the one for a GPU, `_tiles` what the host prepares for that one.
+Files named `row_` are about rows as they lie, those named `slot_` about slots; `_plan` is the host's part, `_triton`
+the form for a GPU, `_tiles` what the host prepares for that one.
 """
 
 from __future__ import annotations
 
-from .dense import dense_attention, visibility
-from .heads import Heads
+from .plan import Heads
 from .row_attention import RowAttention
-from .row_plan import RowPlan, plan_rows
+from .row_plan import RowPlan, plan_rows, visibility
 from .slot_plan import KeyRuns, SlotPlan, plan_slots
 from .store import KVStore
 
@@ -25,7 +23,6 @@ __all__ = [
     "RowAttention",
     "RowPlan",
     "SlotPlan",
-    "dense_attention",
     "plan_rows",
     "plan_slots",
     "visibility",

@@ -11,18 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .heads import Heads
+from .plan import Heads
 from .row_plan import RowPlan
 from .slot_plan import KeyRuns, SlotPlan
 
 if TYPE_CHECKING:
     from .row_triton import RowTables
     from .slot_triton import FixedTables, SlotTables
-
-__all__ = [
-    "attend_rows", "attend_slots", "dense", "fixed_plan", "pick_tile", "place_rows", "place_slots", "wants_gradient",
-    "write_slots",
-]  # fmt: skip
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:

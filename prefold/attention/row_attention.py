@@ -1,17 +1,118 @@
-"""Attention on rows as they lie: by the compiled kernel, by Triton's or by PyTorch."""
+"""Attention on rows as they lie: by the compiled kernel, by Triton's, or by PyTorch in blocks of queries over gathered
+keys, for any device and float dtype, differentiable."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
 
 from . import gpu
-from .heads import Heads
+from .plan import Heads
 from .row_plan import RowPlan, plan_rows
-from .row_torch import blocked_attention
 
-__all__ = ["RowAttention"]
+
+def blocked_attention(q: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, *, scale: float) -> Tensor:
+    """Returns attention of q [queries, heads, dim] over keys and values [keys, kv_heads, dim], shaped as q.
+
+    There is one scaled_dot_product_attention for each block of queries: memory grows with the block, not with the
+    square of the step. A key or value that is not finite makes the rows that see it NaN, and no other row.
+    """
+    return _Blocked.apply(q, keys, values, plan, scale)
+
+
+class _Blocked(torch.autograd.Function):
+    """Keeps q, keys and values alone for the backward pass, which computes each block again.
+
+    Autograd by itself would keep every block's gathered keys and its mask, a fifth of all that is held for a layer of
+    SmolLM2 at 16 completions of a prompt, and for each block it would make gradients of all keys, to add them up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, scale: float) -> Tensor:
+        values = values.contiguous()  # kept by itself, without the queries and keys that it was made with
+        ctx.save_for_backward(q, keys, values)
+        ctx.plan, ctx.scale = plan, scale
+        keys, values, bad = finite(keys, values)
+        out = torch.empty_like(q)
+        for rows, index, visible in _blocks(plan, q.device):
+            out[rows] = attend_block(q[rows], keys[index], values[index], bad[index], visible, scale)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, keys, values = ctx.saved_tensors
+        q_grad = torch.empty_like(q)
+        # A key of a long shared prompt has parts from many blocks: they are added in float32 or more, and rounded once.
+        sums = torch.promote_types(keys.dtype, torch.float32)
+        keys_grad, values_grad = (torch.zeros_like(of, dtype=sums) for of in (keys, values))
+        for rows, index, visible in _blocks(ctx.plan, q.device):
+            block = [x.detach().requires_grad_() for x in (q[rows], keys[index], values[index])]
+            with torch.enable_grad():
+                out = _attend(*block, visible, ctx.scale)
+            q_grad[rows], *of_keys = torch.autograd.grad(out, block, grad[rows])
+            for whole, part in zip((keys_grad, values_grad), of_keys, strict=True):
+                if isinstance(index, slice):
+                    whole[index] += part
+                else:
+                    whole.index_add_(0, index, part.to(sums))
+        return q_grad, keys_grad.to(keys.dtype), values_grad.to(values.dtype), None, None
+
+
+def _blocks(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
+    """Yields blocks of queries: their places, the keys that any of them sees, and bool [queries, keys] who sees
+    which."""
+    end = torch.from_numpy(plan.end).to(device)
+    rows = torch.from_numpy(plan.query_rows).to(device)
+    positions = None if plan.window is None else torch.from_numpy(plan.positions).to(device)
+    first = torch.arange(len(end), device=device) if plan.first is None else torch.from_numpy(plan.first).to(device)
+    for block in plan.blocks:
+        index = block.keys()
+        if not isinstance(index, slice):
+            index = torch.from_numpy(index).to(device)
+        query = rows[block.start : block.stop, None]
+        visible = (first[index] <= query) & (query < end[index])
+        if positions is not None:
+            visible &= positions[query] - positions[index] < plan.window
+        yield slice(block.start, block.stop), index, visible
+
+
+def finite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns keys and values [keys, kv_heads, dim] with zeros for those that are not finite, and which: bool [keys,
+    kv_heads].
+
+    SDPA multiplies hidden values by zero, and zero times infinity is NaN: they are taken out here, and
+    `attend_block` puts NaN back where it belongs.
+    """
+    bad = ~(keys.isfinite().all(-1) & values.isfinite().all(-1))
+    return torch.where(bad[..., None], 0, keys), torch.where(bad[..., None], 0, values), bad
+
+
+def attend_block(q: Tensor, k: Tensor, v: Tensor, bad: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Returns attention of q [queries, heads, dim] over what `finite` gives, as far as visible bool [queries, keys]."""
+    poisoned = (visible.to(q.dtype) @ bad.to(q.dtype)) > 0
+    group = q.shape[1] // k.shape[1]
+    return _attend(q, k, v, visible, scale).masked_fill(poisoned.repeat_interleave(group, 1)[..., None], torch.nan)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Returns attention; the heads of a group are stacked as further queries of their KV head, and no key is
+    repeated."""
+    queries, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    stacked = q.reshape(queries, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, group * queries, dim)
+    mask = visible.repeat(group, 1)
+    out = scaled_dot_product_attention(
+        stacked, k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask, scale=scale
+    )
+    return out.reshape(kv_heads, group, queries, dim).permute(2, 0, 1, 3).reshape(queries, heads, dim)
 
 
 class RowAttention:

@@ -10,8 +10,6 @@ import numpy as np
 from .. import kernels
 from .plan import Plan, window_positions
 
-__all__ = ["KeyBlock", "RowPlan", "plan_rows"]
-
 # Queries that share one gathered key list in the PyTorch form. At 256, prompts with completions cost 5 to 20 % more.
 BLOCK_QUERIES = 128
 
@@ -151,3 +149,24 @@ def runs_of(keys: np.ndarray) -> np.ndarray:
     first = keys[np.concatenate(([0], breaks + 1))]
     last = keys[np.concatenate((breaks, [len(keys) - 1]))]
     return np.stack((first, last + 1), 1)
+
+
+def visibility(
+    end: np.ndarray,
+    query_rows: np.ndarray,
+    positions: np.ndarray | None = None,
+    window: int | None = None,
+    first: np.ndarray | None = None,
+) -> np.ndarray:
+    """Returns which keys each query sees, bool [queries, keys]: first[j] <= i < end[j], and no more than `window` - 1
+    positions before it (the sliding window; None: at any distance).
+
+    end int64 [keys]; query_rows int64 [queries], the key row of each query; positions int64 [keys]; first int64 [keys],
+    of a row in a span the span's first row, of others the row itself; None: there are no spans.
+    """
+    end, rows = np.asarray(end), np.asarray(query_rows)[:, None]
+    visible = ((np.arange(len(end)) if first is None else np.asarray(first)) <= rows) & (rows < end)
+    if window is not None:
+        positions = np.asarray(positions)
+        visible &= positions[rows] - positions < window
+    return visible

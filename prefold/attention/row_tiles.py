@@ -13,8 +13,6 @@ import numpy as np
 
 from .row_plan import RowPlan
 
-__all__ = ["KeyTiles", "RowTiles", "key_tiles", "row_tiles"]
-
 # Parts of a tile's list, in this order: the carried path, then the new rows; each seen whole, then in part.
 PARTS = 4
 

@@ -18,8 +18,6 @@ from ..device import block_memory, upload
 from .row_plan import RowPlan
 from .row_tiles import row_tiles
 
-__all__ = ["RowTables", "TileSize", "attend_rows", "fitting_on", "precision", "row_tables", "tile_size"]
-
 LOG2_E = 1.4426950408889634
 
 

@@ -32,8 +32,6 @@ from .row_triton import (
     stack,
 )
 
-__all__ = ["KeyTables", "attend_rows_with_gradient", "backward_tables"]
-
 # By bytes of a number and padded head dimension; not measured on a GPU yet. Fewer than 64 rows do without Hopper's own
 # instructions, where more would not find room in the registers.
 TILE_SIZES = {

@@ -9,8 +9,6 @@ import numpy as np
 from .. import kernels
 from .plan import Plan, window_positions
 
-__all__ = ["KeyRuns", "SlotPlan", "plan_slots", "seen_by_query"]
-
 MAX_SLOTS = 2**31 - 1
 
 

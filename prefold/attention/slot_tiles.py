@@ -14,10 +14,6 @@ import numpy as np
 
 from .slot_plan import KeyRuns, SlotPlan
 
-__all__ = [
-    "ITEMS", "ITEM_FIELDS", "STRETCH_FIELDS", "SlotTiles", "listed_keys", "pick_rows", "slot_tiles", "stretches"
-]  # fmt: skip
-
 # What is known of a stretch of keys in a tile's list, and of an item.
 STRETCH_FIELDS = ("place", "slot", "count", "position", "first", "step", "last")
 ITEM_FIELDS = ("tile", "start", "whole", "stop", "alone")

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .row_torch import attend_block, finite
+from .row_attention import attend_block, finite
 from .slot_plan import SlotPlan, seen_by_query
-
-__all__ = ["attend_slots"]
 
 # Queries share one gathered list of keys as long as they see, together, at least this part of the square of queries
 # and keys; and at most so many of them.

@@ -16,12 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import upload
-from .heads import Heads
+from .plan import Heads
 from .row_triton import LOG2_E, fitting_on, hide, load_rows, padded, precision, stack, take_block
 from .slot_plan import SlotPlan
 from .slot_tiles import ITEM_FIELDS, ITEMS, pick_rows, slot_tiles, stretches
-
-__all__ = ["FixedTables", "SlotTables", "attend_slots", "slot_tables", "write_slots"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,9 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 from __future__ import annotations
 
 from .attention import MAX_HEAD_DIM
-from .calls import RowLists, SlotLists, SlotPlane
-from .interface import DTYPES
-from .library import Kernels
-from .loader import load, status
-from .panels import PanelPool, can_pack_words, pack_words
+from .interface import DTYPES, RowLists, SlotLists, SlotPlane
+from .loader import Kernels, load, status
+from .products import PanelPool, can_pack_words, pack_words
 
 __all__ = [
     "DTYPES",

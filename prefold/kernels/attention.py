@@ -12,10 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .calls import RowCall, RowLists, SlotCall, SlotLists, SlotPlane, TileCall, WriteCall
-from .interface import Family
-
-__all__ = ["MAX_HEAD_DIM", "AttentionKernels"]
+from .interface import Family, RowCall, RowLists, SlotCall, SlotLists, SlotPlane, TileCall, WriteCall
 
 MAX_HEAD_DIM = 256
 

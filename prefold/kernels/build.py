@@ -15,8 +15,6 @@ from pathlib import Path
 
 from ..checkpoint import cache_folder
 
-__all__ = ["BuildError", "build", "find_compiler"]
-
 SOURCES = Path(__file__).parent / "src"
 # gnu++17 (rather than c++17) and these flags let the compiler fuse multiply and add. The ABI notes are about
 # vector arguments of functions that are all inlined.

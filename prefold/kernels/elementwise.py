@@ -7,8 +7,6 @@ from torch import Tensor
 
 from .interface import Family
 
-__all__ = ["ElementwiseKernels"]
-
 
 class ElementwiseKernels(Family):
     """Computes what a layer does between its products, on tensors of one of DTYPES on the CPU."""

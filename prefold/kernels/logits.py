@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .interface import Family
 
-__all__ = ["LogitKernels"]
-
 
 class LogitKernels(Family):
     """Reads rows of float32 logits on the CPU."""

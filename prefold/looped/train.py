@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..model import CausalLM
 from ..train.batch import TrainBatch, dtype_on
 from ..train.losses import check_trained, target_logprobs
-from ..worker.attend import Path, StepAttend
+from ..worker.rows import Path, StepAttend
 from .loop import Routing
 from .model import LoopedLM
 from .routed_model import routed

@@ -17,10 +17,10 @@ from ..model.decoder_layer import Layer
 from ..model.ops import choose_ops
 from ..model.transformer import Pass
 from ..schedule.steps import NOT_FINITE, NOTHING, Drawing, Numbers, SlotStep
-from ..worker.attend import heads_of
 from ..worker.local import LocalWorker
 from ..worker.protocol import DONE, Ticket, WorkerPart
-from ..worker.slot_reads import SlotReads
+from ..worker.rows import heads_of
+from ..worker.slots import SlotReads
 from .config import LoopedConfig
 from .gate import Seen
 from .model import LoopedLM

@@ -47,7 +47,7 @@ Linears = Mapping[str, tuple[int, Sequence[tuple[str, int]]]]
 class MlpKind:
     """An MlpKind says what the MLP of a layer is; `ModelConfig.mlp` names it.
 
-    module   the module and the class of what is built, which has the face of `prefold.model.mlp.Mlp`
+    module   the module and the class of what is built, which has the face of `prefold.model.decoder_layer.Mlp`
     linears  returns the linears that every row goes through, of a config; adapters may add to them
     others   returns how many weights there are beside these in a layer, and how many of them a row meets
     """
@@ -259,8 +259,8 @@ def _plain(config: ModelConfig) -> Linears:
 
 
 _MLPS = {
-    "gated": MlpKind("prefold.model.mlp:Mlp", _gated),
-    "plain": MlpKind("prefold.model.mlp:PlainMlp", _plain),
+    "gated": MlpKind("prefold.model.decoder_layer:Mlp", _gated),
+    "plain": MlpKind("prefold.model.decoder_layer:PlainMlp", _plain),
 }
 
 

@@ -17,7 +17,7 @@ from ..prefix import PrefixMap, Trie, check_ragged
 from ..prefix.ragged import ragged_ranges
 from ..schedule import StreamStep
 from ..types import SHARING_MODES, Sharing
-from ..worker.batch import Batch, prepare
+from ..worker.rows import Batch, prepare
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..model import CausalLM
 from ..model.layers import Linear
 from ..model.ops import log_sum_exp, wide
-from ..worker.attend import Path, StepAttend
+from ..worker.rows import Path, StepAttend
 from .batch import TrainBatch, dtype_on
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from dense import dense_attention
 from nests import Nest, nest_of
 
 from prefold.attention import (
@@ -13,7 +14,6 @@ from prefold.attention import (
     RowAttention,
     RowPlan,
     SlotPlan,
-    dense_attention,
     plan_slots,
     visibility,
 )

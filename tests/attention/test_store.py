@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from cases import PLANES, TOLERANCE, SlotCase, groups
+from dense import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nests import Nest, chains, random_nest, with_spans
 
 from prefold import kernels
-from prefold.attention import Heads, KeyRuns, KVStore, SlotPlan, dense_attention, plan_slots
+from prefold.attention import Heads, KeyRuns, KVStore, SlotPlan, plan_slots
 
 
 @settings(max_examples=120)

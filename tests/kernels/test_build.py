@@ -10,10 +10,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from dense import dense_attention
 from nests import random_nest
 
 from prefold import kernels
-from prefold.attention import Heads, RowAttention, dense_attention, visibility
+from prefold.attention import Heads, RowAttention, visibility
 from prefold.kernels import loader
 from prefold.kernels.build import FLAGS, BuildError, build, find_compiler, fingerprint
 

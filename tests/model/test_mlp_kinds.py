@@ -14,9 +14,9 @@ from transformers import AutoConfig, LlamaForCausalLM
 from prefold.checkpoint import resolve
 from prefold.errors import UnsupportedModelError
 from prefold.model import MlpKind, add_mlp, config, config_from, families, load_model, register_family
+from prefold.model.decoder_layer import Mlp
 from prefold.model.decoders import llama
 from prefold.model.layers import Linear, linear_weights
-from prefold.model.mlp import Mlp
 from prefold.plugins import load_plugins
 
 EXPERTS = 2

@@ -28,15 +28,11 @@ from prefold.schedule import PrefillScheduler, StepResult
 from prefold.schedule.steps import SlotStep
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
-from prefold.worker import runner
-from prefold.worker.attend import Path, heads_of
-from prefold.worker.batch import prepare
-from prefold.worker.budget import batch_rows
+from prefold.worker import rows as module
 from prefold.worker.graphs import SIZES, DecodeGraphs, FixedStep, padded_size
-from prefold.worker.local import LocalWorker
-from prefold.worker.runner import Reads
+from prefold.worker.local import LocalWorker, batch_rows
+from prefold.worker.rows import Path, Reads, heads_of, prepare
 from prefold.worker.slots import SlotAttend, make_store, prepare_slots
-
 
 # Greedy, drawn with and without filters, and with what the host has to know. Few tokens: the interpreter is slow.
 DRAWN = [
@@ -138,7 +134,7 @@ def without_data(llm, monkeypatch) -> CausalLM:
     monkeypatch.setattr(device, "TRITON_DEVICES", ("meta",))
     monkeypatch.setattr(kernels, "load", lambda: None)
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: launches.append(self.fn.__name__))
-    monkeypatch.setattr(runner, "_fetch", lambda tensor: tensor)
+    monkeypatch.setattr(module, "_fetch", lambda tensor: tensor)
     model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta")).eval()
     model.launches = launches
     model.cos_sin(torch.zeros(1, dtype=torch.int64, device="meta"))  # its tables are made once
@@ -168,7 +164,7 @@ def test_a_step_never_waits(without_data, sharing, readout):
     batch = one_step(model, prompts(5), sharing, readout)
     assert not model.launches, "what is prepared ahead launches nothing"
     with NoWaiting(), torch.inference_mode():
-        reads, path = runner.run(model, batch, Path())
+        reads, path = module.run(model, batch, Path())
     assert reads._values.device.type == "meta"
     assert model.launches.count("_forward") == model.config.layers
     assert {"_add_rms_norm", "_rope", "_gate"} <= set(model.launches)
@@ -373,13 +369,13 @@ def test_generation_goes_on_with_smaller_steps(llm, monkeypatch):
 
 def test_rows_of_a_step_where_nobody_says(llm, monkeypatch):
     assert batch_rows(llm.model) == 4096 or DEVICE == "cuda"
-    monkeypatch.setattr("prefold.worker.budget.available_memory", lambda device: 1 << 23)
+    monkeypatch.setattr("prefold.worker.local.available_memory", lambda device: 1 << 23)
     model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta"))
     some = batch_rows(model)
     assert some % 1024 == 0 and 1024 <= some < 65_536
-    monkeypatch.setattr("prefold.worker.budget.available_memory", lambda device: 1 << 45)
+    monkeypatch.setattr("prefold.worker.local.available_memory", lambda device: 1 << 45)
     assert batch_rows(model) == 65_536
-    monkeypatch.setattr("prefold.worker.budget.available_memory", lambda device: 0)
+    monkeypatch.setattr("prefold.worker.local.available_memory", lambda device: 0)
     assert batch_rows(model) == 1024
 
 

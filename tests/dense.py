@@ -6,29 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["dense_attention", "visibility"]
-
-
-def visibility(
-    end: np.ndarray,
-    query_rows: np.ndarray,
-    positions: np.ndarray | None = None,
-    window: int | None = None,
-    first: np.ndarray | None = None,
-) -> np.ndarray:
-    """Returns which keys each query sees, bool [queries, keys]: first[j] <= i < end[j], and no more than `window` - 1
-    positions before it (the sliding window; None: at any distance).
-
-    end int64 [keys]; query_rows int64 [queries], the key row of each query; positions int64 [keys]; first int64 [keys],
-    of a row in a span the span's first row, of others the row itself; None: there are no spans.
-    """
-    end, rows = np.asarray(end), np.asarray(query_rows)[:, None]
-    visible = ((np.arange(len(end)) if first is None else np.asarray(first)) <= rows) & (rows < end)
-    if window is not None:
-        positions = np.asarray(positions)
-        visible &= positions[rows] - positions < window
-    return visible
-
 
 def dense_attention(
     q: Tensor,
