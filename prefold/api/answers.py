@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -219,3 +219,40 @@ def parted(text: str, opened: bool) -> tuple[str, str]:
     parting = Parting(opened)
     begun, rest = parting.add(text), parting.rest()
     return begun[0] + rest[0], begun[1] + rest[1]
+
+
+class Events:
+    """Makes the events of one response, each of them a dict.
+
+    is_named  whether an event is sent with its "type" as its name
+    mark      what is sent behind all events
+    """
+
+    is_named = True
+    mark = b""
+
+    def begin(self, prompts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields what comes before any text. prompts: what the task notes of each."""
+        raise NotImplementedError
+
+    def piece(
+        self, item: int, sample: int, text: str, tokens: list[dict[str, Any]], count: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yields what sends some more of a sample's text, with its tokens. What may be a function call is kept until
+        the end.
+
+        count  how many tokens the sample has so far
+        """
+        raise NotImplementedError
+
+    def end(self, item: int, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields what ends the samples of an item, by its result."""
+        raise NotImplementedError
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """Yields what comes after all items have ended."""
+        yield from ()
+
+    def failed(self, status: int, message: str, code: str, param: str | None) -> dict[str, Any]:
+        """Returns the event that says that the response could not be ended."""
+        raise NotImplementedError

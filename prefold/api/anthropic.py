@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct
 
-from .answers import GrowingText
+from .answers import Events, GrowingText
 from .body import Body as RequestBody
-from .body import Ignored, Model, doc, doc_of_option
+from .body import Ignored, Model, TaskOrder, doc, doc_of_option
 from .completions import Chat, chat_body, read_chat
 
 Body = dict[str, Any]
@@ -126,12 +127,8 @@ class Message(CountTokens, kw_only=True):
     max_tokens: Annotated[Any, doc("The most tokens of the answer.", "integer", minimum=1)]
 
 
-def read_message(sent: Mapping[str, Any], *, answered: bool = True) -> tuple[list[Body], Body]:
-    """Returns one item of the task "generate", and what the response needs. Raises InputError.
-
-    answered  whether an answer is wanted, and not only the count of the tokens
-    """
-    body = (Message if answered else CountTokens).of(sent)
+def read_message(body: CountTokens, model: str, id: str) -> TaskOrder:
+    """Returns what a conversation asks. Raises InputError. model, id: of the response."""
     chat: Body = {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p", "top_k")} | {
         "stop": body.stop_sequences
     }
@@ -146,8 +143,14 @@ def read_message(sent: Mapping[str, Any], *, answered: bool = True) -> tuple[lis
         named = {"type": "function", "function": {"name": choice.name}}
         chat["tool_choice"] = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    items, meta = read_chat(Chat.of(chat), {})
-    return [item | {"with_reasoning": False} for item in items], meta
+    ((item,), meta) = read_chat(Chat.of(chat), {})
+    fields = {"stop": "stop_sequences", "grammar": "tools"}
+    if meta.get("format") == "response_format":
+        fields["grammar"] = "output_config.format"
+    make, events = partial(message_body, meta, model=model, id=id), None
+    if body.stream:
+        events = MessageEvents(meta, model=model, id=id)
+    return TaskOrder("generate", [item | {"with_reasoning": False}], make, fields=fields, events=events)
 
 
 def _text(content: str | list[TextBlock]) -> str:
@@ -193,9 +196,9 @@ def _tool(tool: Tool) -> Body:
 # ----------------------------------------------------------------------------------------------------- responses
 
 
-def message_body(meta: Body, result: Body, *, model: str, id: str) -> Body:
+def message_body(meta: Body, results: list[Body], *, model: str, id: str) -> Body:
     """Returns the response to a request, by the result of its one item."""
-    (choice,) = chat_body(meta, [result])["choices"]
+    (choice,), (result,) = chat_body(meta, results)["choices"], results
     message = choice["message"]
     content: list[Body] = [{"type": "text", "text": message["content"]}] if message["content"] else []
     for call in message.get("tool_calls", ()):
@@ -222,7 +225,7 @@ def _usage(result: Mapping[str, Any]) -> Body:
     }  # fmt: skip
 
 
-class MessageEvents:
+class MessageEvents(Events):
     """Makes the events of one response; each is a dict whose "type" is its name."""
 
     def __init__(self, meta: Body, *, model: str, id: str):
@@ -241,7 +244,7 @@ class MessageEvents:
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
         """Yields what ends the message: its function calls, why it ended, how many tokens there were."""
-        whole = message_body(self._meta, result, model=self._model, id=self._id)
+        whole = message_body(self._meta, [result], model=self._model, id=self._id)
         text = next((block["text"] for block in whole["content"] if block["type"] == "text"), "")
         yield from self._send(self._text.rest(text))
         if self._has_text:
@@ -255,10 +258,6 @@ class MessageEvents:
         ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": ended, "usage": whole["usage"]}
         yield {"type": "message_stop"}
-
-    def last(self) -> Iterator[Body]:
-        """Yields nothing: the end of its one item is the end of a message."""
-        yield from ()
 
     def failed(self, status: int, message: str, code: str, param: str | None) -> Body:
         """Returns the event that says that the message could not be ended."""

@@ -14,6 +14,8 @@ from msgspec import Meta, Struct
 
 from ..errors import InputError
 from ..options import kind_of, option_of
+from ..schedule.generate_step import NOBODY
+from ..types import Owner, Readout
 
 T = TypeVar("T")
 # {what msgspec calls a type: what to give}
@@ -207,24 +209,42 @@ def _remedy(what: str, kind: Any, name: str) -> str:
 
 
 def renamed(field: str | None, names: Mapping[str, str]) -> str | None:
-    """Returns what the request calls a field of a task's items: "text[3]" is "inputs[3]" of a request to TEI."""
+    """Returns what the request calls a field of a task's items: "text[3]" is "inputs[3]" of a request to TEI, and any
+    part of a grammar the parameter that asks for it."""
     name, bracket, index = (field or "").partition("[")
+    if name.partition(".")[0] == "grammar":
+        return names.get("grammar", name)
     return field and names.get(name, name) + bracket + index
 
 
 @dataclass(frozen=True)
-class Asked:
-    """An Asked is what one body asks of a task.
+class TaskOrder:
+    """A TaskOrder is what one request asks of a task.
 
-    task     the task's name
-    items    its items
-    make     (the task's result of each item) -> the body of the response
-    options  of the task
-    fields   {name of a field of the task's items: what the request calls it}, where they differ
+    task       the task's name
+    items      its items
+    make       (the task's result of each item) -> the body of the response
+    options    of the task, for this request
+    fields     {name of a field of the task's items: what the request calls it}, where they differ
+    share      whether prompts may be shared with others', now or later
+    echo       what is read of prompts that are scored beside their continuations
+    readout    what is read in place of what the task reads; None: what the task reads
+    events     makes the events in which the response is sent; None: it is sent whole
+
+    What a server adds: the `owner` for whom it is, the size of the body in `num_bytes`, the `namespace` within which
+    alone a prefix is shared, and whether the engine `computes` it, or only its prompts are wanted.
     """
 
     task: str
     items: Sequence[Any]
-    make: Callable[[list[dict[str, Any]]], Any]
+    make: Callable[[list[dict[str, Any]]], Any] = list
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, str] = field(default_factory=dict)
+    share: bool = True
+    echo: Any = None
+    readout: Readout | None = None
+    events: Any = None
+    owner: Owner = NOBODY
+    num_bytes: int = 0
+    namespace: str = ""
+    computes: bool = True

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .answers import GrowingText, Parting
+from .answers import Events, GrowingText, Parting
 from .body import Body as RequestBody
-from .body import renamed
 from .completions import (
     Chat,
     Completion,
@@ -66,13 +65,9 @@ class RequestKind:
         """Returns what `items` does of the body of a batch's line. Raises InputError."""
         return self.items(self.body.of(body, in_batch=True), defaults)
 
-    def name_of(self, field: str | None, meta: Meta) -> str | None:
-        """Returns what the request calls a field of the task's items: "text[3]" is "input[3]" of an embeddings
-        request."""
-        name = (field or "").partition("[")[0]
-        if name.partition(".")[0] == "grammar":
-            return meta.get("format", name)
-        return renamed(field, self.fields)
+    def names(self, meta: Meta) -> Mapping[str, str]:
+        """Returns what the request calls the fields of the task's items. meta: what the response needs."""
+        return self.fields | ({"grammar": meta["format"]} if "format" in meta else {})
 
 
 _SAMPLING = {"stop_ids": "stop_token_ids", "salt": "cache_salt", "with_ids": "return_token_ids"}
@@ -128,13 +123,15 @@ def openai_error(status: int, message: str, code: str, param: str | None) -> tup
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code or None}}
 
 
-class Chunks:
+class Chunks(Events):
     """Makes the chunks of one response.
 
     kind    "chat" or "completion"
     usage   whether a last chunk says how many tokens there were, and whether every chunk how many there are so far
     items   prompts, each of which has so many `samples`
     """
+
+    is_named, mark = False, b"data: [DONE]\n\n"
 
     def __init__(
         self, kind: str, meta: Body, *, model: str, id: str, usage: tuple[bool, bool], items: int, samples: int

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..tasks.embed import is_list_of_texts
-from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Asked, Body, Ignored, Model, Settings, Word, doc
+from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, Ignored, Model, Settings, TaskOrder, Word, doc
 
 Result = dict[str, Any]
 Encoding = Word("Encoding", {"float": "float", "base64": "base64"})
@@ -149,7 +149,7 @@ class Pooling(Classify, kw_only=True):
     encoding_format: Encoding = Encoding.float
 
 
-def read_classify(body: Classify, model: str, id: str) -> Asked:
+def read_classify(body: Classify, model: str, id: str) -> TaskOrder:
     """Returns what /classify asks: how likely the labels of the classification head are. model, id: of the response."""
 
     def entry(result: Result, values: np.ndarray) -> Result:
@@ -158,7 +158,7 @@ def read_classify(body: Classify, model: str, id: str) -> Asked:
     return _labels(body, entry, f"classify-{id}", model)
 
 
-def read_pooling(body: Pooling, model: str, id: str, task: str) -> Asked:
+def read_pooling(body: Pooling, model: str, id: str, task: str) -> TaskOrder:
     """Returns what /pooling asks: the vectors of texts, or what a classification head gives. Raises InputError.
 
     model, id   of the response
@@ -178,14 +178,15 @@ def read_pooling(body: Pooling, model: str, id: str, task: str) -> Asked:
         def make(results: list[Result]) -> Result:
             return _response([entry(one, one["embedding"]) for one in results], results, f"pool-{id}", model)
 
-        return Asked("embed", items, make, options, {"text": "input"})
+        options |= body.options("embed")
+        return TaskOrder("embed", items, make, options, {"text": "input"}, body.cache_prompt)
     if body.dimensions is not None:
         message, remedy = "'dimensions' is for embeddings, and the model classifies", "leave it out"
         raise InputError(message, field="dimensions", remedy=remedy, code="unsupported")
     return _labels(body, entry, f"pool-{id}", model)
 
 
-def _labels(body: Classify, entry: Callable[[Result, np.ndarray], Result], id: str, model: str) -> Asked:
+def _labels(body: Classify, entry: Callable[[Result, np.ndarray], Result], id: str, model: str) -> TaskOrder:
     """Returns what asks for labels. entry: (result of an input, value of each label) -> what the response has of it."""
     kind = "logits" if body.use_activation is False else "probabilities"
 
@@ -193,7 +194,8 @@ def _labels(body: Classify, entry: Callable[[Result, np.ndarray], Result], id: s
         data = [entry(result, np.array([*result[kind].values()])) for result in results]
         return _response(data, results, id, model)
 
-    return Asked("classify", [{"text": text} for text in _inputs(body)], make, {}, {"text": "input"})
+    items, options = [{"text": text} for text in _inputs(body)], body.options("classify")
+    return TaskOrder("classify", items, make, options, {"text": "input"}, body.cache_prompt)
 
 
 def _inputs(body: Classify) -> list[Any]:
@@ -247,7 +249,7 @@ def cohere_error(status: int, message: str, code: str, param: str | None) -> tup
 
 def read_cohere_embed(
     body: Mapping[str, Any], id: str, prompts: Collection[str], default: Sequence[str] | None = None
-) -> Asked:
+) -> TaskOrder:
     """Returns what /v1/embed and /v2/embed ask: a vector of each text, in one form or several. Raises InputError.
 
     id       of the response
@@ -278,4 +280,4 @@ def read_cohere_embed(
         return head | {"response_type": "embeddings_by_type", "embeddings": forms}
 
     items = [{"text": asked.texts, "dimensions": asked.output_dimension}]
-    return Asked("embed", items, make, options, {"text": "texts", "dimensions": "output_dimension"})
+    return TaskOrder("embed", items, make, options, {"text": "texts", "dimensions": "output_dimension"})

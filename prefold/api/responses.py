@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ..errors import InputError
 from ..options import SamplerOptions, http_names
-from .answers import GrowingText, Parting
+from .answers import Events, GrowingText, Parting
 from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, converted, doc
 from .completions import Chat, Effort, Streamed, ToolChoice, Tools, chat_body, read_chat, sampled, usage_of
 
@@ -308,7 +308,7 @@ def _reasoning(id: str, status: str, content: list[Body]) -> Body:
     return {"id": f"rs_{id}", "type": "reasoning", "status": status} | more
 
 
-class ResponseEvents:
+class ResponseEvents(Events):
     """Makes the events of one response; each is a dict whose "type" is its name."""
 
     def __init__(self, meta: Body, *, model: str, id: str):
@@ -357,10 +357,6 @@ class ResponseEvents:
                 yield self._event("response.function_call_arguments.done", **place, **done)
             yield self._event("response.output_item.done", output_index=index, item=one)
         yield self._event(f"response.{whole['status']}", response=whole)
-
-    def last(self) -> Iterator[Body]:
-        """Yields nothing: the end of its one item is the end of a response."""
-        yield from ()
 
     def failed(self, status: int, message: str, code: str, param: str | None) -> Body:
         """Returns the event that says that the response could not be ended."""

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from ..errors import InputError
 from ..tasks.classify import sigmoids, softmax
-from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Asked, Body, Word, doc
+from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, TaskOrder, Word, doc
 
 Sent = Mapping[str, Any]
 # What TEI answers with: {status, or code, of a refusal: (status, error_type)}
@@ -119,7 +119,7 @@ class TeiDecode(Body):
     skip_special_tokens: bool = True
 
 
-def read_embed(sent: Sent) -> Asked:
+def read_embed(sent: Sent) -> TaskOrder:
     """Returns what /embed asks: a vector of each input. Raises InputError."""
     body = TeiEmbed.of(sent)
     options = {"normalize": body.normalize, **body.cut}
@@ -130,10 +130,10 @@ def read_embed(sent: Sent) -> Asked:
         (result,) = results
         return result["embeddings"] if "embeddings" in result else [result["embedding"]]
 
-    return Asked("embed", [{"text": body.inputs, "dimensions": body.dimensions}], make, options, {"text": "inputs"})
+    return TaskOrder("embed", [{"text": body.inputs, "dimensions": body.dimensions}], make, options, {"text": "inputs"})
 
 
-def read_rerank(sent: Sent) -> Asked:
+def read_texts_rerank(sent: Sent) -> TaskOrder:
     """Returns what /rerank asks: a score of each text, the best first. Raises InputError."""
     body = TeiRerank.of(sent)
     options: dict[str, Any] = {"raw_scores": body.raw_scores}
@@ -146,10 +146,10 @@ def read_rerank(sent: Sent) -> Asked:
         return [one | {"text": body.texts[one["index"]]} for one in entries] if body.return_text else entries
 
     item = {"query": body.query, "documents": body.texts, "top_n": body.top_n}
-    return Asked("rerank", [item], make, options, {"documents": "texts"})
+    return TaskOrder("rerank", [item], make, options, {"documents": "texts"})
 
 
-def read_predict(sent: Sent) -> Asked:
+def read_predict(sent: Sent) -> TaskOrder:
     """Returns what /predict asks: how likely the labels of the classification head are. Raises InputError.
 
     Inputs are a text, a pair of texts, or a list of lists of one text or two each. With "parameters", as
@@ -183,10 +183,10 @@ def read_predict(sent: Sent) -> Asked:
             found.append([{"score": value, "label": label} for label, value in best])
         return found if many or body.parameters is not None else found[0]
 
-    return Asked("classify", [{"text": text} for text in texts], make, body.cut, {"text": "inputs"})
+    return TaskOrder("classify", [{"text": text} for text in texts], make, body.cut, {"text": "inputs"})
 
 
-def read_similarity(sent: Sent) -> Asked:
+def read_similarity(sent: Sent) -> TaskOrder:
     """Returns what /similarity asks: the cosine of the angle between a sentence and each of several. Raises
     InputError."""
     body = TeiSimilarity.of(sent)
@@ -200,4 +200,4 @@ def read_similarity(sent: Sent) -> Asked:
         return vectors[1:] @ vectors[0]
 
     items = [{"text": text} for text in (body.inputs.source_sentence, *body.inputs.sentences)]
-    return Asked("embed", items, make, options, {"text": "inputs"})
+    return TaskOrder("embed", items, make, options, {"text": "inputs"})

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..api import ENDPOINTS, KINDS, openai_error, response_body
+from ..api.body import renamed
 from ..errors import InputError, record_error
 from .fields import check_utf8
 from .lines import error_object
@@ -141,7 +142,7 @@ class OpenAIBatch:
             line_id = f"batch_req_{self._digest(number)}"
             return {"id": line_id, "custom_id": custom_id, "response": None, "error": details}
         if "kind" in meta:
-            error = error.renamed(KINDS[meta["kind"]].name_of(error.field, meta))
+            error = error.renamed(renamed(error.field, KINDS[meta["kind"]].names(meta)))
         status, body = openai_error(_STATUS.get(error.code, 400), str(error), error.code, error.field)
         return self._response(number, custom_id, status, body)
 

@@ -22,17 +22,16 @@ from starlette.routing import Route
 
 from .. import __version__
 from ..api import KINDS
+from ..api.body import TaskOrder
 from ..cache.tree import RadixTree
 from ..errors import InputError
 from ..report.live import TreeShape
 from ..report.page import with_drawing
 from ..text.prompts import readable
-from .context import RequestContext
+from .context import Entry, RequestContext
 from .dialects import OPENAI
 from .http import Refusal, json_response, unless_gone
-from .keys import Tenant
 from .metrics import hits_of
-from .state import AppState, Entry
 
 MOST_RUNNING = 40
 
@@ -71,24 +70,21 @@ def page_response(text: str) -> Response:
     return Response(text, 200, headers, "text/html; charset=utf-8")
 
 
-async def data(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def data(context: RequestContext) -> Response:
     """Answers with what the page shows now; `tenant` in the query: with the trie of that tenant only."""
-    handler = state.handler_for(request)
-    of = request.query_params.get("tenant") or None
+    handler, state, owner = context.handler, context.state, context.tenant.owner
+    of = context.request.query_params.get("tenant") or None
     names = state.keys.names
-    # A look makes no store: it may be large, and one that only reads numbers never needs it.
-    has_store, nothing = (
-        handler.engine.has_generator,
-        (TreeShape(RadixTree(), {}, str), {"sequences": [], "owners": []}),
-    )
-    shape, running = await handler.look(partial(_look, names, of)) if has_store else nothing
+    shape, running = TreeShape(RadixTree(), {}, str), {"sequences": [], "owners": []}
+    if handler.engine.has_generator:  # a look makes no store: it may be large, and numbers alone never need it
+        shape, running = await handler.look(partial(_look, names, of))
     now = handler.engine.snapshot()
     stats = now.stats
     generation = stats.generation
     waiting, waiting_tokens = handler.backpressure.waiting
     tokenizer = handler.llm.tokenizer
     decode = None if tokenizer is None else readable(lambda tokens: tokenizer.decode(tokens.tolist()))
-    found: dict[str, Any] = await handler.in_pool(tenant.owner, shape.data, decode)
+    found: dict[str, Any] = await handler.in_pool(owner, shape.data, decode)
     found |= {
         "model": state.names[0],
         "version": __version__,
@@ -105,7 +101,7 @@ async def data(state: AppState, request: Request, tenant: Tenant) -> Response:
         "waiting": [waiting, waiting_tokens],
         "running": running,
         "steps": handler.watch.bins(),
-        "batches": [] if state.batches is None else await handler.in_pool(tenant.owner, state.batches.open_counts),
+        "batches": [] if state.batches is None else await handler.in_pool(owner, state.batches.open_counts),
     }
     return json_response(found, headers={"cache-control": "no-store"})
 
@@ -136,13 +132,13 @@ def _look(names: Mapping[str, str | None], of: str | None, scheduler: Any) -> tu
     return TreeShape(scheduler.tree, tails, owner_of, of=of), who
 
 
-async def cache_state(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def cache_state(context: RequestContext) -> Response:
     """Answers with how the cache is set, what it holds, and how much of that belongs to whom."""
-    handler = state.handler_for(request)
+    handler = context.handler
     kept = handler.llm.engine.options.generation.cache
     if kept is None:
         raise _off()
-    names = state.keys.names
+    names = context.state.keys.names
     options = {name: getattr(kept, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
     if kept.shifted is not None:
         options["shifted"] = asdict(kept.shifted)
@@ -176,33 +172,33 @@ def held_of(names: Mapping[str, str | None], scheduler: Any) -> dict[str, Any]:
     return slots | {"rows": total, "tenants": dict(rows)}
 
 
-async def pin(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def pin(context: RequestContext) -> Response:
     """Computes a prompt, where it is not there yet, and keeps it until it is unpinned; answers with its tokens."""
-    return await place(state, request, tenant, compute=True)
+    return await place(context, compute=True)
 
 
-async def unpin(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def unpin(context: RequestContext) -> Response:
     """Takes a pin back; answers with how many tokens it held."""
-    return await place(state, request, tenant, compute=False)
+    return await place(context, compute=False)
 
 
-async def place(state: AppState, request: Request, tenant: Tenant, *, compute: bool) -> Response:
+async def place(context: RequestContext, *, compute: bool) -> Response:
     """Pins a prompt or a conversation, for the tenant that the body names, else the admin's own, or unpins it."""
-    context = await RequestContext.of(state, request, tenant, computes=compute)
+    await context.read(computes=compute)
     cache_of(context.handler)
     body = {name: value for name, value in context.body.items() if name != "tenant"}
     name = context.body.get("tenant")
     if name is not None:
-        context.tenant = next((one for one in state.keys.tenants if one.name == name), None)  # type: ignore[assignment]
+        context.tenant = next((one for one in context.state.keys.tenants if one.name == name), None)  # type: ignore[assignment]
         if context.tenant is None:
             message, remedy = f"there is no tenant {name!r:.100}", "name one of the file of keys"
             raise InputError(message, field="tenant", remedy=remedy, code="unknown_tenant")
     kind = "chat" if "messages" in body else "completion"
     items, _ = KINDS[kind].read({**body, "max_tokens": 1, "temperature": 0}, {})
-    order = context.order("generate", items)
+    order = context.order(TaskOrder("generate", items))
     if compute:
-        await unless_gone(request, context.handler.answer(order, context.num_bytes))
-    requests = await context.handler.requests(order, context.num_bytes)
+        await unless_gone(context.request, context.handler.answer(order))
+    requests = await context.handler.requests(order)
 
     def change() -> int:
         cache = cache_of(context.handler)
@@ -214,9 +210,9 @@ async def place(state: AppState, request: Request, tenant: Tenant, *, compute: b
     return json_response({"pinned" if compute else "unpinned": tokens, "tokens": sum(len(r.tokens) for r in requests)})
 
 
-async def clear(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def clear(context: RequestContext) -> Response:
     """Lets all go that is not pinned and not in use; answers with how many rows went."""
-    handler = state.handler_for(request)
+    handler = context.handler
 
     def empty() -> int:
         cache = cache_of(handler)

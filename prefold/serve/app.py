@@ -20,11 +20,11 @@ from starlette.routing import Route
 from .. import __version__
 from . import admin, dialects, files, tei
 from .admin import page_response, page_text
+from .context import Entry, RequestContext
 from .dialects import OPENAI
 from .files import PURPOSES
 from .http import Hosts, Refusal, json_response
-from .keys import Tenant
-from .state import AppState, Entry
+from .state import AppState
 
 LAG_SECONDS = 0.5  # between two looks at the event loop
 DIALECTS = (dialects, files, tei, admin)  # files of entries; of two with one path the first counts
@@ -118,14 +118,14 @@ def health_of(state: AppState) -> Any:
     return health
 
 
-async def version(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def version(context: RequestContext) -> Response:
     """Answers with prefold's version."""
     return json_response({"version": __version__})
 
 
-async def metrics(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def metrics(context: RequestContext) -> Response:
     """Answers with the metrics, in Prometheus' text format."""
-    return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(context.state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def watch_loop(state: AppState) -> None:

@@ -26,7 +26,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..api.body import TaskOrder
 from ..engine.calls import serve
 from ..engine.engine import Engine
 from ..engine.requests import together
@@ -47,7 +48,7 @@ from ..records.record import Source, error_text
 from ..stream import Window
 from ..text import Tokenizer
 from ..types import Owner, Readout, Request, Result, Sharing
-from .handler import RequestHandler, apart
+from .handler import RequestHandler
 from .keys import Keys, Tenant
 from .limits import check_samples, check_texts
 from .store import Body, Store
@@ -367,52 +368,17 @@ class _Lines(OpenAIBatch):
         return super().error_line(number, meta, InputError(message, field=error.field, remedy=remedy, code=error.code))
 
 
-class _Tasks(Mapping[str, Any]):
+class _Tasks(dict[str, Any]):
     """The tasks of a batch's lines, whose prompts are shared within a tenant's namespace only."""
 
-    def __init__(self, handler: RequestHandler, namespace: str, tenant: str | None):
-        self._desk, self._namespace, self._tenant = handler, namespace, tenant
-        self._made: dict[str, _Apart] = {}
+    def __init__(self, handler: RequestHandler, namespace: str, owner: Owner):
+        super().__init__()
+        self._handler, self._namespace, self._owner = handler, namespace, owner
 
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._made:
-            task = self._desk.task(name, {}, self._tenant, self._namespace)
-            self._made[name] = _Apart(task, self._namespace, self._desk)
-        return self._made[name]
-
-    def __iter__(self) -> Any:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-
-class _Apart:
-    """A task whose requests are in a namespace, and whose items are within the server's limits."""
-
-    def __init__(self, task: Any, namespace: str, handler: RequestHandler):
-        self._task, self._namespace, self._desk = task, namespace, handler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-    def prepare(self, items: Any) -> Any:
-        """Returns what the task prepares, and an InputError in place of each item that is refused."""
-        items = list(items)
-        wrong = [self._wrong(item) for item in items]
-        made = iter(self._task.prepare([item for item, error in zip(items, wrong, strict=True) if error is None]))
-        works = [next(made) if error is None else error for error in wrong]
-        for work in works:
-            if not isinstance(work, InputError):
-                apart(work, self._namespace)
-        return works
-
-    def _wrong(self, item: Any) -> InputError | None:
-        try:
-            self._desk.check(item)
-        except InputError as error:
-            return error
-        return None
+    def __missing__(self, name: str) -> Any:
+        order = TaskOrder(name, (), owner=self._owner, namespace=self._namespace)
+        self[name] = task = self._handler.task(order)
+        return task
 
 
 class _Body(msgspec.Struct):

@@ -1,65 +1,101 @@
-"""What the dialects do alike with a body: whose model it asks for, what it asks of a task, and the response to that."""
+"""What dialects are, and do alike: the way from a request to its response, which is whole or in events."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..api.body import Asked, renamed
+from ..api.body import Body, TaskOrder, renamed
 from ..errors import InputError
-from .handler import RequestHandler, TaskOrder
-from .http import EventStream, json_of, json_response, unless_gone
+from ..tasks.base import TRUNCATE
+from .handler import RequestHandler, event_bytes
+from .http import ClientGone, EventStream, Refusal, json_response, unless_gone
 from .keys import Tenant
 from .limits import are_soon_written, check_samples, check_texts
-from .state import AppState, new_id, refusal_of
+from .state import AppState, new_id
 
 T = TypeVar("T")
-Handle = Callable[[AppState, Request, Tenant], Awaitable[Response]]
-Read = Callable[[dict[str, Any], RequestHandler], Asked]
+# What an error's remedy says of cutting, in the words of Python and of the command line.
+_CUT = re.compile(rf"(,? or have (?:it|documents) cut with ){re.escape(TRUNCATE)}")
 
 
 class RequestContext:
-    """One request on its way: who asks, and what its body holds."""
+    """A RequestContext is one request on its way.
 
-    def __init__(
-        self,
-        state: AppState,
-        handler: RequestHandler,
-        request: Request,
-        tenant: Tenant,
-        body: dict[str, Any],
-        num_bytes: int,
-    ):
-        self.state, self.handler, self.request, self.tenant = state, handler, request, tenant
-        self.body, self.num_bytes = body, num_bytes
-        self.model, self.adapter = state.model_of(body.get("model"))
+    body, num_bytes  the object that was sent, and its size, once `read` has returned
+    model, adapter   the model's name in the response, and the LoRA adapter that the request is for
+    id               makes the response's id different from all others
+    """
 
-    @classmethod
-    async def of(cls, state: AppState, request: Request, tenant: Tenant, *, computes: bool = True) -> RequestContext:
-        """Returns what a request asks, once its body is there. Raises Refusal, ClientGone.
+    model: str
+    adapter: str | None
 
-        computes  whether it will wait for the engine: where too many do, it is refused before its body is read
+    def __init__(self, state: AppState, request: Request, tenant: Tenant):
+        self.state, self.request, self.tenant = state, request, tenant
+        self.body: dict[str, Any] = {}
+        self.num_bytes, self.id = 0, new_id()
+
+    @property
+    def handler(self) -> RequestHandler:
+        """Returns what answers. Raises Refusal (503) while no requests are taken."""
+        return self.state.handler_for_requests()
+
+    async def read(self, *, computes: bool = True) -> None:
+        """Reads the body. Raises Refusal, ClientGone.
+
+        computes  whether the request will wait for the engine: where too many do, it is refused before its body is read
         """
-        handler = state.handler_for(request)
+        handler = self.handler
         if computes:
-            handler.backpressure.check(tenant.owner)
-        return cls(state, handler, request, tenant, *await state.bodies.json(request, tenant))
+            handler.backpressure.check(self.tenant.owner)
+        self.body, self.num_bytes = await self.state.bodies.json(self.request, self.tenant)
+        self.model, self.adapter = self.state.model_of(self.body.get("model"))
 
-    def order(self, task: str, items: Any, options: Any = (), *, share: bool = True) -> TaskOrder:
-        """Returns what is asked of a task, for this tenant and this model."""
+    def order(self, order: TaskOrder) -> TaskOrder:
+        """Returns an order for this tenant and this model."""
         check_texts(self.body, self.state.options.max_texts)
-        check_samples(items, self.state.options.max_texts)
+        check_samples(order.items, self.state.options.max_texts)
+        items, namespace = order.items, self.state.keys.namespace(self.tenant)
         if self.adapter is not None:
             items = [item | {"adapter": self.adapter} for item in items]
-        namespace = self.state.keys.namespace(self.tenant)
-        if task != "generate" and not share:  # numbers share nothing with others in a namespace of their own
+        if order.task != "generate" and not order.share:  # numbers share nothing in a namespace of their own
             namespace += new_id()
-        return TaskOrder(task, items, dict(options), namespace, share, self.tenant.owner)
+        return replace(order, items=items, namespace=namespace, owner=self.tenant.owner, num_bytes=self.num_bytes)
+
+    async def answer(self, order: TaskOrder) -> Response:
+        """Returns the response to an order. What is wrong with the request is raised. Raises InputError, Refusal,
+        ClientGone."""
+        try:
+            placed = self.order(order)
+            if order.events is not None:
+                events = _events(self, placed)
+                await unless_gone(self.request, anext(events))
+                return EventStream(events, self.request, self.state.options, self.state.metrics.cancelled.inc)
+            results = await unless_gone(self.request, self.handler.answer(placed))
+        except InputError as wrong:
+            raise wrong.renamed(renamed(wrong.field, order.fields)) from None
+
+        def write() -> Response:
+            return json_response(order.make(results))
+
+        if are_soon_written(results):  # before a client that leaves could be noticed
+            return write()
+        return await unless_gone(self.request, self.handler.in_pool(self.tenant.owner, write))
+
+    async def tokens(self, order: TaskOrder) -> list[list[int]]:
+        """Returns the token ids of every prompt that an order makes; computes nothing. Raises InputError, Refusal,
+        ClientGone."""
+        try:
+            requests = await unless_gone(self.request, self.handler.requests(self.order(order)))
+        except InputError as wrong:
+            raise wrong.renamed(renamed(wrong.field, order.fields)) from None
+        return [request.tokens.tolist() for request in requests]
 
     async def without_engine(self, function: Callable[[], T]) -> T:
         """Returns what `function` returns, which needs no engine but may take long. Raises InputError, Refusal,
@@ -67,108 +103,96 @@ class RequestContext:
         check_texts(self.body, self.state.options.max_texts)
         return await unless_gone(self.request, self.handler.without_engine(self.tenant.owner, self.num_bytes, function))
 
-    async def written(self, results: Sequence[Mapping[str, Any]], function: Callable[[], T]) -> T:
-        """Returns what `function` returns, which writes a response of results. Raises ClientGone."""
-        if are_soon_written(results):  # before a client that leaves could be noticed
-            return function()
-        found: T = await unless_gone(self.request, self.handler.in_pool(self.tenant.owner, function))
-        return found
 
-
-async def answer_asked(context: RequestContext, asked: Asked, *, share: bool = True) -> Response:
-    """Returns the response to what a body asks of a task. share: whether prompts may be shared with others'."""
-    try:
-        order = context.order(asked.task, asked.items, asked.options, share=share)
-        results = await unless_gone(context.request, context.handler.answer(order, context.num_bytes))
-    except InputError as wrong:
-        raise wrong.renamed(renamed(wrong.field, asked.fields)) from None
-    return await context.written(results, lambda: json_response(asked.make(results)))
-
-
-def handle_of(read: Read) -> Handle:
-    """Returns what answers the requests whose bodies `read` reads."""
-
-    async def handle(state: AppState, request: Request, tenant: Tenant) -> Response:
-        context = await RequestContext.of(state, request, tenant)
-        return await answer_asked(context, read(context.body, context.handler))
-
-    return handle
-
-
-Event = dict[str, Any]
-
-
-class Events(Protocol):
-    """Makes the events of one response."""
-
-    def begin(self, prompts: list[Event]) -> Iterator[Event]: ...
-    def piece(self, item: int, sample: int, text: str, tokens: list[Event], count: int) -> Iterator[Event]: ...
-    def end(self, item: int, result: Event) -> Iterator[Event]: ...
-    def last(self) -> Iterator[Event]: ...
-    def failed(self, status: int, message: str, code: str, param: str | None) -> Event: ...
-
-
-def named(event: Event) -> bytes:
-    """Returns an event as it is sent with its "type" as its name."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json_of(event))
-
-
-def unnamed(event: Event) -> bytes:
-    """Returns an event as it is sent without a name."""
-    return b"data: %b\n\n" % json_of(event)
-
-
-def _joined(write: Callable[[Event], bytes], make: Callable[..., Iterator[Event]], *what: Any) -> bytes:
-    """Returns the events that are made of something, as they are sent."""
-    return b"".join(map(write, make(*what)))
-
-
-async def in_events(
-    context: RequestContext,
-    order: TaskOrder,
-    made: Events,
-    write: Callable[[Event], bytes] = named,
-    *,
-    mark: bytes = b"",
-) -> EventStream:
-    """Returns the response that answers an order in events. What is wrong with the request is raised before.
-
-    mark  sent behind all events
-    """
-    events = _events(context, order, made, write, mark)
-    await unless_gone(context.request, anext(events))
-    return EventStream(events, context.request, context.state.options, context.state.metrics.cancelled.inc)
-
-
-async def _events(
-    context: RequestContext,
-    order: TaskOrder,
-    made: Events,
-    write: Callable[[Event], bytes],
-    mark: bytes,
-) -> AsyncGenerator[bytes]:
+async def _events(context: RequestContext, order: TaskOrder) -> AsyncGenerator[bytes]:
     """Yields nothing once the request has been taken, and then what is sent. A stream that fails ends with an error."""
-    started = False
+    started, made = False, order.events
     try:
-        async with aclosing(context.handler.stream(order, context.num_bytes)) as answers:
-            async for event in answers:
-                if not started:
-                    started = True
-                    yield b""
-                    body = _joined(write, made.begin, *event)
-                elif len(event) == 5:
-                    body = _joined(write, made.piece, *event)
-                else:
-                    end = partial(_joined, write, made.end, *event)
-                    body = await context.handler.written(context.tenant.owner, [event[1]], end)
-                if body:
+        async with aclosing(context.handler.stream(order)) as bodies:
+            async for body in bodies:
+                if body or not started:
                     yield body
-        if body := b"".join(map(write, made.last())):
-            yield body
+                started = True
     except Exception as wrong:
         if not started:
             raise
-        refusal, message = refusal_of(context.state, wrong)
-        yield write(made.failed(refusal.status, message, refusal.code, refusal.param))
-    if mark:
-        yield mark
+        refusal, message = context.state.refusal(wrong)
+        yield event_bytes(made, [made.failed(refusal.status, message, refusal.code, refusal.param)])
+    if made.mark:
+        yield made.mark
+
+
+Handle = Callable[[RequestContext], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A Dialect is one API's way to speak: how its errors look.
+
+    error     (status, message, code, param) -> (status, body) of an error's response
+    truncate  what a request says to have a prompt cut that is too long; empty: nothing does
+    paths     those of its API: what is not served of them is refused in its form
+    """
+
+    name: str
+    error: Callable[[int, str, str, str | None], tuple[int, Any]]
+    truncate: str = ""
+    paths: re.Pattern[str] = re.compile("(?!)")
+
+    def refuse(self, state: AppState, error: Exception) -> Response:
+        """Returns the response that says what is wrong."""
+        refusal, message = state.refusal(error)
+        message = _CUT.sub(lambda match: match[1] + self.truncate if self.truncate else "", message)
+        status, body = self.error(refusal.status, message, refusal.code, refusal.param)
+        return json_response(body, status, refusal.headers)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An Entry is a path of a dialect, and what answers it.
+
+    handle    (context) -> response
+    bodies    those that it takes, of which one is read before
+    query     what it takes of a query
+    admin     whether only tenants that are admins are let in
+    computes  whether its requests wait for the engine in any case, and are refused where too many do
+    """
+
+    dialect: Dialect
+    method: str
+    path: str
+    handle: Handle
+    bodies: Sequence[type[Body]] = ()
+    query: type[Body] | None = None
+    admin: bool = False
+    computes: bool = True
+
+    def endpoint(self, state: AppState) -> Callable[[Request], Awaitable[Response]]:
+        """Returns the endpoint that answers with `handle`, and with the dialect's error where that raises one."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                tenant = state.keys.tenant(request.headers)
+                if tenant is None:
+                    message, remedy = "the key is missing or unknown", "send Authorization: Bearer KEY"
+                    headers = {"www-authenticate": "Bearer"}
+                    raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=headers)
+                request.scope["tenant"] = tenant.name  # for the access log
+                if self.admin and not tenant.admin:
+                    message, remedy = "this is for admins", "use the key of an admin"
+                    raise Refusal(403, message, remedy=remedy, code="forbidden")
+                context = RequestContext(state, request, tenant)
+                if self.bodies:
+                    await context.read(computes=self.computes)
+                return await self.handle(context)
+            except ClientGone:
+                return Response(status_code=499)  # nobody reads it
+            except Exception as error:
+                # Of a path that several share, the body says whose it is.
+                dialect: Dialect = request.scope.get("dialect", self.dialect)
+                return dialect.refuse(state, error)
+
+        async def respond(request: Request) -> Response:
+            return state.metrics.answered(self.dialect.name, self.path, await answer(request))
+
+        return respond

@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from ..api import ENDPOINTS, KINDS, openai_error, response_body
-from ..api.anthropic import CountTokens, Message, MessageEvents, anthropic_error, message_body, read_message
-from ..api.body import IDS, Asked, Body, Model, doc
-from ..api.completions import Chat, Completion, Echo, Generating, Streamed, read_echo
+from ..api.anthropic import CountTokens, Message, anthropic_error, read_message
+from ..api.body import IDS, Body, Model, TaskOrder, doc
+from ..api.completions import Chat, Completion, Generating, Streamed, read_echo
 from ..api.endpoints import Chunks
 from ..api.numbers import (
     Classify,
@@ -28,15 +26,12 @@ from ..api.numbers import (
     read_pooling,
 )
 from ..api.responses import ResponseEvents, Responses, read_responses
-from ..api.tei import TeiRerank, TeiTokenize
+from ..api.tei import TeiRerank, TeiTokenize, read_texts_rerank
 from ..errors import InputError
 from ..text.valid import valid_text
 from . import tei
-from .context import Handle, RequestContext, answer_asked, handle_of, in_events, unnamed
-from .handler import RequestHandler
-from .http import Refusal, json_response, unless_gone
-from .keys import Tenant
-from .state import AppState, Dialect, Entry, new_id
+from .context import Dialect, Entry, Handle, RequestContext
+from .http import Refusal, json_response
 
 OPENAI = Dialect("openai", openai_error, truncate='"truncate_prompt_tokens": -1')
 COHERE = Dialect(
@@ -76,119 +71,92 @@ class Detokenize(Body, kw_only=True):
     tokens: Annotated[Any, doc("Token ids.", **IDS)]
 
 
+async def answer_kind(context: RequestContext, kind: str) -> Response:
+    """Returns the response to a body of one of the kinds that `api/endpoints.py` knows."""
+    found, llm = KINDS[kind], context.handler.llm
+    body = found.body.of(context.body)
+    echo = read_echo(body, most=context.state.options.max_logprobs) if isinstance(body, Generating) else None
+    usage = body.usage if isinstance(body, Streamed) else None
+    items, meta = found.items(body, {})
+    how: dict[str, Any] = {"model": context.model, "id": context.id}
+    events = None
+    if found.task == "generate":
+        meta["system_fingerprint"] = context.handler.fingerprint
+        if body.stream and kind == "response":
+            events = ResponseEvents(meta, **how)
+        elif body.stream:
+            samples = items[0]["sampling"].get("n") or 1
+            events = Chunks(kind, meta, **how, usage=usage, items=len(items), samples=samples)
+    if echo is not None:
+        meta |= {} if echo.listed is None else {"prompt_logprobs": echo.listed}
+        if echo.text:
+
+            def texts() -> list[str]:
+                prompts = [item["prompt"] for item in items]
+                return [one if isinstance(one, str) else tei.decoded(llm, [one], "prompt", False)[0] for one in prompts]
+
+            meta |= {"echo": await context.without_engine(texts), "echo_logprobs": echo.logprobs}
+        echo = None if echo.top is None else echo
+    make, fields = partial(response_body, kind, meta, **how), found.names(meta)
+    options = body.options(found.task)
+    order = TaskOrder(found.task, items, make, options, fields, body.cache_prompt, echo, events=events)
+    return await context.answer(order)
+
+
 def handle_kind(kind: str) -> Handle:
     """Returns what answers requests of one kind."""
-
-    async def handle(state: AppState, request: Request, tenant: Tenant) -> Response:
-        return await answer_kind(await RequestContext.of(state, request, tenant), kind)
-
-    return handle
+    return partial(answer_kind, kind=kind)
 
 
-async def rerank(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def rerank(context: RequestContext) -> Response:
     """Answers /rerank: TEI's with `texts`, else vLLM's, Cohere's and Jina's."""
-    # Whose form a refusal has, only the body says; so it is read in any case.
-    context = await RequestContext.of(state, request, tenant, computes=False)
-    if "texts" in context.body:
-        request.scope["dialect"] = tei.TEI
-        return await tei.rerank(context)
+    if "texts" in context.body:  # whose form a refusal has, only the body says
+        context.request.scope["dialect"] = tei.TEI
+        return await context.answer(read_texts_rerank(context.body))
     return await answer_kind(context, "rerank")
 
 
-async def answer_kind(context: RequestContext, kind: str) -> Response:
-    """Returns the response to a body of one of the kinds that `api/endpoints.py` knows."""
-    found, meta = KINDS[kind], {}
-    try:
-        is_text, body, echo, usage = found.task == "generate", found.body.of(context.body), None, (False, False)
-        if isinstance(body, Generating):
-            echo = read_echo(body, most=context.state.options.max_logprobs)
-        if isinstance(body, Streamed):
-            usage = body.usage
-        items, meta = found.items(body, {})
-        if is_text:
-            meta["system_fingerprint"] = context.handler.fingerprint
-        order = context.order(found.task, items, body.options(found.task), share=body.cache_prompt)
-        if echo is not None:
-            meta |= await _echoed(context, echo, items)
-        if not (is_text and body.stream):
-            if echo is None or echo.top is None:
-                answer = context.handler.answer(order, context.num_bytes)
-            else:
-                answer = context.handler.answer_with_prompts(order, context.num_bytes, echo)
-            results = await unless_gone(context.request, answer)
-            write = partial(response_body, kind, meta, results, model=context.model, id=new_id())
-            return await context.written(results, lambda: json_response(write()))
-        if kind == "response":
-            return await in_events(context, order, ResponseEvents(meta, model=context.model, id=new_id()))
-        samples = items[0]["sampling"].get("n") or 1
-        made = Chunks(kind, meta, model=context.model, id=new_id(), usage=usage, items=len(items), samples=samples)
-        return await in_events(context, order, made, unnamed, mark=b"data: [DONE]\n\n")
-    except InputError as wrong:
-        raise wrong.renamed(found.name_of(wrong.field, meta)) from None
-
-
-async def _echoed(context: RequestContext, echo: Echo, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what the response needs to write what a request wants of its prompts."""
-    found: dict[str, Any] = {} if echo.listed is None else {"prompt_logprobs": echo.listed}
-    if not echo.text:
-        return found
-    llm = context.handler.llm
-
-    def texts() -> list[str]:
-        prompts = [item["prompt"] for item in items]
-        return [one if isinstance(one, str) else tei.decoded(llm, [one], "prompt", False)[0] for one in prompts]
-
-    return found | {"echo": await context.without_engine(texts), "echo_logprobs": echo.logprobs}
-
-
-async def models(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def models(context: RequestContext) -> Response:
     """Answers with the models that are served: the one, its further names, and its adapters."""
-    return json_response({"object": "list", "data": entries(state, request)})
+    return json_response({"object": "list", "data": entries(context)})
 
 
-async def model(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def model(context: RequestContext) -> Response:
     """Answers with one of the models that are served."""
-    name = request.path_params["name"]
-    found = next((entry for entry in entries(state, request) if entry["id"] == name), None)
-    if found is None:
+    name = context.request.path_params["name"]
+    entry = next((entry for entry in entries(context) if entry["id"] == name), None)
+    if entry is None:
         raise Refusal(404, f"the model {name!r:.100} is not served here", param="model", code="model_not_found")
-    return json_response(found)
+    return json_response(entry)
 
 
-def entries(state: AppState, request: Request) -> list[dict[str, Any]]:
+def entries(context: RequestContext) -> list[dict[str, Any]]:
     """Returns an entry of the list of models for each name."""
-    llm = state.handler_for(request).llm
+    llm, names = context.handler.llm, context.state.names
     head = {"object": "model", "created": int(time.time()), "owned_by": "prefold"}
     return [
-        {"id": name, **head, "root": state.names[0], "parent": parent, "max_model_len": llm.config.max_positions}
-        for names, parent in ((state.names, None), (llm.engine.adapters, state.names[0]))
-        for name in names
+        {"id": name, **head, "root": names[0], "parent": parent, "max_model_len": llm.config.max_positions}
+        for some, parent in ((names, None), (llm.engine.adapters, names[0]))
+        for name in some
     ]
 
 
-async def classify(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def classify(context: RequestContext) -> Response:
     """Answers vLLM's /classify: the labels of a classification head."""
-    context = await RequestContext.of(state, request, tenant)
-    body = Classify.of(context.body)
-    asked = tei.labels_of(read_classify(body, context.model, new_id()), context.handler.llm)
-    return await answer_asked(context, replace(asked, options=body.options("classify")), share=body.cache_prompt)
+    order = read_classify(Classify.of(context.body), context.model, context.id)
+    return await context.answer(tei.labels_of(order, context.handler.llm))
 
 
-async def pooling(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def pooling(context: RequestContext) -> Response:
     """Answers vLLM's /pooling: vectors, or what a classification head gives."""
-    context = await RequestContext.of(state, request, tenant)
     task = "embed" if context.handler.llm.config.num_labels is None else "classify"
-    body = Pooling.of(context.body)
-    asked = read_pooling(body, context.model, new_id(), task)
-    asked = replace(asked, options={**asked.options, **body.options(task)})
-    return await answer_asked(context, asked, share=body.cache_prompt)
+    return await context.answer(read_pooling(Pooling.of(context.body), context.model, context.id, task))
 
 
-async def tokenize(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def tokenize(context: RequestContext) -> Response:
     """Answers /tokenize: TEI's with `inputs`, else vLLM's, the ids of a prompt or of a conversation."""
-    context = await RequestContext.of(state, request, tenant, computes=False)
     if "inputs" in context.body:
-        request.scope["dialect"] = tei.TEI
+        context.request.scope["dialect"] = tei.TEI
         return await tei.tokenize(context)
     kind, llm = "chat" if "messages" in context.body else "completion", context.handler.llm
     body = (TokenizeChat if kind == "chat" else TokenizePrompt).of({**context.body, "max_tokens": 1})
@@ -200,11 +168,10 @@ async def tokenize(state: AppState, request: Request, tenant: Tenant) -> Respons
         message, remedy = "'add_special_tokens' is true", "leave it out, as the chat template has its own"
         raise InputError(message, field="add_special_tokens", remedy=remedy, code="unsupported")
     else:
-        order = context.order("generate", items, body.options("generate"))
-        (ids,) = await unless_gone(request, context.handler.tokens(order, context.num_bytes))
+        (ids,) = await context.tokens(TaskOrder("generate", items, options=body.options("generate")))
     names = await context.without_engine(lambda: llm.tokenizer.token_names(ids)) if body.return_token_strs else None
-    found = {"count": len(ids), "max_model_len": llm.config.max_positions, "tokens": ids}
-    return json_response(found | {"token_strs": names})
+    counted = {"count": len(ids), "max_model_len": llm.config.max_positions, "tokens": ids}
+    return json_response(counted | {"token_strs": names})
 
 
 def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any]) -> list[int]:
@@ -221,84 +188,58 @@ def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any])
     return [*around[0], *ids, *around[1]]
 
 
-async def count_input(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def count_input(context: RequestContext) -> Response:
     """Answers with how many tokens the prompt of a response's input has."""
-    context = await RequestContext.of(state, request, tenant, computes=False)
-    try:
-        body = Responses.of(context.body)
-        items, _ = read_responses(body, {})
-        order = context.order("generate", items, body.options("generate"))
-        (ids,) = await unless_gone(request, context.handler.tokens(order, context.num_bytes))
-    except InputError as wrong:
-        raise wrong.renamed(KINDS["response"].name_of(wrong.field, {})) from None
+    body = Responses.of(context.body)
+    items, _ = read_responses(body, {})
+    fields = KINDS["response"].names({})
+    (ids,) = await context.tokens(TaskOrder("generate", items, options=body.options("generate"), fields=fields))
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
-async def detokenize(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def detokenize(context: RequestContext) -> Response:
     """Answers vLLM's /detokenize: the text of token ids."""
-    context = await RequestContext.of(state, request, tenant, computes=False)
     ids, llm = Detokenize.of(context.body).tokens, context.handler.llm
     (text,) = await context.without_engine(lambda: tei.decoded(llm, [ids], "tokens", False))
     return json_response({"prompt": text})
 
 
-# {field of the task's items: what a request calls it}
-_NAMES = {"stop": "stop_sequences", "grammar": "tools"}
+async def message(context: RequestContext) -> Response:
+    """Answers Anthropic's messages: a conversation."""
+    order = read_message(Message.of(context.body), context.model, context.id)
+    return await context.answer(order)
 
 
-async def message(state: AppState, request: Request, tenant: Tenant) -> Response:
-    """Answers a conversation."""
-    context = await RequestContext.of(state, request, tenant)
-    meta: dict[str, Any] = {}
-    try:
-        items, meta = read_message(context.body)
-        order = context.order("generate", items)
-        if not context.body.get("stream"):
-            (result,) = await unless_gone(request, context.handler.answer(order, context.num_bytes))
-            write = partial(message_body, meta, result, model=context.model, id=new_id())
-            return await context.written([result], lambda: json_response(write()))
-        return await in_events(context, order, MessageEvents(meta, model=context.model, id=new_id()))
-    except InputError as wrong:
-        names = _NAMES | ({"grammar": "output_config.format"} if meta.get("format") == "response_format" else {})
-        raise wrong.renamed(names.get((wrong.field or "").partition(".")[0], wrong.field)) from None
-
-
-async def count_tokens(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def count_tokens(context: RequestContext) -> Response:
     """Answers with how many tokens the prompt of a conversation has."""
-    context = await RequestContext.of(state, request, tenant, computes=False)
-    items, _ = read_message(context.body, answered=False)
-    (ids,) = await unless_gone(request, context.handler.tokens(context.order("generate", items), context.num_bytes))
+    (ids,) = await context.tokens(read_message(CountTokens.of(context.body), context.model, context.id))
     return json_response({"input_tokens": len(ids)})
 
 
 def embed(types: list[str] | None) -> Handle:
-    """Returns what answers /v1/embed or /v2/embed. types: the embedding_types of a body without."""
+    """Returns what answers Cohere's /v1/embed or /v2/embed. types: the embedding_types of a body without."""
 
-    def read(body: dict[str, Any], handler: RequestHandler) -> Asked:
-        return read_cohere_embed(body, new_id(), handler.llm.task("embed").settings.prompts, types)
+    async def handle(context: RequestContext) -> Response:
+        prompts = context.handler.llm.task("embed").settings.prompts
+        return await context.answer(read_cohere_embed(context.body, context.id, prompts, types))
 
-    return handle_of(read)
-
-
-async def cohere_rerank(state: AppState, request: Request, tenant: Tenant) -> Response:
-    """Answers /v2/rerank, as vLLM does too."""
-    return await answer_kind(await RequestContext.of(state, request, tenant), "rerank")
+    return handle
 
 
 # Of two entries of one path the first counts: /v2/rerank is vLLM's too, and its errors are Cohere's.
 ENTRIES = [
     Entry(COHERE, "POST", "/v1/embed", embed(None), (CohereEmbed,)),
     Entry(COHERE, "POST", "/v2/embed", embed(["float"]), (CohereEmbed,)),
-    Entry(COHERE, "POST", "/v2/rerank", cohere_rerank, (Rerank,)),
+    Entry(COHERE, "POST", "/v2/rerank", handle_kind("rerank"), (Rerank,)),
     Entry(OPENAI, "GET", "/v1/models", models),
     Entry(OPENAI, "GET", "/v1/models/{name:path}", model),
-    Entry(OPENAI, "POST", "/rerank", rerank, (Rerank, TeiRerank)),
+    Entry(OPENAI, "POST", "/rerank", rerank, (Rerank, TeiRerank), computes=False),
     *(Entry(OPENAI, "POST", path, handle_kind(kind), (KINDS[kind].body,)) for path, kind in ENDPOINTS.items()),
-    Entry(OPENAI, "POST", "/tokenize", tokenize, (TokenizePrompt, TokenizeChat, TeiTokenize)),
-    Entry(OPENAI, "POST", "/detokenize", detokenize, (Detokenize,)),
+    Entry(OPENAI, "POST", "/tokenize", tokenize, (TokenizePrompt, TokenizeChat, TeiTokenize), computes=False),
+    Entry(OPENAI, "POST", "/detokenize", detokenize, (Detokenize,), computes=False),
     Entry(OPENAI, "POST", "/classify", classify, (Classify,)),
     Entry(OPENAI, "POST", "/pooling", pooling, (Pooling,)),
-    Entry(OPENAI, "POST", "/v1/responses/input_tokens", count_input, (Responses,)),
+    Entry(OPENAI, "POST", "/v1/responses/input_tokens", count_input, (Responses,), computes=False),
     Entry(ANTHROPIC, "POST", "/v1/messages", message, (Message,)),
-    Entry(ANTHROPIC, "POST", "/v1/messages/count_tokens", count_tokens, (CountTokens,)),
+    Entry(ANTHROPIC, "POST", "/v1/messages/count_tokens", count_tokens, (CountTokens,), computes=False),
 ]

@@ -14,17 +14,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 
 from ..api import ENDPOINTS
 from ..api.body import METADATA_REMEDY, Body, Metadata, converted, doc
 from ..errors import InputError
 from .batches import Batches
+from .context import Entry, RequestContext
 from .dialects import OPENAI
 from .http import ClientGone, Refusal, json_response
-from .keys import Tenant
-from .state import AppState, Entry, new_id
+from .state import new_id
 from .store import Body as Kept
 from .store import Store
 
@@ -80,28 +80,27 @@ class NewBatch(Body, kw_only=True):
     is_listed = False
 
 
-def _stores(state: AppState) -> tuple[Store, Batches]:
-    if state.store is None or state.batches is None:
+def _stores(context: RequestContext) -> tuple[str, Store, Batches]:
+    """Returns (owner of what the tenant keeps, store, batches). Raises Refusal (404) where the server keeps nothing."""
+    store, batches = context.state.store, context.state.batches
+    if store is None or batches is None:
         remedy = "start it with --data-dir FOLDER"
         raise Refusal(404, "this server keeps no files", remedy=remedy, code="not_found")
-    return state.store, state.batches
-
-
-def _owner(tenant: Tenant) -> str:
-    return tenant.name or ""
+    return context.tenant.name or "", store, batches
 
 
 # --------------------------------------------------------------------------------------------------------- files
 
 
-async def upload(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def upload(context: RequestContext) -> Response:
     """Takes a file. It is on disk when this has answered."""
-    store, _ = _stores(state)
+    owner, store, _ = _stores(context)
+    request = context.request
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         remedy = "send multipart/form-data with the fields file and purpose"
         raise Refusal(400, "the body is no form", remedy=remedy, code="invalid_form")
     try:
-        parts = _limited(state, request, store, _owner(tenant))
+        parts = _limited(context, store, owner)
         form = await MultiPartParser(request.headers, parts, max_files=1, max_fields=8).parse()
     except MultiPartException as error:
         raise Refusal(400, f"the form cannot be read: {error.message}", code="invalid_form") from None
@@ -120,7 +119,7 @@ async def upload(state: AppState, request: Request, tenant: Tenant) -> Response:
         remedies = {"expires_after": _EXPIRY_REMEDY}
         expiry = converted(given, Expiry, "expires_after", remedies=remedies, strict=False) if given else None
         seconds = None if expiry is None else expiry.seconds
-        body = await asyncio.to_thread(_keep, store, _owner(tenant), file, str(purpose), seconds)
+        body = await asyncio.to_thread(_keep, store, owner, file, str(purpose), seconds)
     return json_response(body)
 
 
@@ -143,29 +142,33 @@ def _keep(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: in
     return body
 
 
-async def _limited(state: AppState, request: Request, store: Store, owner: str) -> AsyncIterator[bytes]:
+async def _limited(context: RequestContext, store: Store, owner: str) -> AsyncIterator[bytes]:
     """Yields the parts of a body. Raises Refusal for one that is too large or stops coming, or where the owner stores
     too much, ClientGone."""
-    size, most = 0, state.options.max_file_bytes
+    size, options = 0, context.state.options
+    most = options.max_file_bytes
     left, receiving = await asyncio.to_thread(store.left, owner), store.receiving
-    parts = request.stream()
+    parts = context.request.stream()
     closing = {"connection": "close"}
     try:
         while True:
             try:
-                async with asyncio.timeout(state.options.body_seconds):
+                async with asyncio.timeout(options.body_seconds):
                     part = await anext(parts)
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                message = f"nothing came for {state.options.body_seconds:g} seconds"
+                message = f"nothing came for {options.body_seconds:g} seconds"
                 raise Refusal(408, message, remedy="send it faster", code="timeout", headers=closing) from None
             except ClientDisconnect:
                 raise ClientGone from None
             size += len(part)
             receiving[owner] += len(part)
             if size > most + FORM_BYTES:
-                message, remedy = f"the file is larger than {most} bytes", "split it (--max-file-bytes)"
+                message, remedy = (
+                    f"the file is larger than {most} bytes",
+                    "split it (--max-file-bytes)",
+                )
                 raise Refusal(413, message, remedy=remedy, code="body_too_large", headers=closing)
             if receiving[owner] > left + FORM_BYTES:
                 full = store.full(receiving[owner] - left)
@@ -176,27 +179,27 @@ async def _limited(state: AppState, request: Request, store: Store, owner: str) 
         receiving[owner] -= size
 
 
-async def list_files(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def list_files(context: RequestContext) -> Response:
     """Answers with a page of the tenant's files."""
-    return await _page(state, tenant, "file", PageOfFiles.of(request.query_params))
+    return await _page(context, "file", PageOfFiles.of(context.request.query_params))
 
 
-async def retrieve_file(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def retrieve_file(context: RequestContext) -> Response:
     """Answers with what is known of a file."""
-    return json_response(await _one(state, request, tenant, "file"))
+    return json_response(await _one(context, "file"))
 
 
-async def content(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def content(context: RequestContext) -> Response:
     """Answers with a file's content."""
-    body = await _one(state, request, tenant, "file")
-    return FileResponse(_stores(state)[0].path(body["id"]), media_type="application/octet-stream")
+    body = await _one(context, "file")
+    return FileResponse(_stores(context)[1].path(body["id"]), media_type="application/octet-stream")
 
 
-async def delete_file(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def delete_file(context: RequestContext) -> Response:
     """Forgets a file. One that a batch still reads is kept, with an error."""
-    _, batches = _stores(state)
-    body = await _one(state, request, tenant, "file")
-    if not await asyncio.to_thread(batches.forget_file, _owner(tenant), body["id"]):
+    owner, _, batches = _stores(context)
+    body = await _one(context, "file")
+    if not await asyncio.to_thread(batches.forget_file, owner, body["id"]):
         remedy = "cancel the batch, or wait until it has ended"
         raise Refusal(409, "a batch still reads this file", remedy=remedy, code="file_in_use")
     return json_response({"id": body["id"], "object": "file", "deleted": True})
@@ -205,16 +208,15 @@ async def delete_file(state: AppState, request: Request, tenant: Tenant) -> Resp
 # ------------------------------------------------------------------------------------------------------- batches
 
 
-async def create_batch(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def create_batch(context: RequestContext) -> Response:
     """Takes a batch. It is on disk when this has answered."""
-    store, batches = _stores(state)
-    handler = state.handler_for(request)
-    asked = NewBatch.of((await state.bodies.json(request, tenant))[0])
+    owner, store, batches = _stores(context)
+    asked = NewBatch.of(context.body)
     file, endpoint = asked.input_file_id, asked.endpoint
     if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         message, remedy = f"'endpoint' is {endpoint!r:.100}", f"give one of {', '.join(ENDPOINTS)}"
         raise InputError(message, field="endpoint", remedy=remedy, code="unsupported")
-    found = isinstance(file, str) and await asyncio.to_thread(store.get, "file", _owner(tenant), file)
+    found = isinstance(file, str) and await asyncio.to_thread(store.get, "file", owner, file)
     if not found or found["purpose"] != "batch":
         message, remedy = f"there is no file {file!r:.100} for a batch", 'upload it with purpose "batch"'
         raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
@@ -223,52 +225,55 @@ async def create_batch(state: AppState, request: Request, tenant: Tenant) -> Res
     made |= {"input_file_id": file, "completion_window": window, "status": "validating"}
     made |= {"output_file_id": None, "error_file_id": None, "created_at": now, "in_progress_at": None}
     seconds = int(window[:-1]) * _SECONDS[window[-1]]
-    made |= {"expires_at": now + seconds, "metadata": asked.metadata, "model": state.names[0]}
+    made |= {"expires_at": now + seconds, "metadata": asked.metadata, "model": context.state.names[0]}
     times = ("finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     made |= {f"{name}_at": None for name in times}
     made |= {"request_counts": {"total": 0, "completed": 0, "failed": 0}, "usage": None}
     expiry = asked.output_expires_after
-    made |= {"_output_seconds": None if expiry is None else expiry.seconds, "_model": handler.llm.checkpoint.name}
-    await asyncio.to_thread(batches.create, _owner(tenant), made)
+    made |= {
+        "_output_seconds": None if expiry is None else expiry.seconds,
+        "_model": context.handler.llm.checkpoint.name,
+    }
+    await asyncio.to_thread(batches.create, owner, made)
     return json_response(batches.with_counts(made))
 
 
-async def list_batches(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def list_batches(context: RequestContext) -> Response:
     """Answers with a page of the tenant's batches, the newest first."""
-    return await _page(state, tenant, "batch", Page.of(request.query_params))
+    return await _page(context, "batch", Page.of(context.request.query_params))
 
 
-async def retrieve_batch(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def retrieve_batch(context: RequestContext) -> Response:
     """Answers with how far a batch is."""
-    return json_response(_stores(state)[1].with_counts(await _one(state, request, tenant, "batch")))
+    return json_response(_stores(context)[2].with_counts(await _one(context, "batch")))
 
 
-async def cancel_batch(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def cancel_batch(context: RequestContext) -> Response:
     """Ends a batch early: what is computed stays, the other lines become errors."""
-    _, batches = _stores(state)
-    body = await _one(state, request, tenant, "batch")
+    batches = _stores(context)[2]
+    body = await _one(context, "batch")
     return json_response(batches.with_counts(await asyncio.to_thread(batches.cancel, body["id"])))
 
 
 # ---------------------------------------------------------------------------------------------------------- both
 
 
-async def _one(state: AppState, request: Request, tenant: Tenant, kind: str) -> Kept:
+async def _one(context: RequestContext, kind: str) -> Kept:
     """Returns the object that a path names. Raises Refusal (404) where the tenant has none of this id."""
-    store, _ = _stores(state)
-    id = request.path_params["id"]
-    body = await asyncio.to_thread(store.get, kind, _owner(tenant), id)
+    owner, store, _ = _stores(context)
+    id = context.request.path_params["id"]
+    body = await asyncio.to_thread(store.get, kind, owner, id)
     if body is None:
         raise Refusal(404, f"there is no {kind} {id!r:.100}", param="id", code="not_found")
     return body
 
 
-async def _page(state: AppState, tenant: Tenant, kind: str, asked: Page) -> Response:
+async def _page(context: RequestContext, kind: str, asked: Page) -> Response:
     """Answers with some of the tenant's objects, as the query asks."""
-    store, batches = _stores(state)
+    owner, store, batches = _stores(context)
     newest, after = asked.order == "desc", asked.after
     ask = partial(store.page, after=after, limit=asked.limit, newest=newest, purpose=asked.purpose)
-    found, more = await asyncio.to_thread(ask, kind, _owner(tenant))
+    found, more = await asyncio.to_thread(ask, kind, owner)
     data = [batches.with_counts(body) for body in found]
     ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return json_response({"object": "list", "data": data, **ids, "has_more": more})
@@ -280,7 +285,7 @@ ENTRIES = [
     Entry(OPENAI, "GET", "/v1/files/{id}", retrieve_file),
     Entry(OPENAI, "DELETE", "/v1/files/{id}", delete_file),
     Entry(OPENAI, "GET", "/v1/files/{id}/content", content),
-    Entry(OPENAI, "POST", "/v1/batches", create_batch, (NewBatch,)),
+    Entry(OPENAI, "POST", "/v1/batches", create_batch, (NewBatch,), computes=False),
     Entry(OPENAI, "GET", "/v1/batches", list_batches, query=Page),
     Entry(OPENAI, "GET", "/v1/batches/{id}", retrieve_batch),
     Entry(OPENAI, "POST", "/v1/batches/{id}/cancel", cancel_batch),

@@ -1,7 +1,7 @@
 """Takes items of tasks from requests, and gives back what the tasks make of them.
 
-Tokenising and making responses happen in a pool of threads, in which tenants take turns (see `backpressure.py`), computing in
-the engine's; the event loop only waits, and does what is short itself (see `limits.py`). Not too many may wait (see
+Tokenising and making responses happen in a pool of threads, in which tenants take turns, computing in the engine's;
+the event loop only waits, and does what is short itself (see `limits.py`). Not too many may wait (see
 `backpressure.py`).
 """
 
@@ -12,10 +12,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any, TypeVar
@@ -24,6 +24,8 @@ from uuid import uuid4
 import numpy as np
 
 from .. import __version__
+from ..api.answers import Events
+from ..api.body import TaskOrder
 from ..api.completions import Echo
 from ..checkpoint import served_name
 from ..engine.pace import Pace
@@ -40,6 +42,7 @@ from ..tasks.make import inputs_of
 from ..tasks.run import finish_items
 from ..types import Generated, Owner, Readout, Request, Result, Sampling, TokenLogprobs, within
 from .backpressure import Backpressure, FairQueue
+from .http import json_of
 from .keys import Keys
 from .limits import (
     SHORT_BYTES,
@@ -56,32 +59,6 @@ from .options import ServeOptions
 from .store import Store
 
 T = TypeVar("T")
-
-
-@dataclass
-class TaskOrder:
-    """A TaskOrder is what one HTTP request asks of a task.
-
-    task       the task's name
-    items      its items
-    options    of the task, for this request
-    namespace  a prefix is shared only within it (see `keys.py`)
-    share      whether prompts may be shared with others', now or later
-    owner      for whom it is
-    computes   whether the engine is to compute it; else only its prompts are wanted
-    echo       what is wanted of prompts beside their continuations, which is then read in place of these
-    readout    what is read in place of what the task reads; None: what the task reads
-    """
-
-    task: str
-    items: Sequence[Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    namespace: str = ""
-    share: bool = True
-    owner: Owner = NOBODY
-    computes: bool = True
-    echo: Echo | None = None
-    readout: Readout | None = None
 
 
 class RequestHandler:
@@ -114,20 +91,31 @@ class RequestHandler:
         local = (path for path in (str(checkpoint.path), checkpoint.name) if served_name(path) != path)
         paths = dict.fromkeys(local, self.names[0]) | {str(options.data_dir): "the data folder"}
         self._paths = {path: paths[path] for path in sorted(paths, key=len, reverse=True) if os.sep in path}
-        self._parses = options.reasoning_parser
         self.fingerprint = fingerprint(llm)
         names = ("max_n", "max_logprobs", "escape_special")
         self._of_texts = {name: getattr(options, name) for name in names}
 
     # ------------------------------------------------------------------------------------------------ what is asked
 
-    async def answer(self, order: TaskOrder, num_bytes: int) -> list[dict[str, Any]]:
-        """Returns the task's result of each item. Raises InputError or Refusal."""
-        async with self._entered(order, num_bytes, text=False) as (task, works, replies):
+    async def answer(self, order: TaskOrder) -> list[dict[str, Any]]:
+        """Returns the task's result of each item; where prompts are scored too, with "prompt" as PromptTask gives it.
+        Raises InputError or Refusal."""
+        if order.echo is None:
+            return await self._results(order)
+        # As for other numbers, a namespace of their own keeps apart what is not to be shared.
+        namespace = order.namespace if order.share else order.namespace + uuid4().hex
+        scored = await self._results(replace(order, namespace=namespace))
+        if all("finish_reason" in one for one in scored):
+            return scored
+        made = await self._results(replace(order, echo=None))
+        return [one | {"prompt": prompt["prompt"]} for one, prompt in zip(made, scored, strict=True)]
+
+    async def _results(self, order: TaskOrder) -> list[dict[str, Any]]:
+        async with self._entered(order, text=False) as (task, works, replies):
             answers = dict.fromkeys(range(len(replies)))
             async with aclosing(events_of(replies)) as events:
-                async for number, what in events:  # the first that fails ends the others
-                    answers[number] = what
+                async for number, answer in events:  # the first that fails ends the others
+                    answers[number] = answer
         if task.readout.kind == "tokens":
             results = [[answer] for answer in answers.values()]
         else:
@@ -135,117 +123,79 @@ class RequestHandler:
             results = [[next(left) for _ in work.requests] for work in works]
         finish = partial(finish_items, task, works, results)
         is_short = are_short(results) and order.echo is None
-        found = [raised(one) for one in (finish() if is_short else await self.in_pool(order.owner, finish))]
+        made = [raised(one) for one in (finish() if is_short else await self.in_pool(order.owner, finish))]
         if task.readout.kind == "tokens":
-            for result in found:
+            for result in made:
                 self._metrics.prompt(order.owner.tenant, result)
-        return found
+        return made
 
-    async def answer_with_prompts(self, order: TaskOrder, num_bytes: int, echo: Echo) -> list[dict[str, Any]]:
-        """Returns the task's result of each item, with "prompt" as PromptTask gives it. Raises InputError or
-        Refusal."""
-        # As for other numbers, a namespace of their own keeps apart what is not to be shared.
-        namespace = order.namespace if order.share else order.namespace + uuid4().hex
-        scored = await self.answer(replace(order, echo=echo, namespace=namespace), num_bytes)
-        if all("finish_reason" in one for one in scored):
-            return scored
-        made = await self.answer(order, num_bytes)
-        return [one | {"prompt": prompt["prompt"]} for one, prompt in zip(made, scored, strict=True)]
-
-    async def requests(self, order: TaskOrder, num_bytes: int) -> list[Request]:
-        """Returns the requests that an order makes; computes nothing. Raises InputError or Refusal."""
-        with self.backpressure.preparing(num_bytes, order.owner, computes=False):
-            _, works = await self._prepared(replace(order, computes=False))
-        return [request for work in works for request in work.requests]
-
-    async def tokens(self, order: TaskOrder, num_bytes: int) -> list[list[int]]:
-        """Returns the token ids of every prompt that an order makes; computes nothing. Raises InputError or Refusal."""
-        return [request.tokens.tolist() for request in await self.requests(order, num_bytes)]
-
-    async def without_engine(self, owner: Owner, num_bytes: int, function: Callable[[], T]) -> T:
-        """Returns what `function` returns, which needs no engine: in the pool of threads, but for a short body.
-        Raises Refusal where too many wait."""
-        with self.backpressure.preparing(num_bytes, owner, computes=False):
-            if num_bytes <= SHORT_BYTES:
-                return function()
-            found: T = await self.in_pool(owner, function)
-        return found
-
-    async def look(self, function: Callable[[Any], T]) -> T:
-        """Returns what `function` returns of the scheduler of the KV store, called between two steps."""
-        found: T = await self.in_pool(NOBODY, self.engine.look, function)
-        return found
-
-    async def written(self, owner: Owner, results: Sequence[Mapping[str, Any]], function: Callable[[], T]) -> T:
-        """Returns what `function` returns, which writes a response of a task's results: in the pool of threads, but for
-        short ones."""
-        if are_soon_written(results):
-            return function()
-        found: T = await self.in_pool(owner, function)
-        return found
-
-    async def stream(
-        self, order: TaskOrder, num_bytes: int
-    ) -> AsyncGenerator[
-        tuple[list[Any]] | tuple[int, int, str, list[dict[str, Any]], int] | tuple[int, dict[str, Any]]
-    ]:
-        """Yields (item, sample, piece of its text, its tokens, how many the sample has so far) as they come, and
-        (item, its result) as items end. Tokens have their ids, and log-probabilities where these are asked for.
-
-        ([what the task notes of each prompt],) is yielded before, once the request has been taken: what is wrong with
-        it is raised by then.
-        """
-        started, is_first = time.perf_counter(), True
-        async with self._entered(order, num_bytes, text=True) as (task, works, replies):
-            yield ([work.note for work in works],)
+    async def stream(self, order: TaskOrder) -> AsyncGenerator[bytes]:
+        """Yields nothing once the order has been taken: what is wrong with it is raised by then. Then the events of its
+        response, as they come."""
+        started, is_first, made = time.perf_counter(), True, order.events
+        async with self._entered(order, text=True) as (task, works, replies):
+            yield b""
+            yield event_bytes(made, made.begin([work.note for work in works]))
             async with aclosing(events_of(replies)) as events:
-                async for number, what in events:
+                async for number, came in events:
                     if is_first:
                         self._metrics.first.observe(time.perf_counter() - started)
                         is_first = False
                     for gap in replies[number].taken_gaps():
                         self._metrics.between.observe(gap)
-                    if isinstance(what, TextPiece):
+                    if isinstance(came, TextPiece):
                         tokens = [
-                            {"id": id} if found is None else task.token_logprobs(id, found) for id, found in what.tokens
+                            {"id": id} if logprobs is None else task.token_logprobs(id, logprobs)
+                            for id, logprobs in came.tokens
                         ]
-                        yield number, what.sample, what.text, tokens, what.count
-                    else:
-                        finish = partial(finish_items, task, [works[number]], [[what]])
-                        (result,) = finish() if are_short([[what]]) else await self.in_pool(order.owner, finish)
-                        self._metrics.prompt(order.owner.tenant, raised(result))
-                        yield number, result
+                        yield event_bytes(made, made.piece(number, came.sample, came.text, tokens, came.count))
+                        continue
+                    finish = partial(finish_items, task, [works[number]], [[came]])
+                    (result,) = finish() if are_short([[came]]) else await self.in_pool(order.owner, finish)
+                    self._metrics.prompt(order.owner.tenant, raised(result))
+                    end = partial(event_bytes, made, made.end(number, result))
+                    yield end() if are_soon_written([result]) else await self.in_pool(order.owner, end)
+        yield event_bytes(made, made.last())
 
-    def task(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        tenant: Hashable = None,
-        namespace: str = "",
-        *,
-        computes: bool = True,
-    ) -> Any:
-        """Returns a task within the server's limits. Its requests read no file of this machine, but those that the
-        tenant has uploaded, and their images are in the namespace.
+    async def requests(self, order: TaskOrder) -> list[Request]:
+        """Returns the requests that an order makes; computes nothing. Raises InputError or Refusal."""
+        with self.backpressure.preparing(order.num_bytes, order.owner, computes=False):
+            _, works = await self._prepared(replace(order, computes=False))
+        return [request for work in works for request in work.requests]
 
-        computes  whether the engine is to compute the requests. Else a model without logits takes conversations, too
-        """
-        bounds = self._of_texts if name == "generate" else {}
-        if name == "generate" and not computes and not self.llm.config.lm_head:
-            given = {**bounds, **options}
-            inputs = inputs_of(self.llm.config, self.llm.tokenizer, given.pop("max_length", None))
-            return GenerateTask(inputs, GenerationOptions(**given))
-        task = self.llm.task(name, **bounds, **options)
-        if name == "generate":
-            task.reasoning_parser = self._parses
-        images = getattr(task.inputs, "images", None)
-        if images is None:
-            return task
-        found = copy(task)
-        store = self._store
-        uploaded = None if store is None else lambda id: store.path_of(str(tenant or ""), id)
-        found.inputs = replace(task.inputs, images=images.for_strangers(uploaded, namespace))
-        return found
+    async def without_engine(self, owner: Owner, num_bytes: int, function: Callable[[], T]) -> T:
+        """Returns what `function` returns, which needs no engine: in the pool of threads, but for a short body.
+        Raises Refusal where too many wait."""
+        with self.backpressure.preparing(num_bytes, owner, computes=False):
+            return function() if num_bytes <= SHORT_BYTES else await self.in_pool(owner, function)
+
+    async def look(self, function: Callable[[Any], T]) -> T:
+        """Returns what `function` returns of the scheduler of the KV store, called between two steps."""
+        return await self.in_pool(NOBODY, partial(self.engine.look, function))
+
+    def task(self, order: TaskOrder) -> BoundedTask:
+        """Returns the task of an order, within the server's limits and the order's namespace. Its requests read no file
+        of this machine, but those that the tenant has uploaded, and their images are in the namespace. A model without
+        logits takes conversations too, where the engine does not compute them."""
+        options = {**(self._of_texts if order.task == "generate" else {}), **order.options}
+        if order.task == "generate" and not order.computes and not self.llm.config.lm_head:
+            inputs = inputs_of(self.llm.config, self.llm.tokenizer, options.pop("max_length", None))
+            task: Any = GenerateTask(inputs, GenerationOptions(**options))
+        else:
+            task = self.llm.task(order.task, **options)
+            if order.task == "generate":
+                task.reasoning_parser = self.options.reasoning_parser
+            if (images := getattr(task.inputs, "images", None)) is not None:
+                store, tenant = self._store, str(order.owner.tenant or "")
+                uploaded = None if store is None else lambda id: store.path_of(tenant, id)
+                task = copy(task)
+                task.inputs = replace(task.inputs, images=images.for_strangers(uploaded, order.namespace))
+        if order.echo is not None:
+            task = PromptTask(task, order.echo, self.llm.engine.options.eos_ids)
+        if order.readout is not None:
+            task = copy(task)
+            task.readout = order.readout
+        return BoundedTask(task, self.options, order.namespace)
 
     def public(self, text: str) -> str:
         """Returns a text for clients, with the model's name in place of its path on this machine."""
@@ -253,24 +203,11 @@ class RequestHandler:
             text = text.replace(path, name)
         return text
 
-    def check(self, item: Any) -> None:
-        """Raises InputError for an item that strangers may not send."""
-        check_item(item, self.options, self.llm.tokenizer)
-
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
-        for item in order.items:
-            self.check(item)
-        task = self.task(order.task, order.options, order.owner.tenant, order.namespace, computes=order.computes)
-        if order.echo is not None:
-            task = PromptTask(task, order.echo, self.llm.engine.options.eos_ids)
-        if order.readout is not None:
-            task = copy(task)
-            task.readout = order.readout
+        task = self.task(order)
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
         if not any(work.requests for work in works):  # nobody would ever answer
             raise InputError("the request holds no text", remedy="give at least one", code="empty")
-        for work in works:
-            apart(work, order.namespace)
         return task, works
 
     async def _prepared(self, order: TaskOrder) -> tuple[Any, list[Work]]:
@@ -283,16 +220,16 @@ class RequestHandler:
         return await asyncio.wrap_future(pool.submit(order.owner.tenant, self._prepare, order))
 
     @asynccontextmanager
-    async def _entered(
-        self, order: TaskOrder, num_bytes: int, *, text: bool
-    ) -> AsyncIterator[tuple[Any, list[Work], list[Reply]]]:
+    async def _entered(self, order: TaskOrder, *, text: bool) -> AsyncIterator[tuple[Any, list[Work], list[Reply]]]:
         """Gives (task, a Work of each item, replies) of an order that the engine works for within the context, and
         counts it where the context ends well. There is a reply for each text to generate, or one for all numbers."""
         started, loop = time.perf_counter(), asyncio.get_running_loop()
         makes_text = order.task == "generate" and order.echo is None
         samples = num_samples(order.items) if makes_text else 1  # numbers are read together
-        with self.backpressure.preparing(num_bytes, order.owner, samples=samples) as prepared:
-            is_short = self._is_soon_ready(order, num_bytes)
+        with self.backpressure.preparing(order.num_bytes, order.owner, samples=samples) as prepared:
+            # Soon ready is what makes requests soon, fetches no images, and needs no store that is still to be made.
+            is_short = self.engine.has_generator and self.llm.images is None
+            is_short = is_short and are_soon_ready(order.items, order.num_bytes)
             task, works = self._prepare(order) if is_short else await self._prepared(order)
             is_text = task.readout.kind == "tokens"
             sizes = [sum(len(request.tokens) for request in work.requests) for work in works]
@@ -315,26 +252,16 @@ class RequestHandler:
                 finally:
                     for reply in replies:
                         self.engine.cancel(reply)
-        self._count(replies, started)
-
-    def _is_soon_ready(self, order: TaskOrder, num_bytes: int) -> bool:
-        """Returns whether a request is soon ready for the engine: requests are soon made of its items, no images might
-        have to be fetched, and the generator is there: to make it takes long."""
-        is_known = self.engine.has_generator and self.llm.images is None
-        return is_known and are_soon_ready(order.items, num_bytes)
-
-    def _generate(self, works: Sequence[Work], replies: Sequence[Reply], text: bool, share: bool) -> None:
-        for reply, work in zip(replies, works, strict=True):
-            if not reply.is_cancelled:
-                self.engine.submit(reply, work.requests[0], self.llm.tokenizer, text=text, share=share)
-
-    def _count(self, replies: Sequence[Reply], started: float) -> None:
-        """Counts a request that has been answered."""
         self.backpressure.note_answered(replies)
         self._metrics.seconds.observe(time.perf_counter() - started)
         for reply in replies:
             if reply.begun_at is not None:
                 self._metrics.queue.observe(reply.begun_at - started)
+
+    def _generate(self, works: Sequence[Work], replies: Sequence[Reply], text: bool, share: bool) -> None:
+        for reply, work in zip(replies, works, strict=True):
+            if not reply.is_cancelled:
+                self.engine.submit(reply, work.requests[0], self.llm.tokenizer, text=text, share=share)
 
     async def in_pool(self, owner: Owner, function: Any, *arguments: Any) -> Any:
         """Returns what a function returns, called in the pool of threads, when it is its owner's turn."""
@@ -372,11 +299,35 @@ def fingerprint(llm: Any) -> str:
     return f"fp_{hashlib.blake2b(content.encode(), digest_size=6).hexdigest()}"
 
 
-def apart(work: Work, namespace: str) -> None:
-    """Puts the requests of an item into a namespace, outside of which they share nothing. Their images are made in it
-    (see `RequestHandler.task`)."""
-    if namespace:
-        work.requests[:] = [replace(request, salt=within(namespace, request.salt)) for request in work.requests]
+class BoundedTask:
+    """A task whose requests are in a namespace, outside of which they share nothing, and whose items are within the
+    server's limits."""
+
+    def __init__(self, task: Any, options: ServeOptions, namespace: str):
+        self._task, self._options, self._namespace = task, options, namespace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
+        """Returns what the task prepares, and an InputError in place of each item that is refused."""
+        items = list(items)
+        errors = [attempt(check_item, item, self._options, self._task.inputs.tokenizer) for item in items]
+        made = iter(self._task.prepare([item for item, error in zip(items, errors, strict=True) if error is None]))
+        works = [next(made) if error is None else error for error in errors]
+        for work in works:
+            if self._namespace and not isinstance(work, InputError):
+                salted = [replace(one, salt=within(self._namespace, one.salt)) for one in work.requests]
+                work.requests[:] = salted
+        return works
+
+
+def event_bytes(made: Events, events: Iterable[dict[str, Any]]) -> bytes:
+    """Returns events as they are sent, with their "type" as their names where the API names them."""
+    named = b"event: %b\n" if made.is_named else b""
+    return b"".join(
+        (named % event["type"].encode() if named else b"") + b"data: %b\n\n" % json_of(event) for event in events
+    )
 
 
 def raised(value: Any) -> Any:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..errors import InputError
 from ..text import Tokenizer
 from ..text.media import chat_of
@@ -130,7 +132,7 @@ def are_soon_written(results: Sequence[Mapping[str, Any]]) -> bool:
     """Returns whether it takes no time to write a response of what a task gives."""
     texts = [choice for result in results for choice in result.get("choices") or [result]]
     numbers = sum(result.get("num_generated", 0) for result in results)
-    vectors = sum(len(result["embeddings"]) if "embeddings" in result else 1 for result in results)
+    vectors = sum(len(np.atleast_2d(result.get("embeddings", result.get("embedding", 0)))) for result in results)
     told = sum(len(one.get(name) or ()) for name, some in (("logprobs", texts), ("prompt", results)) for one in some)
     return vectors <= SHORT_RESULTS and numbers + TOKENS_A_LOGPROB * told <= SHORT_TOKENS
 

@@ -1,34 +1,23 @@
-"""What all dialects have in common: the server's state, its model's names, and the way from a request to an answer."""
+"""The state of a server: its model, who may ask it what, and what fails."""
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from ..api.body import Body
 from ..errors import InputError, PrefoldError, RankError, UnsupportedModelError
-from ..tasks.base import TRUNCATE
 from .batches import Batches
 from .handler import RequestHandler
-from .http import Bodies, ClientGone, Refusal, json_response
-from .keys import Keys, Tenant
+from .http import Bodies, Refusal
+from .keys import Keys
 from .metrics import Metrics
 from .options import ServeOptions
 from .store import Store
 
 # For so long the server is said to fail after a step that failed, unless one does not.
 FAILING_SECONDS = 10.0
-
-# What an error's remedy says of cutting, in the words of Python and of the command line.
-_CUT = re.compile(rf"(,? or have (?:it|documents) cut with ){re.escape(TRUNCATE)}")
 
 Status = Literal["loading", "ready", "draining", "failed"]
 
@@ -115,7 +104,7 @@ class AppState:
         message = f"the model {name!r:.100} is not served here"
         raise Refusal(404, message, param="model", remedy=remedy, code="model_not_found")
 
-    def handler_for(self, request: Request) -> RequestHandler:
+    def handler_for_requests(self) -> RequestHandler:
         """Returns the handler. Raises Refusal (503) while there is none, or no more requests are taken."""
         if self.status == "ready" and self.handler is not None:
             return self.handler
@@ -124,83 +113,14 @@ class AppState:
         headers = {"retry-after": "5"} | ({"connection": "close"} if self.status == "draining" else {})
         raise Refusal(503, message, remedy="send the request again later", code="unavailable", headers=headers)
 
-
-@dataclass(frozen=True)
-class Dialect:
-    """A Dialect is one API's way to speak: how its errors look.
-
-    error     (status, message, code, param) -> (status, body) of an error's response
-    truncate  what a request says to have a prompt cut that is too long; empty: nothing does
-    paths     those of its API: what is not served of them is refused in its form
-    """
-
-    name: str
-    error: Callable[[int, str, str, str | None], tuple[int, Any]]
-    truncate: str = ""
-    paths: re.Pattern[str] = re.compile("(?!)")
-
-    def refuse(self, state: AppState, error: Exception) -> Response:
-        """Returns the response that says what is wrong."""
-        refusal, message = refusal_of(state, error)
-        message = _CUT.sub(lambda found: found[1] + self.truncate if self.truncate else "", message)
-        status, body = self.error(refusal.status, message, refusal.code, refusal.param)
-        return json_response(body, status, refusal.headers)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An Entry is a path of a dialect, and what answers it.
-
-    handle  (state, request, tenant) -> response
-    bodies  those that it takes
-    query   what it takes of a query
-    admin   whether only tenants that are admins are let in
-    """
-
-    dialect: Dialect
-    method: str
-    path: str
-    handle: Callable[[AppState, Request, Tenant], Awaitable[Response]]
-    bodies: Sequence[type[Body]] = ()
-    query: type[Body] | None = None
-    admin: bool = False
-
-    def endpoint(self, state: AppState) -> Callable[[Request], Awaitable[Response]]:
-        """Returns the endpoint that answers with `handle`, and with the dialect's error where that raises one."""
-
-        async def respond(request: Request) -> Response:
-            return state.metrics.answered(self.dialect.name, self.path, await answer(request))
-
-        async def answer(request: Request) -> Response:
-            try:
-                tenant = state.keys.tenant(request.headers)
-                if tenant is None:
-                    message, remedy = "the key is missing or unknown", "send Authorization: Bearer KEY"
-                    headers = {"www-authenticate": "Bearer"}
-                    raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=headers)
-                request.scope["tenant"] = tenant.name  # for the access log
-                if self.admin and not tenant.admin:
-                    message, remedy = "this is for admins", "use the key of an admin"
-                    raise Refusal(403, message, remedy=remedy, code="forbidden")
-                return await self.handle(state, request, tenant)
-            except ClientGone:
-                return Response(status_code=499)  # nobody reads it
-            except Exception as error:
-                # Of a path that several share, the body says whose it is.
-                dialect: Dialect = request.scope.get("dialect", self.dialect)
-                return dialect.refuse(state, error)
-
-        return respond
-
-
-def refusal_of(state: AppState, error: Exception) -> tuple[Refusal, str]:
-    """Returns the Refusal that stands for an error, and its message for clients. Errors that are nobody's fault are
-    written to the log, and those that name a path of this machine."""
-    refusal = as_refusal(error)
-    message = str(refusal) if state.handler is None else state.handler.public(str(refusal))
-    if message != str(refusal) or (refusal.status >= 500 and refusal is not error):
-        state.metrics.log(error)
-    return refusal, message
+    def refusal(self, error: Exception) -> tuple[Refusal, str]:
+        """Returns the Refusal that stands for an error, and its message for clients. Errors that are nobody's fault are
+        written to the log, and those that name a path of this machine."""
+        refusal = as_refusal(error)
+        message = str(refusal) if self.handler is None else self.handler.public(str(refusal))
+        if message != str(refusal) or (refusal.status >= 500 and refusal is not error):
+            self.metrics.log(error)
+        return refusal, message
 
 
 def as_refusal(error: Exception) -> Refusal:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, wraps
+from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import __version__
-from ..api.body import Asked, renamed
+from ..api.body import TaskOrder
 from ..api.tei import (
     TeiDecode,
     TeiEmbed,
@@ -22,84 +22,73 @@ from ..api.tei import (
     TeiTokenize,
     read_embed,
     read_predict,
-    read_rerank,
     read_similarity,
+    read_texts_rerank,
     tei_error,
 )
 from ..errors import InputError, UnsupportedModelError
 from ..text.valid import valid_text
 from ..types import Readout
-from .context import RequestContext, answer_asked, handle_of
-from .handler import RequestHandler
-from .http import json_response, unless_gone
-from .keys import Tenant
+from .context import Dialect, Entry, Handle, RequestContext
+from .http import json_response
 from .limits import most_tokens, too_many_tokens
-from .state import AppState, Dialect, Entry
 
-TEI = Dialect(
-    "tei", tei_error, truncate='"truncate": true', paths=re.compile(r"/(embed\w*|predict|similarity|decode)$")
-)
-T = TypeVar("T")
+_PATHS = re.compile(r"/(embed\w*|predict|similarity|decode)$")
+TEI = Dialect("tei", tei_error, truncate='"truncate": true', paths=_PATHS)
 
 
-def vectors_of(asked: T, llm: Any) -> T:
+def vectors_of(order: TaskOrder, llm: Any) -> TaskOrder:
     """Returns what asks for vectors. Raises UnsupportedModelError for a model that by TEI's rule makes none."""
     if llm.config.num_labels is not None:
         raise UnsupportedModelError("the model has a classification head and is no embedding model; use /predict")
-    return asked
+    return order
 
 
-def labels_of(asked: T, llm: Any) -> T:
+def labels_of(order: TaskOrder, llm: Any) -> TaskOrder:
     """Returns what asks for labels. Raises UnsupportedModelError for a model without a classification head."""
     if llm.config.num_labels is None:
         message = "the model has no classification head, and so no labels; serve one ...ForSequenceClassification"
         raise UnsupportedModelError(message)
-    return asked
+    return order
 
 
-def similarity(body: dict[str, Any], handler: RequestHandler) -> Asked:
-    """Returns what /similarity asks."""
-    return vectors_of(read_similarity(body), handler.llm)
-
-
-async def by_body(state: AppState, request: Request, tenant: Tenant) -> Response:
+def by_body(body: dict[str, Any], llm: Any) -> TaskOrder:
     """Answers a request to the server's address itself, as its body and the model ask."""
-    context = await RequestContext.of(state, request, tenant)
-    body = context.body
     if "texts" in body:
-        return await answer_asked(context, read_rerank(body))
-    llm = context.handler.llm
+        return read_texts_rerank(body)
     if isinstance(body.get("inputs"), dict):
-        return await answer_asked(context, similarity(body, context.handler))
+        return vectors_of(read_similarity(body), llm)
     if llm.config.num_labels is not None or "parameters" in body:  # huggingface_hub's text_classification sends them
-        return await answer_asked(context, labels_of(read_predict(body), llm))
-    return await answer_asked(context, read_embed(body))
+        return labels_of(read_predict(body), llm)
+    return read_embed(body)
 
 
-async def rerank(context: RequestContext) -> Response:
-    """Answers /rerank with `texts`."""
-    return await answer_asked(context, read_rerank(context.body))
+def answering(read: Callable[[dict[str, Any], Any], TaskOrder]) -> Handle:
+    """Returns what answers requests whose bodies are read by `read`: (body, LLM) -> what it asks."""
+
+    @wraps(read)
+    async def handle(context: RequestContext) -> Response:
+        return await context.answer(read(context.body, context.handler.llm))
+
+    return handle
 
 
-async def embed_all(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def embed_all(context: RequestContext) -> Response:
     """Answers with the hidden state after the final norm at every token of each text, not scaled."""
-    context = await RequestContext.of(state, request, tenant)
-    TeiEmbedAll.of(vectors_of(context.body, context.handler.llm))
-    asked = read_embed({**context.body, "normalize": False})
-    try:
-        order = context.order("embed", asked.items, asked.options)
-        texts = await unless_gone(request, context.handler.tokens(order, context.num_bytes))
-        count = sum(map(len, texts))
-        if count > state.options.max_texts:
-            message, remedy = f"'inputs' has {count} tokens", f"send at most {state.options.max_texts} at once"
-            raise InputError(message, field="inputs", remedy=remedy, code="too_many")
-        order = context.order("embed", [{"text": ids} for ids in texts], {"normalize": False})
-        every = replace(order, readout=Readout("every"))
-        found = await unless_gone(request, context.handler.answer(every, context.num_bytes))
-        results = [{"embeddings": result["embedding"]} for result in found]
-    except InputError as wrong:
-        raise wrong.renamed(renamed(wrong.field, asked.fields)) from None
-    return await context.written(results, lambda: json_response([result["embeddings"] for result in results]))
+    most = context.state.options.max_texts
+    TeiEmbedAll.of(context.body)
+    order = vectors_of(read_embed({**context.body, "normalize": False}), context.handler.llm)
+    texts = await context.tokens(order)
+    if (count := sum(map(len, texts))) > most:
+        message, remedy = f"'inputs' has {count} tokens", f"send at most {most} at once"
+        raise InputError(message, field="inputs", remedy=remedy, code="too_many")
+    items, options = [{"text": ids} for ids in texts], {"normalize": False}
+
+    def make(results: list[dict[str, Any]]) -> Any:
+        return [result["embedding"] for result in results]
+
+    every = replace(order, items=items, options=options, make=make, readout=Readout("every"))
+    return await context.answer(every)
 
 
 async def tokenize(context: RequestContext) -> Response:
@@ -144,9 +133,8 @@ def located(llm: Any, text: Any, field: str, count: int = 0) -> tuple[list[int],
     return ids, spans
 
 
-async def decode(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def decode(context: RequestContext) -> Response:
     """Answers /decode: the text of each list of ids."""
-    context = await RequestContext.of(state, request, tenant, computes=False)
     body = TeiDecode.of(context.body)
     ids, skip = body.ids, body.skip_special_tokens
     lists = ids if isinstance(ids, list) and isinstance(ids[0], list) else [ids]
@@ -167,9 +155,9 @@ def decoded(llm: Any, lists: list[Any], field: str, skip: bool) -> list[str]:
     return texts
 
 
-async def info(state: AppState, request: Request, tenant: Tenant) -> Response:
+async def info(context: RequestContext) -> Response:
     """Answers with what the server runs, and its limits."""
-    llm = state.handler_for(request).llm
+    llm, state = context.handler.llm, context.state
     labels = list(llm.config.labels)
     if llm.config.num_labels is None:
         kind: dict[str, Any] = {"embedding": {"pooling": f"{llm.task('embed').settings.pooling}_token"}}
@@ -188,19 +176,13 @@ async def info(state: AppState, request: Request, tenant: Tenant) -> Response:
 
 
 ENTRIES = [
-    Entry(
-        TEI, "POST", "/embed", handle_of(lambda body, handler: vectors_of(read_embed(body), handler.llm)), [TeiEmbed]
-    ),
+    Entry(TEI, "POST", "/embed", answering(lambda body, llm: vectors_of(read_embed(body), llm)), [TeiEmbed]),
     Entry(TEI, "POST", "/embed_all", embed_all, [TeiEmbedAll]),
+    Entry(TEI, "POST", "/predict", answering(lambda body, llm: labels_of(read_predict(body), llm)), [TeiPredict]),
     Entry(
-        TEI,
-        "POST",
-        "/predict",
-        handle_of(lambda body, handler: labels_of(read_predict(body), handler.llm)),
-        [TeiPredict],
+        TEI, "POST", "/similarity", answering(lambda body, llm: vectors_of(read_similarity(body), llm)), [TeiSimilarity]
     ),
-    Entry(TEI, "POST", "/similarity", handle_of(similarity), [TeiSimilarity]),
-    Entry(TEI, "POST", "/decode", decode, [TeiDecode]),
-    Entry(TEI, "POST", "/", by_body, [TeiEmbed, TeiPredict, TeiSimilarity, TeiRerank]),
+    Entry(TEI, "POST", "/decode", decode, [TeiDecode], computes=False),
+    Entry(TEI, "POST", "/", answering(by_body), [TeiEmbed, TeiPredict, TeiSimilarity, TeiRerank]),
     Entry(TEI, "GET", "/info", info),
 ]

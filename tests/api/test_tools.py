@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from prefold.api import KINDS
 from prefold.api.answers import GrowingText, calls_in, grammar_of_calls, read_tools
-from prefold.api.anthropic import message_body, read_message
+from prefold.api.anthropic import Message, message_body, read_message
 from prefold.api.completions import chat_body
 from prefold.api.responses import responses_body
 from prefold.errors import InputError
@@ -98,8 +98,8 @@ def chat_calls(body):
 
 
 def message_calls(body):
-    _, meta = read_message(ANTHROPIC | body)
-    return [block["name"] for block in message_body(meta, TWO, model="m", id="1")["content"]]
+    meta = read_message(Message.of(ANTHROPIC | body), "m", "1").make.args[0]
+    return [block["name"] for block in message_body(meta, [TWO], model="m", id="1")["content"]]
 
 
 def response_calls(body):

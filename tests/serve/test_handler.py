@@ -98,8 +98,9 @@ def test_numbers_too_wait_for_the_store_in_a_thread(llm, where, monkeypatch):
     assert where["prepare"] == [False, True]
 
 
-@pytest.mark.parametrize(("count", "watched"), [(1, 0), (30, 1)])
+@pytest.mark.parametrize(("count", "watched"), [(1, 1), (30, 2)])
 def test_a_short_response_is_written_without_watching_its_client(server, monkeypatch, count, watched):
+    """A client is watched while its request is computed, and while a long response is written."""
     seen, watch = [], context.unless_gone
     monkeypatch.setattr(context, "unless_gone", lambda request, work: seen.append(work) or watch(request, work))
     found = httpx.post(f"{server.url}/v1/embeddings", json={"input": ["yes"] * count}, timeout=60)

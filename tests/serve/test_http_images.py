@@ -18,10 +18,10 @@ from serving import serving, until
 from tiny_vision import drawing, tiny_vision
 
 from prefold import LLM
+from prefold.api.body import TaskOrder
 from prefold.cli.build import image_reading
 from prefold.errors import InputError
 from prefold.images.recent import RecentImages
-from prefold.serve.handler import TaskOrder
 from prefold.text.escaped import Escaping
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20)])]
@@ -164,7 +164,7 @@ def test_one_tenants_image_is_not_read_from_anothers_file(llm, tmp_path, monkeyp
             item = {"messages": [{"role": "user", "content": [{"type": "input_image", "file_id": files[-1][1]}]}]}
             tenant = server.state.keys.tenant({"x-api-key": f"k-{name}"})
             namespace = f"{server.state.keys.namespace(tenant)}/mine"
-            _, works = handler._prepare(TaskOrder("generate", [item], {}, namespace, True, tenant.owner))
+            _, works = handler._prepare(TaskOrder("generate", [item], namespace=namespace, owner=tenant.owner))
             (request,) = works[0].requests
             assert request.media[0].salt == request.salt == f"{namespace}/"
             media.append(request.media[0])

@@ -15,9 +15,8 @@ from prefold.api.body import Body
 from prefold.errors import InputError
 from prefold.serve import app
 from prefold.serve.app import DIALECTS, make_app
-from prefold.serve.context import RequestContext
+from prefold.serve.context import Dialect, Entry
 from prefold.serve.http import json_response
-from prefold.serve.state import Dialect, Entry
 
 GOOD = {
     "embeddings": {"input": "a"}, "rerank": {"query": "a", "documents": ["b"]}, "score": {"text_1": "a", "text_2": "b"},
@@ -142,8 +141,7 @@ def test_a_dialect_is_a_list_of_entries(llm, monkeypatch):
 
         name: str
 
-    async def greet(state, request, tenant):
-        context = await RequestContext.of(state, request, tenant)
+    async def greet(context):
         return json_response({"said": f"Hello {Greeting.of(context.body).name}"})
 
     polite = Dialect("polite", lambda status, message, code, param: (status, {"sorry": message}))

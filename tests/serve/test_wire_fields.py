@@ -17,10 +17,10 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.api import ENDPOINTS, KINDS
-from prefold.api.anthropic import read_message
-from prefold.api.body import Asked
+from prefold.api.anthropic import Message, read_message
+from prefold.api.body import TaskOrder
 from prefold.api.numbers import Classify, Pooling, read_classify, read_cohere_embed, read_pooling
-from prefold.api.tei import read_embed, read_predict, read_rerank, read_similarity
+from prefold.api.tei import read_embed, read_predict, read_similarity, read_texts_rerank
 from prefold.errors import InputError
 
 CHAT = [{"role": "user", "content": "is it the one? yes or no"}]
@@ -153,10 +153,10 @@ DOCS = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 # [(paths, the fields that change nothing there)]
 IGNORED = re.findall(r"^\| (`/[^|]+) \| ([^|]+) \|$", DOCS.partition("change nothing")[2], re.M)
 READERS = {
-    "/v1/messages": read_message,
+    "/v1/messages": lambda body: repr(read_message(Message.of(body), "", "")),
     "/v1/embed": lambda body: read_cohere_embed(body, "", ("query", "document")),
     "/v2/embed": lambda body: read_cohere_embed(body, "", ("query", "document"), ["float"]),
-    "/embed": read_embed, "/embed_all": read_embed, "/predict": read_predict, "/rerank of texts": read_rerank,
+    "/embed": read_embed, "/embed_all": read_embed, "/predict": read_predict, "/rerank of texts": read_texts_rerank,
     "/similarity": read_similarity, "/classify": lambda body: read_classify(body, "", ""),
     "/pooling": lambda body: read_pooling(body, "", "", "embed"),
 }  # fmt: skip
@@ -194,7 +194,7 @@ def what_is_asked(route: str, body: dict) -> str:
         body = (Classify if route == "/classify" else Pooling).of(body)
         options = body.options("embed"), body.cache_prompt
     asked = READERS[route](body)
-    if not isinstance(asked, Asked):
+    if not isinstance(asked, TaskOrder):
         return repr(asked)
     made = re.sub("'created': [0-9]+", "", repr(asked.make([MADE] * len(asked.items))))
     return repr((options, asked.items, asked.options, made))
