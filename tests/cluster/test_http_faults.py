@@ -65,18 +65,23 @@ def test_what_a_server_says_of_a_refusal_is_told(monkeypatch, status):
 
 @pytest.mark.parametrize("other", [False, True])
 def test_a_server_that_never_answered_is_asked_for_as_long_as_patience_only_beside_one_that_has(monkeypatch, other):
-    monkeypatch.setattr(http_host, "_UNANSWERED", 0.5)
-    dead, notes = "http://127.0.0.1:9", []
+    monkeypatch.setattr(http_host, "_UNANSWERED", 600 if other else 0.5)
+    dead, notes, pauses = "http://127.0.0.1:9", [], []
+    monkeypatch.setattr(http_host, "_jittered", lambda pause: pauses.append(pause) or 0.05)
     with serving(ids=False) as server:
         urls = [dead, server.url] if other else [dead]
-        replicas = HttpReplicas(urls, "m", None, patience=60, notify=notes.append)
+        replicas = HttpReplicas(urls, "m", None, patience=600, notify=notes.append)
         with closing(Fleet(replicas)) as fleet:
-            ends = time.monotonic() + 60
-            events = []
-            while time.monotonic() < ends and not any(isinstance(event, ReplicaLost) for _, event in events):
+            ends, events, enough = time.monotonic() + 300, [], None
+            while not any(isinstance(event, ReplicaLost) for _, event in events):
+                assert time.monotonic() < ends
                 events += [event for event in [fleet.next_event(0.1)] if event]
-                if other and notes and any(isinstance(event, ReplicaReady) for _, event in events):
-                    ends = min(ends, time.monotonic() + 1.5)
+                if enough is None and notes and any(isinstance(event, ReplicaReady) for _, event in events):
+                    # From now on a server would be lost at once that is not asked for as long as patience.
+                    monkeypatch.setattr(http_host, "_UNANSWERED", 0.0)
+                    enough = len(pauses) + 3
+                if enough is not None and len(pauses) >= enough:
+                    break
     lost = [(name, event) for name, event in events if isinstance(event, ReplicaLost)]
     assert len(notes) == 1 and notes[0].startswith(f"{dead}: it cannot be reached (connection refused); it is asked")
     if other:

@@ -29,14 +29,14 @@ def batch_of(client, lines, endpoint="/v1/completions", **options):
     return client.batches.create(input_file_id=upload(client, lines).id, endpoint=endpoint, **options)
 
 
-def ended(client, batch, seconds=60):
+def ended(client, batch):
     found = []
 
     def has_ended():
         found[:] = [client.batches.retrieve(batch.id)]
         return found[0].status in ("completed", "failed", "expired", "cancelled")
 
-    until(has_ended, seconds)
+    until(has_ended)
     return found[0]
 
 

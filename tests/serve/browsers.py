@@ -34,7 +34,7 @@ class Browser:
             [CHROMIUM, *options, "about:blank"], stderr=subprocess.DEVNULL, start_new_session=True
         )
         port = folder / "DevToolsActivePort"
-        until(lambda: port.exists() and len(port.read_text().split()) == 2, 60)
+        until(lambda: port.exists() and len(port.read_text().split()) == 2)
         base = f"http://127.0.0.1:{port.read_text().split()[0]}"
         (page,) = [one for one in httpx.get(f"{base}/json").json() if one["type"] == "page"]
         self.socket = client.connect(page["webSocketDebuggerUrl"], max_size=1 << 26)
@@ -57,7 +57,7 @@ class Browser:
         return found["result"].get("value")
 
     def wait(self, expression):
-        until(lambda: self.value(expression), 60)
+        until(lambda: self.value(expression))
 
     def requested(self):
         return [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]

@@ -60,8 +60,8 @@ def dress(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def until(done: Any, seconds: float = 60) -> None:
-    """Waits until something is so."""
+def until(done: Any, seconds: float = 300) -> None:
+    """Waits until something is so. seconds: a guard, longer than a busy machine needs."""
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, "it did not become so in time"

@@ -100,7 +100,7 @@ def test_a_batch_has_the_sum(client):
     file = client.post("/v1/files", files={"file": ("lines.jsonl", sent)}, data={"purpose": "batch"}).json()["id"]
     asked = {"input_file_id": file, "endpoint": where, "completion_window": "24h"}
     made = client.post("/v1/batches", json=asked).json()
-    until(lambda: client.get(f"/v1/batches/{made['id']}").json()["status"] == "completed", 30)
+    until(lambda: client.get(f"/v1/batches/{made['id']}").json()["status"] == "completed")
     done = client.get(f"/v1/batches/{made['id']}").json()
     said = client.get(f"/v1/files/{done['output_file_id']}/content").text.splitlines()
     details = [json.loads(line)["response"]["body"]["usage"]["prompt_tokens_details"] for line in said]

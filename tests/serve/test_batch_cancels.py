@@ -24,7 +24,7 @@ def test_a_cancel_before_what_was_validated_is_noted_is_kept(kept, client, monke
         note(one, body)
 
     monkeypatch.setattr(batches, "_note", late)
-    assert ended(client, batch_of(client, LINES), 20).status == "cancelled"
+    assert ended(client, batch_of(client, LINES)).status == "cancelled"
 
 
 def test_a_batch_that_is_cancelled_as_soon_as_it_is_stored_is_not_read(kept, client, monkeypatch):
@@ -38,7 +38,7 @@ def test_a_batch_that_is_cancelled_as_soon_as_it_is_stored_is_not_read(kept, cli
 
     monkeypatch.setattr(store, "add", cancelled)
     monkeypatch.setattr(batches._work, "validate", lambda one: read.append(one.id) or validate(one))
-    assert ended(client, batch_of(client, LINES), 20).status == "cancelled" and not read
+    assert ended(client, batch_of(client, LINES)).status == "cancelled" and not read
 
 
 def test_what_the_store_knows_of_a_cancel_is_taken_from_it(kept, client, monkeypatch):
@@ -50,7 +50,7 @@ def test_what_the_store_knows_of_a_cancel_is_taken_from_it(kept, client, monkeyp
         return validate(one)
 
     monkeypatch.setattr(batches._work, "validate", behind)
-    assert ended(client, batch_of(client, LINES), 20).status == "cancelled"
+    assert ended(client, batch_of(client, LINES)).status == "cancelled"
 
 
 def test_a_file_can_be_deleted_as_soon_as_clients_see_that_its_batch_has_ended(kept, client, monkeypatch):

@@ -34,7 +34,7 @@ def begin(client, file):
 @pytest.mark.parametrize("which", WRONG)
 def test_a_file_that_cannot_be_read_fails_the_batch(kept, client, which):
     data, message = WRONG[which]
-    done = ended(client, begin(client, upload_bytes(client, data)), 10)
+    done = ended(client, begin(client, upload_bytes(client, data)))
     assert done.status == "failed" and done.failed_at
     (error,) = done.errors.data
     assert (error.code, error.param) == ("invalid_file", "input_file_id") and f"in.jsonl {message}" in error.message
@@ -47,13 +47,13 @@ def test_a_file_that_is_gone_ends_the_batch(llm, tmp_path):
         file = upload(client, [completion(i, **LONG) for i in range(600)])
         store = server.state.store
         first = begin(client, file)
-        until(lambda: client.batches.retrieve(first.id).request_counts.completed > 3, 60)
+        until(lambda: client.batches.retrieve(first.id).request_counts.completed > 3)
     store.path(file.id).unlink()
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
-        done = ended(client, first, 20)
+        done = ended(client, first)
         assert done.status == "failed" and "in.jsonl is gone" in done.errors.data[0].message
         assert 3 < done.request_counts.completed < 600 and done.output_file_id is not None
-        again = ended(client, begin(client, file), 10)
+        again = ended(client, begin(client, file))
         assert again.status == "failed" and "in.jsonl is gone" in again.errors.data[0].message
         assert server.state.failing is None
 
@@ -64,7 +64,7 @@ def test_a_batch_is_cancelled_though_its_file_is_gone(llm, tmp_path, monkeypatch
         batch = batch_of(client, [completion(0)])
         server.state.store.path(batch.input_file_id).unlink()
         client.batches.cancel(batch.id)
-        assert ended(client, batch, 10).status == "cancelled" and server.state.failing is None
+        assert ended(client, batch).status == "cancelled" and server.state.failing is None
 
 
 def test_a_file_is_not_forgotten_while_a_batch_begins_to_read_it(kept, client, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from unittest.mock import Mock
 
 import numpy as np
@@ -10,6 +11,8 @@ import openai
 import pytest
 from batching import LONG, batch_of, client_of, completion, content, ended, lines_of, upload
 from serving import serving, until
+
+from prefold.serve.batch import BatchWork
 
 KEYS = """
 [[key]]
@@ -101,12 +104,15 @@ def test_batches_that_are_refused(client):
         client.batches.retrieve("batch_no")
 
 
-def test_a_batch_is_cancelled(client):
+def test_a_batch_is_cancelled(client, monkeypatch):
+    looked, end = threading.Event(), BatchWork._end
+    monkeypatch.setattr(BatchWork, "_end", lambda *arguments: looked.wait(300) and end(*arguments))
     batch = batch_of(client, [completion(i, **LONG) for i in range(600)])
-    until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3, 60)
+    until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3)
     assert client.batches.cancel(batch.id).status == "cancelling"
     with pytest.raises(openai.ConflictError):
         client.files.delete(batch.input_file_id)
+    looked.set()
     done = ended(client, batch)
     assert done.status == "cancelled" and done.cancelled_at
     good, bad = lines_of(client, done.output_file_id), lines_of(client, done.error_file_id)
@@ -122,9 +128,9 @@ def test_a_batch_that_waits_is_cancelled_at_once_and_one_expires(client):
     second = batch_of(client, [completion(i) for i in range(3)])
     third = batch_of(client, [completion(i) for i in range(4)], completion_window="1s")
     client.batches.cancel(second.id)
-    done = ended(client, second, 10)
+    done = ended(client, second)
     assert done.status == "cancelled" and done.request_counts.failed == 3
-    done = ended(client, third, 10)
+    done = ended(client, third)
     assert done.status == "expired" and done.expired_at
     bad = lines_of(client, done.error_file_id)
     assert set(bad) == {f"c{i}" for i in range(4)} and bad["c0"]["error"]["code"] == "batch_expired"

@@ -82,7 +82,7 @@ def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path,
             until(lambda: len(tries) > 3)
             assert client.batches.retrieve(batch.id).status == "in_progress"
             broken.clear()
-            until(lambda: client.batches.retrieve(batch.id).status == "completed", 30)
+            until(lambda: client.batches.retrieve(batch.id).status == "completed")
             done = client.batches.retrieve(batch.id)
             assert done.request_counts.completed == 40 and done.error_file_id is None
             until(lambda: server.state.failing is None)

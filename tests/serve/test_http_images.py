@@ -216,7 +216,7 @@ def test_uploaded_files(llm, tmp_path, monkeypatch, paths):
         line["body"] = {"messages": [{"role": "user", "content": content}], "temperature": 0, **how}
         lines = owner.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = owner.batches.create(input_file_id=lines.id, endpoint="/v1/chat/completions", completion_window="24h")
-        until(lambda: owner.batches.retrieve(batch.id).status == "completed", 60)
+        until(lambda: owner.batches.retrieve(batch.id).status == "completed")
         found = json.loads(owner.files.content(owner.batches.retrieve(batch.id).output_file_id).text)
         assert found["response"]["body"]["choices"][0]["message"]["content"] == expected
         for client, id in ((stranger, file.id), (owner, "file-none"), (owner, "file-../../keys.toml")):

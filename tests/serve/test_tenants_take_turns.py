@@ -92,7 +92,7 @@ def test_requests_are_prepared_in_turn(llm, keys, monkeypatch, pool, threads, pa
             ]
             for thread in asked[-count:]:
                 thread.start()
-            until(lambda key=key, count=count: len(lines.get(key, ())) == (12 if key == "a" else 1), 60)
+            until(lambda key=key, count=count: len(lines.get(key, ())) == (12 if key == "a" else 1))
         gate.set()
         for thread in asked:
             thread.join(60)
@@ -134,7 +134,7 @@ def test_a_large_batch_gives_way_to_that_of_another_tenant(llm, keys, tmp_path, 
             client = client_of(server, key)
             file = upload(client, [body(i) for i in range(size)]).id
             client.batches.create(input_file_id=file, endpoint=url, completion_window="24h")
-        until(lambda: len(ended) == 2, 60)
+        until(lambda: len(ended) == 2)
         files = [found for _, found in server.state.store.all("file") if found["purpose"] == "batch_output"]
         lines = [server.state.store.path(found["id"]).read_text().splitlines() for found in files]
     assert sorted(map(len, lines)) == [12, 160]
