@@ -104,7 +104,7 @@ def test_texts_go_to_several_servers(table, monkeypatch):
     assert "2 of 2 at the end" in said
     # Many requests are on their way at once, and arrive in any order: this is the order in which they were sent.
     changes = [sum(a != b for a, b in pairwise(sent)) for sent in groups.values()]
-    # It is 14 where no server takes a piece of the other's, as one that has answered more does, and 170 at random.
+    # They are 6 where no server takes a piece of the other's, as one that has answered more does, and 170 at random.
     assert len(changes) == 2 and sum(changes) < 60, "what is shared is sent together"
 
 
