@@ -59,18 +59,19 @@ def embeddings(count):
     ]
 
 
-def test_numbers_of_a_batch_and_texts_are_in_the_same_steps(client, llm, monkeypatch):
+def test_numbers_of_a_batch_and_texts_are_in_the_same_steps(kept, client, llm, monkeypatch):
     start, steps = llm.engine.worker.start, []
 
     def begin(message, *more):
         steps.append(message)
-        time.sleep(0.005)
+        if len(steps) == 2:  # the batch waits for the request for a text
+            until(lambda: kept.state.handler.backpressure.replies)
         return start(message, *more)
 
     monkeypatch.setattr(llm.engine.worker, "start", begin)
     lines = embeddings(200)
     batch = batch_of(client, lines, "/v1/embeddings")
-    until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
+    until(lambda: len(steps) > 1)
     options = {"model": "tiny", "prompt": "no yes", "max_tokens": 20, "temperature": 0}
     text = client.completions.create(**options, extra_body={"ignore_eos": True}).choices[0].text
     done = ended(client, batch)
