@@ -66,10 +66,11 @@ def test_numbers_of_a_batch_and_texts_are_in_the_same_steps(kept, client, llm, m
         if isinstance(message, MakeStore):
             return start(message, *more)
         steps.append(message)
-        if len(steps) == 2:  # the batch waits for the request for a text
-            until(lambda: kept.state.handler.backpressure.replies)
+        if len(steps) == 2:  # the batch waits until the engine has the request for a text
+            until(lambda: any(reply.keys for reply in kept.state.handler.backpressure.replies))
         return start(message, *more)
 
+    monkeypatch.setattr(type(llm.engine), "max_batch_rows", 32)
     monkeypatch.setattr(llm.engine.worker, "start", begin)
     lines = embeddings(200)
     batch = batch_of(client, lines, "/v1/embeddings")
