@@ -122,7 +122,7 @@ def two(rows: int, repeats: int) -> list[dict[str, Any]]:
                     # The speed of a virtual machine changes by 5 to 10 % within minutes.
                     twin.set_pace(steps_of(twin, fleet, replicas, LeastLoaded(), "nothing shared"))
                     fleet.policy = policy_named(name)
-                    fleet.live = {} if name == "prefix" else IN_ORDER
+                    fleet.window = {} if name == "prefix" else IN_ORDER
                     fleet.reset_stats()
                     seconds = run(fleet, requests)
                     runs[name].append((seconds, fleet.stats.generation, twin.run(policy_named(name), requests)))
@@ -183,7 +183,7 @@ def steps_of(
     """Runs 24 prompts that share nothing, or 96 that do, on both fleets; returns the steps of the real one."""
     replicas.steps.clear()
     requests = of_shape(shape, 96, next(CALIBRATION))
-    fleet.policy, fleet.live = policy, IN_ORDER
+    fleet.policy, fleet.window = policy, IN_ORDER
     run(fleet, requests)
     twin.run(policy, requests)
     return measured_steps(replicas)
@@ -208,7 +208,7 @@ class Simulated:
     def __init__(self, facts: ReplicaFacts):
         self._fitted, self._alone = machine_named("cpu2"), 1.0
         self._cost = StepCost(self._fitted, model_named("SmolLM2-135M"))
-        self._limits = limits_of(facts, RunCall(Readout("tokens"), live=True))
+        self._limits = limits_of(facts, RunCall(Readout("tokens"), online=True))
         some = {"max_batch_rows": facts.max_rows, "max_running": facts.max_running, "slots": facts.cache_rows}
         self._engines = [ScheduledEngine(self._cost, reports=True, **some) for _ in range(2)]
         self._slots = facts.cache_rows

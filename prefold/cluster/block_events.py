@@ -135,12 +135,12 @@ class BlockEvents:
         if not self._alike[block.head]:
             del self._alike[block.head]
         self._log.add(*self._removal(name, block))
-        found: Hashable | None = name
-        while found is not None and not (block := self._blocks[found]).copies and not block.behind:
-            del self._blocks[found]
-            found = block.after
-            if found is not None:
-                self._blocks[found].behind -= 1
+        gone: Hashable | None = name
+        while gone is not None and not (block := self._blocks[gone]).copies and not block.behind:
+            del self._blocks[gone]
+            gone = block.after
+            if gone is not None:
+                self._blocks[gone].behind -= 1
 
     def _removal(self, name: Hashable, block: _Block) -> list[CacheEvent]:
         """Returns events of a removal: rows that the block shared with another are held still."""
@@ -164,4 +164,4 @@ def _namespace(adapter: str | None, keys: Any) -> tuple[str | None, str]:
 
 def _decoded(message: bytes) -> list[dict[str, Any]]:
     events = msgspec.msgpack.decode(message)[1]
-    return [one if isinstance(one, dict) else dict(zip(_OLD_FIELDS, one, strict=False)) for one in events]
+    return [event if isinstance(event, dict) else dict(zip(_OLD_FIELDS, event, strict=False)) for event in events]

@@ -28,7 +28,7 @@ from .online import OnlineSource
 from .policies import Policy
 from .replicas import ReplicaEvent, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, Replicas, RunCall, in_words
 
-_TICK, _LIVE_TICK = 0.25, 0.02
+_TICK, _ONLINE_TICK = 0.25, 0.02
 _KILL_AGAIN = 60.0  # seconds after which one that was killed and is still there is killed once more
 _AT_ONCE = 64  # events that are taken before new leases are sent
 
@@ -40,7 +40,7 @@ class Fleet:
     sharing    of rows between requests
     row_cost   what a row costs, by which work is divided
     policy     by which requests of a stream get their replica; None: ours
-    live       options of the live window (see `LiveWindow`)
+    window     options of the live window (see `LiveWindow`)
     patience   seconds without progress after which a replica that has work is killed
     notify     called with what a person should know: replicas that were lost, or refused
     media      gave the images of the requests their ids; None: there are none
@@ -57,7 +57,7 @@ class Fleet:
         sharing: Sharing = "full",
         row_cost: RowCost = RowCost(),  # noqa: B008
         policy: Policy | None = None,
-        live: Mapping[str, Any] | None = None,
+        window: Mapping[str, Any] | None = None,
         patience: float = 300.0,
         notify: Callable[[str], None] = lambda line: None,
         media: Any = None,
@@ -71,7 +71,7 @@ class Fleet:
         self.retold = 0  # times that events of a cache were missing, and all was asked for anew
         self.estimated: set[str] = set()  # replicas of a stream whose caches nobody tells of
         self.counted_apart = False  # whether replicas of a stream counted unique tokens, each its own
-        self.policy, self.live = policy, dict(live or {})
+        self.policy, self.window = policy, dict(window or {})
         self.patience, self.notify = patience, notify
         self.ready: dict[str, ReplicaFacts] = {}
         self._gone: dict[str, str] = {}
@@ -217,18 +217,18 @@ class FleetRun:
         self._begun: dict[str, _Done] = {}
         self._pictures = None if fleet.media is None else fleet.media.for_replicas()
         self._killed: dict[str, float] = {}  # when those were killed that hung, and of which no `ReplicaLost` came yet
-        is_early = isinstance(source, LiveInput) and source.rest is not None
-        self.call = call = replace(call, live=isinstance(source, LiveInput) and not is_early)
+        is_warm_start = isinstance(source, LiveInput) and source.rest is not None
+        self.call = call = replace(call, online=isinstance(source, LiveInput) and not is_warm_start)
         # Whether rows of prompts are counted here; replicas count them where nobody knows all beforehand.
-        self._counts_rows = call.readout.kind != "first" and not call.live
+        self._counts_rows = call.readout.kind != "first" and not call.online
         self._generates = call.readout.kind == "tokens"
         self._counted_rows = False  # whether a replica has counted rows: servers and vLLM do not
-        self._early = Spool() if is_early else None  # the prompts that run before the others are known
+        self._warm_start = Spool() if is_warm_start else None  # the prompts that run before the others are known
         self.book = LeaseBook([], numbers=fleet.numbers, patience=fleet.patience)
         if isinstance(source, LiveInput):
             self._input = source
-            how = {"max_tokens": source.max_tokens, "early": is_early, "policy": fleet.policy, "see": source.see}
-            self.online = OnlineSource(call, **how, **fleet.live)
+            how = {"max_tokens": source.max_tokens, "policy": fleet.policy, "see": source.see, **fleet.window}
+            self.online = OnlineSource(call, warm_start=is_warm_start, **how)
             self.book.add(self.online)
         else:
             self._divide(source)
@@ -259,7 +259,7 @@ class FleetRun:
         """Returns the seconds after which it looks again at what may be sent, though nothing has been told."""
         if self._input is None or self.online is None:
             return _TICK
-        return _LIVE_TICK if self._input.feed.since is None or self.online.is_full else 0.0
+        return _ONLINE_TICK if self._input.feed.since is None or self.online.is_full else 0.0
 
     def end(self) -> None:
         """Ends the run on all replicas that take part."""
@@ -270,15 +270,15 @@ class FleetRun:
         fleet.moved += self.book.moved
         if self._counts_rows and (self._counted_rows or not self._generates):
             fleet.stats.unique_tokens += self._unique_rows()
-        fleet.counted_apart |= self.call.live and self._counted_rows and len(fleet.replicas.names) > 1
-        if self._early is not None:
-            self._early.close()
+        fleet.counted_apart |= self.call.online and self._counted_rows and len(fleet.replicas.names) > 1
+        if self._warm_start is not None:
+            self._warm_start.close()
 
     def _unique_rows(self) -> int:
         """Returns the rows of the stream that all prompts of the run make together."""
-        if self._early is None or not self._early.num_requests:
+        if self._warm_start is None or not self._warm_start.num_requests:
             return 0 if self.offline is None else self.offline.num_rows
-        return unique_tokens([self._early.order(), *([] if self.offline is None else [self.offline.order])])
+        return unique_tokens([self._warm_start.order(), *([] if self.offline is None else [self.offline.order])])
 
     @property
     def _is_done(self) -> bool:
@@ -306,14 +306,14 @@ class FleetRun:
         if source.rest is not None:
             feed.bound = online.room()
         now = time.monotonic()
-        until = now + _LIVE_TICK  # for replicas are not heard meanwhile
+        until = now + _ONLINE_TICK  # for replicas are not heard meanwhile
         while not online.is_full and not feed.is_over and time.monotonic() < until:
             if (came := feed.take()) is None:
                 break
             for reads in came:
                 online.put(reads, now)
-                if self._early is not None:
-                    self._early.add(Request(reads[0].tokens, adapter=reads[0].adapter, salt=reads[0].salt))
+                if self._warm_start is not None:
+                    self._warm_start.add(Request(reads[0].tokens, adapter=reads[0].adapter, salt=reads[0].salt))
         feed.is_hungry = not online.num_waiting and online.room() > 0
         if feed.is_over:
             self._input = None

@@ -312,7 +312,7 @@ class ReplicaHost(Host):
             how["max_batch_rows"] = call.max_batch_rows
         depth = getattr(getattr(engine, "worker", None), "facts", None)
         timeout = None if getattr(depth, "depth", 1) == 1 else _IDLE_SECONDS
-        with self._cache_watched(call.live and call.in_slots and call.sharing == "full"):
+        with self._cache_watched(call.online and call.in_slots and call.sharing == "full"):
             while not run.has_ended:
                 windows = run.taken(in_slots=call.in_slots, timeout=timeout)
                 if call.readout.kind == "tokens":

@@ -34,8 +34,8 @@ _DEFAULTS = {f.name: f.default for f in fields(Sampling)}
 class RowError(InputError):
     """A server refused a request, or failed on it."""
 
-    def __init__(self, server: str, status: int, said: str):
-        message = f"{server} answered {status}: {said}" if status else f"{server}: {said}"
+    def __init__(self, server: str, status: int, words: str):
+        message = f"{server} answered {status}: {words}" if status else f"{server}: {words}"
         super().__init__(message, remedy="see what the server says", code=f"http_{status}" if status else "no_answer")
         self.status = status
 
@@ -109,13 +109,13 @@ def _conversation(text: str) -> dict[str, Any]:
     """Returns the fields of a text that stands for a conversation. Raises InputError for another that only begins like
     it: what a record holds must not become other fields of the body."""
     try:
-        found = json.loads(text.removeprefix(MESSAGES))
+        conversation = json.loads(text.removeprefix(MESSAGES))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not {"messages"} <= found.keys() <= {"messages", "tools"}:
+        conversation = None
+    if not isinstance(conversation, dict) or not {"messages"} <= conversation.keys() <= {"messages", "tools"}:
         message = f"the prompt begins with {MESSAGES!r}, as conversations do on their way to a server, and is none"
         raise InputError(message, field="prompt", remedy="leave that out")
-    return found
+    return conversation
 
 
 def _check(sampling: Sampling, with_text: bool) -> None:
@@ -157,11 +157,11 @@ def _response_format(sampling: Sampling) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
-def generated_of(said: Any) -> list[Generated]:
+def generated_of(answer: Any) -> list[Generated]:
     """Returns the samples of an answer, in order."""
-    usage = said.get("usage") or {}
+    usage = answer.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    choices = sorted(said["choices"], key=lambda choice: choice.get("index", 0))
+    choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))
     made = (usage.get("completion_tokens") or 0) // max(1, len(choices))
     out = []
     for choice in choices:
@@ -207,13 +207,13 @@ def embedding_bodies(
     return bodies if adapter else [*bodies, ("/embed", {"inputs": texts})]
 
 
-def embeddings_of(said: Any, count: int) -> list[Result]:
+def embeddings_of(answer: Any, count: int) -> list[Result]:
     """Returns the vectors of an answer, in order."""
-    if isinstance(said, dict):
-        said = [one["embedding"] for one in sorted(said["data"], key=lambda one: one["index"])]
-    if len(said) != count:
-        raise RowError("the server", 200, f"{len(said)} vectors for {count} prompts")
-    return [Result(np.array(vector, np.float32)) for vector in said]
+    if isinstance(answer, dict):
+        answer = [entry["embedding"] for entry in sorted(answer["data"], key=lambda entry: entry["index"])]
+    if len(answer) != count:
+        raise RowError("the server", 200, f"{len(answer)} vectors for {count} prompts")
+    return [Result(np.array(vector, np.float32)) for vector in answer]
 
 
 def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple[str, dict[str, Any]]]:
@@ -238,7 +238,7 @@ def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple
     return [("/v1/completions", body | {"prompt": [*request.tokens.tolist(), int(end)]}) for end in ends]
 
 
-def logprobs_of(said: Sequence[Any], request: Request, readout: Readout) -> Result:
+def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> Result:
     """Returns what is read of a request out of the answers to its `logprob_bodies`.
 
     In place of logits these are log-probabilities, which differ from them by the same number for all ids. Raises
@@ -247,31 +247,31 @@ def logprobs_of(said: Sequence[Any], request: Request, readout: Readout) -> Resu
     ends = readout.ids if readout.kind == "logits" else None
     count = 1 if ends is not None or request.targets is None else len(request.targets)
     values, greedy = [], []
-    for number, one in enumerate(said):
-        found = one["choices"][0].get("prompt_logprobs")
-        if found is None:
+    for number, answer in enumerate(answers):
+        logprobs = answer["choices"][0].get("prompt_logprobs")
+        if logprobs is None:
             raise RowError("the server", 200, "it gives no log-probabilities of prompts (vLLM and prefold serve do)")
         targets = [ends[number]] if ends is not None else request.targets.tolist()  # type: ignore[union-attr]
-        for target, entry in zip(targets, found[-count:], strict=True):
+        for target, entry in zip(targets, logprobs[-count:], strict=True):
             values.append(entry[str(target)]["logprob"])
             greedy.append(entry[str(target)].get("rank") == 1)
     is_logprobs = readout.kind == "logprobs"
     return Result(np.array(values, np.float32), np.array(greedy, bool) if is_logprobs else None)
 
 
-def stats_of(said: Any) -> Stats:
+def stats_of(answer: Any) -> Stats:
     """Returns what an answer's `usage` says."""
-    usage = said.get("usage") or {}
+    usage = answer.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return generation_stats(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0, cached)
 
 
-def contexts_of(said: Any) -> dict[str, int | None]:
+def contexts_of(response: Any) -> dict[str, int | None]:
     """Returns {name: tokens of its context, None where it is not said} of the models in the answer of /v1/models; none
     where a server does not have it."""
     try:
-        models = said.json()["data"] if said.status_code < 300 else []
-        return {str(one["id"]): _whole(one.get("max_model_len")) for one in models}
+        models = response.json()["data"] if response.status_code < 300 else []
+        return {str(model["id"]): _whole(model.get("max_model_len")) for model in models}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -304,16 +304,16 @@ def remote_model(
     where = tokenizer or (model if Path(model).is_dir() else None)
     if where is None:
         return _checkpoint(f"{model} {over}", None, {}), _bytes()
-    found = resolve(where, load_format="dummy", notify=notify)
-    own = tokenizer_or_none(found)
-    known = {name: found.config[name] for name in ("max_position_embeddings",) if found.config.get(name)}
-    return _checkpoint(f"{model} {over}", found.path, known), own or _bytes()
+    checkpoint = resolve(where, load_format="dummy", notify=notify)
+    own = tokenizer_or_none(checkpoint)
+    known = {name: checkpoint.config[name] for name in ("max_position_embeddings",) if checkpoint.config.get(name)}
+    return _checkpoint(f"{model} {over}", checkpoint.path, known), own or _bytes()
 
 
 def context_of(checkpoint: Checkpoint) -> int | None:
     """Returns the tokens of the context of a remote model's checkpoint, None where its files do not say."""
-    found: int = checkpoint.config["max_position_embeddings"]
-    return None if found == _ANY["max_position_embeddings"] else found
+    length: int = checkpoint.config["max_position_embeddings"]
+    return None if length == _ANY["max_position_embeddings"] else length
 
 
 def is_of_bytes(tokenizer: Tokenizer) -> bool:

@@ -156,13 +156,13 @@ class HttpHost(AsyncHost):
         started, pause, is_told = time.monotonic(), _FIRST_PAUSE, False
         while True:
             try:
-                found = await self._client.get("/v1/models", timeout=_LOOK)
+                response = await self._client.get("/v1/models", timeout=_LOOK)
                 self._o.has_answered = True
-                if found.status_code in (401, 403):
-                    raise ReplicaDown(f"{_REFUSALS[found.status_code]}: {_said(found)}")
-                if found.status_code < 500 and found.status_code != 429:
-                    return found
-                reason = f"it answers {found.status_code}"
+                if response.status_code in (401, 403):
+                    raise ReplicaDown(f"{_REFUSALS[response.status_code]}: {_message_of(response)}")
+                if response.status_code < 500 and response.status_code != 429:
+                    return response
+                reason = f"it answers {response.status_code}"
             except httpx.HTTPError as error:
                 reason = f"it cannot be reached ({_why(error)})"
             longest = self._o.patience if self._o.has_answered else min(self._o.patience, _UNANSWERED)
@@ -190,10 +190,10 @@ class HttpHost(AsyncHost):
     async def _counters(self) -> list[str]:
         """Returns what the server counts of tokens, as Prometheus is told of it; nothing where it does not tell."""
         try:
-            said = await self._client.get("/metrics", timeout=_LOOK)
+            response = await self._client.get("/metrics", timeout=_LOOK)
         except httpx.HTTPError:
             return []
-        lines = said.text.splitlines() if said.status_code == 200 else []
+        lines = response.text.splitlines() if response.status_code == 200 else []
         return [line for line in lines if "token" in line.partition("{")[0].partition(" ")[0]]
 
     async def _post(self, bodies: Sequence[tuple[str, Any]]) -> Any:
@@ -207,7 +207,7 @@ class HttpHost(AsyncHost):
         while attempts < _ATTEMPTS and time.monotonic() < deadline:
             path, body = bodies[0]
             try:
-                said = await self._client.post(path, json=body)
+                response = await self._client.post(path, json=body)
             except httpx.TransportError as error:
                 attempts, last = attempts + 1, _why(error)
                 is_down = isinstance(error, httpx.ConnectError) and attempts == _ATTEMPTS
@@ -220,26 +220,26 @@ class HttpHost(AsyncHost):
                 raise RowError(self._url, 0, f"an answer that cannot be unpacked: {error}") from None
             except ValueError as error:  # such as half of a surrogate pair, or a number that is none
                 raise RowError(self._url, 0, f"the request cannot be written as JSON: {error}") from None
-            if said.status_code < 300:
+            if response.status_code < 300:
                 self._cap = min(self._o.most, self._cap + 1 / self._cap)
                 with reading(self._url):
-                    return said.json()
-            if said.status_code == 404 and len(bodies) > 1:
+                    return response.json()
+            if response.status_code == 404 and len(bodies) > 1:
                 bodies = bodies[1:]
                 continue
-            last = _said(said)
-            if said.status_code in (429, 503):
+            last = _message_of(response)
+            if response.status_code in (429, 503):
                 self._cap = max(1.0, self._cap / 2)
-                wait = _retry_after(said) or _jittered(pause)
+                wait = _retry_after(response) or _jittered(pause)
                 self._paused_until = time.monotonic() + wait
                 await asyncio.sleep(wait * random.uniform(1.0, 1.25))
-            elif said.status_code >= 500 or said.status_code == 408:
+            elif response.status_code >= 500 or response.status_code == 408:
                 attempts += 1
                 await asyncio.sleep(_jittered(pause))
-            elif said.status_code in _REFUSALS:
-                raise JobError(f"{self._url}: {_REFUSALS[said.status_code]}: {last}")
+            elif response.status_code in _REFUSALS:
+                raise JobError(f"{self._url}: {_REFUSALS[response.status_code]}: {last}")
             else:
-                raise RowError(self._url, said.status_code, last)
+                raise RowError(self._url, response.status_code, last)
             pause = min(2 * pause, _LONGEST_PAUSE)
         raise RowError(self._url, 0, f"no answer after {attempts} attempts: {last}")
 
@@ -284,15 +284,15 @@ class HttpHost(AsyncHost):
             ask = self._generated if call.readout.kind == "tokens" else self._embedded
             if self._takes_ids is not False:
                 try:
-                    found = await ask(call, requests, None)
+                    answers = await ask(call, requests, None)
                     self._takes_ids = True
-                    return found
+                    return answers
                 except RowError as error:
                     if self._takes_ids or not error.is_about_form or len(requests) > 1:
                         raise
-            found = await ask(call, requests, self._text_of())
+            answers = await ask(call, requests, self._text_of())
             self._takes_ids = self._takes_ids or False
-            return found
+            return answers
         except (InputError, JobError, ReplicaDown):
             raise
         except Exception as error:  # of what nobody thought of: the server is not lost for it
@@ -304,17 +304,17 @@ class HttpHost(AsyncHost):
         answers = [await self._post([body]) for body in bodies]
         tokens = len(request.tokens)
         with reading(self._url):
-            found = logprobs_of(answers, request, call.readout)
-        return [found], Stats(tokens=tokens, rows_computed=len(bodies) * tokens, requests=1, steps=1)
+            result = logprobs_of(answers, request, call.readout)
+        return [result], Stats(tokens=tokens, rows_computed=len(bodies) * tokens, requests=1, steps=1)
 
     async def _embedded(
         self, call: RunCall, requests: list[Request], text_of: TextOf | None
     ) -> tuple[list[Any], Stats]:
-        said = await self._post(embedding_bodies(requests, call.readout, self._model, text_of))
+        answer = await self._post(embedding_bodies(requests, call.readout, self._model, text_of))
         tokens = sum(len(request.tokens) for request in requests)
         with reading(self._url):
-            found = embeddings_of(said, len(requests))
-        return found, Stats(tokens=tokens, rows_computed=tokens, requests=len(requests), steps=1)
+            results = embeddings_of(answer, len(requests))
+        return results, Stats(tokens=tokens, rows_computed=tokens, requests=len(requests), steps=1)
 
     async def _generated(
         self, call: RunCall, requests: list[Request], text_of: TextOf | None
@@ -328,17 +328,17 @@ class HttpHost(AsyncHost):
             return await self._post([generation_body(request, self._model, text_of, call.text, **how)])
 
         try:
-            said = await post(knows_all := self._knows_all)
+            answer = await post(knows_all := self._knows_all)
         except RowError as error:
             if not (knows_all and error.is_about_form and any(name in str(error) for name in NOT_OPENAIS)):
                 raise
-            said = await post(False)
+            answer = await post(False)
             if self._knows_all:
                 self._knows_all = False
                 names = ", ".join(NOT_OPENAIS)
                 self._o.notify(f"{self._url} knows no {names}; they are sent only where they are asked for")
         with reading(self._url):
-            return [generated_of(said)], stats_of(said)
+            return [generated_of(answer)], stats_of(answer)
 
     def _text_of(self) -> TextOf:
         """Returns what makes text of token ids."""
@@ -380,21 +380,21 @@ def reading(url: str) -> Iterator[None]:
         raise RowError(url, 200, f"nothing that can be read ({type(error).__name__}: {error})") from None
 
 
-def _said(said: httpx.Response) -> str:
+def _message_of(response: httpx.Response) -> str:
     """Returns the message of an error."""
     try:
-        found = said.json()
-        error = found.get("error", found)
-        text = error.get("message", found) if isinstance(error, dict) else error
+        body = response.json()
+        error = body.get("error", body)
+        text = error.get("message", body) if isinstance(error, dict) else error
     except (ValueError, AttributeError):
-        text = said.text
+        text = response.text
     return " ".join(str(text).split())[:300]
 
 
-def _retry_after(said: httpx.Response) -> float | None:
+def _retry_after(response: httpx.Response) -> float | None:
     """Returns the seconds of Retry-After, None where there are none. (A date is not understood.)"""
     try:
-        return min(_LONGEST_PAUSE * 4, max(0.0, float(said.headers["retry-after"])))
+        return min(_LONGEST_PAUSE * 4, max(0.0, float(response.headers["retry-after"])))
     except (KeyError, ValueError):
         return None
 

@@ -180,22 +180,22 @@ class Dispatcher:
     def _holders(self, replica: Hashable) -> list[tuple[float, Hashable]]:
         """Returns (seconds to wait, replica) of the others of whose prefixes buckets wait, those with most to do first.
         One that takes no work lets wait for ever."""
-        found = []
-        for one in self.window.queues:
-            if one is not None and one != replica:
-                found.append((self.router.seconds_to_wait(one) if one in self._limits else math.inf, one))
-        return sorted(found, key=lambda pair: -pair[0])
+        holders = []
+        for holder in self.window.queues:
+            if holder is not None and holder != replica:
+                holders.append((self.router.seconds_to_wait(holder) if holder in self._limits else math.inf, holder))
+        return sorted(holders, key=lambda pair: -pair[0])
 
     def _ends(self) -> _Ends:
         """Returns when replicas end if each takes its share of all that waits, which is taken to be like what is under
         way."""
-        loads = [self.router.load(one) for one in self._limits]
+        loads = [self.router.load(replica) for replica in self._limits]
         requests = max(1, sum(load.requests for load in loads))
         prefill = sum(load.prefill_rows for load in loads) / requests
         decode = sum(load.decode_rows for load in loads) / requests
         known = [load.speed for load in loads if load.speed.is_measured]
         if known:  # of one that has not been measured, what the others do
-            mean = Speed(sum(one.prefill for one in known) / len(known), sum(one.decode for one in known) / len(known))
+            mean = Speed(*np.mean([(speed.prefill, speed.decode) for speed in known], axis=0).tolist())
         speeds = [load.speed if load.speed.is_measured or not known else mean for load in loads]
         each = np.array([max(1e-9, prefill * speed.prefill + decode * speed.decode) for speed in speeds])
         waits = np.array([load.seconds_at(speed) for load, speed in zip(loads, speeds, strict=True)])
@@ -265,7 +265,7 @@ class OnlineSource(Source):
 
     call        what is asked of every request
     max_tokens  of requests that wait
-    early       whether the stream is the beginning of a job that is divided later: replicas look ahead less
+    warm_start  whether the stream is the beginning of a job that is divided later: replicas look ahead less
     see         is shown the windows that are sent
     window      options of the live window
     """
@@ -275,7 +275,7 @@ class OnlineSource(Source):
         call: RunCall,
         *,
         max_tokens: int,
-        early: bool = False,
+        warm_start: bool = False,
         policy: Policy | None = None,
         see: Callable[[Window], None] | None = None,
         **window: Any,
@@ -283,7 +283,7 @@ class OnlineSource(Source):
         self.router = Router(policy)
         self.dispatcher = Dispatcher(self.router, limit_of=_limit_of, max_tokens=max_tokens, **window)
         self.window = self.dispatcher.window
-        self._call, self._early, self._see = call, early, see
+        self._call, self._warm_start, self._see = call, warm_start, see
         self._limits: dict[str, Limits] = {}
         self._is_closed = False
         self._late: deque[_Prompt] = deque()  # the window was full when they came, or they come back
@@ -297,7 +297,7 @@ class OnlineSource(Source):
         # What reads bucket by bucket holds nothing afterwards, and reports that.
         reports = facts.reports_cache or not self._call.in_slots
         self.router.join(replica, capacity=facts.cache_rows or None, reports=reports)
-        self._limits[replica] = limits_of(facts, self._call, early=self._early)
+        self._limits[replica] = limits_of(facts, self._call, warm_start=self._warm_start)
         self.pause(replica, False)
 
     def leave(self, replica: str) -> None:
@@ -381,7 +381,7 @@ class OnlineSource(Source):
             request = prompt.left.pop(number)
             fresh.append((request.tag, 0 if prompt.left else request.num_tokens, answer))
             if not prompt.left:
-                self.router.end(prompt.key, **_said(answer))
+                self.router.end(prompt.key, **_rows_of(answer))
         return fresh
 
     def prompts(self, places: Sequence[int]) -> list[Places]:
@@ -401,21 +401,21 @@ def _limit_of(prompt: _Prompt) -> int:
     return expected_limit(prompt.first)
 
 
-def limits_of(facts: ReplicaFacts, call: RunCall, *, early: bool = False) -> Limits:
+def limits_of(facts: ReplicaFacts, call: RunCall, *, warm_start: bool = False) -> Limits:
     """Returns how much a replica may be sent: what keeps it at work until the next of its answers is taken."""
     if facts.is_server and call.readout.kind != "tokens":
         return Limits(1 << 62, 2 * facts.at_once, facts.at_once, facts.at_once)
     if not call.in_slots:
-        return Limits((2 if early else 3) * facts.max_rows, busy=1)
+        return Limits((2 if warm_start else 3) * facts.max_rows, busy=1)
     running = facts.max_running
     rows = max(4 * facts.max_rows, facts.cache_rows + facts.cache_rows // 4) if facts.cache_rows else 1 << 62
     if call.readout.kind != "tokens":
         return Limits(min(rows, 3 * facts.max_rows), busy=1)
-    requests = running if early else running + running // 2
+    requests = running if warm_start else running + running // 2
     return Limits(rows, requests, max(1, running // 8), max(1, running // 2), facts.reserves_output)
 
 
-def _said(answer: Any) -> dict[str, int | None]:
+def _rows_of(answer: Any) -> dict[str, int | None]:
     """Returns what an answer says of the rows that it took, for `Router.end`."""
     if isinstance(answer, list) and answer and isinstance(answer[0], Generated):
         return {"output_rows": sum(len(one.tokens) for one in answer), "cached_rows": answer[0].cached_tokens}

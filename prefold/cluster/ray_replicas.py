@@ -146,14 +146,14 @@ class RayReplicas(Replicas):
         nodes = _nodes()
         fits = _num_that_fit(nodes, needs)
         each = " and ".join(f"{one} {what}" for what, one in needs.items() if one)
-        found = "; ".join(", ".join(f"{node.get(what, 0):g} {what}" for what, one in needs.items() if one)
+        resources = "; ".join(", ".join(f"{node.get(what, 0):g} {what}" for what, one in needs.items() if one)
                           for node in nodes[:_SHOWN_NODES])  # fmt: skip
-        found += "; ..." if len(nodes) > _SHOWN_NODES else ""
+        resources += "; ..." if len(nodes) > _SHOWN_NODES else ""
         if fits < 1 and len(nodes) == 1:
             self.close()
-            raise JobError(f"a replica needs {each}, and the machine has {found}; ask for less, or name a cluster")
+            raise JobError(f"a replica needs {each}, and the machine has {resources}; ask for less, or name a cluster")
         if fits < (count or 1):
-            message = f"{count or 1} replicas of {each} each were asked for, and the cluster has {found}"
+            message = f"{count or 1} replicas of {each} each were asked for, and the cluster has {resources}"
             message += " on its nodes" if len(nodes) > 1 else ""
             notify(f"{message}: {fits} start now" + ("" if fits else ", none before there is a node with room for one"))
         return max(1, fits) if count is None else count
@@ -197,10 +197,10 @@ class RayReplicas(Replicas):
                 self._closing.wait(_POLL)
                 self._look_at_the_clock()
                 continue
-            found, _ = ray.wait(list(self._pending), num_returns=1, timeout=_POLL)
-            if found:
-                found, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
-            for reference in found:
+            done, _ = ray.wait(list(self._pending), num_returns=1, timeout=_POLL)
+            if done:
+                done, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
+            for reference in done:
                 name, what = self._pending.pop(reference)
                 try:
                     self._take(name, what, ray.get(reference))
@@ -222,16 +222,16 @@ class RayReplicas(Replicas):
             if member.doubt is not None and now - member.doubt[0] > _DOUBT:
                 self._lose(name, member.doubt[1], died=True)
 
-    def _take(self, name: str, what: str, said: Any) -> None:
+    def _take(self, name: str, what: str, answer: Any) -> None:
         member = self._members[name]
         if what == "life":
-            self._found(name, said)
+            self._found(name, answer)
             return
         if what == "load":
-            said = ReplicaReady(said)
-        elif said.answers:
+            answer = ReplicaReady(answer)
+        elif answer.answers:
             member.restarts = RESTARTS
-        self._tell(name, said)
+        self._tell(name, answer)
         self._report(name)
 
     def _doubt(self, name: str, what: str, error: Exception) -> None:

@@ -57,7 +57,7 @@ class RunCall:
     """What is asked of every request of a run.
 
     text       whether generated tokens are made text of; a replica has a tokenizer of its own
-    live       whether requests come as a stream: where last rows are read, they are read in the KV store, and the
+    online     whether requests come as a stream: where last rows are read, they are read in the KV store, and the
                replica tells what its cache holds
     """
 
@@ -65,13 +65,13 @@ class RunCall:
     sharing: Sharing = "full"
     max_batch_rows: int | None = None
     text: bool = False
-    live: bool = False
+    online: bool = False
 
     @property
     def in_slots(self) -> bool:
         """Returns whether requests run in the KV store."""
         generates, kind = self.readout.kind == "tokens", self.readout.kind
-        return generates or (self.live and self.sharing == "full" and (kind in PROBED or kind == "logprobs"))
+        return generates or (self.online and self.sharing == "full" and (kind in PROBED or kind == "logprobs"))
 
 
 @dataclass(frozen=True, slots=True)

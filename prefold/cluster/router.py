@@ -437,9 +437,9 @@ class Router:
 
 def _bits(mask: int) -> list[int]:
     """Returns the numbers of the bits that are set, ascending."""
-    found = []
+    numbers = []
     while mask > 0:
         low = mask & -mask
-        found.append(low.bit_length() - 1)
+        numbers.append(low.bit_length() - 1)
         mask ^= low
-    return found
+    return numbers

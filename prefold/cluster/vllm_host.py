@@ -61,13 +61,13 @@ def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
         if not with_text:
             raise lacks("tokens without text, of a grammar")
         if grammar.kind == "json":
-            given: dict[str, Any] = {"json_object": True}
+            settings: dict[str, Any] = {"json_object": True}
         elif grammar.kind in _GRAMMARS:
-            given = {_GRAMMARS[grammar.kind]: json.loads(grammar.text) if grammar.kind == "choice" else grammar.text}
+            settings = {_GRAMMARS[grammar.kind]: json.loads(grammar.text) if grammar.kind == "choice" else grammar.text}
         else:
             raise lacks("grammar")
-        given |= {"disable_any_whitespace": True} if grammar.compact and grammar.kind.startswith("json") else {}
-        structured = given
+        settings |= {"disable_any_whitespace": True} if grammar.compact and grammar.kind.startswith("json") else {}
+        structured = settings
     values = {name: getattr(sampling, name) for name in _SAME}
     values["seed"] = None if sampling.seed is None else sampling.seed & ((1 << 63) - 1)
     try:
@@ -85,25 +85,25 @@ def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
         raise refused("how tokens are to be drawn", "sampling", error) from error
 
 
-def generated(one: Any, with_text: bool, cached: int, num_logprobs: int) -> Generated:
-    """Returns one sample of vLLM's as ours: without the token that ended it."""
-    tokens = tuple(int(token) for token in one.token_ids)
-    ended = one.finish_reason == "stop" and not isinstance(one.stop_reason, str)
+def generated(sample: Any, with_text: bool, cached: int, num_logprobs: int) -> Generated:
+    """Returns a sample of vLLM's as ours: without the token that ended it."""
+    tokens = tuple(int(token) for token in sample.token_ids)
+    ended = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
     logprobs = None
-    if one.logprobs is not None:
-        logprobs = tuple(
-            _logprobs(token, found, num_logprobs) for token, found in zip(tokens, one.logprobs, strict=False)
-        )
+    if sample.logprobs is not None:
+        pairs = zip(tokens, sample.logprobs, strict=False)
+        logprobs = tuple(_logprobs(token, candidates, num_logprobs) for token, candidates in pairs)
     if ended:
         tokens, logprobs = tokens[:-1], None if logprobs is None else logprobs[: len(tokens) - 1]
-    reason: Any = "stop" if one.finish_reason == "stop" else "length"
-    return Generated(tokens, one.text if with_text else None, reason, one.stop_reason, cached, logprobs)
+    reason: Any = "stop" if sample.finish_reason == "stop" else "length"
+    return Generated(tokens, sample.text if with_text else None, reason, sample.stop_reason, cached, logprobs)
 
 
-def _logprobs(token: int, found: Mapping[int, Any], count: int) -> TokenLogprobs:
-    """Returns them as ours. found: those of the `count` most likely tokens, and of the chosen one."""
-    best = sorted((one.rank, other, one.logprob) for other, one in found.items() if one.rank <= count)
-    return TokenLogprobs(float(found[token].logprob), tuple((int(other), float(value)) for _, other, value in best))
+def _logprobs(token: int, candidates: Mapping[int, Any], count: int) -> TokenLogprobs:
+    """Returns them as ours. candidates: those of the `count` most likely tokens, and of the chosen token."""
+    best = sorted((entry.rank, other, entry.logprob) for other, entry in candidates.items() if entry.rank <= count)
+    top = tuple((int(other), float(value)) for _, other, value in best)
+    return TokenLogprobs(float(candidates[token].logprob), top)
 
 
 def refused(what: str, field: str, error: Exception) -> InputError:
@@ -171,21 +171,21 @@ class VllmHost(AsyncHost):
         )
 
     def _engine_arguments(self, model: str, options: Mapping[str, Any], caching: bool) -> Any:
-        given: dict[str, Any] = {"model": model, "enable_prefix_caching": caching, "disable_log_stats": True}
+        arguments: dict[str, Any] = {"model": model, "enable_prefix_caching": caching, "disable_log_stats": True}
         if self._events is not None:
             from vllm.config.kv_events import KVEventsConfig
 
-            given["kv_events_config"] = KVEventsConfig(
+            arguments["kv_events_config"] = KVEventsConfig(
                 enable_kv_cache_events=True, publisher="zmq", endpoint=self._events.endpoint,
                 replay_endpoint=self._events.replay_endpoint,
             )  # fmt: skip
         if not _has_tokenizer(model):
-            given["skip_tokenizer_init"] = True
+            arguments["skip_tokenizer_init"] = True
         known = self._vllm.AsyncEngineArgs.__dataclass_fields__
         for name in options:
             if name not in known:
                 raise JobError(f"vLLM {self._vllm.__version__} knows no option {name!r}; see its AsyncEngineArgs")
-        return self._vllm.AsyncEngineArgs(**given | dict(options))
+        return self._vllm.AsyncEngineArgs(**arguments | dict(options))
 
     async def _open(self, arguments: Any) -> Any:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -243,19 +243,19 @@ class VllmHost(AsyncHost):
         if request.salt:
             prompt["cache_salt"] = request.salt
         self._number += 1
-        said = None
+        output = None
         try:
-            async for one in self._engine.generate(prompt, params, str(self._number), priority=-request.priority):
-                said = one
+            async for latest in self._engine.generate(prompt, params, str(self._number), priority=-request.priority):
+                output = latest
         except Exception as error:
             if self._engine.errored:
                 raise RuntimeError(f"vLLM has died: {error}") from error
             raise refused("the prompt", "prompt", error) from error
-        assert said is not None
-        cached = min(said.num_cached_tokens or 0, len(request.tokens))
-        found = [generated(one, call.text, cached, params.logprobs or 0) for one in said.outputs]
-        made = sum(len(one.token_ids) for one in said.outputs)
-        return [found], generation_stats(len(request.tokens), made, cached)
+        assert output is not None
+        cached = min(output.num_cached_tokens or 0, len(request.tokens))
+        samples = [generated(sample, call.text, cached, params.logprobs or 0) for sample in output.outputs]
+        made = sum(len(sample.token_ids) for sample in output.outputs)
+        return [samples], generation_stats(len(request.tokens), made, cached)
 
 
 class _EventSockets:
@@ -294,7 +294,7 @@ class _EventSockets:
 
     def _ask_again(self, first: int) -> list[tuple[int, bytes]]:
         """Returns the messages from a number on that vLLM still has."""
-        zmq, found = self._zmq, []
+        zmq, messages = self._zmq, []
         socket = self._context.socket(zmq.REQ)
         try:
             socket.connect(self.replay_endpoint)
@@ -303,10 +303,10 @@ class _EventSockets:
                 *_, number, message = socket.recv_multipart()
                 if int.from_bytes(number, "big") == _END_OF_REPLAY:
                     break
-                found.append((int.from_bytes(number, "big"), message))
+                messages.append((int.from_bytes(number, "big"), message))
         finally:
             socket.close(0)
-        return found
+        return messages
 
     def close(self) -> None:
         self._socket.close(0)

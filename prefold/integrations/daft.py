@@ -107,10 +107,10 @@ class _FunctionCall:
         if not isinstance(replicas, int) or replicas < 1 or (replicas > 1 and not on_ray):
             remedy = "give 1 or more; more than one needs Daft's Ray runner (daft.set_runner_ray())"
             raise InputError(f"replicas is {replicas!r}", field="replicas", remedy=remedy)
-        asked = cls(task, model or DEFAULT_MODEL, llm, own, on_error, on_ray, udf.get("batch_size"), replicas)
+        call = cls(task, model or DEFAULT_MODEL, llm, own, on_error, on_ray, udf.get("batch_size"), replicas)
         if on_ray:
-            object.__setattr__(asked, "owner", asked.client())
-        return asked
+            object.__setattr__(call, "owner", call.client())
+        return call
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "owner": None}
@@ -143,28 +143,28 @@ _failed: dict[str, int] = {}  # rows without a result in this process, by task
 class _Descriptor:
     """What the descriptors of all functions have in common."""
 
-    asked: _FunctionCall
+    call: _FunctionCall
 
     def get_provider(self) -> str:
         return "prefold"
 
     def get_model(self) -> str:
-        return self.asked.model
+        return self.call.model
 
     def get_options(self) -> dict[str, Any]:
-        return {**self.asked.llm, **self.asked.options}
+        return {**self.call.llm, **self.call.options}
 
     def get_udf_options(self) -> UDFOptions:
-        return self.asked.udf_options()
+        return self.call.udf_options()
 
 
 @dataclass
 class _PrompterDescriptor(_Descriptor, PrompterDescriptor):
-    asked: _FunctionCall
+    call: _FunctionCall
     return_format: Any = None
 
     def instantiate(self) -> Any:
-        return _Prompter(self.asked, self.return_format)
+        return _Prompter(self.call, self.return_format)
 
 
 class _ListDimensions(EmbeddingDimensions):
@@ -176,44 +176,44 @@ class _ListDimensions(EmbeddingDimensions):
 
 @dataclass
 class _EmbedderDescriptor(_Descriptor, TextEmbedderDescriptor):
-    asked: _FunctionCall
+    call: _FunctionCall
 
     def get_dimensions(self) -> EmbeddingDimensions:
         from ..checkpoint import resolve
         from ..model import config_from
 
-        size = self.asked.options.get("dimensions") or config_from(resolve(self.asked.model).config).hidden
+        size = self.call.options.get("dimensions") or config_from(resolve(self.call.model).config).hidden
         return _ListDimensions(size, DataType.float32())
 
     def is_async(self) -> bool:
         return True
 
     def instantiate(self) -> Any:
-        return _Embedder(self.asked)
+        return _Embedder(self.call)
 
 
 @dataclass
 class _ClassifierDescriptor(_Descriptor, TextClassifierDescriptor):
-    asked: _FunctionCall
+    call: _FunctionCall
 
     def instantiate(self) -> Any:
-        return _Classifier(self.asked)
+        return _Classifier(self.call)
 
 
 class _Runner:
     """Runs a function in a worker."""
 
-    def __init__(self, asked: _FunctionCall):
-        self._asked, self._model = asked, asked.client()
+    def __init__(self, call: _FunctionCall):
+        self._call, self._model = call, call.client()
 
 
 class _Prompter(_Runner):
     """Answers one row at a time; all rows that are asked for at once run together."""
 
-    def __init__(self, asked: _FunctionCall, return_format: Any):
-        super().__init__(asked)
+    def __init__(self, call: _FunctionCall, return_format: Any):
+        super().__init__(call)
         self._format = return_format
-        self._options = dict(asked.options)
+        self._options = dict(call.options)
         if return_format is not None:
             self._options["grammar"] = {"json_schema": return_format.model_json_schema()}
 
@@ -228,24 +228,24 @@ class _Prompter(_Runner):
             except ValueError as error:
                 remedy = "give a larger max_tokens"
                 answer = InputError(f"the answer is not of the format: {error!s:.200}", field="prompt", remedy=remedy)
-        found = self._asked.value(answer)
-        return None if found is None else found["text"]
+        result = self._call.value(answer)
+        return None if result is None else result["text"]
 
 
 class _Embedder(_Runner):
     async def embed_text(self, text: list[str]) -> list[Any]:
         items, there = _items(text)
-        answers = await self._model.run_many_async(self._asked.task, self._asked.options, items)
-        found = _in_place(self._asked, len(text), there, answers)
-        return [None if one is None else np.asarray(one["embedding"], np.float32) for one in found]
+        answers = await self._model.run_many_async(self._call.task, self._call.options, items)
+        results = _in_place(self._call, len(text), there, answers)
+        return [None if result is None else np.asarray(result["embedding"], np.float32) for result in results]
 
 
 class _Classifier(_Runner):
     def classify_text(self, text: list[str], labels: Any) -> list[Any]:
-        options = {**self._asked.options, "labels": [labels] if isinstance(labels, str) else list(labels)}
+        options = {**self._call.options, "labels": [labels] if isinstance(labels, str) else list(labels)}
         items, there = _items(text)
-        found = _in_place(self._asked, len(text), there, self._model.run_many(self._asked.task, options, items))
-        return [None if one is None else one["label"] for one in found]
+        results = _in_place(self._call, len(text), there, self._model.run_many(self._call.task, options, items))
+        return [None if result is None else result["label"] for result in results]
 
 
 def _items(texts: list[str]) -> tuple[list[Any], list[int]]:
@@ -254,11 +254,11 @@ def _items(texts: list[str]) -> tuple[list[Any], list[int]]:
     return [{"text": texts[i]} for i in there], there
 
 
-def _in_place(asked: _FunctionCall, count: int, there: list[int], answers: list[Any]) -> list[Any]:
+def _in_place(call: _FunctionCall, count: int, there: list[int], answers: list[Any]) -> list[Any]:
     """Returns a result for each of `count` texts; null for null, and for what could not be computed."""
     out: list[Any] = [None] * count
     for i, answer in zip(there, answers, strict=True):
-        out[i] = asked.value(answer)
+        out[i] = call.value(answer)
     return out
 
 
@@ -292,15 +292,15 @@ def generate(prompt: Any, *, model: str = DEFAULT_MODEL, chat: bool = True, **op
     chat     whether a text is put into the model's chat template, as a user's message
     options  those of `LLM`, and of the task "generate"
     """
-    asked = _FunctionCall.of("generate", model, {**options, "on_error": "ignore"})
-    return daft.cls(_Generate, max_retries=0)(asked, chat).answer(prompt)
+    call = _FunctionCall.of("generate", model, {**options, "on_error": "ignore"})
+    return daft.cls(_Generate, max_retries=0)(call, chat).answer(prompt)
 
 
 class _Generate(_Runner):
     """The rows of `generate`."""
 
-    def __init__(self, asked: _FunctionCall, chat: bool):
-        super().__init__(asked)
+    def __init__(self, call: _FunctionCall, chat: bool):
+        super().__init__(call)
         self._chat = chat
 
     @daft.method(return_dtype=DataType.struct(_STRUCT))
@@ -310,7 +310,7 @@ class _Generate(_Runner):
         in_chat = self._chat or not isinstance(prompt, str)
         answer = attempt(_item, (prompt,)) if in_chat else {"prompt": prompt}
         if not isinstance(answer, InputError):
-            answer = await self._model.run_one("generate", self._asked.options, answer)
+            answer = await self._model.run_one("generate", self._call.options, answer)
         if isinstance(answer, InputError):
             return {name: str(answer) if name == "error" else None for name in _STRUCT}
         return {name: answer.get(name) for name in _STRUCT}

@@ -125,8 +125,8 @@ class PrefoldLM(LM):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         texts = [""] * len(requests)
         for numbers in groups.values():
-            found = self._generate([requests[i].args[0] for i in numbers], requests[numbers[0]].args[1])
-            for number, text in zip(numbers, found, strict=True):
+            answers = self._generate([requests[i].args[0] for i in numbers], requests[numbers[0]].args[1])
+            for number, text in zip(numbers, answers, strict=True):
                 texts[number] = text
         return texts
 
@@ -144,14 +144,14 @@ class PrefoldLM(LM):
         until = [text for text in handle_stop_sequences(wanted.pop("until"), eos=eos) if text]
         # A special token gives no text when it is decoded, so it ends the output as an id.
         ids = (self._tokenizer.token_id(text) for text in until)
-        found = self.llm.generate(
+        outputs = self.llm.generate(
             [(ids if ids.size else self._prefix())[-room:] for ids in self._encode(contexts)],
             max_tokens=max_tokens,
             stop=until,
             stop_ids=[number for number in ids if number is not None],
             **_sampling(wanted),
         )
-        return [postprocess_generated_text(one.text, until, self.think_end_token) for one in found]
+        return [postprocess_generated_text(output.text, until, self.think_end_token) for output in outputs]
 
     def _prefix(self) -> np.ndarray:
         if self.prefix_token_id is None:
@@ -162,9 +162,9 @@ class PrefoldLM(LM):
     def _encode(self, texts: Iterable[str]) -> list[np.ndarray]:
         """Returns token ids, int32, after the tokenizer's leading special tokens, which an empty text has as well."""
         texts = list(texts)
-        found = self._tokenizer.encode_batch(texts, special=False)
+        ids = self._tokenizer.encode_batch(texts, special=False)
         before = [leading_ids(self._tokenizer, text) if text else self._tokenizer.prefix_ids for text in texts]
-        return [np.concatenate(both) for both in zip(before, found, strict=True)]
+        return [np.concatenate(both) for both in zip(before, ids, strict=True)]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Returns the text of a conversation; without its system message where the template refuses one."""

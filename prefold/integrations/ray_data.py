@@ -90,9 +90,9 @@ class PrefoldBatches:
         there = [i for i, value in enumerate(values) if value is not None]
         field = "prompt" if self._task == "score" else "text"
         items = [{field: values[i]} for i in there]
-        found = await asyncio.to_thread(self._model.run_many, self._task, self._options, items)
+        answers = await asyncio.to_thread(self._model.run_many, self._task, self._options, items)
         out: list[Any] = [_null(self._column)] * len(values)
-        for i, answer in zip(there, found, strict=True):
+        for i, answer in zip(there, answers, strict=True):
             out[i] = answer
         return out
 

@@ -179,9 +179,9 @@ class _OnRay:
         from ..model import config_from
         from ..text import tokenizer_or_none
 
-        given = dict(self.options)
-        tokenizer = given.pop("tokenizer", None)
-        o = model_options(given)
+        options = dict(self.options)
+        tokenizer = options.pop("tokenizer", None)
+        o = model_options(options)
         known = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
         checkpoint = resolve(self.model, weights=False, **known)
         tokenizer = tokenizer_or_none(checkpoint) if tokenizer is None else tokenizer

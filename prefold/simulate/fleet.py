@@ -295,7 +295,7 @@ class Lists(Feeder):
         self.steals = 0
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
-        given: list[tuple[int, list[SimRequest]]] = []
+        orders: list[tuple[int, list[SimRequest]]] = []
         for replica, count in self.in_flight.items():
             part = self._parts[replica]
             if self._most is not None and count >= self._most:
@@ -304,9 +304,9 @@ class Lists(Feeder):
                 self._steal_for(replica)
             room = len(part) if self._most is None else min(len(part), self._most - count)
             if room:
-                given.append((replica, [part.popleft() for _ in range(room)]))
+                orders.append((replica, [part.popleft() for _ in range(room)]))
                 self.in_flight[replica] = count + room
-        return given
+        return orders
 
     def _steal_for(self, replica: int) -> None:
         richest = max(range(len(self._parts)), key=lambda other: len(self._parts[other]))
@@ -377,7 +377,7 @@ class Routed(_OnRouter):
     """Each request is given to a replica as it comes, by a policy."""
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
-        given = []
+        orders = []
         while self._new and self.in_flight:
             request = self._new.popleft()
             prompt = Prompt(request.tokens(), request.limit)
@@ -385,8 +385,8 @@ class Routed(_OnRouter):
             assert isinstance(replica, int)
             self.router.send(request.key, prompt, replica)
             self.in_flight[replica] += 1
-            given.append((replica, [request]))
-        return given
+            orders.append((replica, [request]))
+        return orders
 
     def idle_cause(self, replica: int) -> Idle:
         return "input"
@@ -425,7 +425,7 @@ class Streamed(_OnRouter):
         self.dispatcher.join(replica, self.limits)
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
-        given: list[tuple[int, list[SimRequest]]] = []
+        orders: list[tuple[int, list[SimRequest]]] = []
         window = self.dispatcher.window
         while True:
             while self._new and not window.is_full:
@@ -438,9 +438,9 @@ class Streamed(_OnRouter):
             for order in orders:
                 assert isinstance(order.replica, int)
                 self.in_flight[order.replica] += len(order.requests)
-                given.append((order.replica, [waiting.what for waiting in order.requests]))
+                orders.append((order.replica, [waiting.what for waiting in order.requests]))
             if not orders or not self._new:
-                return given
+                return orders
 
     def idle_cause(self, replica: int) -> Idle:
         return "border" if len(self.dispatcher.window) or self._new else "input"

@@ -75,17 +75,17 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[SimRequest
     them; Azure's have `timestamp_ms` and the two lengths, and share nothing. InputError for other lines.
     """
     opened = gzip.open if str(path).endswith(".gz") else open
-    found: list[SimRequest] = []
+    requests: list[SimRequest] = []
     with opened(path, "rt") as file:
         for number, line in enumerate(file):
             if limit is not None and number >= limit:
                 break
             try:
-                found.append(_request(number, json.loads(line)))
+                requests.append(_request(number, json.loads(line)))
             except (ValueError, KeyError, TypeError) as error:
                 message = f"line {number + 1} of {path} is no request of a trace: {error!r}"
                 raise InputError(message, field="trace", remedy="give Mooncake's or Azure's fields") from None
-    return sorted(found, key=lambda request: request.arrival)
+    return sorted(requests, key=lambda request: request.arrival)
 
 
 _HASHED = 512  # tokens of one of Mooncake's hash ids

@@ -99,7 +99,7 @@ def test_the_books_balance_in_long_random_runs(seed, kind, both):
     rng = np.random.default_rng(seed)
     sampling = Sampling(max_tokens=4) if kind == "tokens" else None
     numbers, epochs = itertools.count(), itertools.count(1)
-    call = RunCall(Readout(kind), live=True)
+    call = RunCall(Readout(kind), online=True)
     facts = ReplicaFacts(max_rows=int(rng.integers(8, 40)), max_running=3, cache_rows=60, reports_cache=True)
     live = OnlineSource(call, max_tokens=120, grown_tokens=20, max_age=3.0)
     book = LeaseBook([live], numbers=itertools.count(1), patience=10.0)
@@ -305,7 +305,7 @@ def test_the_first_answers_come_before_the_last_requests():
 
 
 def test_all_that_has_come_is_there_when_the_first_requests_leave(monkeypatch):
-    monkeypatch.setattr(fleet_module, "_LIVE_TICK", 5.0)  # a slow machine
+    monkeypatch.setattr(fleet_module, "_ONLINE_TICK", 5.0)  # a slow machine
     feed = Feed(1 << 20)
     for number in range(300):
         feed.put([(Request(np.full(20, number, np.int32)), number.to_bytes(4, "little"))])
@@ -407,7 +407,7 @@ def test_streams_on_real_engines(tmp_path, kind, lose):
 
 
 def book_of(kind, **facts):
-    live = OnlineSource(RunCall(Readout(kind), live=True), max_tokens=10_000, grown_tokens=0)
+    live = OnlineSource(RunCall(Readout(kind), online=True), max_tokens=10_000, grown_tokens=0)
     book = LeaseBook([live], numbers=itertools.count(1), patience=10.0)
     return book, live, ReplicaFacts(max_rows=64, max_running=4, cache_rows=4000, reports_cache=True, **facts)
 
