@@ -425,7 +425,7 @@ class Streamed(_OnRouter):
         self.dispatcher.join(replica, self.limits)
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
-        orders: list[tuple[int, list[SimRequest]]] = []
+        given: list[tuple[int, list[SimRequest]]] = []
         window = self.dispatcher.window
         while True:
             while self._new and not window.is_full:
@@ -438,9 +438,9 @@ class Streamed(_OnRouter):
             for order in orders:
                 assert isinstance(order.replica, int)
                 self.in_flight[order.replica] += len(order.requests)
-                orders.append((order.replica, [waiting.what for waiting in order.requests]))
+                given.append((order.replica, [waiting.what for waiting in order.requests]))
             if not orders or not self._new:
-                return orders
+                return given
 
     def idle_cause(self, replica: int) -> Idle:
         return "border" if len(self.dispatcher.window) or self._new else "input"
