@@ -54,7 +54,7 @@ def environment():
 
 def run(folder, *arguments, **options):
     done = subprocess.run(
-        command(folder, *arguments, **options), cwd=folder, env=environment(), capture_output=True, timeout=300
+        command(folder, *arguments, **options), cwd=folder, env=environment(), capture_output=True, timeout=900
     )
     assert done.returncode == 3, done.stderr.decode()  # some records are bad
     return done.stderr.decode()
@@ -128,9 +128,9 @@ def test_two_replicas_give_what_one_process_gives(alone, task, options, stream):
     assert_same(alone, f"{task}.jsonl", f"two-{task}.jsonl")
 
 
-def actors(process, least=1, seconds=120):
+def actors(process, least=1, seconds=600):
     """The processes of a job's replicas, `least` of which are waited for."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds  # of a machine that has much else to do
     while time.monotonic() < deadline:
         own = psutil.Process(process.pid).children(recursive=True)
         found = [child for child in own if "ray::_Actor" in " ".join(child.cmdline() or [child.name()])]
@@ -140,7 +140,7 @@ def actors(process, least=1, seconds=120):
     raise AssertionError("the job has no replicas")
 
 
-def wait_for_output(path, least=1, seconds=120):
+def wait_for_output(path, least=1, seconds=600):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if path.exists() and path.read_bytes().count(b"\n") >= least:
@@ -176,7 +176,7 @@ def test_a_replica_that_is_killed_loses_nothing_and_comes_back(long, stream):
             job.stdin.write(b"".join(records[before:]))
             job.stdin.close()
         said = job.stderr.read().decode()
-        job.wait(60)
+        job.wait(300)
     assert job.returncode == 3, said
     assert "is lost" in said and "1 were lost" in said
     assert_same(long, "long.jsonl", out.name)
@@ -230,7 +230,7 @@ def test_a_replica_that_stands_still_is_killed(long):
     with subprocess.Popen(command(long, "hung.jsonl", *options), cwd=long, env=environment(), stderr=-1) as job:
         wait_for_output(long / "hung.jsonl", 30)
         actors(job)[0].suspend()
-        said = job.communicate(timeout=400)[1].decode()
+        said = job.communicate(timeout=900)[1].decode()
     assert job.returncode == 3, said
     assert "has done nothing for 5 s and is killed" in said
     assert_same(long, "long.jsonl", "hung.jsonl")
@@ -247,8 +247,8 @@ def test_a_driver_that_ends_leaves_no_replica_and_is_resumed(long, number):
         # Ray's own processes too, but for its agents: of a driver that was killed those end when they notice it.
         everybody = [one for one in psutil.Process(job.pid).children(recursive=True) if "Agent" not in one.name()]
         job.send_signal(number)
-        job.communicate(timeout=60)
-    _, alive = psutil.wait_procs(everybody, timeout=60)
+        job.communicate(timeout=900)
+    _, alive = psutil.wait_procs(everybody, timeout=300)
     assert not alive
     left = {name for name in os.listdir("/dev/shm") if "plasma" in name} - shared
     assert not left, "shared memory is left behind"
@@ -277,7 +277,7 @@ def test_a_model_that_cannot_be_loaded_is_said(alone):
     for file in (alone / "model").iterdir():
         (broken / file.name).write_bytes(file.read_bytes()[: 1000 if file.suffix == ".safetensors" else None])
     arguments = [a if a != "model" else "broken" for a in command(alone, "broken.jsonl", *EMBED)]
-    done = subprocess.run(arguments, cwd=alone, env=environment(), capture_output=True, timeout=200)
+    done = subprocess.run(arguments, cwd=alone, env=environment(), capture_output=True, timeout=900)
     said = done.stderr.decode()
     assert done.returncode == 1 and "no replica is left" in said and "model.safetensors" in said
     assert "To go on:" in said

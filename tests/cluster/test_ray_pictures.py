@@ -42,7 +42,7 @@ def run(folder, out, *more):
     given = ("run", "in.jsonl", "--prompt", "{text}", "--image", "picture", "--id", "id", "-m", "model", "-o", out)
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     command = [sys.executable, "-m", "prefold", *given, "--threads", "1", "--dtype", "float32", *more]
-    done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, capture_output=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, capture_output=True, timeout=900)
     assert done.returncode == 3, done.stderr.decode()
     found = [json.loads(line) for line in (folder / out).read_text().splitlines()]
     by_id = {line["id"]: line for line in found}
@@ -71,7 +71,7 @@ def test_servers_and_vllm_are_sent_text_alone(folder):
     where = ("--url", "http://127.0.0.1:9", "--tokenizer", "model", "--patience", "1", "--limit", "5")
     command = [sys.executable, "-m", "prefold", *given, "-m", "model", "-o", "url.jsonl", *where]
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, capture_output=True, timeout=100)
+    done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, capture_output=True, timeout=900)
     found = [json.loads(line) for line in (folder / "url.jsonl").read_text().splitlines()]
     assert len(found) == 5, done.stderr.decode()
     assert all("(--url)" in line["error"]["remedy"] for line in found), found[0]
