@@ -33,7 +33,7 @@ from .text import Tokenizer, tokenizer_or_none
 from .types import Stats
 from .worker.local import LocalWorker
 from .worker.protocol import parts_of
-from .worker.team import Team
+from .worker.tensor_parallel import TensorParallelWorker
 
 __all__ = ["LLM"]
 
@@ -105,7 +105,7 @@ class LLM(NumericTasks, Texts):
         beside = () if table is None else (table,)
         self.engine = Engine(self._team or worker, EngineOptions.of(o, eos_ids), beside=beside)
 
-    def _start_ranks(self) -> Team | None:
+    def _start_ranks(self) -> TensorParallelWorker | None:
         """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""
         o, threads = self.options, self.options.threads
         if o.tensor_parallel == 1:
@@ -115,7 +115,7 @@ class LLM(NumericTasks, Texts):
         elif threads is None:
             threads = max(1, torch.get_num_threads() // o.tensor_parallel)
             torch.set_num_threads(threads)
-        return Team(
+        return TensorParallelWorker(
             self.checkpoint,
             self.config,
             size=o.tensor_parallel,

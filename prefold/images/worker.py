@@ -12,7 +12,7 @@ from ..device import send
 from ..model import MediaRows
 from ..prefix import MEDIA_BASE
 from ..worker.local import LocalWorker
-from ..worker.protocol import DONE, Known, Ticket, WorkerPart
+from ..worker.protocol import DONE, Completed, Ticket, WorkerPart
 from .steps import DropImages, Encoded, EncodeImage, ImageFacts
 from .tower import Tower, TowerPass
 
@@ -130,7 +130,7 @@ def image_part(tower: Tower) -> WorkerPart:
         encoded = images.encode(message)
         if tower.device.type == "cuda":  # the host reckons with the time that layers take
             torch.cuda.synchronize(tower.device)
-        return Known(encoded)
+        return Completed(encoded)
 
     def drop(worker: LocalWorker, message: DropImages) -> Ticket:
         images.drop(message.firsts)

@@ -1,6 +1,6 @@
 """Interval attention on a CPU: plans as lists of keys, and attention over rows as they lie and over slots.
 
-The structures that the C functions are given, and the lists, are in calls.py.
+The structures that the C functions are given, and the lists, are in interface.py.
 """
 
 from __future__ import annotations

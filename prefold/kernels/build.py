@@ -109,5 +109,5 @@ def cpu() -> list[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = {line.split(":", 1)[0].strip(): line for line in lines if line.startswith(names)}
-    return [platform.system(), platform.machine(), platform.processor(), *(found[name] for name in sorted(found))]
+    values = {line.split(":", 1)[0].strip(): line for line in lines if line.startswith(names)}
+    return [platform.system(), platform.machine(), platform.processor(), *(values[name] for name in sorted(values))]

@@ -157,12 +157,12 @@ def bind(library: ctypes.CDLL) -> dict[Hashable, Any]:
     What follows is the dtypes of x and of the weight or the result, or an activation and a dtype. Raises AttributeError
     where the library lacks one.
     """
-    found: dict[Hashable, Any] = {}
+    functions: dict[Hashable, Any] = {}
     for name, (signature, variants) in FUNCTIONS.items():
         result, arguments = signature.split(":")
         for key, suffix in variants.items():
             function = getattr(library, f"prefold_{name}{suffix}")
             function.restype = KINDS[result] if result else None
             function.argtypes = [KINDS[kind] for kind in arguments]
-            found[(name, *key) if key else name] = function
-    return found
+            functions[(name, *key) if key else name] = function
+    return functions

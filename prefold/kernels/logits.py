@@ -47,7 +47,7 @@ class LogitKernels(Family):
             rows,
             columns,
             logits.stride()[0],
-            *(found.data_ptr() for found in (sums, largest, entropies)),
+            *(result.data_ptr() for result in (sums, largest, entropies)),
             torch.get_num_threads(),
         )
         return sums, largest, entropies

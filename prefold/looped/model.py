@@ -150,7 +150,7 @@ class LoopedLM(CausalLM):
         rows = super().start(tokens, positions, *given, **how)
         self.go_through(rows, self.parts[PRELUDE])
         if self.inject is not None:
-            rows.given = rows.stream
+            rows.prelude = rows.stream
             rows.x, rows.delta = self.noise(positions), None
         return rows
 
@@ -165,7 +165,7 @@ class LoopedLM(CausalLM):
     def visit(self, rows: Pass, block: int) -> None:
         """Takes rows through a block. After the last plane only the rows that are read are left."""
         if self.inject is not None:
-            rows.x, rows.delta = self.brought(rows.stream, rows.given), None
+            rows.x, rows.delta = self.brought(rows.stream, rows.prelude), None
         self.go_through(rows, self.parts[block])
         if self.loop.between == "norm":
             rows.x, rows.delta = self.normed(rows), None

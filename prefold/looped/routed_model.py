@@ -168,7 +168,7 @@ class _Blocks:
 
     def _through(self, x: Tensor, block: int, there: Tensor) -> Tensor:
         model, rows = self.model, self.rows
-        start = model.brought(x, rows.given)
+        start = model.brought(x, rows.prelude)
         now, delta = start.clone(), None
         for number in model.parts[block]:
             plane = model.first[number]

@@ -193,7 +193,7 @@ class VisitStore:
             self.states[slots] = rows.stream
             return step.leaves == LEAVES
         if model.inject is not None:
-            rows.given = self.states[send(step.given, device)]
+            rows.prelude = self.states[send(step.given, device)]
         before = came.clone() if np.isfinite(step.criteria[:, 1]).any() else came
         model.visit(rows, step.block)
         self.states[slots] = went = rows.stream

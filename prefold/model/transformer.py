@@ -61,7 +61,7 @@ class Pass:
     read_rows  rows whose result is wanted, and all that are left after the last plane; None: all
     adapters   which rows have which LoRA adapter
     ops        computes the position-wise operations
-    given      what the prelude gave, [rows, hidden], where a looped model puts it in before each visit
+    prelude    what the prelude gave, [rows, hidden], where a looped model puts it in before each visit
     """
 
     x: Tensor
@@ -72,7 +72,7 @@ class Pass:
     adapters: RowAdapters
     ops: Ops
     plane: int = 0
-    given: Tensor | None = None
+    prelude: Tensor | None = None
 
     @property
     def stream(self) -> Tensor:

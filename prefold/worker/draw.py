@@ -42,8 +42,8 @@ def draw(logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray
         from . import draw_triton
 
         halves = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)
-        asked = np.column_stack((rows, *halves, inverses, filters[:, 1:])).astype(np.float64)
-        return draw_triton.draw(logits, send(asked, logits.device))
+        draws = np.column_stack((rows, *halves, inverses, filters[:, 1:])).astype(np.float64)
+        return draw_triton.draw(logits, send(draws, logits.device))
     tokens = np.zeros(len(rows), np.int64)
     filtered = np.logical_or.reduce(filters[:, 1:] != _OFF, axis=1)
     compiled = kernels.load() if logits.device.type == "cpu" else None

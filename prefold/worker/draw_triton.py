@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..options import FILTERS
 
-# The columns of `asked`: the row of the logits, the lower and the upper half of the key, then the filters, with the
+# The columns of `draws`: the row of the logits, the lower and the upper half of the key, then the filters, with the
 # inverse of the temperature in its place.
 FIELDS = 3 + len(FILTERS)
 TEMPERATURE, TOP_N_SIGMA, MIN_P, TOP_K, TOP_P = (
@@ -24,16 +24,16 @@ TEMPERATURE, TOP_N_SIGMA, MIN_P, TOP_K, TOP_P = (
 SIZE = 2048  # logits worked on at once
 
 
-def draw(logits: Tensor, asked: Tensor) -> Tensor:
+def draw(logits: Tensor, draws: Tensor) -> Tensor:
     """Returns the token that each draw gives, int64 [n]; -1 where a row's largest logit is not finite.
 
-    logits float32 [r, vocab]; asked float64 [n, FIELDS].
+    logits float32 [r, vocab]; draws float64 [n, FIELDS].
     """
-    count, vocab = len(asked), logits.shape[1]
+    count, vocab = len(draws), logits.shape[1]
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     if count:
         size = min(SIZE, triton.next_power_of_2(vocab))
-        _draw[(count,)](logits, asked, tokens, vocab, logits.stride(0), SIZE=size, FIELDS=FIELDS, num_warps=8)
+        _draw[(count,)](logits, draws, tokens, vocab, logits.stride(0), SIZE=size, FIELDS=FIELDS, num_warps=8)
     return tokens
 
 
@@ -135,15 +135,15 @@ def _bound(ROW, vocab, largest, inverse, min_p, least, target, COUNT: tl.constex
 
 
 @triton.jit
-def _draw(LOGITS, ASKED, TOKENS, vocab, stride, SIZE: tl.constexpr, FIELDS: tl.constexpr):
-    asked = ASKED + tl.program_id(0) * FIELDS
-    ROW = LOGITS + tl.load(asked).to(tl.int64) * stride
-    low = tl.load(asked + 1).to(tl.int64).to(tl.uint32)
-    high = tl.load(asked + 2).to(tl.int64).to(tl.uint32)
-    inverse = tl.load(asked + TEMPERATURE).to(tl.float32)
-    min_p = tl.load(asked + MIN_P).to(tl.float32)
-    top_k = tl.load(asked + TOP_K)
-    top_p = tl.load(asked + TOP_P)
+def _draw(LOGITS, DRAWS, TOKENS, vocab, stride, SIZE: tl.constexpr, FIELDS: tl.constexpr):
+    draws = DRAWS + tl.program_id(0) * FIELDS
+    ROW = LOGITS + tl.load(draws).to(tl.int64) * stride
+    low = tl.load(draws + 1).to(tl.int64).to(tl.uint32)
+    high = tl.load(draws + 2).to(tl.int64).to(tl.uint32)
+    inverse = tl.load(draws + TEMPERATURE).to(tl.float32)
+    min_p = tl.load(draws + MIN_P).to(tl.float32)
+    top_k = tl.load(draws + TOP_K)
+    top_p = tl.load(draws + TOP_P)
 
     most = tl.full([SIZE], -float("inf"), tl.float32)
     for start in range(0, vocab, SIZE):
@@ -151,7 +151,7 @@ def _draw(LOGITS, ASKED, TOKENS, vocab, stride, SIZE: tl.constexpr, FIELDS: tl.c
         most = tl.maximum(most, tl.load(ROW + at, mask=at < vocab, other=-float("inf")) + 0.0)
     largest = tl.max(most, 0)
 
-    sigmas = tl.load(asked + TOP_N_SIGMA)
+    sigmas = tl.load(draws + TOP_N_SIGMA)
     if sigmas > 0:
         sigma = _deviation(ROW, vocab, largest, SIZE) * inverse
         min_p = tl.maximum(min_p, tl.exp(-sigmas * sigma).to(tl.float32))
@@ -163,8 +163,8 @@ def _draw(LOGITS, ASKED, TOKENS, vocab, stride, SIZE: tl.constexpr, FIELDS: tl.c
         least = _bound(ROW, vocab, largest, inverse, min_p, least, top_p * total, False, SIZE)
 
     token = _most_lifted(ROW, vocab, largest, inverse, min_p, least, low, high, SIZE)
-    found = (largest > -float("inf")) & (largest < float("inf"))
-    tl.store(TOKENS + tl.program_id(0), tl.where(found, token, -1).to(tl.int64))
+    is_finite = (largest > -float("inf")) & (largest < float("inf"))
+    tl.store(TOKENS + tl.program_id(0), tl.where(is_finite, token, -1).to(tl.int64))
 
 
 @triton.jit

@@ -47,14 +47,14 @@ class FixedStep:
         self._rows = torch.zeros((3, size), dtype=torch.int64, device=store.device)
         self._batch = SlotBatch(*self._rows, None, plans, plans, NO_ADAPTERS)
 
-    def load(self, step: SlotStep, plans: dict[int | None, SlotPlan], given: Tensor | None = None) -> None:
-        """Lays in a step of at most `size` rows, behind what the device still does with the one before. given: as for
-        `fill_in`."""
+    def load(self, step: SlotStep, plans: dict[int | None, SlotPlan], last_ids: Tensor | None = None) -> None:
+        """Lays in a step of at most `size` rows, behind what the device still does with the step before. last_ids: as
+        for `fill_in`."""
         rows = np.zeros((3, self.size), np.int64)
         rows[2] = SCRATCH
         rows[:, : step.num_rows] = step.tokens, step.positions, step.slots
         self._rows.copy_(send(rows, self._rows.device), non_blocking=True)
-        self._rows[0] = fill_in(self._rows[0], given)
+        self._rows[0] = fill_in(self._rows[0], last_ids)
         for window, tables in self._tables.items():
             tables.load(plans[window])
 
@@ -90,16 +90,16 @@ class DecodeGraphs:
         reads_all = len(step.read_rows) == step.num_rows and not len(step.kept)
         return reads_all and padded_size(step.num_rows) is not None
 
-    def run(self, step: SlotStep, given: Tensor | None = None) -> Tensor:
-        """Returns the hidden states [rows, hidden] of a step that is taken, until the next call. given: as for
+    def run(self, step: SlotStep, last_ids: Tensor | None = None) -> Tensor:
+        """Returns the hidden states [rows, hidden] of a step that is taken, until the next call. last_ids: as for
         `fill_in`."""
         plans = slot_plans(step, self.store, self._windows)
-        captured = self._of(step, plans, given)
-        captured.step.load(step, plans, given)
+        captured = self._of(step, plans, last_ids)
+        captured.step.load(step, plans, last_ids)
         captured.graph.replay()
         return captured.hidden[: step.num_rows]
 
-    def _of(self, step: SlotStep, plans: dict[int | None, SlotPlan], given: Tensor | None) -> _Captured:
+    def _of(self, step: SlotStep, plans: dict[int | None, SlotPlan], last_ids: Tensor | None) -> _Captured:
         size = padded_size(step.num_rows)
         assert size is not None
         picked = {window: pick_tile(plan, self.store.heads) for window, plan in plans.items()}
@@ -111,7 +111,7 @@ class DecodeGraphs:
         tiles = {window: rows for window, (rows, _) in picked.items()}
         key = (size, tuple(tiles.items()))
         if key not in self._captured:
-            self._captured[key] = self._capture(size, tiles, step, plans, given)
+            self._captured[key] = self._capture(size, tiles, step, plans, last_ids)
         return self._captured[key]
 
     def _capture(
@@ -120,10 +120,10 @@ class DecodeGraphs:
         tiles: dict[int | None, int],
         step: SlotStep,
         plans: dict[int | None, SlotPlan],
-        given: Tensor | None,
+        last_ids: Tensor | None,
     ) -> _Captured:
         fixed = FixedStep(self.model, self.store, size, tiles, self._keys)
-        fixed.load(step, plans, given)
+        fixed.load(step, plans, last_ids)
         # Once outside of the graph: kernels are compiled and libraries make their workspaces. What it writes, the
         # replay writes again.
         stream = torch.cuda.Stream()

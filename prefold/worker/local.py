@@ -114,7 +114,7 @@ class LocalWorker(Worker):
         )
         self.store: KVStore | None = None
         self._with_graphs, self._graphs = graphs, None
-        self._given: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
+        self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
         self._paths: dict[int, Path] = {}
         self._lock = threading.Lock()
@@ -128,19 +128,18 @@ class LocalWorker(Worker):
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):
             return None
-        if self._media is not None:
-            message = replace(message, tokens=_in_vocabulary(message.tokens))
-        return prepare(message, self.model.config.planes, self._attention, tuple(self.adapters.values()))
+        step = message if self._media is None else replace(message, tokens=_in_vocabulary(message.tokens))
+        batch = prepare(step, self.model.config.planes, self._attention, tuple(self.adapters.values()))
+        return batch if step is message else replace(batch, step=message)  # which has the ids of media too
 
     def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
         with self._lock, on(self.model.device), torch.inference_mode():
             try:
-                if isinstance(message, StreamStep):
-                    return self._run_stream(message, prepared)
-                handler = self._handlers.get(type(message))
+                work = message if prepared is None else prepared
+                handler = self._handlers.get(type(work))
                 if handler is None:
                     raise TypeError(f"{type(message).__name__} is no message to this worker")
-                return handler(self, message)
+                return handler(self, work)
             except torch.OutOfMemoryError as error:
                 why = str(error)
             # Not while the error is handled: it holds what the failed step made.
@@ -157,9 +156,13 @@ class LocalWorker(Worker):
     def compile_seconds(self) -> float:
         return compile_seconds() if runs_triton(self.model.device) else 0.0
 
-    def _run_stream(self, step: StreamStep, prepared: Batch | None) -> Ticket:
-        batch = self.prepare(step) if prepared is None else prepared
+    def _run_stream(self, step: StreamStep) -> Ticket:
+        batch = self.prepare(step)
         assert batch is not None
+        return self._run_batch(batch)
+
+    def _run_batch(self, batch: Batch) -> Ticket:
+        step = batch.step
         path = self._paths.get(step.stream, NO_PATH)
         if (rows := path.rows) < step.path:
             raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
@@ -185,9 +188,9 @@ class LocalWorker(Worker):
             how["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
         if self._graphs is not None and not how and self._graphs.takes(step):
-            hidden = self._graphs.run(step, self._given)
+            hidden = self._graphs.run(step, self._last_ids)
         else:
-            batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._given)
+            batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
             hidden = forward(self.model, self.store, batch, how)
             if step.exits is not None:  # there is a hidden state for each of these
                 each = np.concatenate((step.reads, step.kept))
@@ -196,7 +199,7 @@ class LocalWorker(Worker):
         if len(step.kept):
             self._keep(step, hidden)
         reads = SlotReads(self.model, hidden, step, self._states)
-        self._given = reads.ids if self.facts.slot_depth > 1 else None
+        self._last_ids = reads.ids if self.facts.slot_depth > 1 else None
         return reads
 
     def _keep(self, step: SlotStep, hidden: Tensor) -> None:
@@ -208,8 +211,10 @@ class LocalWorker(Worker):
         self._states.index_copy_(0, slots, hidden.index_select(0, send(step.kept, hidden.device)))
 
 
-# By the type of a message, beside those of the parts. Functions, which hold no worker.
-_HANDLERS: Mapping[type[Message], Callable[[Any, Any], Ticket]] = {
+# By the type of a message, or of what was prepared for it, beside those of the parts. Functions, which hold no worker.
+_HANDLERS: Mapping[type, Callable[[Any, Any], Ticket]] = {
+    StreamStep: LocalWorker._run_stream,
+    Batch: LocalWorker._run_batch,
     SlotStep: LocalWorker._run_slots,
     MakeStore: LocalWorker._make_store,
     EndStream: LocalWorker._end_stream,

@@ -77,16 +77,16 @@ class Ticket(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A Known is the ticket of a message whose result is known, None where it gives nothing to the host."""
+class Completed:
+    """A Completed is the ticket of a message whose result is there, None where it gives nothing to the host."""
 
-    known: Any = None
+    value: Any = None
 
     def result(self) -> Any:
-        return self.known
+        return self.value
 
 
-DONE = Known()
+DONE = Completed()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""A rank other than 0, in a process of its own: `python -m prefold.worker.rank FD`, started by `Team`.
+"""A rank other than 0, in a process of its own: `python -m prefold.worker.rank FD`, started by `tensor_parallel`.
 
-It is given the messages that rank 0 gets and starts each; what they give is rank 0's.
+It gets the messages that rank 0 gets and starts each; what they give is rank 0's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..model import load_adapter, load_model
 from ..model.parallel import CollectiveError
 from .local import LocalWorker
 from .protocol import parts_of
-from .team import LEFT_ALONE, Start
+from .tensor_parallel import LEFT_ALONE, Start
 
 
 def main(pipe: Connection) -> None:

@@ -98,7 +98,7 @@ def join(path: Tensor | None, new: Tensor, batch: Batch) -> Tensor:
 class Batch:
     """A batch is what the forward pass of a step and its read-out need, on the device.
 
-    attention        who attends, by the plans
+    attention        computes attention by the plans
     plans            by sliding window, every row queries
     read_plans       by sliding window, only the read rows query: for the last layer
     read_order       sharing "mlp": sorts the read rows by the stream row that stands for each; else None
@@ -239,8 +239,8 @@ def run(
         values, kept = mean_pool(hidden, batch, path)
         return Reads(values), attend.next_path(kept)
     if readout.kind == "logprobs":
-        found = logprobs_of(model, hidden, batch.step.reads, batch.reads, batch.targets, readout.top)
-        return Reads(*found), attend.next_path()
+        reads = Reads(*logprobs_of(model, hidden, batch.step.reads, batch.reads, batch.targets, readout.top))
+        return reads, attend.next_path()
     if readout.kind == "logits":
         values = model.logits(hidden, readout.ids)
     elif readout.kind == "head":
@@ -276,10 +276,10 @@ def log_probs(logits: Tensor, rows: Tensor, ids: Tensor, top: int | None = None)
     """Returns the log-probability of each of `ids` in its row of logits float32 [r, vocab], and whether it is the most
     likely id of that row. rows, ids: int64 [n]; top: as of Readout."""
     sums, largest = log_sum_exp(logits)
-    found = logits[rows, ids]
-    values = found - sums[rows]
+    chosen = logits[rows, ids]
+    values = chosen - sums[rows]
     if top is not None:
-        few = zip(rows.split(RANKED_ROWS), found.split(RANKED_ROWS), strict=True)
+        few = zip(rows.split(RANKED_ROWS), chosen.split(RANKED_ROWS), strict=True)
         ranks = 1 + torch.cat([(logits[some] > own[:, None]).sum(-1) for some, own in few])
         best, places = logits.topk(top, -1)
         # A float32 holds every id below 2**24 exactly.

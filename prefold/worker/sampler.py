@@ -47,11 +47,11 @@ def choose(logits: Tensor, rows: np.ndarray, drawing: Drawing | None) -> tuple[T
         part = drawing.part(first, min(count, first + at_once))
         reads, of_part = send(part.reads, device), rows[part.reads]
         ids[reads] = chosen = _choose(logits, of_part, likely[reads], part)
-        asked = np.flatnonzero(part.logprobs >= 0)
-        if asked.size:
-            own = logits.index_select(0, send(of_part[asked], device))
-            found = _logprobs(own, part.logprobs[asked], chosen[send(asked, device)])
-            logprobs |= {read: one for read, one in zip(part.reads[asked].tolist(), found, strict=True) if one}
+        wanted = np.flatnonzero(part.logprobs >= 0)
+        if wanted.size:
+            own = logits.index_select(0, send(of_part[wanted], device))
+            values = _logprobs(own, part.logprobs[wanted], chosen[send(wanted, device)])
+            logprobs |= {read: value for read, value in zip(part.reads[wanted].tolist(), values, strict=True) if value}
     return ids, logprobs
 
 
@@ -136,9 +136,9 @@ def _logprobs(logits: Tensor, counts: np.ndarray, ids: Tensor) -> list[TokenLogp
     own = torch.log_softmax(logits, -1)
     values, places = (x.cpu().numpy() for x in own.topk(min(int(counts.max()), own.shape[-1]), -1))
     chosen = own.gather(1, ids.clamp(min=0)[:, None])[:, 0].tolist()
-    found: list[TokenLogprobs | None] = []
+    rows: list[TokenLogprobs | None] = []
     for token, value, many, place, count in zip(ids.tolist(), chosen, values, places, counts.tolist(), strict=True):
         order = np.lexsort((place, -many))[:count]
         top = tuple(zip(place[order].tolist(), many[order].tolist(), strict=True))
-        found.append(None if token < 0 else TokenLogprobs(value, top))
-    return found
+        rows.append(None if token < 0 else TokenLogprobs(value, top))
+    return rows

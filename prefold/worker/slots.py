@@ -52,9 +52,9 @@ def prepare_slots(
     store: KVStore,
     planes: Sequence[Plane],
     adapters: Mapping[str, Adapter],
-    given: Tensor | None = None,
+    last_ids: Tensor | None = None,
 ) -> SlotBatch:
-    """Returns a step as tensors on the store's device. adapters: in the order of their numbers; given: as for
+    """Returns a step as tensors on the store's device. adapters: in the order of their numbers; last_ids: as for
     `fill_in`."""
     plans = slot_plans(step, store, {plane.window for plane in planes})
     read_rows, read_plans = None, plans
@@ -65,7 +65,7 @@ def prepare_slots(
         row_adapters = RowAdapters(list(adapters.values()), step.adapters, read_rows)
     tokens, positions, slots = (send(a, store.device) for a in (step.tokens, step.positions, step.slots))
     read = None if read_rows is None else send(read_rows, store.device)
-    return SlotBatch(fill_in(tokens, given), positions, slots, read, plans, read_plans, row_adapters)
+    return SlotBatch(fill_in(tokens, last_ids), positions, slots, read, plans, read_plans, row_adapters)
 
 
 def slot_plans(
@@ -84,13 +84,13 @@ def slot_plans(
     return {window: store.plan(runs, len(positions), positions, window) for window in windows}
 
 
-def fill_in(tokens: Tensor, given: Tensor | None) -> Tensor:
-    """Returns the tokens of a step, int64, with those of the step before put in: -1 - i is the i-th of `given`, int64;
-    None: all are known."""
-    if given is None or not len(given):
+def fill_in(tokens: Tensor, last_ids: Tensor | None) -> Tensor:
+    """Returns the tokens of a step, int64 [rows], with those of the step before put in: -1 - i is the i-th of
+    `last_ids`, int64 [reads]; None: all are known."""
+    if last_ids is None or not len(last_ids):
         return tokens
     # Whoever gets no token ends, and what comes of its row is not looked at.
-    return torch.where(tokens < 0, given[(-1 - tokens).clamp(min=0)].clamp(min=0), tokens)
+    return torch.where(tokens < 0, last_ids[(-1 - tokens).clamp(min=0)].clamp(min=0), tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class SlotReads:
                 part = replace(part, reads=part.reads - first)
             ids, logprobs = choose(logits, reads[first:stop] - block.start, part)
             self.ids[slice(first, stop) if is_all else send(tokens[first:stop], hidden.device)] = ids
-            self._logprobs |= {int(tokens[first + read]): found for read, found in logprobs.items()}
+            self._logprobs |= {int(tokens[first + read]): value for read, value in logprobs.items()}
 
 
 def _read(

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from prefold import LLM
 from prefold.errors import CheckpointError, InputError, RankError
 from prefold.types import Readout
-from prefold.worker import team
+from prefold.worker import tensor_parallel
 
 PLACE = {"dtype": "float32", "device": "cpu"}
 
@@ -74,7 +74,7 @@ def test_every_family(family, ranks, tmp_path):
 
 @pytest.fixture
 def split(folder, monkeypatch):
-    monkeypatch.setattr(team, "TIMEOUT_SECONDS", 60)
+    monkeypatch.setattr(tensor_parallel, "TIMEOUT_SECONDS", 60)
     llm = LLM(folder, **PLACE, tensor_parallel=3)
     yield llm
     llm.close()
@@ -100,8 +100,8 @@ def test_a_killed_rank_is_named(split):
 
 def test_a_hung_rank_is_not_waited_for_for_ever(split, monkeypatch):
     """The ranks came up under a limit that a busy machine keeps; then rank 0 waits for the others for less."""
-    monkeypatch.setattr(team, "TIMEOUT_SECONDS", 2)
-    monkeypatch.setattr(team, "LAST_WORD_SECONDS", 0.5)
+    monkeypatch.setattr(tensor_parallel, "TIMEOUT_SECONDS", 2)
+    monkeypatch.setattr(tensor_parallel, "LAST_WORD_SECONDS", 0.5)
     distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     os.kill(split._team._processes[0].pid, signal.SIGSTOP)
     assert "rank 1 has not answered for 2 s" in str(embed_until_it_fails(split))

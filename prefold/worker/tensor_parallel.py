@@ -1,7 +1,7 @@
 """The ranks of a model that is split over processes, as one worker: rank 0 is this process.
 
 Every rank has a LocalWorker, makes its tensors from the same messages and makes the same collective calls in the same
-order, so nothing but messages has to be told. Whatever goes wrong on a rank ends all of them with one error that says
+order, so nothing but messages has to be sent. Whatever goes wrong on a rank ends all of them with one error that says
 on which.
 """
 
@@ -52,7 +52,7 @@ LAST_WORD_SECONDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A start is what a rank is told first.
+    """A Start is the first message to a rank: what to load, and where the other ranks are.
 
     port    of rank 0's store, by which ranks find each other
     config  as rank 0 reads the checkpoint, for families may be the caller's own
@@ -87,8 +87,9 @@ class Start:
         return Ranks()
 
 
-class Team(Worker):
-    """A team is a worker made of `size` ranks on this machine, this process among them: it gives each message to all.
+class TensorParallelWorker(Worker):
+    """A TensorParallelWorker is made of `size` ranks on this machine, this process among them, and gives each message
+    to all of them.
 
     It is made before the model is loaded, so that all load at once; then `join` is called with this rank's worker.
 
@@ -245,9 +246,9 @@ class Team(Worker):
         until = time.monotonic() + LAST_WORD_SECONDS
         while time.monotonic() < until:
             for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True), 1):
-                ended = process.poll()  # before it is listened to: what it said last is there then
-                if said := _last_word(pipe):
-                    return RankError(f"rank {rank} failed: {said}")
+                ended = process.poll()  # before it is listened to: what it word last is there then
+                if word := _last_word(pipe):
+                    return RankError(f"rank {rank} failed: {word}")
                 if ended not in (None, LEFT_ALONE):
                     return RankError(f"rank {rank} {_ending(ended)}")
             time.sleep(0.05)
@@ -260,9 +261,9 @@ class Team(Worker):
 def _last_word(pipe: Connection) -> str | None:
     try:
         while pipe.poll():
-            said = pipe.recv()
-            if said not in ("up", "ready"):
-                return said
+            word = pipe.recv()
+            if word not in ("up", "ready"):
+                return word
     except (OSError, EOFError):
         pass
     return None
