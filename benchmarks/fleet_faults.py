@@ -280,7 +280,7 @@ def faults(rows: int, model: str | None, seeds: int, parts: str = "ways,replicas
     """The tables of the case. model: a folder with a model and a tokenizer; None: the tiny one of the tests."""
     if model is None:
         with tempfile.TemporaryDirectory() as folder:
-            sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+            sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
             from tiny import tiny_checkpoint
 
             return faults(rows, str(tiny_checkpoint(Path(folder), "llama")), seeds, parts)

@@ -270,7 +270,7 @@ class Clients:
 
 def http(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Asks a server: 64 questions about 16 images at once; a second question about an image; a stranger's guesses."""
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "serve")]
+    sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "serve")]
     from serving import serving
 
     from prefold import LLM

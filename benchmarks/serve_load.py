@@ -171,7 +171,7 @@ def served(
     arguments: argparse.Namespace, *, keys: bool = False, rows: int | None = None, **options: Any
 ) -> Iterator[Any]:
     """Gives (LLM, its server, a client of it)."""
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "serve")]
+    sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "serve")]
     from serving import serving
 
     from prefold import LLM

@@ -1,3 +1,4 @@
+import itertools
 import os
 import random
 import signal
@@ -7,16 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before torch starts its threads: the models here are tiny, and threads that spin while they wait steal the time
-# of those that work when tests run side by side.
+# Before torch starts its threads, here and in the processes that tests begin: the models are tiny, and threads steal
+# the time of those that work when tests run side by side. What more threads change has tests of its own.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Triton decides when it is imported whether it compiles for a GPU, or interprets its kernels on a CPU.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Helpers shared by the tests (`tiny`, `running`, `nests`) lie beside this file.
-sys.path.insert(0, str(Path(__file__).parent))
+# Helpers shared by the tests (`tiny`, `running`, `nests`).
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 # A process that was begun in the background ignores these signals, and so would those that tests begin and stop.
 for name in ("SIGINT", "SIGHUP"):
@@ -29,6 +31,7 @@ same = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "prin
 settings.register_profile("default", **same)
 settings.register_profile("prefold", derandomize=True, **same)
 settings.load_profile("prefold")
+FEW = 25  # examples of a property test in a quick run, where it asks for at most four times as many
 
 
 def pytest_addoption(parser):
@@ -83,13 +86,50 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
+    combinations = {}
     for item in items:
         item.add_marker(layer_of(item.path))
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+            combinations.setdefault((item.path, item.originalname), []).append(item)
+    for same_test in combinations.values():
+        mark_repetitions(same_test)
+    thin_properties(items, quick="not slow" in config.option.markexpr)
     seed = config.getoption("--shuffle")
     if seed is not None:
         draw = random.Random(seed)
         places = {item.path: draw.random() for item in items}
         items.sort(key=lambda item: (places[item.path], draw.random()))
+
+
+def mark_repetitions(items):
+    """Of a test's combinations of three or more parameters, marks those as slow in which no two values meet that have
+    not met before; the combination that shows most comes first. The marker `covering(1)` asks for each value only."""
+    marker = items[0].get_closest_marker("covering")
+    if marker is None and len(items[0].callspec.indices) < 3:
+        return
+    size = 2 if marker is None else marker.args[0]
+    shown = {item: set(itertools.combinations(sorted(item.callspec.indices.items()), size)) for item in items}
+    while shown:
+        best = max(shown, key=lambda item: len(shown[item]))
+        seen = shown.pop(best)
+        if not seen:
+            best.add_marker("slow")
+        for left in shown.values():
+            left -= seen
+
+
+def thin_properties(items, quick):
+    """A quick run draws a quarter of the examples that a property test asks for; `-m slow` runs it with all of them."""
+    functions = {}
+    for item in items:
+        own = getattr(item.obj, "_hypothesis_internal_use_settings", None)
+        if own is not None and own.max_examples > FEW:
+            functions[item.obj] = own
+            if not quick:
+                item.add_marker("slow")
+    if quick:
+        for function, own in functions.items():
+            function._hypothesis_internal_use_settings = settings(own, max_examples=max(FEW, own.max_examples // 4))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,7 +16,7 @@ import pytest
 
 from prefold import device
 
-TESTS = Path(__file__).parent.parent
+SUPPORT = Path(__file__).parents[1] / "support"
 # heads, kv_heads, head_dim, dtype, window
 SHAPES = {
     "qwen3": (16, 8, 128, "bfloat16", None),
@@ -34,7 +34,7 @@ PRODUCTS = {"_forward", "_gradient_q", "_gradient_kv"}
 
 SCRIPT = """
 import json, sys
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = [{support!r}]
 import aot, triton_shapes
 from prefold.attention import row_triton
 capability, shared = map(int, sys.argv[3:])
@@ -58,7 +58,7 @@ def compiled(what: str, shape: tuple, capability: int = 90, shared: int = 227 <<
     """Returns what is known of each launch, compiled for a GPU whose blocks have so many bytes of shared memory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     given = [what, json.dumps(shape), str(capability), str(shared)]
-    command = [sys.executable, "-c", SCRIPT.format(tests=str(TESTS)), *given]
+    command = [sys.executable, "-c", SCRIPT.format(support=str(SUPPORT)), *given]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -138,7 +138,9 @@ def test_standard_streams_that_are_full_or_closed(model, tmp_path, environment):
     assert done.returncode == 3 and len((tmp_path / "more.jsonl").read_text().splitlines()) == 5
 
 
-@pytest.mark.parametrize("command", ["models", "--help", "--version"])
+@pytest.mark.parametrize(
+    "command", ["models", *(pytest.param(c, marks=pytest.mark.slow) for c in ("--help", "--version"))]
+)
 def test_other_commands_into_a_full_or_closed_output(tmp_path, environment, command):
     for where, why in (("> /dev/full", "No space left on device"), (">&-", "standard output is closed")):
         done = shell(f"prefold {command} {where}", tmp_path, environment)

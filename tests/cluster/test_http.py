@@ -30,7 +30,7 @@ from prefold.types import Exits, Grammar, Readout, Request, Sampling
 
 from .servers import logprob_of, serving
 
-NUM = 200
+NUM = 80
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ def expected(oracles, readout: Readout, request: Request) -> np.ndarray:
     return logits.log_softmax(-1)[-m:].gather(1, torch.tensor(request.targets[:, None].astype(np.int64)))[:, 0].numpy()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
 @pytest.mark.parametrize("readout", [*map(Readout, ("last", "first", "mean", "logprobs")), Readout("logits", (4, 9))])
 def test_each_request_runs_with_its_adapter(llm, oracles, readout, sharing):

@@ -47,25 +47,26 @@ def model(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
-def test_every_readout_at_every_cut(model, sharing):
+@pytest.mark.parametrize("rows", BUDGETS)
+@pytest.mark.parametrize("kind", ["last", "first", "mean", "logits"])
+def test_every_readout_at_every_cut(model, sharing, rows, kind):
     llm, token_lists, (hidden, logits, tolerance) = model
     ids = (3, 200, 17)
-    for rows in BUDGETS:
-        for kind in ("last", "first", "mean", "logits"):
-            readout = Readout(kind, ids if kind == "logits" else ())
-            results = run(llm, [as_request(t) for t in token_lists], readout, sharing=sharing, rows=rows)
-            for result, states, scores in zip(results, hidden, logits, strict=True):
-                expected = {
-                    "last": states[-1],
-                    "first": states[0],
-                    "mean": states.mean(0),
-                    "logits": scores[-1, list(ids)],
-                }[kind]
-                np.testing.assert_allclose(result.values, expected, rtol=0, atol=tolerance)
+    readout = Readout(kind, ids if kind == "logits" else ())
+    results = run(llm, [as_request(t) for t in token_lists], readout, sharing=sharing, rows=rows)
+    for result, states, scores in zip(results, hidden, logits, strict=True):
+        expected = {
+            "last": states[-1],
+            "first": states[0],
+            "mean": states.mean(0),
+            "logits": scores[-1, list(ids)],
+        }[kind]
+        np.testing.assert_allclose(result.values, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
-def test_scores_at_every_cut(model, sharing):
+@pytest.mark.parametrize("rows", BUDGETS)
+def test_scores_at_every_cut(model, sharing, rows):
     llm, token_lists, (_, logits, tolerance) = model
     rng = np.random.default_rng(0)
     requests, expected = [], []
@@ -81,14 +82,13 @@ def test_scores_at_every_cut(model, sharing):
             requests.append(as_request(tokens, targets.tolist()))
             expected.append((logprobs[np.arange(count), targets], read.argmax(-1) == targets))
     assert any(greedy.any() for _, greedy in expected)
-    for rows in BUDGETS:
-        for result, (logprobs, greedy) in zip(
-            run(llm, requests, Readout("logprobs"), sharing=sharing, rows=rows), expected, strict=True
-        ):
-            np.testing.assert_allclose(result.values, logprobs, rtol=0, atol=10 * tolerance)
-            np.testing.assert_array_equal(result.greedy, greedy)
+    results = run(llm, requests, Readout("logprobs"), sharing=sharing, rows=rows)
+    for result, (logprobs, greedy) in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result.values, logprobs, rtol=0, atol=10 * tolerance)
+        np.testing.assert_array_equal(result.greedy, greedy)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_budget_there_is(tmp_path, family, sharing):

@@ -73,9 +73,9 @@ def submit(generator, prompt: np.ndarray, asked, on_done) -> int:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("first", range(0, 60, 30))
-def test_traces(llm, first, ahead):
-    for seed in range(first, first + 30):
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 60), marks=pytest.mark.slow)], ids=len)
+def test_traces(llm, seeds, ahead):
+    for seed in seeds:
         run_trace(llm, random.Random(seed), ahead)
 
 

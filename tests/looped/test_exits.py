@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import numpy as np
 import pytest
@@ -38,12 +39,14 @@ def model(request, tmp_path_factory):
         overrides = {"loop": GATED | {"threshold": 0.5} | fed}
     family = "looped" if request.param == "inject" else request.param
     folder = looped_checkpoint(tmp_path_factory.mktemp("exits"), family, **overrides)
-    return LLM(str(folder), dtype="float32", device="cpu"), Dense(folder)
+    dense = Dense(folder)
+    dense.visits = functools.cache(dense.visits)
+    return LLM(str(folder), dtype="float32", device="cpu"), dense
 
 
 def read(dense: Dense, tokens: list[int], exits: Exits, row: int = -1) -> torch.Tensor:
     """The hidden state of a token that leaves as asked, one visit at a time."""
-    states = dense.visits(tokens)
+    states = dense.visits(tuple(tokens))
     shares = dense.leaving(states)[:, row].tolist()
     threshold = 0.5 if exits.threshold is None else exits.threshold
     left, visit = shares[0], 0
@@ -56,15 +59,14 @@ def read(dense: Dense, tokens: list[int], exits: Exits, row: int = -1) -> torch.
 
 
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
-def test_numbers_of_a_run(model, sharing):
+@pytest.mark.parametrize("exits", ASKED, ids=str)
+@pytest.mark.parametrize("rows", [2, 1000])
+def test_numbers_of_a_run(model, sharing, exits, rows):
     llm, dense = model
     token_lists = prompts(3)
-    for exits in ASKED:
-        for rows in (2, 1000):
-            readout = Readout("last", exits=exits)
-            found = run(llm, [as_request(t) for t in token_lists], readout, sharing=sharing, rows=rows)
-            for result, tokens in zip(found, token_lists, strict=True):
-                np.testing.assert_allclose(result.values, read(dense, tokens, exits), rtol=1e-4, atol=1e-4)
+    found = run(llm, [as_request(t) for t in token_lists], Readout("last", exits=exits), sharing=sharing, rows=rows)
+    for result, tokens in zip(found, token_lists, strict=True):
+        np.testing.assert_allclose(result.values, read(dense, tokens, exits), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [3, 1000])

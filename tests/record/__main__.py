@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def record(out: Path, patterns: list[str], at_once: int) -> int:
     """Makes a recording of what the patterns name; returns the exit status."""
-    sys.path.insert(0, str(TESTS))  # the helpers of all tests
+    sys.path.insert(0, str(TESTS / "support"))  # the helpers of all tests
     os.environ |= ENVIRONMENT  # before torch is imported, here and in what jobs begin
     from .exchanges import SERVERS
     from .jobs import JOBS
