@@ -1,14 +1,18 @@
-"""The layers of the tests: what they import, and what stands alone."""
+"""The layers of the tests: what they import, what stands alone, and what a quick run leaves out."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 TESTS = Path(__file__).parent
 FILES = {path.stem for path in TESTS.rglob("test_*.py")}
@@ -41,3 +45,46 @@ def test_no_test_imports_another(path):
             continue
         tests = {part for name in names for part in name.split(".")} & FILES
         assert not tests, f"line {node.lineno} imports {tests}: move what both need to a file of its own"
+
+
+class Item:
+    """A test as pytest collects it: a function with parameters, and markers."""
+
+    def __init__(self, function=None, covering=None, **indices):
+        self.obj, self.callspec, self.markers = function, SimpleNamespace(indices=indices), []
+        self.covering = None if covering is None else SimpleNamespace(args=(covering,))
+
+    def get_closest_marker(self, name):
+        return self.covering
+
+    def add_marker(self, name):
+        self.markers.append(name)
+
+
+@pytest.fixture
+def conftest(request):
+    """The file beside this one."""
+    return next(p for p in request.config.pluginmanager.get_plugins() if getattr(p, "layer_of", None))
+
+
+@pytest.mark.parametrize("covering, most", [(None, 18), (1, 4)])
+def test_a_quick_run_shows_all_values_and_each_two_of_three_parameters(conftest, covering, most):
+    items = [Item(None, covering, a=a, b=b, c=c) for a, b, c in itertools.product(range(3), range(4), range(2))]
+    conftest.mark_repetitions(items)
+    size = covering or 2
+    shown = [set(itertools.combinations(item.callspec.indices.items(), size)) for item in items]
+    quick = [pairs for pairs, item in zip(shown, items, strict=True) if item.markers == []]
+    assert len(quick) <= most and set().union(*quick) == set().union(*shown)
+
+
+def test_a_quick_run_draws_a_quarter_of_the_examples(conftest):
+    def property_of(examples):
+        return settings(max_examples=examples)(given(st.none())(lambda value: None))
+
+    for examples, few in ((200, 50), (60, 25), (10, 10)):
+        items = [Item(property_of(examples))] * 2
+        conftest.thin_properties(items, quick=False)
+        assert items[0].obj._hypothesis_internal_use_settings.max_examples == examples
+        assert bool(items[0].markers) == (few < examples), "these run with -m slow"
+        conftest.thin_properties(items, quick=True)
+        assert items[0].obj._hypothesis_internal_use_settings.max_examples == few

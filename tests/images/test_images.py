@@ -166,7 +166,6 @@ def test_the_cases_are_what_they_say(case):
     assert np.abs(hidden[1][-1] - hidden[4][-1]).max() > 0.1
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
 @pytest.mark.parametrize("more", [0, 1, 30, 4096])
 def test_rows_of_the_stream(case, sharing, more):
@@ -187,7 +186,6 @@ def test_rows_of_the_stream(case, sharing, more):
     assert engine.stats.tower_runs == len(images), "an image is encoded once, in three runs"
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("sharing", ["full", "off"])
 @pytest.mark.parametrize("more", [0, 2, 5, 4096])
 def test_greedy_tokens(case, sharing, more):

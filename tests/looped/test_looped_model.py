@@ -87,29 +87,35 @@ def test_a_visit_at_a_time_is_the_same(folder):
         assert torch.equal(model.finish(rows), whole)
 
 
-@pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
-def test_every_readout_at_every_cut(folder, llm, sharing):
-    dense, token_lists, ids = Dense(folder), prompts(len(folder.name)), (3, 200, 17)
-    hidden = [dense.hidden(tokens) for tokens in token_lists]
-    for rows in BUDGETS:
-        for kind in ("last", "first", "mean", "logits"):
-            readout = Readout(kind, ids if kind == "logits" else ())
-            results = run(llm, [as_request(t) for t in token_lists], readout, sharing=sharing, rows=rows)
-            for result, states in zip(results, hidden, strict=True):
-                expected = {"last": states[-1], "first": states[0], "mean": states.mean(0)}
-                expected["logits"] = dense.logits(states[-1])[list(ids)]
-                np.testing.assert_allclose(result.values, expected[kind], rtol=1e-4, atol=1e-4)
+@pytest.fixture(scope="module")
+def defined(folder):
+    """(what computes the definition, prompts, their hidden states)"""
+    dense, token_lists = Dense(folder), prompts(len(folder.name))
+    return dense, token_lists, [dense.hidden(tokens) for tokens in token_lists]
 
 
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
-def test_logprobs_at_every_cut(folder, llm, sharing):
+@pytest.mark.parametrize("rows", BUDGETS)
+@pytest.mark.parametrize("kind", ["last", "first", "mean", "logits"])
+def test_every_readout_at_every_cut(defined, llm, sharing, rows, kind):
+    (dense, token_lists, hidden), ids = defined, (3, 200, 17)
+    readout = Readout(kind, ids if kind == "logits" else ())
+    results = run(llm, [as_request(t) for t in token_lists], readout, sharing=sharing, rows=rows)
+    for result, states in zip(results, hidden, strict=True):
+        expected = {"last": states[-1], "first": states[0], "mean": states.mean(0)}
+        expected["logits"] = dense.logits(states[-1])[list(ids)]
+        np.testing.assert_allclose(result.values, expected[kind], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
+@pytest.mark.parametrize("rows", BUDGETS)
+def test_logprobs_at_every_cut(folder, llm, sharing, rows):
     dense, token_lists = Dense(folder), [t for t in prompts(4) if len(t) > 1]
     requests = [as_request(t[:-1], t[-1:]) for t in token_lists]
-    for rows in BUDGETS:
-        results = run(llm, requests, Readout("logprobs"), sharing=sharing, rows=rows)
-        for result, tokens in zip(results, token_lists, strict=True):
-            expected = dense.logits(dense.hidden(tokens[:-1])).log_softmax(-1)[-1, tokens[-1]]
-            np.testing.assert_allclose(result.values, [expected], rtol=1e-4, atol=3e-4)
+    results = run(llm, requests, Readout("logprobs"), sharing=sharing, rows=rows)
+    for result, tokens in zip(results, token_lists, strict=True):
+        expected = dense.logits(dense.hidden(tokens[:-1])).log_softmax(-1)[-1, tokens[-1]]
+        np.testing.assert_allclose(result.values, [expected], rtol=1e-4, atol=3e-4)
 
 
 @pytest.mark.parametrize("rows", [2, 7, 1000])
