@@ -16,8 +16,8 @@ import prefold
 from prefold import CacheOptions, InputError, Sampling
 from prefold.api.completions import Completion
 from prefold.cli import main
-from prefold.cli.build import llm_options
-from prefold.cli.fingerprint import RESULT_OPTIONS
+from prefold.cli.job import RESULT_OPTIONS
+from prefold.cli.model import llm_options
 from prefold.model_options import ImageSettings, LoopedSettings, ModelOptions, model_fields, model_options
 from prefold.options import (
     FILTERS,

@@ -10,9 +10,8 @@ import click
 
 from .. import __version__
 from ..errors import PrefoldError
-from .bench import bench
-from .demo import demo
-from .models import models
+from .bench import bench, demo
+from .options import plugin_option
 from .plan import plan
 from .serve import serve
 from .simulate import simulate
@@ -73,6 +72,41 @@ def main() -> None:
     Exit status: 0 all well, 1 the command failed, 2 wrong usage, 3 the job is done but some records
     failed (their lines say why), 130 interrupted (the command that resumes is printed).
     """
+
+
+@click.command(short_help="What runs here.")
+@plugin_option
+def models() -> None:
+    """List what runs here: built-in models, families, RoPE types, formats, and the compiled kernels."""
+    for name, lines in sections():
+        click.echo(click.style(name, bold=True))
+        for line in lines:
+            click.echo(f"  {line}")
+
+
+def sections() -> list[tuple[str, list[str]]]:
+    """Returns (heading, lines) of each section of the list."""
+    from ..checkpoint import BUILT_IN, GEOMETRIES
+    from ..kernels import status
+    from ..model import supported_architectures
+    from ..model.decoders import ROPE_KINDS
+
+    formats = [
+        "a Hugging Face folder or hub id, with safetensors (sentence-transformers folders too)",
+        "a GGUF file",
+        "random weights of a model's shape: --load-format dummy",
+    ]
+    return [
+        ("Built-in models (--model NAME)", [f"{name:<14}{model.about}" for name, model in BUILT_IN.items()]),
+        ("Architectures", supported_architectures()),
+        ("RoPE types", [", ".join(ROPE_KINDS)]),
+        ("Formats", formats),
+        (
+            "Shapes for --load-format dummy, besides any model (they have no tokenizer: token ids alone, no texts)",
+            [", ".join(GEOMETRIES)],
+        ),
+        ("CPU kernels", [status()]),
+    ]
 
 
 for _command in (run, plan, generate, rerank, embed, classify, score, serve, verify, models, demo, bench, simulate):

@@ -1,16 +1,19 @@
-"""Runs `prefold bench`, which times the three ways of sharing against each other."""
+"""Runs `prefold bench`, which times the three ways of sharing against each other, and `prefold demo`, which reranks a
+few passages and shows what sharing saved."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import time
+from importlib import resources
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import click
 
-from .options import machine_options, number, sample_options
+from .options import DEFAULT_MODEL, engine_options, machine_options, model_options, number, sample_options
 
 MODES = ("full", "mlp", "off")
 
@@ -28,36 +31,38 @@ def bench(**o: Any) -> None:
     \b
     prefold bench pairs.jsonl --task rerank --limit 200
     """
+    from ..report.page import machine
+    from .model import load_llm
+
     tasks, prepared, name, left_out, model = _prepare(o)
-    from .build import load_llm
 
     llm = load_llm({**o, "sharing": "full"}, *model, media=tasks.media)
-    found = measure(llm.engine, tasks, prepared, o["repeat"], o["window"])
+    seconds = measure(llm.engine, tasks, prepared, o["repeat"], o["window"])
     dtype = str(llm.dtype).removeprefix("torch.")
     prompts, repeated = _repeated(prepared)
     if o["as_json"]:
         head = {"input": name, "left_out": left_out, "prompts": prompts, "repeated_prompts": repeated}
-        head |= {"model": o["model"], "dtype": dtype, "machine": _machine()}
-        click.echo(json.dumps(head | {"modes": found}))
+        head |= {"model": o["model"], "dtype": dtype, "machine": dict(machine())}
+        click.echo(json.dumps(head | {"modes": seconds}))
         return
     click.echo(f"{name}; {left_out:,} records left out as unusable")
     click.echo(f"{prompts:,} prompts, {repeated:,} of which repeat an earlier one")
     click.echo(f"{o['model']}, {dtype}, {llm.engine.max_batch_rows} rows a step, median of {o['repeat']}")
-    click.echo("; ".join(f"{key} {value}" for key, value in _machine().items()) + "\n")
-    for line in table(found):
+    click.echo("; ".join(f"{key} {value}" for key, value in machine()) + "\n")
+    for line in table(seconds):
         click.echo(line)
 
 
 def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, int, tuple[Any, Any]]:
     """Returns (tasks, works by task, a name for them, records that are unusable, (checkpoint, tokenizer))."""
-    from .build import LazyTasks, open_model
-    from .demo import demo_items
     from .input import draw, open_input
+    from .model import open_model
+    from .settings import LazyTasks
 
     if not o["input"]:
         model = open_model(o)
         tasks = LazyTasks(("rerank",), o, *model)
-        return tasks, {"rerank": tasks["rerank"].prepare(demo_items())}, "reranking the demo's passages", 0, model
+        return tasks, {"rerank": tasks["rerank"].prepare(_demo_items())}, "reranking the demo's passages", 0, model
     input = open_input(o["task"], o["input"], o)
     limit = o["limit"] or 100
     sample = draw(input, islice(input.source.records(input.adapter.columns), limit), limit)
@@ -116,7 +121,113 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _machine() -> dict[str, str]:
-    from ..report.page import machine
+# A small general model judges better when asked in its own chat format than by Qwen3-Reranker's prompt.
+SMALL_MODEL = {
+    "template": (
+        "<|im_start|>system\nYou judge whether a text answers a question. Answer only Yes or No.<|im_end|>\n"
+        "<|im_start|>user\nQuestion: {query}\n\nText: {document}\n\nDoes the text answer the question?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ),
+    "words": ("Yes", "No"),
+}
 
-    return dict(machine())
+
+def _demo_lines() -> str:
+    return resources.files(__package__).joinpath("demo.jsonl").read_text(encoding="utf-8")
+
+
+def _demo_items() -> list[dict[str, Any]]:
+    """Returns the demo's data: queries, each with its documents."""
+    records = map(json.loads, _demo_lines().splitlines())
+    return [{name: record[name] for name in ("query", "documents")} for record in records]
+
+
+@click.command(short_help="See reranking, what is shared and what that saves.")
+@model_options
+@engine_options
+@click.option("--write", metavar="FILE", help="Only write the demo's data to FILE (JSONL), to try a job on.")
+def demo(**o: Any) -> None:
+    """Rerank a few passages, and show what was shared and what it saved."""
+    if o["write"]:
+        Path(o["write"]).write_text(_demo_lines(), encoding="utf-8")
+        click.echo(f"wrote {o['write']}: try  prefold run {o['write']} --task rerank --id id -o scores.jsonl")
+        return
+    from ..tasks import make_task
+    from .model import load_llm, open_model
+
+    started = time.perf_counter()
+    items = _demo_items()
+    count = sum(len(item["documents"]) for item in items)
+    click.echo(f"{len(items)} queries, {len(items[0]['documents'])} passages each: {count} prompts for {o['model']}.")
+    checkpoint, tokenizer = open_model(o)
+    task = make_task("rerank", checkpoint, tokenizer, **(SMALL_MODEL if o["model"] == DEFAULT_MODEL else {}))
+    works = task.prepare(items)
+    llm = load_llm({**o, "sharing": "full"}, checkpoint, tokenizer)
+    loaded = time.perf_counter() - started
+    full, off, scores, shape = _run(llm.engine, task, works)
+    _show_ranking(items, scores)
+    _show_trie(shape)
+    _show_saving(full, off)
+    click.echo(f"\n{loaded:.1f} s to start, {time.perf_counter() - started:.1f} s in all. To go on:\n")
+    for command, purpose in (
+        ('prefold rerank "a query" "a text" "another text"', "your own texts"),
+        ("prefold demo --write demo.jsonl", "these passages as a file"),
+        ("prefold plan demo.jsonl --task rerank", "what a job would share"),
+        ("prefold run demo.jsonl --task rerank -o out.jsonl", "the job (--report page.html draws it)"),
+    ):
+        click.echo(f"  {click.style(command, bold=True):<66}{purpose}")
+
+
+def _run(engine: Any, task: Any, works: list[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any], Any]:
+    """Returns (numbers with sharing full, numbers with sharing off, scores of each query, shape of the stream)."""
+    from ..report.icicle import StreamShape
+    from ..stream import Spool
+    from ..tasks.run import finish_items, run_works
+
+    shape = StreamShape()
+    with Spool() as spool:
+        for work in works:
+            for request in work.requests:
+                spool.add(request)
+        for window in spool.windows(max_tokens=1 << 20):
+            shape.add(window.tokens, window.offsets, common=window.common)
+    run_works(engine, task, works[:1])  # the first forward pass warms up
+    numbers, scores = {}, {}
+    for mode in ("full", "off"):
+        engine.reset_stats()
+        started = time.perf_counter()
+        results = run_works(engine, task, works, sharing=mode)
+        numbers[mode] = {"seconds": time.perf_counter() - started, "stats": engine.stats}
+        scores[mode] = [result["scores"] for result in finish_items(task, works, results)]
+    one, two = ([score for scores_ in scores[mode] for score in scores_] for mode in ("full", "off"))
+    numbers["full"]["difference"] = max(abs(a - b) for a, b in zip(one, two, strict=True))
+    return numbers["full"], numbers["off"], scores["full"], shape
+
+
+def _show_ranking(items: list[dict[str, Any]], scores: list[list[float]]) -> None:
+    from .direct import one_line
+
+    for item, values in zip(items, scores, strict=True):
+        click.echo(f"\n{click.style(item['query'], bold=True)}")
+        order = sorted(range(len(values)), key=lambda i: -values[i])
+        for place, index in enumerate(order, 1):
+            line = f"{place:>3}  {values[index]:.3f}  {one_line(item['documents'][index], 86)}"
+            click.echo(line if place <= 3 else click.style(line, dim=True))
+
+
+def _show_trie(shape: Any) -> None:
+    from ..report.icicle import trie_picture
+
+    click.echo("\nThe prompts as a trie. Across: prompts. Down: tokens; the darker, the more prompts share them.\n")
+    for line in trie_picture(shape):
+        click.echo(f"  {click.style(line, fg='blue')}")
+
+
+def _show_saving(full: dict[str, Any], off: dict[str, Any]) -> None:
+    stats, seconds = full["stats"], full["seconds"]
+    saved = click.style(f"{stats.saved:.0%} saved", bold=True)
+    faster = click.style(f"{off['seconds'] / seconds:.1f} times as fast", bold=True)
+    rows = f"{stats.rows_computed:,} rows computed, each unique token once"
+    click.echo(f"\n{stats.tokens:,} tokens asked for, {rows}: {saved}.")
+    click.echo(f"{seconds:.2f} s, against {off['seconds']:.2f} s without sharing: {faster}.")
+    click.echo(f"No score differs by more than {full['difference']:.2g}.")

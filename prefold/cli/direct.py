@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from ..errors import InputError, JobError
-from .build import LazyTasks, check_tokenizer, load_llm, open_model, read_bytes, uses_chat
+from .model import check_tokenizer, load_llm, open_model
 from .options import refuse_conversation_options
+from .settings import LazyTasks, read_bytes, uses_chat
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
@@ -42,7 +43,8 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     if o.get("tools") and not o["tools"].startswith("@"):
         raise click.UsageError("--tools COLUMN is for jobs; give @FILE")
     texts = [text for argument in arguments for text in expand(argument, piped)]
-    texts += [_whole(name) for name in o.get("prompt_file") or ()]
+    # Editors put a line end behind the last line of a file.
+    texts += [_read(name).removesuffix("\n").removesuffix("\r") for name in o.get("prompt_file") or ()]
     # An empty prompt is allowed where continuations are scored: it stands for the beginning of a text.
     if not texts or not all(texts[1:] if task == "score" and len(texts) > 1 else texts):
         raise JobError("a text is empty; give one" if texts else "there is no text; give one")
@@ -98,12 +100,12 @@ def _summary(engine: Any, o: dict[str, Any]) -> None:
     click.echo(click.style(f"{rows}, {o['model']}", dim=True), err=True)
 
 
-def _usable(found: list[Any]) -> list[Any]:
-    """Returns works, or results, as they are. Raises the first InputError among them."""
-    for one in found:
-        if isinstance(one, InputError):
-            raise one
-    return found
+def _usable(results: list[Any]) -> list[Any]:
+    """Returns results, or works, as they are. Raises the first InputError among them."""
+    for result in results:
+        if isinstance(result, InputError):
+            raise result
+    return results
 
 
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
@@ -116,11 +118,6 @@ def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
     # A line ends where editors and other tools end it. str.splitlines parts texts at form feeds and U+2028, too.
     lines = _read(argument.removeprefix("@"), piped).split("\n")
     return [line.removesuffix("\r") for line in lines if line.strip()]
-
-
-def _whole(name: str) -> str:
-    """Returns the text of a file as one prompt, without the line end that editors put behind the last line."""
-    return _read(name).removesuffix("\n").removesuffix("\r")
 
 
 def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
@@ -192,77 +189,46 @@ def _show_live(texts: list[str], engine: Any, task: Any, works: list[Any], seed:
     samples = [work.requests[0].sampling.n for work in works]
     first = [sum(samples[:number]) for number in range(len(works))]
     prompts = [text for text, count in zip(texts, samples, strict=True) for _ in range(count)]
-    errors: list[InputError] = []
 
-    def start(place: int) -> None:
-        if len(prompts) > 1:
+    def events() -> Iterator[tuple[int, Any]]:
+        for number, event in generate_live(engine, task, works, seed):
+            if isinstance(event, tuple):
+                yield first[number] + event.sample, event.text
+                continue
+            for sample in range(samples[number]):
+                yield first[number] + sample, event if isinstance(event, InputError) else event[sample]
+
+    shown, errors = None, []
+    for place, event in in_order(events(), len(prompts)):
+        if place != shown and len(prompts) > 1:
             click.echo(("\n" if place else "") + click.style(one_line(prompts[place]), bold=True))
-
-    def end(place: int, result: Any) -> None:
-        click.echo()
-        if isinstance(result, InputError):
-            errors.append(result)
-        elif result.finish_reason == "length":
-            click.echo(_CUT, err=True)
-
-    shown = InOrder(sum(samples), start, lambda place, text: click.echo(text, nl=False), end)
-    for number, what in generate_live(engine, task, works, seed):
-        if isinstance(what, tuple):
-            sample, text = what.sample, what.text
-            shown.add(first[number] + sample, text)
+        shown = place
+        if isinstance(event, str):
+            click.echo(event, nl=False)
             continue
-        results = [what] * samples[number] if isinstance(what, InputError) else what
-        for sample, result in enumerate(results):
-            shown.done(first[number] + sample, result)
+        click.echo()
+        if isinstance(event, InputError):
+            errors.append(event)
+        elif event.finish_reason == "length":
+            click.echo(_CUT, err=True)
     if errors:
         raise errors[0]
 
 
-class InOrder:
-    """Shows answers one below the other, although they are made at the same time.
+def in_order(events: Iterable[tuple[int, Any]], count: int) -> Iterator[tuple[int, Any]]:
+    """Yields the events of `count` answers, which are made at the same time, as if one had been made after the other.
 
-    The first answer that is not done is shown as it comes; text of later answers is kept until it is their turn.
-
-    start, piece, end   called with an answer's place; `piece` also with some of its text, `end` also with its result
+    events  (place of an answer, some of its text or at its end its result). Those of the first answer that is not done
+            are yielded as they come, and those of later answers when it is their turn
     """
-
-    def __init__(
-        self,
-        count: int,
-        start: Callable[[int], None],
-        piece: Callable[[int, str], None],
-        end: Callable[[int, Any], None],
-    ):
-        self._waiting: list[list[str]] = [[] for _ in range(count)]
-        self._results: dict[int, Any] = {}
-        self._start, self._piece, self._end = start, piece, end
-        self._shown: int | None = None  # the last answer of which something was shown
-        self._turn = 0
-
-    def add(self, place: int, text: str) -> None:
-        """Takes in some text of the answer at `place`."""
-        self._waiting[place].append(text)
-        self._show()
-
-    def done(self, place: int, result: Any) -> None:
-        """Takes in that the answer at `place` is whole."""
-        self._results[place] = result
-        self._show()
-
-    def _show(self) -> None:
-        while self._turn < len(self._waiting):
-            place, texts = self._turn, self._waiting[self._turn]
-            done = place in self._results
-            if self._shown != place and (texts or done):
-                self._shown = place
-                self._start(place)
-            for text in texts:
-                self._piece(place, text)
-            texts.clear()
-            if not done:
-                return
-            self._end(place, self._results.pop(place))
-            self._turn += 1
+    waiting: list[list[Any]] = [[] for _ in range(count)]
+    turn = 0
+    for place, event in events:
+        waiting[place].append(event)
+        while turn < count and waiting[turn]:
+            event = waiting[turn].pop(0)
+            yield turn, event
+            turn += not isinstance(event, str)
 
 
 def generate_live(engine: Any, task: Any, works: Sequence[Any], seed: int | None) -> Iterator[tuple[int, Any]]:
@@ -289,16 +255,13 @@ def _show_generate(texts: list[str], results: list[dict[str, Any]]) -> None:
             click.echo(_CUT, err=True)
 
 
-_SHOW = {
-    "rerank": _show_rerank,
-    "embed": _show_embed,
-    "classify": _show_classify,
-    "score": _show_score,
-    "generate": _show_generate,
-}
-
-
 def one_line(text: str, width: int = 90) -> str:
     """Returns a text as one line of at most `width` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+_SHOW: dict[str, Callable[[list[str], list[dict[str, Any]]], None]] = {
+    "rerank": _show_rerank, "embed": _show_embed, "classify": _show_classify, "score": _show_score,
+    "generate": _show_generate,
+}  # fmt: skip

@@ -11,18 +11,9 @@ from typing import Any
 import click
 
 from ..errors import InputError, JobError
-from .build import (
-    LazyTasks,
-    Options,
-    adapter_folders,
-    check_tokenizer,
-    conversation_settings,
-    load_llm,
-    open_model,
-    sampling_settings,
-    uses_chat,
-)
+from .model import Options, adapter_folders, check_tokenizer, load_llm, open_model
 from .options import refuse_conversation_options, refuse_other_tasks_options
+from .settings import LazyTasks, conversation_settings, sampling_settings, uses_chat
 
 COLUMN_OPTIONS = (
     "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "image", "id_column",
@@ -164,8 +155,10 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
         columns["messages"] = o["messages"]
     have = source.columns if source.columns is not None else first and list(first)
     chat = task == "generate" and uses_chat(o, tokenizer)
-    if task == "generate":
-        columns |= _generate_columns(o, have, chat, given=bool(columns))
+    if not columns and chat and "messages" in (have or []):
+        columns["messages"] = "messages"
+    if task == "generate" and o.get("tools") and not o["tools"].startswith("@"):
+        columns["tools"] = o["tools"]
     if o.get("image"):
         if task == "rerank":
             raise click.UsageError("--image is for embed, classify, score and generate")
@@ -185,16 +178,6 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
     adapter = kind(task, named, render_chat(task, o, tokenizer), chat=chat, keep_empty=empty)
     adapter.check(source.columns)
     return adapter
-
-
-def _generate_columns(o: Options, have: list[str] | None, chat: bool, *, given: bool) -> dict[str, str]:
-    """Returns the columns that only generation reads; a column "messages" is taken where no other prompt was named."""
-    columns = {}
-    if not given and chat and "messages" in (have or []):
-        columns["messages"] = "messages"
-    if o.get("tools") and not o["tools"].startswith("@"):
-        columns["tools"] = o["tools"]
-    return columns
 
 
 def _kept(task: str, o: Options, have: list[str] | None) -> dict[str, Any]:

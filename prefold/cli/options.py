@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import Field, fields
-from typing import Any, ClassVar
+from functools import reduce
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -21,57 +21,54 @@ FORMATS = ("jsonl", "csv", "tsv", "parquet")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Bytes(click.ParamType):
-    """Reads a number of bytes: 1000000, 512MiB, 4GiB, 2GB."""
+class Written(click.ParamType):
+    """Reads a value that is written in a form of its own."""
 
-    name = "bytes"
-    units: ClassVar[str] = "kmgt"
+    def __init__(self, name: str, read: Callable[[Any], Any], wanted: str):
+        """read: returns the value, or raises ValueError; wanted: what a wrong value is not, and how to write it."""
+        self.name, self._read, self._wanted = name, read, wanted
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).strip().lower())
-        if match is None or not float(match[1]):
-            self.fail(f"{value!r} is not a number of bytes; write 512MiB, or 4GiB", param, ctx)
-        number, unit, binary = match.groups()
-        return int(float(number) * (1024 if binary else 1000) ** (1 + self.units.index(unit) if unit else 0))
-
-
-class Threshold(click.ParamType):
-    """Reads a share above 0 and at most 1, or auto."""
-
-    name = "share"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
-        with suppress(ValueError):
-            if value == "auto" or 0 < float(value) <= 1:
-                return value if value == "auto" else float(value)
-        self.fail(f"{value!r} is no share; write auto, or a number above 0 and at most 1, such as 0.85", param, ctx)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._read(value)
+        except ValueError:
+            self.fail(f"{value!r} is {self._wanted}", param, ctx)
 
 
-class Device(click.ParamType):
-    """Reads a device, named as torch does: auto, cpu, cuda, cuda:N, the kinds that prefold has kernels for.
-
-    Whether the machine has it is not checked here, as that takes torch.
-    """
-
-    name = "device"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)) is None:
-            self.fail(f"{value!r} is not a device; write auto, cpu, cuda, or cuda:1 for the second GPU", param, ctx)
-        return str(value)
+def _matched(pattern: str, value: Any) -> re.Match[str]:
+    match = re.fullmatch(pattern, str(value).strip())
+    if match is None:
+        raise ValueError
+    return match
 
 
-class Blocks(click.ParamType):
-    """Reads the blocks of a route: 0,1,0."""
+def _bytes(value: Any) -> int:
+    number, unit, binary = _matched(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).lower()).groups()
+    if not float(number):
+        raise ValueError
+    return int(float(number) * (1024 if binary else 1000) ** (1 + "kmgt".index(unit) if unit else 0))
 
-    name = "blocks"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, (list, tuple)):
-            return tuple(value)
-        if re.fullmatch(r"\d+(\s*,\s*\d+)*", str(value).strip()) is None:
-            self.fail(f"{value!r} is not a route; write the numbers of blocks: 0,1,0", param, ctx)
-        return tuple(int(block) for block in str(value).split(","))
+def _share(value: Any) -> float | str:
+    if value != "auto" and not 0 < float(value) <= 1:
+        raise ValueError
+    return value if value == "auto" else float(value)
+
+
+def _blocks(value: Any) -> tuple[int, ...]:
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    return tuple(int(block) for block in _matched(r"\d+(\s*,\s*\d+)*", value)[0].split(","))
+
+
+BYTES = Written("bytes", _bytes, "not a number of bytes; write 512MiB, or 4GiB")
+_SHARE = Written("share", _share, "no share; write auto, or a number above 0 and at most 1, such as 0.85")
+# Named as torch does. Whether the machine has it is not checked here, as that takes torch.
+_DEVICE = Written(
+    "device", lambda value: _matched(r"auto|cpu|cuda(:\d+)?", value)[0],
+    "not a device; write auto, cpu, cuda, or cuda:1 for the second GPU",
+)  # fmt: skip
+_BLOCKS = Written("blocks", _blocks, "not a route; write the numbers of blocks: 0,1,0")
 
 
 def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) -> Decorator:
@@ -93,7 +90,7 @@ def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) ->
     elif str(option.type) in ("tuple[str, ...]", "Collection[str]"):
         found["multiple"] = True
     elif option.name.endswith(("_bytes", "_memory")):
-        found |= {"type": Bytes(), "metavar": about["metavar"] or "BYTES"}
+        found |= {"type": BYTES, "metavar": about["metavar"] or "BYTES"}
     else:
         found["type"] = kind if bounded is None else bounded(*bounds, min_open=about["above"])
     return click.option(*(flags or (f"--{name.replace('_', '-')}",)), name, **found | settings)
@@ -101,13 +98,7 @@ def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) ->
 
 def all_of(*decorators: Decorator) -> Decorator:
     """Returns a decorator that adds several options, in their order."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return decorate
+    return lambda function: reduce(lambda made, decorator: decorator(made), reversed(decorators), function)
 
 
 def number(flag: str, help: str, default: int | None = None, *, least: int = 1, metavar: str = "N") -> Decorator:
@@ -124,8 +115,8 @@ def _plugins(ctx: click.Context, param: click.Parameter, names: tuple[str, ...])
 
 # Values that the command line reads in a way of its own; and of these options it says only whether they were given.
 _KINDS: dict[str, dict[str, Any]] = {
-    "device": {"type": Device()},
-    "sharing_threshold": {"type": Threshold()},
+    "device": {"type": _DEVICE},
+    "sharing_threshold": {"type": _SHARE},
     "cache": {"type": click.Choice(["off", *POLICIES]), "metavar": None, "default": None},
     **{name: {"default": None} for name in ("max_running", "media_memory", "allow_media_host")},
 }
@@ -167,7 +158,7 @@ generation_options = model_group("text")
 threshold_option = model_group("threshold")
 media_options = all_of(
     model_group("media"),
-    click.option("--media-bytes", type=Bytes(), metavar="BYTES", help="Size of an image's file.  [default: 20MB]"),
+    click.option("--media-bytes", type=BYTES, metavar="BYTES", help="Size of an image's file.  [default: 20MB]"),
     number("--media-pixels", "Height times width of an image.  [default: 64000000]"),
 )  # fmt: skip
 
@@ -248,7 +239,7 @@ _BY_HAND: dict[str, dict[str, Any]] = {
                  "help": "Cut what is too long instead of failing: the longest column of a template, the longest "
                          "content of a conversation, of rerank the document. What is around it stays."},
     "truncate_side": {"help": "Cut the prompt as a whole, at this end."},
-    "route": {"type": Blocks(), "metavar": "0,1,..."},
+    "route": {"type": _BLOCKS, "metavar": "0,1,..."},
     "adapter": {"metavar": "NAME=FOLDER", "multiple": True,
                 "help": "A LoRA adapter (PEFT). One is used for all records; of several, --adapter-column or the model "
                         "of a batch line chooses."},

@@ -65,7 +65,7 @@ def serve(**o: Any) -> None:
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     from ..checkpoint import BUILT_IN
-    from .build import adapter_folders, find_model, image_reading, load_llm, open_model
+    from .model import adapter_folders, find_model, image_reading, load_llm, open_model
 
     adapter_folders(o)
     if o["model"] not in BUILT_IN:  # whose file may have to be downloaded, while the server answers that it is loading

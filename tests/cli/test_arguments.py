@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from prefold.cli import build
+from prefold.cli import model as model_of_options
+from prefold.cli import settings
 
 
 def write(path, count, **more):
@@ -69,8 +70,8 @@ def test_the_timed_model_knows_the_images_of_the_prompts(prefold, tmp_path, monk
         raise LookupError
 
     table = object()
-    monkeypatch.setattr(build.LazyTasks, "media", table)
-    monkeypatch.setattr(build, "load_llm", load)
+    monkeypatch.setattr(settings.LazyTasks, "media", table)
+    monkeypatch.setattr(model_of_options, "load_llm", load)
     with pytest.raises(LookupError):
         prefold("bench", "in.jsonl", "--task", "embed", "--prompt", "text")
     assert found == [table]

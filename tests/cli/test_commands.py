@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from dataclasses import replace
 
 import pytest
 from tiny import tiny_checkpoint
 
-from prefold import LLM
-from prefold.cli.build import task_settings
+from prefold import LLM, cli
 from prefold.cli.direct import expand
+from prefold.cli.settings import task_settings
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +238,7 @@ def test_a_dtype_or_device_that_does_not_exist_is_wrong_usage(prefold, tmp_path,
 
 
 def test_a_warning_is_one_line(prefold, monkeypatch):
-    models = sys.modules["prefold.cli.models"]  # the package's `models` is the command
-    monkeypatch.setattr(models, "sections", lambda: warnings.warn("install g++", RuntimeWarning, stacklevel=1) or [])
+    monkeypatch.setattr(cli, "sections", lambda: warnings.warn("install g++", RuntimeWarning, stacklevel=1) or [])
     done = prefold("models")
     assert done.stderr == "prefold: install g++\n" and done.exit_code == 0
 

@@ -17,8 +17,8 @@ from generating import until_idle
 
 from prefold import LLM
 from prefold.cli import main
-from prefold.cli.fingerprint import RESULT_OPTIONS
 from prefold.cli.input import COLUMN_OPTIONS
+from prefold.cli.job import RESULT_OPTIONS
 from prefold.model_options import model_fields
 
 SHORT = ("--max-tokens", "6", "--dtype", "float32", "--kv-memory", "20MB")
@@ -294,17 +294,17 @@ def test_text_is_shown_before_the_next_step(model, monkeypatch):
 
 
 def test_answers_are_shown_in_order():
-    from prefold.cli.direct import InOrder
+    from prefold.cli.direct import in_order
 
+    events = [(1, "b1"), (0, "a1"), (2, 13), (1, "b2"), (0, "a2"), (0, 11), (1, 12)]
     seen = []
-    shown = InOrder(3, lambda p: seen.append(p), lambda p, t: seen.append(t), lambda p, r: seen.append(("end", p, r)))
-    shown.add(1, "b1")
-    shown.add(0, "a1")
-    shown.done(2, "C")
-    assert seen == [0, "a1"]
-    shown.add(1, "b2")
-    shown.add(0, "a2")
-    shown.done(0, "A")
-    assert seen == [0, "a1", "a2", ("end", 0, "A"), 1, "b1", "b2"]
-    shown.done(1, "B")
-    assert seen[7:] == [("end", 1, "B"), 2, ("end", 2, "C")]
+
+    def made():
+        for number, event in enumerate(events):
+            seen.append(number)
+            yield event
+
+    want = [(0, "a1"), (0, "a2"), (0, 11), (1, "b1"), (1, "b2"), (1, 12), (2, 13)]
+    shown = in_order(made(), 3)
+    assert next(shown) == want[0] and seen == [0, 1]  # as soon as it is there
+    assert list(shown) == want[1:]

@@ -10,7 +10,7 @@ import pytest
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.cli.reuse import DEFAULTS
+from prefold.cli.verify import DEFAULTS
 from prefold.errors import InputError
 from prefold.integrations.shared import split_options
 from prefold.shifted.chunks import ShiftedReuse

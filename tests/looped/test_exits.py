@@ -13,7 +13,7 @@ from looped_dense import LOOPED, Dense, looped_checkpoint
 from running import as_request, prompts, run
 
 from prefold import LLM, InputError
-from prefold.cli.fingerprint import RESULT_OPTIONS
+from prefold.cli.job import RESULT_OPTIONS
 from prefold.engine.replies import Reply
 from prefold.looped.engine import Unlooped
 from prefold.types import Exits, Readout

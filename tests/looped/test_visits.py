@@ -16,7 +16,7 @@ from visit_dense import RowByRow
 
 from prefold import LLM, InputError
 from prefold.cache import CacheOptions
-from prefold.cli.fingerprint import RESULT_OPTIONS
+from prefold.cli.job import RESULT_OPTIONS
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.errors import UnsupportedModelError
 from prefold.types import Exits

@@ -19,7 +19,7 @@ from tiny_vision import drawing, tiny_vision
 
 from prefold import LLM
 from prefold.api.body import TaskOrder
-from prefold.cli.build import image_reading
+from prefold.cli.model import image_reading
 from prefold.errors import InputError
 from prefold.images.recent import RecentImages
 from prefold.text.escaped import Escaping

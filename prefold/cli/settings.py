@@ -1,120 +1,19 @@
-"""Makes the model's files and the tasks out of a command's options."""
+"""Makes the tasks of a command, and their settings, out of its options."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..cluster.backends import Backend, backend_named
 from ..errors import InputError, JobError
-from ..model_options import GROUPS, CacheOptions, ModelOptions, model_fields, model_keywords
 from ..options import OPTIONS, ConversationOptions, LoopedOptions, SamplerOptions, cli_names, kind_of
-
-Options = dict[str, Any]
-
-
-def backend_name(o: Options) -> str:
-    """Returns the name of what computes a job."""
-    return "url" if o.get("url") else o.get("backend") or "prefold"
-
-
-def backend_of(o: Options) -> Backend:
-    """Returns what computes a job. Raises UsageError where there is no such backend."""
-    try:
-        return backend_named(backend_name(o))
-    except InputError as error:
-        raise click.UsageError(f"--backend: {error}") from None
-
-
-def open_model(o: Options, *, weights: bool = True) -> tuple[Any, Any]:
-    """Returns (checkpoint, tokenizer or None) of --model. Reads no weights.
-
-    weights  whether those of a hub id are downloaded, as they are going to be read
-    """
-    if (backend := backend_of(o)).where:
-        from ..cluster.http_bodies import remote_model
-
-        notify = partial(click.echo, err=True)
-        return remote_model(o["model"], backend.tokenizer(o), backend.where, notify)
-    from ..text import tokenizer_or_none
-
-    checkpoint = find_model(o, weights=weights)
-    return checkpoint, tokenizer_or_none(checkpoint)
-
-
-def find_model(o: Options, *, weights: bool) -> Any:
-    """Returns the checkpoint of --model, after a look at its config: a model that is not supported is refused before
-    anything is read."""
-    from ..checkpoint import resolve
-    from ..model import config_from
-
-    checkpoint = resolve(
-        o["model"],
-        load_format=o["load_format"],
-        weights=weights,
-        mmproj=o.get("mmproj"),
-        notify=lambda line: click.echo(line, err=True),
-    )
-    config_from(checkpoint.config)
-    return checkpoint
-
-
-def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
-    """Raises JobError where the model has no tokenizer for `texts` (what they are, in words)."""
-    if tokenizer is None:
-        beside = "save its tokenizer.json beside it (transformers: AutoTokenizer.from_pretrained(...).save_pretrained("
-        beside += "folder))"
-        if checkpoint.path is None:  # a shape, which is no folder
-            beside = "with --load-format dummy, --model may also be the folder or the hub id of a model that has one"
-        ids = "or give OpenAI batch lines of token ids"
-        raise JobError(f"{checkpoint.name} has no tokenizer, which {texts} need; {beside}, {ids}")
-
-
-def load_llm(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -> Any:
-    """Returns the LLM of the options. media: the MediaTable of tasks that were made before. Imports torch."""
-    from ..llm import LLM
-
-    return LLM(checkpoint, tokenizer=tokenizer, media=media, **llm_options(o))
-
-
-def image_reading(o: Options) -> dict[str, Any]:
-    """Returns how images are read, as of `ModelConfig.image_inputs`. Paths are read in --media-folder alone."""
-    folder = o.get("media_folder")
-    if folder is not None and not Path(folder).is_dir():
-        raise JobError(f"--media-folder {folder}: there is no such folder")
-    limits = {"file_bytes": o.get("media_bytes"), "pixels": o.get("media_pixels")}
-    place = {"folder": None if folder is None else Path(folder), "paths": folder is not None}
-    limited = {name: value for name, value in limits.items() if value is not None}
-    return place | limited | {"hosts": o.get("allow_media_host") or ()}
-
-
-def llm_options(o: Options) -> dict[str, Any]:
-    """Returns the keywords for `LLM`, but its checkpoint and tokenizer, out of the options that were given."""
-    declared = model_fields(ModelOptions, *GROUPS.values())
-    given = {one.name: o[name] for name, one in declared.items() if not _is_left_out(o.get(name))}
-    if o.get("adapter"):
-        given["adapters"] = adapter_folders(o)
-    if o.get("task") and not (o.get("image") or o.get("messages")):
-        given["tower"] = False  # the table has texts alone
-    if not isinstance(o.get("cache"), CacheOptions):
-        kept = {one.name: o[name] for name, one in model_fields(CacheOptions).items() if o.get(name) is not None}
-        # A job knows its future: what is done with is not needed again. Of a stream nobody knows it.
-        given["cache"] = o.get("cache") or ("lru" if kept or o.get("stream") else "off")
-        if given["cache"] == "off" and "shifted" in kept:
-            raise click.UsageError("--cache-reuse-shifted needs a cache; leave out --cache off")
-        if given["cache"] != "off" and kept:
-            given["cache"] = CacheOptions(policy=given["cache"], **kept)
-    return model_keywords(given)
-
-
-def _is_left_out(value: Any) -> bool:
-    return value is None or value is False or value == ()
+from .model import Options, adapter_folders, image_reading
 
 
 # ---------------------------------------------------------------------------------------------- tasks
@@ -224,7 +123,6 @@ def _labels(o: Options) -> dict[str, Any]:
 
 
 def _examples(name: str) -> list[tuple[str, str]]:
-    from ..errors import InputError
     from ..records.fields import as_text, lookup
     from ..records.source import open_source
 
@@ -324,19 +222,6 @@ def _json_option(text: str, option: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise JobError(f"{option} is not a JSON {'object' if kind is dict else 'list'}")
     return value
-
-
-def adapter_folders(o: Options) -> dict[str, str]:
-    """Returns {name: folder} of --adapter."""
-    out = {}
-    for text in o.get("adapter") or ():
-        name, equals, folder = text.partition("=")
-        if not equals or not name or not folder:
-            raise click.UsageError(f"--adapter {text!r}: write NAME=FOLDER")
-        if not Path(folder).is_dir():
-            raise JobError(f"--adapter {name}: there is no folder {folder}")
-        out[name] = folder
-    return out
 
 
 def uses_chat(o: Options, tokenizer: Any) -> bool:
