@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..helper import Ended, Helper
+from ..subprocesses import Ended, Subprocess
 from .image import Image, pillow
 
 
@@ -60,7 +60,7 @@ class Decoder:
     def __init__(self, limits: Limits | None = None):
         self.limits = limits or Limits()
         self._lock = threading.Lock()
-        self._helper = Helper("prefold.images.decoding", [str(self.limits.pixels), str(self.limits.memory)])
+        self._helper = Subprocess("prefold.images.decoding", [str(self.limits.pixels), str(self.limits.memory)])
 
     def decode(self, data: bytes, field: str = "image", allowance: Allowance | None = None) -> Decoded:
         """Returns the image of a file. field: what errors call it; allowance: of the item that the file is part of.

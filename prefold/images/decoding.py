@@ -1,7 +1,8 @@
 """What runs in the process that decodes image files, which `decode.Decoder` starts.
 
-A request is a file; an answer is an object and, where that has a height and a width, the pixels (`helper.py`). Nothing
-else is believed about a file than what Pillow's decoders for four formats say, within limits on pixels and memory.
+A request is a file; an answer is an object and, where that has a height and a width, the pixels (`subprocesses.py`).
+Nothing else is believed about a file than what Pillow's decoders for four formats say, within limits on pixels and
+memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import warnings
 from typing import Any, BinaryIO
 
 from ..errors import InputError
-from ..helper import answer_all, limit_process
+from ..subprocesses import answer_all, limit_process
 from .image import image_of, pillow
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from ..errors import InputError
-from ..helper import Ended, Helper, answer_all, limit_process
+from ..subprocesses import Ended, Subprocess, answer_all, limit_process
 
 # Bytes that the process may have. Python and what it imports take about a tenth of them.
 MEMORY = 1 << 30
@@ -33,7 +33,7 @@ class TemplateProcess:
     def __init__(self, memory: int = MEMORY):
         """memory: bytes that the process may have."""
         self._lock = threading.Lock()
-        self._helper = Helper(__name__, [str(memory)])
+        self._subprocess = Subprocess(__name__, [str(memory)])
 
     def write(self, name: str, source: str, values: Mapping[str, Any], seconds: float) -> str:
         """Returns what `sandbox.write` returns for the same arguments, and raises what it raises; also InputError for
@@ -49,7 +49,7 @@ class TemplateProcess:
             raise InputError(f"a value of the chat is no JSON: {error}", field="messages", remedy=remedy) from None
         with self._lock:
             try:
-                said, text = self._helper.ask(request, PATIENCE * seconds)
+                said, text = self._subprocess.ask(request, PATIENCE * seconds)
             except Ended:
                 remedy = "correct it, or allow it more time with template_seconds (--template-seconds)"
                 why = f"it ran for more than {seconds:g} s, or ended its process"

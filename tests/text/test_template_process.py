@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from prefold.errors import InputError
-from prefold.helper import Helper
+from prefold.subprocesses import Subprocess
 from prefold.text import ChatTemplates, template_process
 from prefold.text.template_process import TemplateProcess
 
@@ -52,15 +52,15 @@ LARGE = [  # they get no more memory
 def templates():
     made = ChatTemplates({"default": CHAT}, {"bos_token": "<s>"})
     yield made
-    made._process._helper.end()
+    made._process._subprocess.end()
 
 
 @pytest.fixture
 def holed():
     made = ChatTemplates({}, {})
-    made._process._helper = Helper("holed", [str(1 << 30)])
+    made._process._subprocess = Subprocess("holed", [str(1 << 30)])
     yield made
-    made._process._helper.end()
+    made._process._subprocess.end()
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def small():
     made = ChatTemplates({}, {})
     made._process = TemplateProcess(300 << 20)
     yield made
-    made._process._helper.end()
+    made._process._subprocess.end()
 
 
 def test_a_template_of_a_stranger_writes_the_same(templates):
@@ -135,7 +135,7 @@ def test_only_templates_that_are_given_as_texts():
         == made.render([USER], template="default", in_subprocess=True)
         == "Grüße"
     )
-    assert made._process._helper.process is None
+    assert made._process._subprocess.process is None
 
 
 def test_a_number_that_python_does_not_write(templates):
@@ -147,7 +147,7 @@ def test_a_number_that_python_does_not_write(templates):
 @pytest.mark.parametrize("call", ["spin()", "die()"])
 def test_the_process_ends_in_compiled_code_too(holed, call):
     assert holed.render([USER], template="{{ 'a' }}", in_subprocess=True) == "a"
-    process = holed._process._helper.process
+    process = holed._process._subprocess.process
     with pytest.raises(InputError, match=r"stopped: it ran for more than 0\.2 s, or ended its process") as caught:
         holed.render([USER], template="{{ " + call + " }}", template_seconds=0.2, in_subprocess=True)
     assert caught.value.code == "template_limit" and process.poll() is not None
@@ -171,14 +171,14 @@ def test_an_interrupted_answer_is_not_taken_for_the_next(templates, monkeypatch)
 
     templates.render([USER], template="{{ 'a' }}", in_subprocess=True)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Helper, "_receive", interrupted)
+        patched.setattr(Subprocess, "_receive", interrupted)
         templates.render([USER], template="{{ 'b' }}", in_subprocess=True)
     assert templates.render([USER], template="{{ 'c' }}", in_subprocess=True) == "c"
 
 
 def test_a_process_that_was_killed_is_started_again(templates):
     templates.render([USER], template="{{ 'a' }}", in_subprocess=True)
-    process = templates._process._helper.process
+    process = templates._process._subprocess.process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert templates.render([USER], template="{{ 'a' }}", in_subprocess=True) == "a"

@@ -1,8 +1,8 @@
-"""Helper runs what cannot be trusted in a process of its own, with limits: whatever it does, it does it there.
+"""Subprocess runs what cannot be trusted in a process of its own, with limits: whatever it does, it does it there.
 
 A request is its length (8 bytes) and its bytes; an answer is the length of a JSON object (8 bytes), the object, and
-where that has a "size" so many bytes. One follows the other until the input ends. `Helper` asks; `answer_all` runs in
-the process, and answers.
+where that has a "size" so many bytes. One follows the other until the input ends. `Subprocess` sends requests;
+`answer_all` runs in the process, and answers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Ended(Exception):
     """The process has ended, or does not answer in time."""
 
 
-class Helper:
-    """A Helper answers requests in a process of its own, one at a time: who has several threads holds a lock. The
-    process starts with the first request, and again where one has ended it. It ends with the Helper."""
+class Subprocess:
+    """A Subprocess answers requests in a process of its own, one at a time: callers in several threads hold a lock. The
+    process starts with the first request, and again where a request has ended it. It ends with the Subprocess."""
 
     def __init__(self, module: str, arguments: Sequence[str]):
         """module: whose `main(arguments, source, sink)` runs in the process."""
@@ -44,7 +44,7 @@ class Helper:
             return
         self.end()
         self.process = self._started()
-        self._answer(b"", START_SECONDS)  # an empty request is answered by whoever has started well
+        self._answer(b"", START_SECONDS)  # a process that has started well answers an empty request
 
     def ask(self, request: bytes, seconds: float) -> tuple[dict[str, Any], bytearray]:
         """Returns the object of the answer, and its bytes. Raises Ended where there is none in so many seconds, not
@@ -70,9 +70,8 @@ class Helper:
     def _started(self) -> subprocess.Popen[bytes]:
         """Returns the process. It imports nothing from the current folder (-P)."""
         root = str(Path(__file__).parents[1])
-        environment = {
-            name: os.environ[name] for name in ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH") if name in os.environ
-        }
+        kept = ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH")
+        environment = {name: os.environ[name] for name in kept if name in os.environ}
         environment |= {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
@@ -82,7 +81,7 @@ class Helper:
             stderr=subprocess.DEVNULL,
             env=environment,
             bufsize=0,
-            start_new_session=True,  # so that Ctrl-C is for the one who asked
+            start_new_session=True,  # so that Ctrl-C is for the process that waits for the answer
         )
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
@@ -90,15 +89,15 @@ class Helper:
         return process
 
     def _answer(self, request: bytes, seconds: float) -> tuple[dict[str, Any], bytearray]:
-        """Returns what the process answers. Where that is broken off, by an interrupt too, the process ends: what it
-        has still to say would be taken for the next answer."""
+        """Returns what the process answers. Where that is broken off, by an interrupt too, the process ends: the
+        rest of its answer would be taken for the next one."""
         process, deadline = self.process, time.monotonic() + seconds
         assert process is not None
         try:
             self._send(process, LENGTH.pack(len(request)) + request, deadline)
             (size,) = LENGTH.unpack(self._receive(process, LENGTH.size, deadline))
-            said = json.loads(self._receive(process, size, deadline))
-            return said, self._receive(process, said.get("size", 0), deadline)
+            answer = json.loads(self._receive(process, size, deadline))
+            return answer, self._receive(process, answer.get("size", 0), deadline)
         except OSError as error:
             self.end()
             raise Ended from error
@@ -115,8 +114,8 @@ class Helper:
 
     def _receive(self, process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
         assert process.stdout is not None
-        found = bytearray(size)
-        left = memoryview(found)
+        data = bytearray(size)
+        left = memoryview(data)
         while left:
             self._wait(process.stdout, selectors.EVENT_READ, deadline)
             chunk = os.read(process.stdout.fileno(), min(len(left), CHUNK))
@@ -124,7 +123,7 @@ class Helper:
                 raise Ended
             left[: len(chunk)] = chunk
             left = left[len(chunk) :]
-        return found
+        return data
 
     @staticmethod
     def _wait(pipe: Any, event: int, deadline: float) -> None:
@@ -139,12 +138,12 @@ def answer_all(answer: Callable[[bytes], tuple[dict[str, Any], bytes]], source: 
     """Answers requests until `source` ends. answer: returns the object and the bytes of an answer."""
     while head := source.read(LENGTH.size):
         data = source.read(LENGTH.unpack(head)[0])
-        said, more = answer(data)
-        text = json.dumps(said | ({"size": len(more)} if more else {})).encode()
+        fields, body = answer(data)
+        text = json.dumps(fields | ({"size": len(body)} if body else {})).encode()
         sink.write(LENGTH.pack(len(text)) + text)
-        sink.write(more)
+        sink.write(body)
         sink.flush()
-        del data, more
+        del data, body
 
 
 def limit_process(memory: int) -> None:
@@ -153,7 +152,7 @@ def limit_process(memory: int) -> None:
         import resource
     except ImportError:  # not on Windows
         return
-    for what, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        hard = resource.getrlimit(what)[1]
+    for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(limit)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, hard))
+        resource.setrlimit(limit, (most, hard))
