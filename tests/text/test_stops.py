@@ -7,7 +7,7 @@ import random
 import pytest
 from letters import letter_by_letter
 
-from prefold.text.stops import StopFinder
+from prefold.text.detokenize import StopFinder
 
 
 def run(parts: list[str], stops: list[str]) -> tuple[str, str | None, list[str]]:
