@@ -68,9 +68,9 @@ def __getattr__(name: str) -> object:
     # `import prefold` and the command line stay fast: torch is imported with the first LLM.
     if name not in __all__:
         raise AttributeError(f"module 'prefold' has no attribute {name!r}")
-    found: object = getattr(import_module(f".{_MODULES.get(name, 'errors')}", __name__), name)
-    globals()[name] = found
-    return found
+    value: object = getattr(import_module(f".{_MODULES.get(name, 'errors')}", __name__), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

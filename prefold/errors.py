@@ -54,9 +54,9 @@ class InputError(PrefoldError, ValueError):
     def renamed(self, field: str | None) -> InputError:
         """Returns this error with `field` in place of its own field, also where its message quotes that."""
         message = self.message if self.field is None else self.message.replace(repr(self.field), repr(field))
-        found = InputError(message, field=field, remedy=self.remedy, code=self.code)
-        found.__cause__ = self.__cause__
-        return found
+        renamed = InputError(message, field=field, remedy=self.remedy, code=self.code)
+        renamed.__cause__ = self.__cause__
+        return renamed
 
 
 class CheckpointError(PrefoldError):
@@ -88,10 +88,10 @@ class MissingExtraError(PrefoldError, ImportError):
     def __init__(self, package: str, extra: str, what: str):
         super().__init__(f"{what} needs the package {package!r}: pip install 'prefold[{extra}]'")
         self.extra = extra
-        self._given = (package, extra, what)
+        self._arguments = (package, extra, what)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), self._given
+        return type(self), self._arguments
 
 
 class JobError(PrefoldError):
@@ -114,8 +114,8 @@ def record_error(error: Exception) -> InputError:
         return error
     if isinstance(error, (OSError, ImportError, PrefoldError)):
         raise error
-    said = f": {error!s:.300}" if str(error) else ""
-    message = f"the record cannot be processed ({type(error).__name__}{said})"
-    found = InputError(message, remedy="see whether its values are what they should be", code="unexpected")
-    found.__cause__ = error
-    return found
+    reason = f": {error!s:.300}" if str(error) else ""
+    message = f"the record cannot be processed ({type(error).__name__}{reason})"
+    wrapped = InputError(message, remedy="see whether its values are what they should be", code="unexpected")
+    wrapped.__cause__ = error
+    return wrapped

@@ -21,7 +21,7 @@ class _Checked:
 
     def __post_init__(self) -> None:
         declared = fields(self)  # type: ignore[arg-type]
-        for name in [one.name for one in declared if one.name in GROUPS]:
+        for name in [entry.name for entry in declared if entry.name in GROUPS]:
             value, kind = getattr(self, name), GROUPS[name]
             if isinstance(value, bool) and kind is ImageSettings:
                 value = {"tower": value}
@@ -32,7 +32,7 @@ class _Checked:
                 raise wrong_value(
                     name, value, f"give a mapping of {', '.join(kind.__dataclass_fields__)}", "wrong_type"
                 )
-        check_values(self, [one for one in declared if one.metadata])
+        check_values(self, [entry for entry in declared if entry.metadata])
 
 
 # What the names of policies are in `CacheOptions`, and what `LLM(cache=)` takes beside one.
@@ -253,14 +253,14 @@ class ModelOptions(StepOptions, SlotOptions):
             object.__setattr__(self, "cache", None if cache == "off" else CacheOptions(policy=cache))
 
 
-def model_options(given: Mapping[str, Any]) -> ModelOptions:
+def model_options(values: Mapping[str, Any]) -> ModelOptions:
     """Returns the options of a model by keywords of `LLM`. Raises InputError for an unknown one, and for bad values."""
-    for name in given:
+    for name in values:
         if group := group_of(name):
             remedy = f'give {group}={{"{name}": ...}}'
             raise InputError(f"{name} is one of the options {group}", field=name, remedy=remedy, code="unknown_option")
-    check_options("LLM", given, ["model", "tokenizer", "media", *ModelOptions.__dataclass_fields__])
-    return ModelOptions(**given)
+    check_options("LLM", values, ["model", "tokenizer", "media", *ModelOptions.__dataclass_fields__])
+    return ModelOptions(**values)
 
 
 def group_of(name: str) -> str | None:
@@ -268,23 +268,23 @@ def group_of(name: str) -> str | None:
     return next((group for group, kind in GROUPS.items() if name in kind.__dataclass_fields__), None)
 
 
-def model_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+def model_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns keywords of `LLM` out of values by the names of options: those of groups are put into mappings."""
-    found: dict[str, Any] = {}
-    for name, value in given.items():
+    keywords: dict[str, Any] = {}
+    for name, value in values.items():
         group = group_of(name)
-        (found if group is None else found.setdefault(group, {}))[name] = value
-    return found
+        (keywords if group is None else keywords.setdefault(group, {}))[name] = value
+    return keywords
 
 
 def part_of(kind: type[T], options: ModelOptions, **more: Any) -> T:
     """Returns an object of a dataclass, with the values of those of its options that are a model's, and `more`."""
-    names = [one.name for one in fields(cast(Any, kind)) if hasattr(options, one.name)]
+    names = [entry.name for entry in fields(cast(Any, kind)) if hasattr(options, entry.name)]
     return kind(**{name: getattr(options, name) for name in names} | more)
 
 
 def model_fields(*kinds: type) -> dict[str, Field[Any]]:
     """Returns {parameter of the command line: declaration} of a model's options, of those of these dataclasses alone;
     by default of all, those of groups and of the cache too."""
-    every = [one for kind in kinds or (ModelOptions, CacheOptions, *GROUPS.values()) for one in fields(kind)]
-    return {(one.metadata["cli"] or (one.name,))[0]: one for one in every if one.metadata["on"] is not None}
+    every = [entry for kind in kinds or (ModelOptions, CacheOptions, *GROUPS.values()) for entry in fields(kind)]
+    return {(entry.metadata["cli"] or (entry.name,))[0]: entry for entry in every if entry.metadata["on"] is not None}

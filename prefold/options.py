@@ -229,7 +229,7 @@ class ConversationOptions:
     )
 
 
-_SAMPLER = {one.name for one in fields(SamplerOptions)}
+_SAMPLER = {entry.name for entry in fields(SamplerOptions)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,9 @@ class TaskOptions(LoopedOptions):
 
     def __post_init__(self) -> None:
         # The task, which knows the model, checks and converts the others.
-        check_values(self, [one for one in fields(self) if one.name not in _SAMPLER and kind_of(one) is not float])
+        check_values(
+            self, [entry for entry in fields(self) if entry.name not in _SAMPLER and kind_of(entry) is not float]
+        )
         if self.adapter is not None and not isinstance(self.adapter, (str, list, tuple)):
             message = f"adapter is {self.adapter!r:.80}, not a name"
             raise InputError(message, field="adapter", remedy="give the name of an adapter", code="wrong_type")
@@ -264,12 +266,12 @@ class TaskOptions(LoopedOptions):
 
 def check_values(options: object, declared: Iterable[Field[Any]]) -> None:
     """Raises InputError for a value of one of these options that its declaration does not allow."""
-    for one in declared:
-        value, kind = getattr(options, one.name), kind_of(one)
-        allowed, least, most, above = (one.metadata[name] for name in ("one_of", "least", "most", "above"))
+    for entry in declared:
+        value, kind = getattr(options, entry.name), kind_of(entry)
+        allowed, least, most, above = (entry.metadata[name] for name in ("one_of", "least", "most", "above"))
         if allowed and not any(type(value) is type(each) and value == each for each in allowed):
-            raise wrong_value(one.name, value, f"use one of {', '.join(repr(each) for each in allowed)}")
-        if allowed or kind is None or (value is None and one.default is None):
+            raise wrong_value(entry.name, value, f"use one of {', '.join(repr(each) for each in allowed)}")
+        if allowed or kind is None or (value is None and entry.default is None):
             continue
         if not is_a(kind, value):
             remedies = {
@@ -278,11 +280,11 @@ def check_values(options: object, declared: Iterable[Field[Any]]) -> None:
                 int: "give a whole number",
                 float: "give a number",
             }
-            raise wrong_value(one.name, value, remedies[kind], "wrong_type")
+            raise wrong_value(entry.name, value, remedies[kind], "wrong_type")
         enough = least is None or (value > least if above else value >= least)
         if not enough or not (most is None or value <= most):  # what is no number is neither
             remedy = f"give more than {least}" if above else f"give {least} or more"
-            raise wrong_value(one.name, value, remedy if most is None else f"{remedy}, at most {most}")
+            raise wrong_value(entry.name, value, remedy if most is None else f"{remedy}, at most {most}")
 
 
 def wrong_value(name: str, value: object, remedy: str, code: str = "invalid_input") -> InputError:
@@ -422,17 +424,17 @@ OPTIONS: dict[str, type[TaskOptions]] = {
 }
 
 
-def options_of(task: str, given: Mapping[str, Any]) -> TaskOptions:
+def options_of(task: str, values: Mapping[str, Any]) -> TaskOptions:
     """Returns the options of a task. Raises InputError for an unknown task or option, and for bad values."""
     if task not in OPTIONS:
         raise InputError(f"there is no task {task!r}", field="task", remedy=f"the tasks are {', '.join(OPTIONS)}")
-    check_options(task, given, [*cli_names(task)])
-    return OPTIONS[task](**given)
+    check_options(task, values, [*cli_names(task)])
+    return OPTIONS[task](**values)
 
 
-def check_options(owner: str, given: Iterable[str], known: Sequence[str]) -> None:
+def check_options(owner: str, names: Iterable[str], known: Sequence[str]) -> None:
     """Raises InputError for an option that is not known, naming the one whose name is nearest. owner: what has them."""
-    for name in given:
+    for name in names:
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
@@ -442,46 +444,48 @@ def check_options(owner: str, given: Iterable[str], known: Sequence[str]) -> Non
 
 def described(*kinds: type) -> str:
     """Returns the options of dataclasses with what they mean, as lines of a docstring."""
-    lines = [f"    {one.name:<18} {one.metadata['doc']}" for kind in kinds for one in fields(kind)]
+    lines = [f"    {entry.name:<18} {entry.metadata['doc']}" for kind in kinds for entry in fields(kind)]
     return "\n".join(fill(line, 116, subsequent_indent=" " * 23) for line in lines)
 
 
 def option_of(task: str, name: str) -> Field[Any]:
     """Returns the declaration of an option of a task."""
-    return next(one for one in fields(OPTIONS[task]) if one.name == name)
+    return next(entry for entry in fields(OPTIONS[task]) if entry.name == name)
 
 
 def cli_names(task: str) -> dict[str, tuple[str, ...]]:
     """Returns {option of a task: the parameters of the command line that it is made of}; options of all tasks come
     last."""
-    common = {one.name for one in fields(TaskOptions)}
-    found = {}
-    for one in sorted(fields(OPTIONS[task]), key=lambda one: one.name in common):
-        names = one.metadata["cli"]
-        found[one.name] = () if names == (None,) else names or (one.name,)
-    return found
+    common = {entry.name for entry in fields(TaskOptions)}
+    parameters = {}
+    for entry in sorted(fields(OPTIONS[task]), key=lambda entry: entry.name in common):
+        names = entry.metadata["cli"]
+        parameters[entry.name] = () if names == (None,) else names or (entry.name,)
+    return parameters
 
 
 def http_names(*kinds: type) -> dict[str, str]:
     """Returns {parameter of a request for completions: the option that it sets}; of some dataclasses' options alone."""
-    every = (one for kind in kinds or (SamplerOptions, LoopedOptions) for one in fields(kind))
-    names = {one.name: one.metadata["http"] for one in every if one.metadata["http"] is not None}
+    every = (entry for kind in kinds or (SamplerOptions, LoopedOptions) for entry in fields(kind))
+    names = {entry.name: entry.metadata["http"] for entry in every if entry.metadata["http"] is not None}
     return {parameter: name for name, own in names.items() for parameter in (own or name).split()}
 
 
 def sent_names(*how: str | None) -> tuple[str, ...]:
     """Returns the options of generation that another server is asked for in one of these ways (`sent` of `option`)."""
-    return tuple(one.name for one in (*fields(SamplerOptions), *fields(LoopedOptions)) if one.metadata["sent"] in how)
+    return tuple(
+        entry.name for entry in (*fields(SamplerOptions), *fields(LoopedOptions)) if entry.metadata["sent"] in how
+    )
 
 
 def not_sent(options: SamplerOptions) -> list[str]:
     """Returns the options that differ from their defaults and that no other server can be asked for."""
-    defaults = {one.name: one.default for one in fields(options)}
+    defaults = {entry.name: entry.default for entry in fields(options)}
     return [name for name in sent_names(None) if getattr(options, name) != defaults[name]]
 
 
 def _drawn(how: str) -> tuple[str, ...]:
-    return tuple(one.name for one in fields(SamplerOptions) if one.metadata["draws"] == how)
+    return tuple(entry.name for entry in fields(SamplerOptions) if entry.metadata["draws"] == how)
 
 
 # The columns of the sampler's arrays, in order, and what takes the values of a row from Sampling or SamplerOptions. The

@@ -32,8 +32,8 @@ def plugins() -> list[str]:
 
 def add_plugins(names: Sequence[str]) -> None:
     """Makes these plugins, too, those of this process and of those it starts, and imports them."""
-    given = [os.path.abspath(name) if name.endswith(".py") else name for name in names]
-    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys((*plugins(), *given)))
+    added = [os.path.abspath(name) if name.endswith(".py") else name for name in names]
+    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys((*plugins(), *added)))
     load_plugins()
 
 

@@ -22,9 +22,9 @@ def _plain(value: object) -> object:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return str(value) if isinstance(value, Exception) else value
@@ -140,7 +140,7 @@ class Stats(Jsonable):
         return "; ".join([*parts, spent] if spent else parts)
 
 
-def _added(one: object, other: object, name: str) -> int:
+def _added(first: object, second: object, name: str) -> int:
     """Returns what two counters of this name come to."""
-    counts = getattr(one, name), getattr(other, name)
+    counts = getattr(first, name), getattr(second, name)
     return max(counts) if name.endswith("_peak") else sum(counts)

@@ -75,8 +75,8 @@ class Exits:
 
     def without_route(self) -> Exits | None:
         """Returns what these exits say besides the route; None: nothing."""
-        found = replace(self, route=None)
-        return None if found == Exits() else found
+        others = replace(self, route=None)
+        return None if others == Exits() else others
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +248,8 @@ class Generated(Jsonable):
 
     def __repr__(self) -> str:
         ended = repr(self.finish_reason) + ("" if self.stop is None else f" at {self.stop!r}")
-        what = f"tokens={list(self.tokens)}" if self.text is None else f"{self.text!r}, {len(self.tokens)} tokens"
-        return f"Generated({what}, {ended})"
+        text = f"tokens={list(self.tokens)}" if self.text is None else f"{self.text!r}, {len(self.tokens)} tokens"
+        return f"Generated({text}, {ended})"
 
 
 def within(namespace: str, salt: str) -> str:

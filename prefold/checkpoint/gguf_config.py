@@ -93,7 +93,7 @@ def _of_architecture(file: GGUFFile, arch: str) -> Settings:
     for key, value in file.metadata.items():
         if key.startswith(prefix):
             if isinstance(value, list) and value:
-                if any(one != value[0] for one in value):
+                if any(each != value[0] for each in value):
                     raise UnsupportedModelError(f"{file.path}: {key} differs from layer to layer")
                 value = value[0]
             settings[key.removeprefix(prefix)] = value

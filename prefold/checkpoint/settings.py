@@ -101,7 +101,7 @@ class Settings(dict[str, Any]):
     def texts(self, key: str, default: Any = REQUIRED) -> Any:
         """Returns the list of strings `key`."""
         value = self._given(key, default)
-        if value is not default and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+        if value is not default and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
             raise self.wrong(key, "a list of strings")
         return value
 
@@ -111,7 +111,7 @@ class Settings(dict[str, Any]):
         if value is default:
             return value
         if not isinstance(value, list) or not all(
-            isinstance(one, (int, float)) and not isinstance(one, bool) and 0 < one <= MOST_NUMBER for one in value
+            isinstance(each, (int, float)) and not isinstance(each, bool) and 0 < each <= MOST_NUMBER for each in value
         ):
             raise self.wrong(key, "a list of numbers above 0")
         return value

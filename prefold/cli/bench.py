@@ -91,7 +91,7 @@ def measure(
     from ..tasks.run import checked, run_works
 
     modes = [mode for mode in MODES if mode != "mlp" or "generate" not in prepared]
-    found: dict[str, dict[str, Any]] = {mode: {"seconds": []} for mode in modes}
+    runs: dict[str, dict[str, Any]] = {mode: {"seconds": []} for mode in modes}
     for turn in range(-1, repeat):  # the first turn warms up and is not counted
         for mode in modes:
             engine.reset_stats()
@@ -100,17 +100,17 @@ def measure(
                 checked(run_works(engine, tasks[task], works, window=window, sharing=mode, seed=0))
             seconds = time.perf_counter() - started
             if turn >= 0:
-                found[mode]["seconds"].append(seconds)
-                found[mode] |= {"tokens": engine.stats.tokens, "rows": engine.stats.rows_computed}
-    return found
+                runs[mode]["seconds"].append(seconds)
+                runs[mode] |= {"tokens": engine.stats.tokens, "rows": engine.stats.rows_computed}
+    return runs
 
 
-def table(found: dict[str, dict[str, Any]]) -> list[str]:
+def table(runs: dict[str, dict[str, Any]]) -> list[str]:
     """Returns the numbers of `measure` as the lines of a table."""
-    base = statistics.median(found["off"]["seconds"])
+    base = statistics.median(runs["off"]["seconds"])
     head = ("tokens", 10), ("rows", 10), ("saved", 8), ("seconds", 10), ("spread", 16), ("rows/s", 10), ("speed", 8)
     lines = [f"{'sharing':<9}" + "".join(f"{name:>{width}}" for name, width in head)]
-    for mode, numbers in found.items():
+    for mode, numbers in runs.items():
         seconds = statistics.median(numbers["seconds"])
         spread = f"{min(numbers['seconds']):.2f} .. {max(numbers['seconds']):.2f}"
         saved = 1 - numbers["rows"] / numbers["tokens"]
@@ -199,8 +199,8 @@ def _run(engine: Any, task: Any, works: list[Any]) -> tuple[dict[str, Any], dict
         results = run_works(engine, task, works, sharing=mode)
         numbers[mode] = {"seconds": time.perf_counter() - started, "stats": engine.stats}
         scores[mode] = [result["scores"] for result in finish_items(task, works, results)]
-    one, two = ([score for scores_ in scores[mode] for score in scores_] for mode in ("full", "off"))
-    numbers["full"]["difference"] = max(abs(a - b) for a, b in zip(one, two, strict=True))
+    shared, unshared = ([score for scores_ in scores[mode] for score in scores_] for mode in ("full", "off"))
+    numbers["full"]["difference"] = max(abs(a - b) for a, b in zip(shared, unshared, strict=True))
     return numbers["full"], numbers["off"], scores["full"], shape
 
 

@@ -23,9 +23,9 @@ _CUT = click.style("(ended by --max-tokens, or by the model's context)", dim=Tru
 
 
 def job_options_of(o: dict[str, Any]) -> list[str]:
-    """Returns the options that were given and that only jobs have."""
-    given = [name for name in _JOB_ONLY if o.get(name) not in (None, False, ())]
-    return [f"--{name.removesuffix('_column').removeprefix('input_').replace('_', '-')}" for name in given]
+    """Returns the flags of the options that were given and that only jobs have."""
+    names = [name for name in _JOB_ONLY if o.get(name) not in (None, False, ())]
+    return [f"--{name.removesuffix('_column').removeprefix('input_').replace('_', '-')}" for name in names]
 
 
 def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: Iterable[bytes] | None = None) -> None:
@@ -124,11 +124,11 @@ def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
     """Returns the text of a file, or of standard input (`-`; the lines `piped`, if given). Raises JobError."""
     from ..records.source import standard_input
 
-    what = "standard input" if name == "-" else name
+    source = "standard input" if name == "-" else name
     try:
         return (read_bytes(name) if name != "-" else b"".join(standard_input() if piped is None else piped)).decode()
     except UnicodeDecodeError:
-        raise JobError(f"{what} is not valid UTF-8") from None
+        raise JobError(f"{source} is not valid UTF-8") from None
 
 
 def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -59,8 +59,8 @@ def open_input(
     _check_json_columns(task, o)
     if task is not None:
         refuse_other_tasks_options((task,), task)
-    given = {name: o[name] for name in ("delimiter", "max_cell_lines") if o.get(name) is not None}
-    source = open_sources(names, o["input_format"], TableOptions(**given), stdin=stdin)
+    limits = {name: o[name] for name in ("delimiter", "max_cell_lines") if o.get(name) is not None}
+    source = open_sources(names, o["input_format"], TableOptions(**limits), stdin=stdin)
     checkpoint, tokenizer = open_model(o, weights=weights)
     adapter, tasks = make_adapter(task, o, source, checkpoint, tokenizer)
     return Input(names, source, adapter, LazyTasks(tasks, o, checkpoint, tokenizer), checkpoint, tokenizer)
@@ -121,9 +121,9 @@ def make_adapter(
 
     first = source.peek() if source.format == "jsonl" else None
     if first is not None and is_batch_line(first) and task is None:
-        given = [f"--{n.removesuffix('_column')}" for n in COLUMN_OPTIONS if o.get(n)]
-        if given:
-            raise JobError(f"{given[0]} is for tables; {source.name} holds OpenAI batch lines")
+        columns = [f"--{n.removesuffix('_column')}" for n in COLUMN_OPTIONS if o.get(n)]
+        if columns:
+            raise JobError(f"{columns[0]} is for tables; {source.name} holds OpenAI batch lines")
         refuse_other_tasks_options(TASKS, f"OpenAI batch lines, which {source.name} holds")
         seed = json.dumps(source.identity, sort_keys=True)
         sampling = sampling_settings(o, checkpoint, tokenizer)

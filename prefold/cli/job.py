@@ -129,9 +129,9 @@ def _check_paths(path: Path | None, input: Input, o: dict[str, Any]) -> None:
     for name in input.names:
         if path is not None and glob.has_magic(name) and not os.path.exists(name) and _matches(path, name):
             raise JobError(f"the output {path} would become part of the input {name}; write it elsewhere")
-    for name, what in ((path, "output"), (o["report"], "report")):
-        if name is not None and used.setdefault(Path(name).resolve(), what) != what:
-            raise JobError(f"the {what} {name} would replace the {used[Path(name).resolve()]}; give another name")
+    for name, role in ((path, "output"), (o["report"], "report")):
+        if name is not None and used.setdefault(Path(name).resolve(), role) != role:
+            raise JobError(f"the {role} {name} would replace the {used[Path(name).resolve()]}; give another name")
     for name in (o["output"], o["report"]):
         if name not in (None, "-"):
             _check_place(Path(name))
@@ -161,9 +161,9 @@ def _check_place(path: Path) -> None:
         raise JobError(f"nothing can be written to the folder {path.parent}; give {path.name} another place")
 
 
-def _say_how_to_resume(what: str, o: dict[str, Any], job: Any) -> None:
+def _say_how_to_resume(end: str, o: dict[str, Any], job: Any) -> None:
     if o["output"] in (None, "-"):
-        say(f"\nprefold: {what}; output to a file (-o FILE) could be resumed")
+        say(f"\nprefold: {end}; output to a file (-o FILE) could be resumed")
         return
     context = click.get_current_context()
     arguments = context.find_root().meta.get("prefold.arguments", [])
@@ -172,7 +172,7 @@ def _say_how_to_resume(what: str, o: dict[str, Any], job: Any) -> None:
     command = f"prefold {shlex.join(arguments)}"
     if job.source.name == "-":
         command = f"... | {command}     (standard input once more, from its beginning)"
-    say(f"\nprefold: {what}; what is done is written. To go on:\n  {command}")
+    say(f"\nprefold: {end}; what is done is written. To go on:\n  {command}")
 
 
 def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) ->
         options[name] = read_argument(value) if name in TEXTS else value
     if o.get("adapter"):
         options["adapter"] = {name: folder_digest(Path(folder)) for name, folder in adapter_folders(o).items()}
-    found = {
+    parts = {
         "input": input.source.identity,
         "format": input.source.format,
         "task": task or "openai batch",
@@ -201,12 +201,12 @@ def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) ->
         "options": options,
         **({} if seed is None else {"seed": seed}),
     }
-    return json.loads(json.dumps(found))  # with lists in place of tuples, as the journal gives it back
+    return json.loads(json.dumps(parts))  # with lists in place of tuples, as the journal gives it back
 
 
 # Options that are a text or, as @FILE, a file with it; of the others some may begin with an @ and mean it.
 TEXTS = {"prompt", "query", "document", "continuation", "tools", "regex", "grammar"}
-TEXTS |= {one.name for kind in OPTIONS.values() for one in fields(kind) if kind_of(one) is str}
+TEXTS |= {option.name for kind in OPTIONS.values() for option in fields(kind) if kind_of(option) is str}
 # Options that name a file, of which a digest is kept.
 FILES = ("examples", "labels_file", "cache_reuse_shifted")
 
@@ -216,11 +216,12 @@ def _journal_names() -> tuple[str, ...]:
     names = [
         name
         for task, kind in OPTIONS.items()
-        for one in fields(kind)
-        if one.metadata["journal"] and one.name != "adapter"
-        for name in cli_names(task)[one.name]
+        for option in fields(kind)
+        if option.metadata["journal"] and option.name != "adapter"
+        for name in cli_names(task)[option.name]
     ]
-    return tuple(dict.fromkeys([*names, *(name for name, one in model_fields().items() if one.metadata["journal"])]))
+    names += [name for name, option in model_fields().items() if option.metadata["journal"]]
+    return tuple(dict.fromkeys(names))
 
 
 # What the options of the tasks are made of, and what chooses between them; then how the input is read. Of adapters

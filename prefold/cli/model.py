@@ -94,24 +94,25 @@ def image_reading(o: Options) -> dict[str, Any]:
 
 def llm_options(o: Options) -> dict[str, Any]:
     """Returns the keywords for `LLM`, but its checkpoint and tokenizer, out of the options that were given."""
-    given: dict[str, Any] = {}
-    for name, one in model_fields(ModelOptions, *GROUPS.values()).items():
+    keywords: dict[str, Any] = {}
+    for name, option in model_fields(ModelOptions, *GROUPS.values()).items():
         value = o.get(name)
         if value is not None and value is not False and value != ():
-            given[one.name] = value
+            keywords[option.name] = value
     if o.get("adapter"):
-        given["adapters"] = adapter_folders(o)
+        keywords["adapters"] = adapter_folders(o)
     if o.get("task") and not (o.get("image") or o.get("messages")):
-        given["tower"] = False  # the table has texts alone
+        keywords["tower"] = False  # the table has texts alone
     if not isinstance(o.get("cache"), CacheOptions):
-        kept = {one.name: o[name] for name, one in model_fields(CacheOptions).items() if o.get(name) is not None}
+        options = model_fields(CacheOptions)
+        settings = {option.name: o[name] for name, option in options.items() if o.get(name) is not None}
         # A job knows its future: what is done with is not needed again. Of a stream nobody knows it.
-        given["cache"] = o.get("cache") or ("lru" if kept or o.get("stream") else "off")
-        if given["cache"] == "off" and "shifted" in kept:
+        keywords["cache"] = o.get("cache") or ("lru" if settings or o.get("stream") else "off")
+        if keywords["cache"] == "off" and "shifted" in settings:
             raise click.UsageError("--cache-reuse-shifted needs a cache; leave out --cache off")
-        if given["cache"] != "off" and kept:
-            given["cache"] = CacheOptions(policy=given["cache"], **kept)
-    return model_keywords(given)
+        if keywords["cache"] != "off" and settings:
+            keywords["cache"] = CacheOptions(policy=keywords["cache"], **settings)
+    return model_keywords(keywords)
 
 
 def adapter_folders(o: Options) -> dict[str, str]:

@@ -82,18 +82,18 @@ def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) ->
     bounds = about["least"], about["most"]
     bounded = {int: click.IntRange, float: click.FloatRange}.get(kind) if bounds != (None, None) else None
     metavar = about["metavar"] or {int: "N", float: "X", str: "TEXT"}.get(kind)
-    found: dict[str, Any] = {"help": about["doc"], "metavar": None if words else metavar}
+    shown: dict[str, Any] = {"help": about["doc"], "metavar": None if words else metavar}
     if kind is bool:
-        found["is_flag"] = True
+        shown["is_flag"] = True
     elif words:
-        found["type"] = click.Choice(words)
+        shown["type"] = click.Choice(words)
     elif str(option.type) in ("tuple[str, ...]", "Collection[str]"):
-        found["multiple"] = True
+        shown["multiple"] = True
     elif option.name.endswith(("_bytes", "_memory")):
-        found |= {"type": BYTES, "metavar": about["metavar"] or "BYTES"}
+        shown |= {"type": BYTES, "metavar": about["metavar"] or "BYTES"}
     else:
-        found["type"] = kind if bounded is None else bounded(*bounds, min_open=about["above"])
-    return click.option(*(flags or (f"--{name.replace('_', '-')}",)), name, **found | settings)
+        shown["type"] = kind if bounded is None else bounded(*bounds, min_open=about["above"])
+    return click.option(*(flags or (f"--{name.replace('_', '-')}",)), name, **shown | settings)
 
 
 def all_of(*decorators: Decorator) -> Decorator:
@@ -131,8 +131,8 @@ def declared(parameter: str, option: Field[Any], *flags: str) -> Decorator:
 
 def model_group(*groups: str) -> Decorator:
     """Returns a decorator that adds the options of a model which these groups of commands have."""
-    on = {name: one for name, one in model_fields().items() if one.metadata["on"] in groups}
-    return all_of(*(declared(name, one) for name, one in on.items()))
+    on = {name: entry for name, entry in model_fields().items() if entry.metadata["on"] in groups}
+    return all_of(*(declared(name, entry) for name, entry in on.items()))
 
 
 plugin_option = click.option(
@@ -281,26 +281,28 @@ _BESIDE = {
 def _declarations() -> dict[str, tuple[Decorator, set[str]]]:
     """Returns {parameter: (its option, the tasks that have it)} of all that tasks declare. Where what an option means
     depends on the task, its help says so for each. What all tasks have comes last."""
-    common = {one.name for one in fields(TaskOptions)}
+    common = {entry.name for entry in fields(TaskOptions)}
     declarations: dict[str, dict[str, Field[Any]]] = {}
     for task, kind in OPTIONS.items():
-        own = {one.name: one for one in fields(kind)}
+        own = {entry.name: entry for entry in fields(kind)}
         if task not in ("rerank", "generate"):  # those that read conversations, too
-            own |= {one.name: one for one in fields(ConversationOptions)}
-        for one in sorted(own.values(), key=lambda one: one.name in common):
-            names = one.metadata["cli"] or (one.name,)
+            own |= {entry.name: entry for entry in fields(ConversationOptions)}
+        for entry in sorted(own.values(), key=lambda entry: entry.name in common):
+            names = entry.metadata["cli"] or (entry.name,)
             for parameter in [name for name in names if name is not None and name != "tools"]:  # which are a column
-                declarations.setdefault(parameter, {})[task] = one
-    found = {}
+                declarations.setdefault(parameter, {})[task] = entry
+    options = {}
     for parameter, of in sorted(declarations.items(), key=lambda pair: next(iter(pair[1].values())).name in common):
-        docs = {one.metadata["doc"] for one in of.values()}
+        docs = {entry.metadata["doc"] for entry in of.values()}
         joined = (
-            {"help": " ".join(f"{task}: {one.metadata['doc']}" for task, one in of.items())} if len(docs) > 1 else {}
+            {"help": " ".join(f"{task}: {entry.metadata['doc']}" for task, entry in of.items())}
+            if len(docs) > 1
+            else {}
         )
         flags = ("--normalize/--no-normalize",) if parameter == "normalize" else ()
         settings = joined | _BY_HAND.get(parameter, {})
-        found[parameter] = click_option(next(iter(of.values())), parameter, *flags, **settings), {*of}
-    return found
+        options[parameter] = click_option(next(iter(of.values())), parameter, *flags, **settings), {*of}
+    return options
 
 
 _DECLARED = _declarations()
@@ -354,8 +356,8 @@ def options_for(task: str) -> dict[str, click.Option]:
 
     def command() -> None: ...
 
-    found = all_of(column_options(task), task_options(task))(command).__click_params__  # type: ignore[attr-defined]
-    return {option.name: option for option in found}
+    parameters = all_of(column_options(task), task_options(task))(command).__click_params__  # type: ignore[attr-defined]
+    return {option.name: option for option in parameters}
 
 
 def refuse_other_tasks_options(tasks: Collection[str], what: str) -> None:
@@ -385,8 +387,8 @@ def refuse_conversation_options(o: dict[str, Any], remedy: str) -> None:
 
     remedy  in words how there would be some, for the error
     """
-    for one in fields(ConversationOptions):
-        if (name := one.name) != "tools" and o.get(name) not in (None, False):  # these are a column
+    for entry in fields(ConversationOptions):
+        if (name := entry.name) != "tools" and o.get(name) not in (None, False):  # these are a column
             raise click.UsageError(f"--{name.replace('_', '-')} is for conversations; {remedy}")
 
 

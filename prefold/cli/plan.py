@@ -52,8 +52,8 @@ def plan(**o: Any) -> None:
     decode = None if input.tokenizer is None else readable(input.tokenizer.decode)
     segments = place(counted, config, o["replicas"]) if o["replicas"] and counted.tokens else []
     if o["as_json"]:
-        found = _as_json(counted, costs, row_bytes, seconds)
-        click.echo(json.dumps(found | ({"segments": [asdict(s) for s in segments]} if segments else {})))
+        counts = _as_json(counted, costs, row_bytes, seconds)
+        click.echo(json.dumps(counts | ({"segments": [asdict(s) for s in segments]} if segments else {})))
     else:
         lines = _lines(counted, costs, row_bytes, seconds, decode, o)
         click.echo("\n".join([*lines, *(_segment_lines(counted, segments) if segments else [])]))
@@ -120,10 +120,11 @@ def _segment_lines(counted: Any, segments: list[Any]) -> list[str]:
     lines = []
     if len(segments) <= _SHOWN_SEGMENTS:
         lines.append(f"\n{'replica':>8}{'prompts':>12}{'rows':>16}{'again':>10}{'TFLOP':>12}")
-        for number, one in enumerate(segments, 1):
-            lines.append(f"{number:>8}{one.prompts:>12,}{one.rows:>16,}{one.again:>10,}{one.flops / 1e12:>12,.4g}")
-    mean = sum(one.flops for one in segments) / len(segments)
-    worst, again = max(one.flops for one in segments) / mean, sum(one.again for one in segments)
+        for number, segment in enumerate(segments, 1):
+            counts = f"{segment.prompts:>12,}{segment.rows:>16,}{segment.again:>10,}"
+            lines.append(f"{number:>8}{counts}{segment.flops / 1e12:>12,.4g}")
+    mean = sum(segment.flops for segment in segments) / len(segments)
+    worst, again = max(segment.flops for segment in segments) / mean, sum(segment.again for segment in segments)
     outputs = ", outputs counted at their longest" if counted.outputs else ""
     return [
         *lines,

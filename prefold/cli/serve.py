@@ -19,20 +19,20 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
     if value is None:
         return
     try:
-        found = tomllib.loads(Path(value).read_text(encoding="utf-8"))
+        settings = tomllib.loads(Path(value).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise JobError(f"--config {value} cannot be read: {error}") from None
-    known = {flag.removeprefix("--"): one for one in ctx.command.params for flag in one.opts}
-    for name, setting in found.items():
+    known = {flag.removeprefix("--"): option for option in ctx.command.params for flag in option.opts}
+    for name, setting in settings.items():
         if name not in known or name in ("config", "help"):
             raise JobError(f"--config {value}: there is no option {name!r}; the names are those of the command line")
         if known[name].multiple and not isinstance(setting, list):
-            setting = found[name] = [setting]
+            setting = settings[name] = [setting]
         try:
             known[name].type_cast_value(ctx, setting)
         except click.BadParameter as error:
             raise JobError(f"--config {value}: {name} = {setting!r}: {error.message}") from None
-    ctx.default_map = {known[name].name: setting for name, setting in found.items()}  # type: ignore[misc]
+    ctx.default_map = {known[name].name: setting for name, setting in settings.items()}  # type: ignore[misc]
 
 
 _SERVER = all_of(
@@ -40,9 +40,9 @@ _SERVER = all_of(
                  help="Options in a TOML file, under the names of the command line: port = 8000."),
     model_options,
     *(
-        declared(one.name, one, *(f"--{name.replace('_', '-')}" for name in one.metadata["cli"]))
-        for one in fields(ServeOptions)
-        if one.metadata["cli"] != (None,)
+        declared(option.name, option, *(f"--{name.replace('_', '-')}" for name in option.metadata["cli"]))
+        for option in fields(ServeOptions)
+        if option.metadata["cli"] != (None,)
     ),
     click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
                  help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated."),

@@ -74,12 +74,12 @@ def given_options(task: str, o: Options, *kinds: type) -> dict[str, Any]:
     from ..records.fields import read_argument
 
     parameters, settings = cli_names(task), {}
-    for one in (one for kind in kinds for one in fields(kind)):
-        value, kind = o.get(one.name), kind_of(one)
-        is_none = value is None or (value == "" and hasattr(ConversationOptions, one.name))
-        simple = kind is not None or one.metadata["one_of"] or one.name == "route"
-        if simple and not is_none and parameters[one.name] == (one.name,):
-            settings[one.name] = read_argument(value) if kind is str else value
+    for option in (option for kind in kinds for option in fields(kind)):
+        value, kind = o.get(option.name), kind_of(option)
+        is_none = value is None or (value == "" and hasattr(ConversationOptions, option.name))
+        simple = kind is not None or option.metadata["one_of"] or option.name == "route"
+        if simple and not is_none and parameters[option.name] == (option.name,):
+            settings[option.name] = read_argument(value) if kind is str else value
     return settings
 
 
@@ -197,21 +197,21 @@ def _bias(text: str) -> tuple[int, float]:
 def _grammar(o: Options) -> Any:
     from ..records.fields import read_argument
 
-    given = [name for name in FORMATS if o.get(name)]
-    if not given:
+    formats = [name for name in FORMATS if o.get(name)]
+    if not formats:
         return None
-    if len(given) > 1:
-        first, second = (f"--{name.replace('_', '-')}" for name in given[:2])
+    if len(formats) > 1:
+        first, second = (f"--{name.replace('_', '-')}" for name in formats[:2])
         raise click.UsageError(f"{first} and {second} exclude each other")
-    value = o[given[0]]
-    if given[0] == "json_schema":
+    value = o[formats[0]]
+    if formats[0] == "json_schema":
         schema = value if value.lstrip()[:1] == "{" else _read(value.removeprefix("@"))
         return {"json_schema": _json_option(schema, "--json-schema", dict)}
-    if given[0] == "json_object":
+    if formats[0] == "json_object":
         return {"json": True}
-    if given[0] == "choice":
+    if formats[0] == "choice":
         return {"choice": value}
-    return {"regex" if given[0] == "regex" else "lark": read_argument(value)}
+    return {"regex" if formats[0] == "regex" else "lark": read_argument(value)}
 
 
 def _json_option(text: str, option: str, kind: type) -> Any:

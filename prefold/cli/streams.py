@@ -42,8 +42,8 @@ def say(text: str) -> None:
 
 
 def _describe(error: OSError) -> str:
-    what = error.strerror or str(error)
-    return f"cannot use {error.filename}: {what}" if error.filename else f"the system says: {what}"
+    reason = error.strerror or str(error)
+    return f"cannot use {error.filename}: {reason}" if error.filename else f"the system says: {reason}"
 
 
 def _open_missing() -> None:

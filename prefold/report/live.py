@@ -116,7 +116,7 @@ class TreeShape:
                 end = node.start + node.length
                 text = "" if decode is None else decode(self._between(first, max(0, end - TEXT_TOKENS), end))
                 parting.append([self.owners[first], text, end, branches, node.prompts])
-        return {"nodes": nodes, "parting": sorted(parting, key=lambda one: -one[4])[:10]}
+        return {"nodes": nodes, "parting": sorted(parting, key=lambda part: -part[4])[:10]}
 
 
 def _in_order(nodes: Iterable[Node], *, reverse: bool) -> list[Node]:

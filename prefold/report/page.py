@@ -98,8 +98,8 @@ class Report:
         if not self.tokens:
             return ""
         saved = self.tokens - self.rows
-        what = "Prompts and outputs" if self.generation else "The prompts"
-        text = f"{what} hold {self.tokens:,} tokens; {self.rows:,} rows were computed"
+        texts = "Prompts and outputs" if self.generation else "The prompts"
+        text = f"{texts} hold {self.tokens:,} tokens; {self.rows:,} rows were computed"
         text += f" ({saved / self.tokens:.1%} saved)."
         if self.seconds > 0 and self.rows and saved > 0:
             text += (

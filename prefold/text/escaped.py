@@ -52,19 +52,19 @@ class Escaping:
         text behind it. Raises InputError for a text that holds what escaping needs for itself, and for values nested
         too deep."""
         if isinstance(value, str):
-            for one in (SHIELD, MARK, SHIELD_WRITTEN):
-                if one in value:
-                    message = f"{field[:80]!r} holds {one!a}, which stands for no character"
+            for letters in (SHIELD, MARK, SHIELD_WRITTEN):
+                if letters in value:
+                    message = f"{field[:80]!r} holds {letters!a}, which stands for no character"
                     raise InputError(message, field=field[:80], remedy="leave it out", code="wrong_type")
             return self._ended(self._special.sub(lambda match: match[0][0] + SHIELD + match[0][1:], value))
         if depth > DEEPEST and isinstance(value, (Mapping, list, tuple)):
             message = f"{field[:80]!r} is nested more than {DEEPEST} deep"
             raise InputError(message, field=field[:80], remedy="nest it less deep", code="too_deep")
         if isinstance(value, Mapping):
-            named = ((self.shielded(str(name), field), name, one) for name, one in value.items())
-            return {key: self.shielded(one, f"{field}.{name}", depth + 1) for key, name, one in named}
+            named = ((self.shielded(str(name), field), name, item) for name, item in value.items())
+            return {key: self.shielded(item, f"{field}.{name}", depth + 1) for key, name, item in named}
         if isinstance(value, (list, tuple)):
-            return [self.shielded(one, f"{field}[{i}]", depth + 1) for i, one in enumerate(value)]
+            return [self.shielded(item, f"{field}[{i}]", depth + 1) for i, item in enumerate(value)]
         return value
 
     def _ended(self, text: str) -> str:

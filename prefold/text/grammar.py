@@ -198,7 +198,7 @@ def with_keywords(schema: Any, change: Callable[[str, str], str | None], *, name
     named   whether `schema` is no schema, but has schemas by names
     """
     if isinstance(schema, list):
-        return [with_keywords(one, change) for one in schema]
+        return [with_keywords(part, change) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
     changed: dict[str, Any] = {}
@@ -230,13 +230,13 @@ def example_of(schema: Any, root: Any = None, seen: tuple[str, ...] = ()) -> Any
             target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
         return example_of(target, root, (*seen, reference))
     types = schema.get("type")
-    kind = next((one for one in types if one != "null"), None) if isinstance(types, list) else types
+    kind = next((each for each in types if each != "null"), None) if isinstance(types, list) else types
     if properties := schema.get("properties"):
-        return {name: example_of(one, root, seen) for name, one in properties.items()}
+        return {name: example_of(part, root, seen) for name, part in properties.items()}
     if kind == "array":
         item = example_of(schema.get("items"), root, seen)
         return [] if item is None else [item]
     branches = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or ()
     values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
-    examples = (_SIMPLE.get(kind), *values, *(example_of(one, root, seen) for one in branches))
+    examples = (_SIMPLE.get(kind), *values, *(example_of(part, root, seen) for part in branches))
     return next((value for value in examples if value is not None), None)

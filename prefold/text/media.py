@@ -120,8 +120,8 @@ def chat_of(messages: Any) -> Chat | None:
     if not isinstance(messages, (list, tuple)):
         return None
     images: list[tuple[Any, str]] = []
-    found = [_message(message, i, images) for i, message in enumerate(messages)]
-    return Chat(found, images) if images else None
+    plain = [_message(message, i, images) for i, message in enumerate(messages)]
+    return Chat(plain, images) if images else None
 
 
 def all_images(chat: Chat, beside: Any) -> list[tuple[Any, str]]:
@@ -136,14 +136,14 @@ def all_images(chat: Chat, beside: Any) -> list[tuple[Any, str]]:
         remedy = 'show where each belongs by a part {"type": "image"}'
         raise InputError(message, field="images", remedy=remedy, code="image_count")
     left = iter(enumerate(beside))
-    found = []
+    placed = []
     for value, where in chat.images:
         if _is_place(value):
-            number, given = next(left)
-            found.append((given, f"images[{number}]"))
+            number, image = next(left)
+            placed.append((image, f"images[{number}]"))
         else:
-            found.append((value, where))
-    return found
+            placed.append((value, where))
+    return placed
 
 
 def _is_place(value: Any) -> bool:
@@ -161,7 +161,7 @@ def _message(message: Any, index: int, images: list[tuple[Any, str]]) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, (list, tuple)):
         return message
-    parts, found = [], False
+    parts, has_image = [], False
     for i, part in enumerate(content):
         field = f"messages[{index}].content[{i}]"
         value = _image_in(part, field)
@@ -170,8 +170,8 @@ def _message(message: Any, index: int, images: list[tuple[Any, str]]) -> Any:
             continue
         images.append((value, field))
         parts.append({"type": "image"})
-        found = True
-    if not found:
+        has_image = True
+    if not has_image:
         return message
     texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return {**message, "content": texts}

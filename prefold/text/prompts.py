@@ -168,8 +168,8 @@ class Filled(str):
         pieces = _FIELD.split(template)
         names = pieces[1::2]
         for name in {*names} ^ {*columns}:
-            what = "is missing" if name in names else "is not in the template"
-            raise InputError(f"the column {name!r} {what}", field=name, remedy=f"the template has {', '.join(names)}")
+            fault = "is missing" if name in names else "is not in the template"
+            raise InputError(f"the column {name!r} {fault}", field=name, remedy=f"the template has {', '.join(names)}")
         return cls((columns[text], True) if i % 2 else (text, False) for i, text in enumerate(pieces))
 
     @property

@@ -216,10 +216,10 @@ def _without_nulls(tool: Any) -> Any:
 
 def _joined(*contents: Any) -> Any:
     """Returns contents as one: a text, or where there are parts among them a list of parts."""
-    texts = [_json(one) if isinstance(one, Mapping) else one or "" for one in contents]
-    if not any(isinstance(one, list) for one in texts):
+    texts = [_json(content) if isinstance(content, Mapping) else content or "" for content in contents]
+    if not any(isinstance(text, list) for text in texts):
         return "".join(texts)
-    parts = [one if isinstance(one, list) else [{"type": "text", "text": one}] for one in texts if one]
+    parts = [text if isinstance(text, list) else [{"type": "text", "text": text}] for text in texts if text]
     return [part for some in parts for part in some]
 
 

@@ -49,13 +49,13 @@ class TemplateProcess:
             raise InputError(f"a value of the chat is no JSON: {error}", field="messages", remedy=remedy) from None
         with self._lock:
             try:
-                said, text = self._subprocess.ask(request, PATIENCE * seconds)
+                answer, text = self._subprocess.ask(request, PATIENCE * seconds)
             except Ended:
                 remedy = "correct it, or allow it more time with template_seconds (--template-seconds)"
                 why = f"it ran for more than {seconds:g} s, or ended its process"
                 raise _stopped(name, why, remedy) from None
-        if "error" in said:
-            raise InputError(said["error"], field=said["field"], remedy=said["remedy"], code=said["code"])
+        if "error" in answer:
+            raise InputError(answer["error"], field=answer["field"], remedy=answer["remedy"], code=answer["code"])
         return text.decode()
 
 
@@ -76,27 +76,27 @@ def _answer(request: bytes) -> tuple[dict[str, Any], bytes]:
 
     if not request:
         return {}, b""
-    asked = json.loads(request)
-    signal.setitimer(signal.ITIMER_PROF, asked.pop("seconds"))
+    fields = json.loads(request)
+    signal.setitimer(signal.ITIMER_PROF, fields.pop("seconds"))
     try:
-        said, text = _written(asked)
-        if said.get("code") == "template_limit":
+        answer, text = _written(fields)
+        if answer.get("code") == "template_limit":
             compile_template.cache_clear()  # programs of other templates may hold the memory that this one lacks
             gc.collect()  # a program's functions and their globals hold each other
-            said, text = _written(asked)
-        return said, text
+            answer, text = _written(fields)
+        return answer, text
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _written(asked: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+def _written(fields: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Returns the answer to a request: the text that the template writes, or the parts of its error."""
     from .sandbox import write
 
     try:
-        text = write(**asked)
+        text = write(**fields)
         if len(text) > LONGEST:
-            raise _stopped(asked["name"], f"it writes more than {LONGEST:,} letters")
+            raise _stopped(fields["name"], f"it writes more than {LONGEST:,} letters")
         return {}, text.encode()
     except InputError as error:
         return {"error": error.message, "field": error.field, "remedy": error.remedy, "code": error.code}, b""

@@ -27,8 +27,8 @@ def check_said(text: str, field: str, *, blank: bool = False) -> None:
     continued may be blank, as what follows depends on it.
     """
     if not text or (not blank and text.isspace()):
-        what = "white space alone" if text else "empty"
-        raise InputError(f"{field!r} is {what}", field=field, remedy="give it a text, or leave it out", code="empty")
+        fault = "white space alone" if text else "empty"
+        raise InputError(f"{field!r} is {fault}", field=field, remedy="give it a text, or leave it out", code="empty")
 
 
 def valid_text(text: object, field: str = "text") -> str:
