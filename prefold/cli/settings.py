@@ -15,7 +15,6 @@ from ..errors import InputError, JobError
 from ..options import OPTIONS, ConversationOptions, LoopedOptions, SamplerOptions, cli_names, kind_of
 from .model import Options, adapter_folders, image_reading
 
-
 # ---------------------------------------------------------------------------------------------- tasks
 
 
