@@ -198,9 +198,7 @@ class _CompileClock:
             self._next(times=times, **rest)
 
 
-@cache
-def _clock() -> _CompileClock:
-    return _CompileClock()
+_clock = cache(_CompileClock)
 
 
 def compile_seconds() -> float:

@@ -218,10 +218,8 @@ class ConversationOptions:
     template_seconds: float | None = option(
         None,
         "Processor seconds that a chat template which a record brings may take; by default 10.",
-        least=0,
-        above=True,
-        journal=False,
-    )
+        least=0, above=True, journal=False,
+    )  # fmt: skip
     escape_special: bool = option(
         False,
         "Special tokens that are written in what a conversation holds (messages, tools, documents) stay text; only the"
@@ -256,9 +254,8 @@ class TaskOptions(LoopedOptions):
 
     def __post_init__(self) -> None:
         # The task, which knows the model, checks and converts the others.
-        check_values(
-            self, [entry for entry in fields(self) if entry.name not in _SAMPLER and kind_of(entry) is not float]
-        )
+        own = [entry for entry in fields(self) if entry.name not in _SAMPLER]
+        check_values(self, [entry for entry in own if kind_of(entry) is not float])
         if self.adapter is not None and not isinstance(self.adapter, (str, list, tuple)):
             message = f"adapter is {self.adapter!r:.80}, not a name"
             raise InputError(message, field="adapter", remedy="give the name of an adapter", code="wrong_type")
@@ -274,13 +271,8 @@ def check_values(options: object, declared: Iterable[Field[Any]]) -> None:
         if allowed or kind is None or (value is None and entry.default is None):
             continue
         if not is_a(kind, value):
-            remedies = {
-                bool: "give True or False",
-                str: "give a text",
-                int: "give a whole number",
-                float: "give a number",
-            }
-            raise wrong_value(entry.name, value, remedies[kind], "wrong_type")
+            wanted = {bool: "True or False", str: "a text", int: "a whole number", float: "a number"}[kind]
+            raise wrong_value(entry.name, value, f"give {wanted}", "wrong_type")
         enough = least is None or (value > least if above else value >= least)
         if not enough or not (most is None or value <= most):  # what is no number is neither
             remedy = f"give more than {least}" if above else f"give {least} or more"
@@ -473,9 +465,8 @@ def http_names(*kinds: type) -> dict[str, str]:
 
 def sent_names(*how: str | None) -> tuple[str, ...]:
     """Returns the options of generation that another server is asked for in one of these ways (`sent` of `option`)."""
-    return tuple(
-        entry.name for entry in (*fields(SamplerOptions), *fields(LoopedOptions)) if entry.metadata["sent"] in how
-    )
+    every = (*fields(SamplerOptions), *fields(LoopedOptions))
+    return tuple(entry.name for entry in every if entry.metadata["sent"] in how)
 
 
 def not_sent(options: SamplerOptions) -> list[str]:

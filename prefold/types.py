@@ -66,12 +66,8 @@ class Exits:
     @property
     def given(self) -> dict[str, object]:
         """Returns what differs from the default, by the names of the options that say it (as of Sampling)."""
-        values = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        }
-        return {name if name in _SAME_NAMES else f"exit_{name}": value for name, value in values.items()}
+        changed = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
+        return {name if name in _SAME_NAMES else f"exit_{name}": getattr(self, name) for name in changed}
 
     def without_route(self) -> Exits | None:
         """Returns what these exits say besides the route; None: nothing."""

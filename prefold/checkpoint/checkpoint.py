@@ -145,7 +145,10 @@ def resolve(
             "and not a hub id (owner/name)" + (f"; did you mean {close[0]}?" if close else "")
         )
     if mmproj is not None:
-        checkpoint = _with_tower(checkpoint, GGUFFile(_existing(mmproj)))
+        tower = Path(mmproj).expanduser()
+        if not tower.is_file():
+            raise CheckpointError(f"mmproj (--mmproj) is {mmproj}; there is no such file")
+        checkpoint = _with_tower(checkpoint, GGUFFile(tower))
     return Checkpoint.dummy(checkpoint.config, name=name, path=checkpoint.path) if dummy else checkpoint
 
 
@@ -184,14 +187,6 @@ def _tower_in(path: Path) -> GGUFFile | None:
     except CheckpointError:
         return None
     return None if _joining(file) is None else file
-
-
-def _existing(mmproj: str) -> Path:
-    """Returns the path of the file that `mmproj` names. Raises CheckpointError where there is none."""
-    path = Path(mmproj).expanduser()
-    if not path.is_file():
-        raise CheckpointError(f"mmproj (--mmproj) is {mmproj}; there is no such file")
-    return path
 
 
 def _joining(file: GGUFFile) -> Callable[[Settings, GGUFFile], Settings] | None:

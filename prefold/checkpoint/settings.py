@@ -125,7 +125,10 @@ class Settings(dict[str, Any]):
 
     def wrong(self, key: str, wanted: str) -> CheckpointError:
         """Returns the CheckpointError for a value that is not `wanted`."""
-        shown = repr(self.get(key)) if not isinstance(self.get(key), int) else f"{_short(self[key])}"
+        value = self.get(key)
+        # Python refuses to write a number with thousands of digits.
+        is_long = isinstance(value, int) and abs(value) >= 10**50
+        shown = f"a number of {value.bit_length()} bits" if is_long else repr(value)
         shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 3] + "..."
         return CheckpointError(f"{self.file}: {self.prefix}{key} is {shown}; it must be {wanted}")
 
@@ -136,9 +139,3 @@ class Settings(dict[str, Any]):
         if default is REQUIRED:
             raise CheckpointError(f"{self.file} has no {self.prefix}{key}")
         return default
-
-
-def _short(value: int) -> str:
-    """Returns a whole number in decimal; for one with thousands of digits, which Python refuses to write, its size
-    in bits."""
-    return str(value) if abs(value) < 10**50 else f"a number of {value.bit_length()} bits"

@@ -37,7 +37,8 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with warnings.catch_warnings():
-                warnings.showwarning = _one_line  # a person wants no path and no line of our source
+                # A person wants no path and no line of our source.
+                warnings.showwarning = lambda message, *_, **__: say(f"prefold: {message}")
                 return super().invoke(ctx)
         except PrefoldError as error:
             say(f"prefold: {error}")
@@ -51,10 +52,6 @@ class _Group(click.Group):
                 raise
             say("prefold: interrupted")
             raise error.__cause__ from None
-
-
-def _one_line(message: Warning | str, *place: Any, **more: Any) -> None:
-    say(f"prefold: {message}")
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -179,6 +179,8 @@ def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -
     """Returns the fleet that the options ask for; its replicas load their models meanwhile. media: the MediaTable of
     the job's tasks."""
     from ..cluster.fleet import Fleet
+    from ..job.plan import row_cost
+    from ..model import config_from
     from ..prefix import RowCost
 
     def notify(line: str) -> None:
@@ -191,12 +193,13 @@ def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -
         from ..cluster.ray_replicas import RayReplicas
 
         where = {"count": o["replicas"], "address": o["ray"] or None, "backend": backend_name(o)}
-        replicas: Any = RayReplicas(_model(o), options, **where, notify=notify)
+        model = str(Path(o["model"]).absolute()) if Path(o["model"]).exists() else o["model"]
+        replicas: Any = RayReplicas(model, options, **where, notify=notify)
     else:
         known = {"checkpoint": checkpoint, "tokenizer": tokenizer, "notify": notify}
         replicas = backend.replicas(o, options, **known)
     sharing = "full" if o["sharing"] == "auto" else o["sharing"]
-    cost = RowCost() if backend.where else _row_cost(checkpoint)
+    cost = RowCost() if backend.where else row_cost(config_from(checkpoint.config))
     how = {"patience": o["patience"], "notify": notify, "media": media}
     return FleetModel(Fleet(replicas, sharing=sharing, row_cost=cost, **how))
 
@@ -213,14 +216,3 @@ def _own_options(o: Options) -> dict[str, Any]:
         except ValueError:
             own[name] = value
     return own
-
-
-def _row_cost(checkpoint: Any) -> Any:
-    from ..job.plan import row_cost
-    from ..model import config_from
-
-    return row_cost(config_from(checkpoint.config))
-
-
-def _model(o: Options) -> str:
-    return str(Path(o["model"]).absolute()) if Path(o["model"]).exists() else o["model"]

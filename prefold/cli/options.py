@@ -375,11 +375,8 @@ def refuse_other_tasks_options(tasks: Collection[str], what: str) -> None:
         of = [task for task, same in known.items() if same is not None and same.help == option.help]
         if of and not {*of} & {*tasks} and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
             written = "/".join((*option.opts, *option.secondary_opts))
-            raise click.UsageError(f"{written} is for {_listed(of)}, and not for {what}")
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+            tasks_of = " and ".join(filter(None, (", ".join(of[:-1]), of[-1])))
+            raise click.UsageError(f"{written} is for {tasks_of}, and not for {what}")
 
 
 def refuse_conversation_options(o: dict[str, Any], remedy: str) -> None:

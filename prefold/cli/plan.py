@@ -13,6 +13,8 @@ import click
 from .options import TASKS, number, sample_options
 
 _SHOWN_SEGMENTS = 32
+_COUNTS = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longest", "saved", "outputs",
+           "output_tokens")  # fmt: skip
 
 
 @click.command(short_help="What a job would share and cost; computes nothing.")
@@ -52,21 +54,15 @@ def plan(**o: Any) -> None:
     decode = None if input.tokenizer is None else readable(input.tokenizer.decode)
     segments = place(counted, config, o["replicas"]) if o["replicas"] and counted.tokens else []
     if o["as_json"]:
-        counts = _as_json(counted, costs, row_bytes, seconds)
-        click.echo(json.dumps(counts | ({"segments": [asdict(s) for s in segments]} if segments else {})))
+        counts = {name: getattr(counted, name) for name in _COUNTS}
+        counts |= {"kv_row_bytes": row_bytes, "flops": {"full": asdict(costs[0]), "off": asdict(costs[1])}}
+        counts |= {"seconds": seconds} | ({"segments": [asdict(each) for each in segments]} if segments else {})
+        click.echo(json.dumps(counts))
     else:
         lines = _lines(counted, costs, row_bytes, seconds, decode, o)
         click.echo("\n".join([*lines, *(_segment_lines(counted, segments) if segments else [])]))
     if o["report"]:
         _report(counted, input.checkpoint, input.source, decode, o)
-
-
-def _as_json(counted: Any, costs: Any, row_bytes: int, seconds: float) -> dict[str, Any]:
-    names = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longest", "saved", "outputs")
-    names += ("output_tokens",)
-    flops = {name: asdict(cost) for name, cost in zip(("full", "off"), costs, strict=True)}
-    counts = {name: getattr(counted, name) for name in names}
-    return counts | {"kv_row_bytes": row_bytes, "flops": flops, "seconds": seconds}
 
 
 def _lines(counted: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, o: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ import click
 
 from ..errors import InputError, JobError
 from ..model_options import CacheOptions
-from .options import Decorator, all_of, engine_options, number, sample_options
+from .options import all_of, engine_options, number, sample_options
 
 # {option: (setting of ShiftedReuse, its default, the least it may be (None: it is a share), what it is)}. The class
 # is not imported for a help text.
@@ -33,18 +33,17 @@ _SETTINGS: dict[str, tuple[str, float, int | None, str]] = {
 DEFAULTS = {setting: default for setting, default, _, _ in _SETTINGS.values()}
 
 
-def _setting(name: str) -> Decorator:
-    _, default, least, doc = _SETTINGS[name]
-    kind = click.FloatRange(0, 1) if least is None else click.IntRange(least)
-    metavar, flag = "SHARE" if least is None else "N", f"--{name.replace('_', '-')}"
-    return click.option(flag, type=kind, metavar=metavar, help=f"{doc}  [default: {default}]")
-
-
 reuse_options = all_of(
     click.option("--reuse", type=click.Choice(["shifted"]),
                  help="Measure reuse of chunks at other positions, with the prompts of --task generate, and write what "
                       "--cache-reuse-shifted takes."),
-    *map(_setting, _SETTINGS),
+    *(
+        click.option(
+            f"--{name.replace('_', '-')}", type=click.FloatRange(0, 1) if least is None else click.IntRange(least),
+            metavar="SHARE" if least is None else "N", help=f"{doc}  [default: {default}]",
+        )
+        for name, (_, default, least, doc) in _SETTINGS.items()
+    ),
     click.option("--max-changed", type=click.FloatRange(0, 1), metavar="SHARE",
                  help="With --reuse: the part of first choices that may change.  [default: 0.01]"),
     click.option("-o", "--output", metavar="FILE", help="With --reuse: the file that is written."),
@@ -208,19 +207,13 @@ def verify_reuse(o: dict[str, Any], input: Any, rows: Iterable[Any]) -> None:
         click.echo(json.dumps({"bound": asdict(bound), "drift": asdict(drift), "met": why is None}))
     else:
         click.echo(f"{len(requests):,} prompts of {input.source.name}, {bad:,} records left out as unusable; {dtype}\n")
-        for line in _drift_lines(drift):
-            click.echo(line)
+        share = drift.approximate_tokens / max(1, drift.tokens)
+        copied = f"{drift.approximate_tokens:,} of {drift.tokens:,} ({share:.0%})"
+        click.echo(f"prompts with chunks that were met elsewhere  {drift.shifted:,} of {drift.prompts:,}")
+        click.echo(f"their tokens whose K/V was copied            {copied}")
+        click.echo(f"largest change of a log-probability          {drift.logprob:.3g}")
+        click.echo(f"mean change, of the likeliest token          {drift.mean_logprob:.3g}")
+        click.echo(f"first choices that changed                   {drift.changed:,}")
     if why is not None:
         click.echo(f"\nthe bound is not met: {why}", err=True)
         sys.exit(1)
-
-
-def _drift_lines(drift: Any) -> list[str]:
-    share = drift.approximate_tokens / max(1, drift.tokens)
-    return [
-        f"prompts with chunks that were met elsewhere  {drift.shifted:,} of {drift.prompts:,}",
-        f"their tokens whose K/V was copied            {drift.approximate_tokens:,} of {drift.tokens:,} ({share:.0%})",
-        f"largest change of a log-probability          {drift.logprob:.3g}",
-        f"mean change, of the likeliest token          {drift.mean_logprob:.3g}",
-        f"first choices that changed                   {drift.changed:,}",
-    ]

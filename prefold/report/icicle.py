@@ -262,11 +262,7 @@ def _line(columns: np.ndarray, group: np.ndarray, members: np.ndarray, alive: np
         elif each > 1 and i and columns[i - 1] != prompt and group[columns[i - 1]] != group[prompt]:
             out.append("▏" if members[prompt] == 1 else "▐")
         else:
-            out.append(_SHADES[_shade(int(members[prompt]), count)])
+            sharing = int(members[prompt])
+            shade = 0 if sharing == 1 else 3 if 2 * sharing > count else 2 if 8 * sharing > count else 1
+            out.append(_SHADES[shade])
     return "".join(out)
-
-
-def _shade(members: int, count: int) -> int:
-    if members == 1:
-        return 0
-    return 3 if 2 * members > count else 2 if 8 * members > count else 1

@@ -58,7 +58,7 @@ class TreeShape:
         for namespace, root in reversed(list(tree.roots.items())):
             owner = owner_of(namespace)
             if of in (None, owner):
-                stack += [(kid, None, 0, owner) for kid in _in_order(root.children.values(), reverse=True)]
+                stack += [(kid, None, 0, owner) for kid in _last_first(root.children.values())]
         while stack:
             node, above, common, owner = stack.pop()
             if len(lengths) >= most:
@@ -75,7 +75,7 @@ class TreeShape:
                 self._ends.append(end)
                 self._running.append(running)
                 self.owners.append(owner)
-            kids = _in_order(node.children.values(), reverse=True)
+            kids = _last_first(node.children.values())
             # The first of them shares all that the node before it did, the others what is above them.
             stack += [(kid, part, node.stop, owner) for kid in kids[:-1]]
             stack += [(kid, part, common, owner) for kid in kids[-1:]]
@@ -119,5 +119,5 @@ class TreeShape:
         return {"nodes": nodes, "parting": sorted(parting, key=lambda part: -part[4])[:10]}
 
 
-def _in_order(nodes: Iterable[Node], *, reverse: bool) -> list[Node]:
-    return sorted(nodes, key=lambda node: int(node.tokens[0]), reverse=reverse)
+def _last_first(nodes: Iterable[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda node: int(node.tokens[0]), reverse=True)

@@ -82,7 +82,12 @@ class ChatTemplates:
                 remedy="set only one of them",
             )
         name, source = self._choose(template, tools)
-        chat = [_message(message, i) for i, message in enumerate(_checked(messages))]
+        if not isinstance(messages, (list, tuple)):
+            raise wrong_type(messages, "messages", "a list", 'give a list of {"role": ..., "content": ...}')
+        if not messages:
+            remedy = "give at least one message"
+            raise InputError("'messages' is empty", field="messages", remedy=remedy, code="empty")
+        chat = [_message(message, i) for i, message in enumerate(messages)]
         final = _open_final(chat, source) if continue_final_message else None
         values: dict[str, Any] = {**self.variables, **{k: _plain(v, k) for k, v in variables.items()}}
         values |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
@@ -131,14 +136,6 @@ class ChatTemplates:
         return repr(name), self.templates[name]
 
 
-def _checked(messages: object) -> Sequence[object]:
-    if not isinstance(messages, (list, tuple)):
-        raise wrong_type(messages, "messages", "a list", 'give a list of {"role": ..., "content": ...}')
-    if not messages:
-        raise InputError("'messages' is empty", field="messages", remedy="give at least one message", code="empty")
-    return messages
-
-
 def _message(message: object, index: int) -> dict[str, Any]:
     field = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -150,19 +147,13 @@ def _message(message: object, index: int) -> dict[str, Any]:
         )
     # A null means "absent", as in transformers: templates would write it out as None.
     plain = {key: value for key, value in _plain(message, field).items() if value is not None}
-    _check_content(message, plain, field)
+    content = f"{field}.content"
+    if "content" in plain and not isinstance(plain["content"], (str, list, dict)):  # an object is a tool's answer
+        raise wrong_type(plain["content"], content, "a text", _CONTENT)
+    if "content" in message and "content" not in plain and plain["role"] != "assistant":
+        raise InputError(f"{content!r} is null", field=content, remedy=_CONTENT, code="null")
     reasoning = next((plain[key] for key in REASONING if key in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-
-
-def _check_content(message: Mapping[str, object], plain: Mapping[str, Any], field: str) -> None:
-    """Raises InputError unless a message's content is a text, a list of parts or an object (a tool's answer). Only
-    an assistant's content may be null."""
-    field += ".content"
-    if "content" in plain and not isinstance(plain["content"], (str, list, dict)):
-        raise wrong_type(plain["content"], field, "a text", _CONTENT)
-    if "content" in message and "content" not in plain and plain["role"] != "assistant":
-        raise InputError(f"{field!r} is null", field=field, remedy=_CONTENT, code="null")
 
 
 def _plain(value: object, field: str, depth: int = 0) -> Any:

@@ -95,7 +95,10 @@ def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
             " of different lengths; download the file again"
         )
     types = [NORMAL] * len(tokens) if types is None else list(types)
-    special, special_ids = _special_tokens(checkpoint, tokens)
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: checkpoint.metadata(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    special_ids = {name: int(i) for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
+    special = {name: tokens[i] for name, i in special_ids.items()}
     if model == "llama":
         backend, add_bos = _sentencepiece(checkpoint, tokens, types, order), True
     else:
@@ -158,13 +161,6 @@ def _add_tokens(backend: Any, tokens: Sequence[str], types: Sequence[int]) -> No
     defined = [t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in defined])
-
-
-def _special_tokens(checkpoint: Checkpoint, tokens: list[str]) -> tuple[dict[str, str], dict[str, int]]:
-    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: checkpoint.metadata(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    ids = {name: int(i) for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
-    return {name: tokens[i] for name, i in ids.items()}, ids
 
 
 def _post_process(backend: Any, checkpoint: Checkpoint, special: dict[str, str], add_bos: bool) -> None:

@@ -55,12 +55,14 @@ def _folder_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     _add_tokens(backend, config, named)
     if config.get("split_special_tokens"):
         backend.encode_special_tokens = True
+    most = config.get("model_max_length")
     return Tokenizer(
         backend,
         special_tokens={name: _content(token) for name, token in named.items()},
         special_ids=_configured_ids(checkpoint, config),
         chat_templates=folder_templates(checkpoint, config),
-        max_length=_max_length(config),
+        # Files of tokenizers without a limit have a number near 1e30.
+        max_length=int(most) if isinstance(most, (int, float)) and 0 < most < 1e12 else None,
         truncation_side=config.get("truncation_side", "right"),
     )
 
@@ -89,29 +91,21 @@ def _named_tokens(checkpoint: Checkpoint, config: dict) -> dict[str, Any]:
     """Returns {"bos_token": "<s>" or {"content": "<s>", ...}, ...}: each from tokenizer_config.json, else from
     special_tokens_map.json."""
     fallback = read_object(checkpoint, "special_tokens_map.json")
-    named = {}
-    for name in NAMED:
-        token = config[name] if name in config else fallback.get(name)
-        if token is not None:
-            named[name] = token
-    return named
+    named = {name: config[name] if name in config else fallback.get(name) for name in NAMED}
+    return {name: token for name, token in named.items() if token is not None}
 
 
 def _add_tokens(backend: Any, config: dict, named: dict[str, Any]) -> None:
     """Adds to the backend the tokens that the configuration names and tokenizer.json does not have."""
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    wanted: list[Any] = [token for _, token in sorted(_by_id(config.get("added_tokens_decoder")))]
-    wanted += list(named.values())
-    wanted += list(extra.values() if isinstance(extra, dict) else extra)
+    by_id = {int(token_id): token for token_id, token in (config.get("added_tokens_decoder") or {}).items()}
+    wanted: list[Any] = [by_id[token_id] for token_id in sorted(by_id)]
+    wanted += [*named.values(), *(extra.values() if isinstance(extra, dict) else extra)]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token in wanted:
         if _content(token) not in known:
             known.add(_content(token))
             _add_token(backend, token)
-
-
-def _by_id(decoder: dict | None) -> list[tuple[int, Any]]:
-    return [(int(token_id), token) for token_id, token in (decoder or {}).items()]
 
 
 def _add_token(backend: Any, token: Any) -> None:
@@ -140,12 +134,6 @@ def _configured_ids(checkpoint: Checkpoint, config: dict) -> dict[str, int]:
         if isinstance(value, int) and name not in config:
             ids[name] = value
     return ids
-
-
-def _max_length(config: dict) -> int | None:
-    # Files of tokenizers without a limit have a number near 1e30.
-    value = config.get("model_max_length")
-    return int(value) if isinstance(value, (int, float)) and 0 < value < 1e12 else None
 
 
 def folder_templates(checkpoint: Checkpoint, config: dict | None = None) -> dict[str, str]:
