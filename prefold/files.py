@@ -23,7 +23,7 @@ def writing(what: Path | str, state: str = "", remedy: str = "") -> Iterator[Non
     state   what is true all the same ("what is written is kept")
     remedy  what to do when there is room, or whatever else it was is mended
 
-    A BrokenPipeError passes: whoever read has gone, which is no failure of this machine.
+    A BrokenPipeError passes: the reader of a pipe has gone, which is no failure of this machine.
     """
     try:
         yield

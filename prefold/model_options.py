@@ -104,7 +104,7 @@ class LoopedSettings(_Checked):
         one_of=("block", "template"),
     )  # fmt: skip
     step_visits: int = option(
-        2, "The most visits that rows make one after another in a step then, where nobody has a prompt to compute; it"
+        2, "The most visits that rows make one after another in a step then, where no prompt waits to be computed; it"
         " changes no result.",
         least=1,
     )  # fmt: skip
@@ -123,7 +123,7 @@ class ImageSettings(_Checked):
     )
     media_memory: int = option(
         256 << 20,
-        "Bytes of what the tower made of images that are kept for others who ask about the same image; by default"
+        "Bytes of what the tower made of images that are kept for later requests about the same image; by default"
         " 256 MiB.",
         least=0, on="engine",
     )  # fmt: skip
@@ -154,9 +154,9 @@ class StepOptions(_Checked):
     )  # fmt: skip
     sharing_threshold: float | Literal["auto"] = option(
         "auto",
-        "With sharing auto: prompts whose numbers are read together are computed as with off where their unique tokens"
-        " are a larger share of their tokens, such as 0.85, and that was measured to take less time. auto: never, as"
-        " full costs nothing where nothing is shared.",
+        "With sharing auto: if more than this share of a window's tokens is unique, such as 0.85, and off has measured"
+        " faster, the window is computed without sharing. Generated text is always shared. auto: no window is, as full"
+        " costs nothing where nothing is shared.",
         on="threshold", metavar="SHARE",
     )  # fmt: skip
     max_batch_rows: int | None = option(

@@ -70,11 +70,11 @@ def option(
                  None: it is set in Python only
     http         of how answers are made: the parameters of a request that set it, parted by blanks; "": that of the
                  field's own name; None: none
-    sent         how another server that generates text is asked for it. "openai": it is a parameter of OpenAI's API,
+    sent         how a request to another server for text sets it. "openai": it is a parameter of OpenAI's API,
                  and always sent, as a server may take what a body leaves out from its checkpoint's files; "vllm": it is
                  none of OpenAI's, but most servers know it, so it is always sent to those that do; "set": it is sent
-                 where it is not the default; "own": bodies have a form of their own for it. None: no other server can
-                 be asked for it, so that a request which sets it is refused
+                 where it is not the default; "own": bodies have a form of their own for it. None: no request
+                 to another server can set it, so that one which should is refused
     draws        what it is to the sampler, which gets one column of numbers for each filter and each penalty
     metavar      what the help of the command line writes in place of a value; None: as its type says
     """
@@ -399,8 +399,8 @@ class GenerationOptions(TaskOptions, ConversationOptions, SamplerOptions):
     )
     salt: str = option(
         "",
-        "A name for those who may share: prompts share keys and values, in a batch and in the cache, only where their"
-        " salts are equal. With a salt for each customer nobody can find out by timing what others asked.",
+        "A name for prompts that may share: they share keys and values, in a batch and in the cache, only where their"
+        " salts are equal. With a salt for each customer no customer can find out others' prompts by timing.",
         None,
     )
     priority: int = option(
@@ -425,7 +425,7 @@ def options_of(task: str, values: Mapping[str, Any]) -> TaskOptions:
 
 
 def check_options(owner: str, names: Iterable[str], known: Sequence[str]) -> None:
-    """Raises InputError for an option that is not known, naming the one whose name is nearest. owner: what has them."""
+    """Raises InputError for an option that is not known, naming the nearest known name. owner: the task or class."""
     for name in names:
         if name not in known:
             close = get_close_matches(name, known, n=1)
@@ -464,13 +464,13 @@ def http_names(*kinds: type) -> dict[str, str]:
 
 
 def sent_names(*how: str | None) -> tuple[str, ...]:
-    """Returns the options of generation that another server is asked for in one of these ways (`sent` of `option`)."""
+    """Returns the options of generation that other servers' requests set in one of these ways (`sent` of `option`)."""
     every = (*fields(SamplerOptions), *fields(LoopedOptions))
     return tuple(entry.name for entry in every if entry.metadata["sent"] in how)
 
 
 def not_sent(options: SamplerOptions) -> list[str]:
-    """Returns the options that differ from their defaults and that no other server can be asked for."""
+    """Returns the options that differ from their defaults and that no request to another server can set."""
     defaults = {entry.name: entry.default for entry in fields(options)}
     return [name for name in sent_names(None) if getattr(options, name) != defaults[name]]
 

@@ -83,7 +83,7 @@ class GenerationStats(Jsonable):
 
 @dataclass(slots=True)
 class Stats(Jsonable):
-    """Counts what was asked and what was computed, and says where the time went.
+    """Counts the tokens of requests and the rows that were computed, and says where the time went.
 
     tokens          tokens of all prompts, as the user sees them: what sharing "off" computes. A prompt that is read
                     more than once (for labels of one token) counts once. Where text is generated, the tokens of each
@@ -141,6 +141,6 @@ class Stats(Jsonable):
 
 
 def _added(first: object, second: object, name: str) -> int:
-    """Returns what two counters of this name come to."""
+    """Returns two counters of this name as one."""
     counts = getattr(first, name), getattr(second, name)
     return max(counts) if name.endswith("_peak") else sum(counts)

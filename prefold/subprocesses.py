@@ -34,7 +34,7 @@ class Subprocess:
     process starts with the first request, and again where a request has ended it. It ends with the Subprocess."""
 
     def __init__(self, module: str, arguments: Sequence[str]):
-        """module: whose `main(arguments, source, sink)` runs in the process."""
+        """module: the process runs its `main(arguments, source, sink)`."""
         self._command = [sys.executable, "-P", "-c", PROGRAM.format(module=module), *arguments]
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -89,8 +89,8 @@ class Subprocess:
         return process
 
     def _answer(self, request: bytes, seconds: float) -> tuple[dict[str, Any], bytearray]:
-        """Returns what the process answers. Where that is broken off, by an interrupt too, the process ends: the
-        rest of its answer would be taken for the next one."""
+        """Returns the answer of the process. Where the exchange is broken off, by an interrupt too, the process ends:
+        the rest of its answer would be taken for the next one."""
         process, deadline = self.process, time.monotonic() + seconds
         assert process is not None
         try:

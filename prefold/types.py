@@ -1,4 +1,4 @@
-"""Defines the words that the layers share: what is asked of the engine, and what comes back. It imports NumPy only."""
+"""Defines the words that the layers share: requests to the engine, and its results. It imports NumPy only."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Exits:
 
     @property
     def given(self) -> dict[str, object]:
-        """Returns what differs from the default, by the names of the options that say it (as of Sampling)."""
+        """Returns the values that differ from their defaults, by the names of the options (those of Sampling)."""
         changed = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
         return {name if name in _SAME_NAMES else f"exit_{name}": getattr(self, name) for name in changed}
 
     def without_route(self) -> Exits | None:
-        """Returns what these exits say besides the route; None: nothing."""
+        """Returns the exit rules without their route; None where there are no other rules."""
         others = replace(self, route=None)
         return None if others == Exits() else others
 
@@ -187,8 +187,8 @@ class Request:
 class Owner:
     """An Owner says for whom a request is run.
 
-    tenant    among whom the engine is shared; None: nobody in particular
-    is_batch  whether it may wait until nobody else does
+    tenant    the engine is shared among tenants; None: the request has none
+    is_batch  whether it may wait until no other request waits
     """
 
     tenant: Hashable = None
@@ -199,7 +199,7 @@ class Owner:
 class Share:
     """A Share says how much of an engine a tenant gets.
 
-    weight         its part, relative to those of the others who want something at that time
+    weight         its part, relative to those of the other tenants that have requests at that time
     max_running    the most sequences that run at once; None: as many as there is room for
     max_kept_rows  the most rows that are kept for it after its requests have ended; None: as many as there is room for
     """

@@ -198,9 +198,9 @@ def _kept(task: str, o: Options, have: list[str] | None) -> dict[str, Any]:
 
 
 def render_chat(task: str, o: Options, tokenizer: Any) -> Any:
-    """Returns what turns chat messages into token ids, for a task that does not continue them.
+    """Returns the function that turns chat messages into token ids, for a task that does not continue them.
 
-    A conversation whose continuation is scored ends with what introduces the assistant's turn.
+    A conversation whose continuation is scored ends with the beginning of the assistant's turn.
     """
     from ..tasks.base import Inputs
     from ..tasks.conversations import Conversations

@@ -60,7 +60,7 @@ def run_command(
         raise
     if not o["quiet"]:
         notes = [f"  note      {note}" for note in job.output.notes]
-        stored = "" if backend_of(o).where else stored_as(input.checkpoint)  # else nobody has looked at the weights
+        stored = "" if backend_of(o).where else stored_as(input.checkpoint)  # else the weights are elsewhere
         say("\n".join([*summary_lines(summary, o, input.adapter, stored), *notes]))
     if o["report"] and not was_ended:
         report(summary, task, input, o)

@@ -23,7 +23,7 @@ def backend_name(o: Options) -> str:
 
 
 def backend_of(o: Options) -> Backend:
-    """Returns what computes a job. Raises UsageError where there is no such backend."""
+    """Returns the backend that computes a job. Raises UsageError where there is no such backend."""
     try:
         return backend_named(backend_name(o))
     except InputError as error:
@@ -106,7 +106,7 @@ def llm_options(o: Options) -> dict[str, Any]:
     if not isinstance(o.get("cache"), CacheOptions):
         options = model_fields(CacheOptions)
         settings = {option.name: o[name] for name, option in options.items() if o.get(name) is not None}
-        # A job knows its future: what is done with is not needed again. Of a stream nobody knows it.
+        # A sorted job never comes back to a prefix that it has left; a stream may.
         keywords["cache"] = o.get("cache") or ("lru" if settings or o.get("stream") else "off")
         if keywords["cache"] == "off" and "shifted" in settings:
             raise click.UsageError("--cache-reuse-shifted needs a cache; leave out --cache off")
@@ -136,7 +136,7 @@ class FleetModel:
 
     @property
     def dtype(self) -> str:
-        """Returns what the replicas compute in, "" while none is ready."""
+        """Returns the dtype of the replicas, "" while none is ready."""
         return "" if self.engine.facts is None else self.engine.facts.dtype
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -
 
 
 def _own_options(o: Options) -> dict[str, Any]:
-    """Returns what --backend-option gives, by name."""
+    """Returns the values of --backend-option by name."""
     own = {}
     for text in o.get("backend_option") or ():
         name, _, value = text.partition("=")

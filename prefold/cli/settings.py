@@ -46,7 +46,7 @@ class LazyTasks(Mapping[str, Any]):
 
     @cached_property
     def images(self) -> Any:
-        """Returns what reads the images of all tasks; None for a model that takes text alone."""
+        """Returns the reader of the images of all tasks; None for a model that takes text alone."""
         from ..model import config_from
 
         config, how = config_from(self._checkpoint.config), image_reading(self._options) | self._reading
@@ -54,7 +54,7 @@ class LazyTasks(Mapping[str, Any]):
 
     @property
     def media(self) -> Any:
-        """Returns what gives the rows of images their ids, which an LLM that runs these tasks is given; or None."""
+        """Returns the MediaTable with the ids of rows of images, for the LLM that runs these tasks; or None."""
         return None if self.images is None else self.images.table
 
     def replace(self, name: str, task: Any) -> None:
@@ -224,7 +224,7 @@ def _json_option(text: str, option: str, kind: type) -> Any:
 
 
 def uses_chat(o: Options, tokenizer: Any) -> bool:
-    """Returns whether a prompt is put into the chat template. Raises JobError where it cannot be, though asked for."""
+    """Returns whether a prompt is put into the chat template. Raises JobError where --chat or --system lack one."""
     has = tokenizer is not None and bool(tokenizer.chat_templates or o.get("chat_template"))
     if o.get("chat") and not has:
         raise JobError("--chat needs a chat template, and the model has none; leave it out, or give --chat-template")

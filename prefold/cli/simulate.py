@@ -83,7 +83,7 @@ def _check_given(what: str) -> None:
 
 
 def _outcomes(o: dict[str, Any]) -> Iterator[Any]:
-    """Yields the outcome of each combination of what was asked for."""
+    """Yields the outcome of each combination of the options that may be repeated."""
     from ..simulate.cases import Outcome, Setup, run_setup
     from ..simulate.costs import model_named
 

@@ -26,7 +26,7 @@ def guarded() -> Iterator[None]:
     with _ending_on_signals():
         try:
             yield
-        except BrokenPipeError:  # the reader of our output has gone, so there is nobody to tell
+        except BrokenPipeError:  # the reader of our output has gone, so no message would be read
             sys.exit(1)
         except OSError as error:
             say(f"prefold: {_describe(error)}")

@@ -28,7 +28,7 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
     if summary.errors:
         lines.append(f"  errors    {summary.errors:,} records failed; their lines say why")
         if summary.first_error:
-            lines.append(f"            the first: {_told(json.loads(summary.first_error)):.300}")
+            lines.append(f"            the first: {_failure(json.loads(summary.first_error)):.300}")
     if stats.tokens:
         outputs = " and what was generated" if stats.generation and stats.generation.generated_tokens else ""
         of = f", of the {summary.computed:,} records of this run" if summary.resumed else ""
@@ -85,8 +85,8 @@ def _generation_lines(generation: Any, summary: Any) -> list[str]:
     return lines
 
 
-def _told(line: dict[str, Any]) -> str:
-    """Returns what the line of a record that failed says in words: a line of a table, or of a batch."""
+def _failure(line: dict[str, Any]) -> str:
+    """Returns the error in a failed record's line, in words. line: of a table, or of a batch."""
     error = line.get("error") or line["response"]["body"]["error"]
     name = f"record {line['record']}" if "record" in line else line["custom_id"]
     return (f"{name}: " if name else "") + f"{error['message']}" + (f"; {error['remedy']}" if "remedy" in error else "")

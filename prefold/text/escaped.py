@@ -44,7 +44,7 @@ class Escaping:
         self._copy = _renamed(backend, self._ids)
 
     def finds(self, text: str) -> bool:
-        """Whether there is something to escape in a text."""
+        """Returns whether a text has a special token to escape."""
         return self._special.search(text) is not None
 
     def shielded(self, value: Any, field: str, depth: int = 0) -> Any:

@@ -178,7 +178,7 @@ def _message(message: Any, index: int, images: list[tuple[Any, str]]) -> Any:
 
 
 def _image_in(part: Any, field: str) -> Any:
-    """Returns what stands for an image in a part of content; None for a part of another type."""
+    """Returns the image in a part of content, in whatever form it has; None for a part of another type."""
     if is_picture(part) or isinstance(part, (bytes, bytearray, np.ndarray)):
         return part
     if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
@@ -194,5 +194,5 @@ def is_picture(value: Any) -> bool:
     """Returns whether a value is decoded pixels, or a picture of Pillow's."""
     if isinstance(value, Pixels):
         return True
-    library = sys.modules.get("PIL.Image")  # who has a picture has imported it
+    library = sys.modules.get("PIL.Image")  # a process with such a picture has imported it
     return library is not None and isinstance(value, library.Image)

@@ -36,8 +36,9 @@ class TemplateProcess:
         self._subprocess = Subprocess(__name__, [str(memory)])
 
     def write(self, name: str, source: str, values: Mapping[str, Any], seconds: float) -> str:
-        """Returns what `sandbox.write` returns for the same arguments, and raises what it raises; also InputError for
-        a template that takes more than so many seconds of processor time, or more memory than the process may have."""
+        """Returns the text that `sandbox.write` returns for the same arguments, and raises its errors; also InputError
+        for a template that takes more than so many seconds of processor time, or more memory than the process
+        may have."""
         if sys.platform != "linux":
             message = f"chat templates of requests are refused on {sys.platform}: their memory could not be limited"
             remedy = "name one of the model's templates, or run prefold on Linux"

@@ -155,8 +155,8 @@ class Tokenizer:
         return Escaping(self.backend)
 
     def escaping_only(self, tokens: Collection[str]) -> Escaping:
-        """Returns what encodes conversations whose texts hold none of these special tokens; made when it is asked for
-        first, since it holds a copy of the whole tokenizer."""
+        """Returns the encoder of conversations in whose texts these special tokens stay text. It is made at the first
+        use, since it holds a copy of the whole tokenizer."""
         wanted = frozenset(tokens)
         if wanted not in self._escapings:
             self._escapings[wanted] = Escaping(self.backend, wanted)
