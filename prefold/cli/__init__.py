@@ -13,9 +13,9 @@ from ..errors import PrefoldError
 from .bench import bench, demo
 from .options import plugin_option
 from .plan import plan
+from .process import Stopped, guarded, say
 from .serve import serve
 from .simulate import simulate
-from .streams import Stopped, guarded, say
 from .tasks import classify, embed, generate, rerank, run, score
 from .verify import verify
 

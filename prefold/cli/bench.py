@@ -205,7 +205,7 @@ def _run(engine: Any, task: Any, works: list[Any]) -> tuple[dict[str, Any], dict
 
 
 def _show_ranking(items: list[dict[str, Any]], scores: list[list[float]]) -> None:
-    from .direct import one_line
+    from .answers import one_line
 
     for item, values in zip(items, scores, strict=True):
         click.echo(f"\n{click.style(item['query'], bold=True)}")

@@ -24,8 +24,8 @@ from ..model_options import model_fields
 from ..options import OPTIONS, cli_names, kind_of
 from .input import COLUMN_OPTIONS, Input, open_input
 from .model import Options, adapter_folders, backend_of, has_fleet, load_fleet, load_llm
+from .process import say
 from .settings import read_bytes
-from .streams import say
 from .summary import report, summary_lines
 
 FAILED_RECORDS = 3

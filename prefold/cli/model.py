@@ -12,7 +12,7 @@ import click
 from ..cluster.backends import Backend, backend_named, backend_names
 from ..errors import InputError, JobError
 from ..model_options import GROUPS, CacheOptions, ModelOptions, model_fields, model_keywords
-from .streams import say
+from .process import say
 
 Options = dict[str, Any]
 

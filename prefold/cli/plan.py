@@ -69,7 +69,7 @@ def _lines(counted: Any, costs: Any, row_bytes: int, seconds: float, decode: Any
     from ..job.plan import shared_most
     from ..report.icicle import trie_picture
     from ..report.progress import format_seconds
-    from .direct import one_line
+    from .answers import one_line
 
     lines = [f"{counted.records:,} records, {counted.requests:,} prompts, the longest of {counted.longest:,} tokens"]
     if counted.errors:

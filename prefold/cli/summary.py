@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoint.identity import stored_as
 from .input import Input
-from .streams import say
+from .process import say
 
 
 def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "") -> list[str]:

@@ -118,7 +118,7 @@ def generate(input: tuple[str, ...], **o: Any) -> None:
     if o["prompt_file"] and input and is_input(input):
         raise click.UsageError(f"--prompt-file is for prompts; for the records of {input[0]} give --prompt @FILE")
     if o["prompt_file"]:
-        from .direct import answer
+        from .answers import answer
 
         return answer("generate", input, o)
     if not input:
@@ -127,7 +127,7 @@ def generate(input: tuple[str, ...], **o: Any) -> None:
 
 
 def _start(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
-    from .direct import answer, job_options_of
+    from .answers import answer, job_options_of
 
     piped = None
     if arguments == ("-",) and not job_options_of(o):

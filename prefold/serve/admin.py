@@ -25,8 +25,8 @@ from ..api import KINDS
 from ..api.body import TaskOrder
 from ..cache.tree import RadixTree
 from ..errors import InputError
-from ..report.live import TreeShape
 from ..report.page import with_drawing
+from ..report.tree import TreeShape
 from ..text.prompts import readable
 from .context import Entry, RequestContext
 from .dialects import OPENAI

@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny_checkpoint
 
 from prefold import LLM, cli
-from prefold.cli.direct import expand
+from prefold.cli.answers import expand
 from prefold.cli.settings import task_settings
 
 

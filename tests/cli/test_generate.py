@@ -260,12 +260,12 @@ def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, slowed):
 
 @pytest.mark.parametrize("options", [(), ("--n", 3, "--temperature", 1, "--seed", 5), ("--stop", "e")])
 def test_a_terminal_shows_text_as_it_comes_and_in_the_end_the_same(prefold, monkeypatch, options):
-    from prefold.cli import direct
+    from prefold.cli import answers
 
     for prompts in (["the"], ["the", "yes no", "a"]):
         command = ["generate", *prompts, "--max-tokens", 12, "--dtype", "float32", *options]
         piped = prefold(*command)
-        monkeypatch.setattr(direct, "on_terminal", lambda: True)
+        monkeypatch.setattr(answers, "on_terminal", lambda: True)
         shown = prefold(*command)
         monkeypatch.undo()
         assert shown.stdout == piped.stdout and shown.exit_code == piped.exit_code == 0
@@ -274,7 +274,7 @@ def test_a_terminal_shows_text_as_it_comes_and_in_the_end_the_same(prefold, monk
 
 def test_text_is_shown_before_the_next_step(model, monkeypatch):
     from prefold import LLM
-    from prefold.cli.direct import generate_live
+    from prefold.cli.answers import generate_live
 
     llm = LLM(model, dtype="float32")
     task = llm.task("generate", max_tokens=30, ignore_eos=True)
@@ -294,7 +294,7 @@ def test_text_is_shown_before_the_next_step(model, monkeypatch):
 
 
 def test_answers_are_shown_in_order():
-    from prefold.cli.direct import in_order
+    from prefold.cli.answers import in_order
 
     events = [(1, "b1"), (0, "a1"), (2, 13), (1, "b2"), (0, "a2"), (0, 11), (1, 12)]
     seen = []

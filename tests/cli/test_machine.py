@@ -152,7 +152,7 @@ def test_other_commands_into_a_full_or_closed_output(tmp_path, environment, comm
 def test_a_signal_outside_of_a_job_removes_temporary_folders(tmp_path, environment, name):
     code = (
         "import sys, time, tempfile, click\n"
-        "from prefold.cli.streams import guarded\n"
+        "from prefold.cli.process import guarded\n"
         f"with guarded():\n"
         f"    folder = tempfile.TemporaryDirectory(dir={str(tmp_path)!r})\n"
         "    print('ready', flush=True)\n"

@@ -17,7 +17,7 @@ from serving import serving
 from prefold import LLM
 from prefold.cache.tree import RadixTree
 from prefold.report.icicle import icicle, walk
-from prefold.report.live import TreeShape
+from prefold.report.tree import TreeShape
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=40)
 
