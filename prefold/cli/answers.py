@@ -11,7 +11,7 @@ import click
 from ..errors import InputError, JobError
 from .model import check_tokenizer, load_llm, open_model
 from .options import refuse_conversation_options
-from .settings import LazyTasks, read_bytes, uses_chat
+from .settings import LazyTasks, read_text, uses_chat
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
@@ -38,7 +38,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     if task != "generate":
         refuse_conversation_options(o, "give a file of them with --messages COLUMN, or leave it out")
     from ..records.lines import dumps
-    from ..tasks.run import calibrated, finish_items, run_works
+    from ..tasks.run import calibrated, checked, finish_items, run_works
 
     if o.get("tools") and not o["tools"].startswith("@"):
         raise click.UsageError("--tools COLUMN is for jobs; give @FILE")
@@ -54,13 +54,13 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     tasks = LazyTasks((task,), o, checkpoint, tokenizer, paths=True)
     made = tasks[task]
     items = [with_image(task, item, o["image"]) for item in items] if o.get("image") else items
-    works = _usable(made.prepare(items))  # before the weights are loaded
+    (works,) = checked([made.prepare(items)])  # before the weights are loaded
     engine = load_llm(o, checkpoint, tokenizer, media=tasks.media).engine
     made = calibrated(engine, made)
     if task == "generate" and not o["as_json"] and tokenizer is not None and on_terminal():
         _show_live(texts, engine, made, works, o.get("seed"))
         return _summary(engine, o)
-    results = _usable(finish_items(made, works, run_works(engine, made, works, seed=o.get("seed"))))
+    (results,) = checked([finish_items(made, works, run_works(engine, made, works, seed=o.get("seed")))])
     if o["as_json"] or (task == "embed" and len(texts) == 1):
         for text, result in zip(shown, results, strict=True):
             click.echo(dumps({**text, **result}))
@@ -100,14 +100,6 @@ def _summary(engine: Any, o: dict[str, Any]) -> None:
     click.echo(click.style(f"{rows}, {o['model']}", dim=True), err=True)
 
 
-def _usable(results: list[Any]) -> list[Any]:
-    """Returns results, or works, as they are. Raises the first InputError among them."""
-    for result in results:
-        if isinstance(result, InputError):
-            raise result
-    return results
-
-
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
     """Returns the texts of an argument: itself, or for @FILE and - the lines of a file or of standard input.
 
@@ -124,11 +116,9 @@ def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
     """Returns the text of a file, or of standard input (`-`; the lines `piped`, if given). Raises JobError."""
     from ..records.source import standard_input
 
-    source = "standard input" if name == "-" else name
-    try:
-        return (read_bytes(name) if name != "-" else b"".join(standard_input() if piped is None else piped)).decode()
-    except UnicodeDecodeError:
-        raise JobError(f"{source} is not valid UTF-8") from None
+    if name != "-":
+        return read_text(name)
+    return read_text("standard input", b"".join(standard_input() if piped is None else piped))
 
 
 def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -112,12 +112,9 @@ def _labels(o: Options) -> dict[str, Any]:
         return {"labels": [label.strip() for label in o["labels"].split(",") if label.strip()]}
     if not o.get("labels_file"):
         return {}
-    text = _read(o["labels_file"])
+    text = read_text(o["labels_file"])
     if text.lstrip()[:1] in ("[", "{"):
-        try:
-            return {"labels": json.loads(text)}
-        except ValueError as error:
-            raise JobError(f"{o['labels_file']} is not valid JSON: {error}") from None
+        return {"labels": _json_option(text, o["labels_file"])}
     return {"labels": [line.strip() for line in text.split("\n") if line.strip()]}
 
 
@@ -137,9 +134,10 @@ def _examples(name: str) -> list[tuple[str, str]]:
     return out
 
 
-def _read(name: str) -> str:
+def read_text(name: str, data: bytes | None = None) -> str:
+    """Returns the text of a file, or `data` as a text. Raises JobError."""
     try:
-        return read_bytes(name).decode("utf-8")
+        return (read_bytes(name) if data is None else data).decode("utf-8")
     except UnicodeDecodeError:
         raise JobError(f"{name} is not valid UTF-8") from None
 
@@ -204,7 +202,7 @@ def _grammar(o: Options) -> Any:
         raise click.UsageError(f"{first} and {second} exclude each other")
     value = o[formats[0]]
     if formats[0] == "json_schema":
-        schema = value if value.lstrip()[:1] == "{" else _read(value.removeprefix("@"))
+        schema = value if value.lstrip()[:1] == "{" else read_text(value.removeprefix("@"))
         return {"json_schema": _json_option(schema, "--json-schema", dict)}
     if formats[0] == "json_object":
         return {"json": True}
@@ -213,12 +211,12 @@ def _grammar(o: Options) -> Any:
     return {"regex" if formats[0] == "regex" else "lark": read_argument(value)}
 
 
-def _json_option(text: str, option: str, kind: type) -> Any:
+def _json_option(text: str, option: str, kind: type | None = None) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:
         raise JobError(f"{option} is not valid JSON: {error}") from None
-    if not isinstance(value, kind):
+    if kind is not None and not isinstance(value, kind):
         raise JobError(f"{option} is not a JSON {'object' if kind is dict else 'list'}")
     return value
 
