@@ -71,6 +71,42 @@ _DEVICE = Written(
 _BLOCKS = Written("blocks", _blocks, "not a route; write the numbers of blocks: 0,1,0")
 
 
+# Parameters that the command line reads in a way of its own: settings of click in place of what is declared. Where a
+# default is None, the command line says only whether the option was given.
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "device": {"type": _DEVICE},
+    "sharing_threshold": {"type": _SHARE},
+    "cache": {"type": click.Choice(["off", *POLICIES]), "metavar": None, "default": None},
+    **{name: {"default": None} for name in ("max_running", "media_memory", "allow_media_host", "normalize")},
+    "truncate": {"is_flag": True, "type": None,
+                 "help": "Cut what is too long instead of failing: the longest column of a template, the longest "
+                         "content of a conversation, of rerank the document. What is around it stays."},
+    "truncate_side": {"help": "Cut the prompt as a whole, at this end."},
+    "route": {"type": _BLOCKS, "metavar": "0,1,..."},
+    "adapter": {"metavar": "NAME=FOLDER", "multiple": True,
+                "help": "A LoRA adapter (PEFT). One is used for all records; of several, --adapter-column or the model "
+                        "of a batch line chooses."},
+    "prompt_name": {"metavar": "NAME"},
+    "words": {"metavar": "YES,NO"},
+    "labels": {"metavar": "A,B,...", "help": "The labels."},
+    "labels_file": {"metavar": "FILE",
+                    "help": 'The labels, one a line, or as JSON ["a", ...] or {"label": "how it is written", ...}.'},
+    "examples": {"metavar": "FILE", "help": "JSONL or CSV with the columns text and label."},
+    "chat_template_kwargs": {"metavar": "JSON", "help": 'Variables of the chat template: {"enable_thinking": false}.'},
+    "max_tokens": {"type": click.IntRange(0), "metavar": "N"},
+    "temperature": {"help": "0: always the most likely token.  [default: 0; batch lines: 1]"},
+    "logit_bias": {"metavar": "ID=X", "multiple": True, "help": "Added to a token's logit. May be repeated."},
+    "stop": {"metavar": "TEXT", "multiple": True, "help": "A text that ends the answer. May be repeated."},
+    "stop_id": {"type": click.IntRange(0), "metavar": "ID", "multiple": True,
+                "help": "A token id that ends the answer. May be repeated."},
+    "json_schema": {"metavar": "FILE|JSON", "help": "Answers are JSON of this schema."},
+    "json_object": {"is_flag": True, "help": "Answers are a JSON object."},
+    "regex": {"metavar": "REGEX", "help": "Answers match this regular expression."},
+    "choice": {"metavar": "TEXT", "multiple": True, "help": "Answers are one of these texts. Repeated for each text."},
+    "grammar": {"metavar": "TEXT", "help": "Answers follow a grammar in Lark's syntax; @FILE reads it."},
+}  # fmt: skip
+
+
 def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) -> Decorator:
     """Returns the command line's option for an option that is declared as in `prefold.options`.
 
@@ -93,7 +129,9 @@ def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) ->
         shown |= {"type": BYTES, "metavar": about["metavar"] or "BYTES"}
     else:
         shown["type"] = kind if bounded is None else bounded(*bounds, min_open=about["above"])
-    return click.option(*(flags or (f"--{name.replace('_', '-')}",)), name, **shown | settings)
+    return click.option(
+        *(flags or (f"--{name.replace('_', '-')}",)), name, **shown | settings | _OVERRIDES.get(name, {})
+    )
 
 
 def all_of(*decorators: Decorator) -> Decorator:
@@ -113,20 +151,11 @@ def _plugins(ctx: click.Context, param: click.Parameter, names: tuple[str, ...])
     add_plugins(names)
 
 
-# Values that the command line reads in a way of its own; and of these options it says only whether they were given.
-_KINDS: dict[str, dict[str, Any]] = {
-    "device": {"type": _DEVICE},
-    "sharing_threshold": {"type": _SHARE},
-    "cache": {"type": click.Choice(["off", *POLICIES]), "metavar": None, "default": None},
-    **{name: {"default": None} for name in ("max_running", "media_memory", "allow_media_host")},
-}
-
-
 def declared(parameter: str, option: Field[Any], *flags: str) -> Decorator:
     """Returns the command line's option for an option with its default: of a model, or of a server."""
     shown = kind_of(option) is not bool and option.default not in (None, ())
     default = {"default": option.default, "show_default": True} if shown else {}
-    return click_option(option, parameter, *flags, **default | _KINDS.get(parameter, {}))
+    return click_option(option, parameter, *flags, **default)
 
 
 def model_group(*groups: str) -> Decorator:
@@ -233,36 +262,6 @@ chat_option = click.option(
     "--chat/--raw", default=None,
     help="Put prompts into the model's chat template, or not.  [default: if it has one]",
 )  # fmt: skip
-# Parameters that the command line reads in a way of its own: settings of click in place of what is declared.
-_BY_HAND: dict[str, dict[str, Any]] = {
-    "truncate": {"is_flag": True, "type": None,
-                 "help": "Cut what is too long instead of failing: the longest column of a template, the longest "
-                         "content of a conversation, of rerank the document. What is around it stays."},
-    "truncate_side": {"help": "Cut the prompt as a whole, at this end."},
-    "route": {"type": _BLOCKS, "metavar": "0,1,..."},
-    "adapter": {"metavar": "NAME=FOLDER", "multiple": True,
-                "help": "A LoRA adapter (PEFT). One is used for all records; of several, --adapter-column or the model "
-                        "of a batch line chooses."},
-    "normalize": {"default": None},
-    "prompt_name": {"metavar": "NAME"},
-    "words": {"metavar": "YES,NO"},
-    "labels": {"metavar": "A,B,...", "help": "The labels."},
-    "labels_file": {"metavar": "FILE",
-                    "help": 'The labels, one a line, or as JSON ["a", ...] or {"label": "how it is written", ...}.'},
-    "examples": {"metavar": "FILE", "help": "JSONL or CSV with the columns text and label."},
-    "chat_template_kwargs": {"metavar": "JSON", "help": 'Variables of the chat template: {"enable_thinking": false}.'},
-    "max_tokens": {"type": click.IntRange(0), "metavar": "N"},
-    "temperature": {"help": "0: always the most likely token.  [default: 0; batch lines: 1]"},
-    "logit_bias": {"metavar": "ID=X", "multiple": True, "help": "Added to a token's logit. May be repeated."},
-    "stop": {"metavar": "TEXT", "multiple": True, "help": "A text that ends the answer. May be repeated."},
-    "stop_id": {"type": click.IntRange(0), "metavar": "ID", "multiple": True,
-                "help": "A token id that ends the answer. May be repeated."},
-    "json_schema": {"metavar": "FILE|JSON", "help": "Answers are JSON of this schema."},
-    "json_object": {"is_flag": True, "help": "Answers are a JSON object."},
-    "regex": {"metavar": "REGEX", "help": "Answers match this regular expression."},
-    "choice": {"metavar": "TEXT", "multiple": True, "help": "Answers are one of these texts. Repeated for each text."},
-    "grammar": {"metavar": "TEXT", "help": "Answers follow a grammar in Lark's syntax; @FILE reads it."},
-}  # fmt: skip
 # Options of the command line that the table has not, beside those of a task.
 _BESIDE = {
     "generate": (
@@ -294,14 +293,10 @@ def _declarations() -> dict[str, tuple[Decorator, set[str]]]:
     options = {}
     for parameter, of in sorted(declarations.items(), key=lambda pair: next(iter(pair[1].values())).name in common):
         docs = {entry.metadata["doc"] for entry in of.values()}
-        joined = (
-            {"help": " ".join(f"{task}: {entry.metadata['doc']}" for task, entry in of.items())}
-            if len(docs) > 1
-            else {}
-        )
+        each = " ".join(f"{task}: {entry.metadata['doc']}" for task, entry in of.items())
+        joined = {"help": each} if len(docs) > 1 else {}
         flags = ("--normalize/--no-normalize",) if parameter == "normalize" else ()
-        settings = joined | _BY_HAND.get(parameter, {})
-        options[parameter] = click_option(next(iter(of.values())), parameter, *flags, **settings), {*of}
+        options[parameter] = click_option(next(iter(of.values())), parameter, *flags, **joined), {*of}
     return options
 
 
