@@ -33,7 +33,7 @@ BUDGETS = {
     "records": (1840, 1750),
     "report": (755, 700),
     "job": (2420, 2050),
-    "cluster": (4700, 3500),
+    "cluster": (4690, 3500),
     "serve": (4554, 3900),
     "simulate": (1225, 1150),
     "integrations": (1020, 800),

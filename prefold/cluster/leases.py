@@ -74,9 +74,6 @@ class Source(ABC):
     def leave(self, replica: str) -> None:
         """Notes that a replica is gone, or does not come; what the source kept for it is for others."""
 
-    def pause(self, replica: str, paused: bool) -> None:  # noqa: B027  # most ask the book
-        """Notes that a replica takes no requests for now, or takes them again."""
-
     @abstractmethod
     def take(self, now: float) -> Iterator[tuple[str, Sequence[int]]]:
         """Yields (replica, places) of what leaves the source now; each is in the book before the next is asked for."""
@@ -139,7 +136,6 @@ class LeaseBook:
         self.sources.append(source)
         for name, replica in self._replicas.items():
             source.join(name, replica.facts, now)
-            source.pause(name, replica.is_paused)
 
     @property
     def takers(self) -> dict[str, ReplicaFacts]:
@@ -220,18 +216,14 @@ class LeaseBook:
                 continue
             if self._suspects:
                 source, group = self._suspects.popleft()
-                self._pause(name, True)
+                replica.is_paused = True
                 source.resend(name, group)
                 yield self._begin(source, name, [place for places in group for place in places], now, is_suspect=True)
-            elif replica.is_paused:
-                self._pause(name, False)
-        if self._suspects and self._replicas and not any(replica.is_paused for replica in self._replicas.values()):
-            self._pause(min(self._replicas, key=lambda name: len(self._replicas[name].open)), True)
-
-    def _pause(self, name: str, paused: bool) -> None:
-        self._replicas[name].is_paused = paused
-        for source in self.sources:
-            source.pause(name, paused)
+            else:
+                replica.is_paused = False
+        replicas = self._replicas.values()
+        if self._suspects and replicas and not any(replica.is_paused for replica in replicas):
+            min(replicas, key=lambda replica: len(replica.open)).is_paused = True
 
     def _begin(
         self, source: Source, name: str, places: Sequence[int], now: float, *, is_suspect: bool = False

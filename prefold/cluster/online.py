@@ -96,21 +96,21 @@ class Dispatcher:
         self._by_prefix = isinstance(router.policy, BestStart)
         homes = {"homes": router.holders} if self._by_prefix else {}
         self.window = LiveWindow(**window, **homes)
-        self._limits: dict[Hashable, Limits] = {}
+        self.limits: dict[Hashable, Limits] = {}
         self._runs: dict[Hashable, _Run] = {}
 
     def join(self, replica: Hashable, limits: Limits) -> None:
         """A replica takes work."""
-        self._limits[replica] = limits
+        self.limits[replica] = limits
 
     def leave(self, replica: Hashable) -> None:
         """A replica takes no more work."""
-        self._limits.pop(replica, None)
+        self.limits.pop(replica, None)
         self._runs.pop(replica, None)
 
     def room(self, replica: Hashable) -> int:
         """Returns how many rows a replica may still be sent."""
-        load, limits = self.router.load(replica), self._limits[replica]
+        load, limits = self.router.load(replica), self.limits[replica]
         if limits.requests is not None and load.requests >= limits.requests:
             return 0
         return limits.backlog - load.prefill_rows - (load.limits if limits.reserves else load.decode_rows)
@@ -119,7 +119,7 @@ class Dispatcher:
         """Returns what leaves the window now. It is booked in the router as sent; whoever calls gives it away."""
         orders: list[Assignment] = []
         ends: _Ends | None = None
-        free = {replica: None for replica in self._limits if self.room(replica) > 0}  # in the order in which they came
+        free = {replica: None for replica in self.limits if self.room(replica) > 0}  # in the order in which they came
         while len(self.window) and free:
             if self._by_prefix:
                 replica = min(free, key=self.router.seconds_to_wait)
@@ -161,7 +161,7 @@ class Dispatcher:
         bucket = window.largest(replica, grown=grown) or window.largest(grown=grown) or pressed
         if bucket is not None:
             return bucket
-        if self.room(replica) < _SHORT * self._limits[replica].backlog:
+        if self.room(replica) < _SHORT * self.limits[replica].backlog:
             return None  # it has enough to do, and more of its kind may come
         speed = self.router.load(replica).speed
         for wait, holder in self._holders(replica):
@@ -175,7 +175,7 @@ class Dispatcher:
         return None
 
     def _is_busy(self, replica: Hashable) -> bool:
-        return self.router.load(replica).requests >= self._limits[replica].busy
+        return self.router.load(replica).requests >= self.limits[replica].busy
 
     def _holders(self, replica: Hashable) -> list[tuple[float, Hashable]]:
         """Returns (seconds to wait, replica) of the others of whose prefixes buckets wait, those with most to do first.
@@ -183,13 +183,13 @@ class Dispatcher:
         holders = []
         for holder in self.window.queues:
             if holder is not None and holder != replica:
-                holders.append((self.router.seconds_to_wait(holder) if holder in self._limits else math.inf, holder))
+                holders.append((self.router.seconds_to_wait(holder) if holder in self.limits else math.inf, holder))
         return sorted(holders, key=lambda pair: -pair[0])
 
     def _ends(self) -> _Ends:
         """Returns when replicas end if each takes its share of all that waits, which is taken to be like what is under
         way."""
-        loads = [self.router.load(replica) for replica in self._limits]
+        loads = [self.router.load(replica) for replica in self.limits]
         requests = max(1, sum(load.requests for load in loads))
         prefill = sum(load.prefill_rows for load in loads) / requests
         decode = sum(load.decode_rows for load in loads) / requests
@@ -211,7 +211,7 @@ class Dispatcher:
                 high = middle
             else:
                 low = middle
-        return _Ends(high, dict(zip(self._limits, zip(each.tolist(), speeds, strict=True), strict=True)))
+        return _Ends(high, dict(zip(self.limits, zip(each.tolist(), speeds, strict=True), strict=True)))
 
     def _give(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
         """Gives a replica of a bucket what it has room for, and at most its share."""
@@ -221,9 +221,9 @@ class Dispatcher:
         room = max(0, self.room(replica) - (len(bucket.prefix) - held))
         first = next(self.window.requests_of(bucket))
         limit = self._limit_of(first.what)
-        output = limit if self._limits[replica].reserves else self.router.expected_output(limit)
+        output = limit if self.limits[replica].reserves else self.router.expected_output(limit)
         count = room / max(1.0, mean - len(bucket.prefix) + output)
-        limits, has = self._limits[replica], self.router.load(replica).requests
+        limits, has = self.limits[replica], self.router.load(replica).requests
         if limits.requests is not None:
             count = min(count, limits.requests - has)
         if limits.at_once is not None:
@@ -298,18 +298,11 @@ class OnlineSource(Source):
         reports = facts.reports_cache or not self._call.in_slots
         self.router.join(replica, capacity=facts.cache_rows or None, reports=reports)
         self._limits[replica] = limits_of(facts, self._call, warm_start=self._warm_start)
-        self.pause(replica, False)
 
     def leave(self, replica: str) -> None:
         if self._limits.pop(replica, None) is not None:
             self.router.leave(replica)
             self.dispatcher.leave(replica)
-
-    def pause(self, replica: str, paused: bool) -> None:
-        if paused:
-            self.dispatcher.leave(replica)
-        else:
-            self.dispatcher.join(replica, self._limits[replica])
 
     # ------------------------------------------------------------------------------------------------- coming
 
@@ -337,8 +330,15 @@ class OnlineSource(Source):
 
     def room(self) -> int:
         """Returns how many rows replicas could be sent now beyond what waits, a step of each at most."""
-        free = sum(min(max(0, self.dispatcher.room(n)), facts.max_rows) for n, facts in self.book.takers.items())
+        takers = self._takers()
+        free = sum(min(max(0, self.dispatcher.room(name)), facts.max_rows) for name, facts in takers.items())
         return max(0, free - self.window.num_tokens)
+
+    def _takers(self) -> dict[str, ReplicaFacts]:
+        """Returns the replicas that take requests now, which the dispatcher then knows."""
+        takers = self.book.takers
+        self.dispatcher.limits = {name: self._limits[name] for name in takers}
+        return takers
 
     def _fill_window(self, now: float) -> None:
         while self._late and not self.window.is_full:
@@ -350,6 +350,7 @@ class OnlineSource(Source):
 
     def take(self, now: float) -> Iterator[tuple[str, list[int]]]:
         while self.num_waiting:
+            self._takers()
             self._fill_window(now)
             some = self.dispatcher.dispatch(now)
             for one in some:
