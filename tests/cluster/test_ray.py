@@ -128,12 +128,20 @@ def test_two_replicas_give_what_one_process_gives(alone, task, options, stream):
     assert_same(alone, f"{task}.jsonl", f"two-{task}.jsonl")
 
 
+def name_of(process):
+    """Its command line; "" where it has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline() or [process.name()])
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def actors(process, least=1, seconds=600):
     """The processes of a job's replicas, `least` of which are waited for."""
     deadline = time.monotonic() + seconds  # of a machine that has much else to do
     while time.monotonic() < deadline:
         own = psutil.Process(process.pid).children(recursive=True)
-        found = [child for child in own if "ray::_Actor" in " ".join(child.cmdline() or [child.name()])]
+        found = [child for child in own if "ray::_Actor" in name_of(child)]
         if len(found) >= least:
             return found
         time.sleep(0.05)
@@ -245,7 +253,7 @@ def test_a_driver_that_ends_leaves_no_replica_and_is_resumed(long, number):
         replicas = actors(job)
         assert len(replicas) == 2
         # Ray's own processes too, but for its agents: of a driver that was killed those end when they notice it.
-        everybody = [one for one in psutil.Process(job.pid).children(recursive=True) if "Agent" not in one.name()]
+        everybody = [one for one in psutil.Process(job.pid).children(recursive=True) if "Agent" not in name_of(one)]
         job.send_signal(number)
         job.communicate(timeout=900)
     _, alive = psutil.wait_procs(everybody, timeout=300)
