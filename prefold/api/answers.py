@@ -221,6 +221,31 @@ def parted(text: str, opened: bool) -> tuple[str, str]:
     return begun[0] + rest[0], begun[1] + rest[1]
 
 
+class ChoiceText:
+    """A ChoiceText gives the text of one choice out as it grows: its reasoning, and what of the rest can be no call.
+
+    thinks       whether the prompt ends with <think>; None: there is no reasoning
+    how          how calls are found; None: there are none
+    num_thought  letters of the reasoning that were given out
+    """
+
+    def __init__(self, thinks: bool | None, how: Mapping[str, Any] | None):
+        self._parting, self._text = None if thinks is None else Parting(thinks), GrowingText(how)
+        self.num_thought = 0
+
+    def add(self, text: str) -> tuple[str, str]:
+        """Returns (reasoning, text) that can be given out now that the text goes on with `text`."""
+        thought = ""
+        if self._parting is not None:
+            thought, text = self._parting.add(text)
+            self.num_thought += len(thought)
+        return thought, self._text.add(text)
+
+    def rest(self, message: Mapping[str, Any]) -> tuple[str, str]:
+        """Returns (reasoning, text) that is left to give out of the whole message, as a chat has it."""
+        return message.get("reasoning", "")[self.num_thought :], self._text.rest(message["content"] or "")
+
+
 class Events:
     """Makes the events of one response, each of them a dict.
 

@@ -233,17 +233,14 @@ class MessageEvents(Events):
         self._text, self._has_text = GrowingText(meta.get("calls")), False
 
     def begin(self, prompts: list[Body]) -> Iterator[Body]:
-        """Yields what comes before any text. prompts: what the task notes of each."""
         usage = {"input_tokens": prompts[0]["tokens"], "output_tokens": 0}
         empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield {"type": "message_start", "message": _head(self._model, self._id) | empty}
 
     def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
-        """Yields what sends some more of the text. What may be a function call is kept until the end."""
         yield from self._send(self._text.add(text))
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
-        """Yields what ends the message: its function calls, why it ended, how many tokens there were."""
         whole = message_body(self._meta, [result], model=self._model, id=self._id)
         text = next((block["text"] for block in whole["content"] if block["type"] == "text"), "")
         yield from self._send(self._text.rest(text))
@@ -260,7 +257,6 @@ class MessageEvents(Events):
         yield {"type": "message_stop"}
 
     def failed(self, status: int, message: str, code: str, param: str | None) -> Body:
-        """Returns the event that says that the message could not be ended."""
         body: Body = anthropic_error(status, message, code, param)[1]
         return body
 

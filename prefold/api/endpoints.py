@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .answers import Events, GrowingText, Parting
+from .answers import ChoiceText, Events
 from .body import Body as RequestBody
 from .completions import (
     Chat,
@@ -123,131 +123,118 @@ def openai_error(status: int, message: str, code: str, param: str | None) -> tup
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code or None}}
 
 
+class _Choice:
+    """What was sent of one choice. prompt: what the task notes of its prompt; how: how calls are found."""
+
+    def __init__(self, prompt: Body, how: Mapping[str, Any] | None):
+        self.prompt, self.text = prompt, ChoiceText(prompt.get("thinks"), how)
+        self.ids: list[int] = []  # of its tokens so far
+        self.num_ids: int | None = None  # those that were sent
+        self.num_logprobs = self.num_letters = 0  # tokens whose log-probabilities were sent, and their letters
+
+
 class Chunks(Events):
     """Makes the chunks of one response.
 
-    kind    "chat" or "completion"
-    usage   whether a last chunk says how many tokens there were, and whether every chunk how many there are so far
-    items   prompts, each of which has so many `samples`
+    kind     "chat" or "completion"
+    usage    whether a last chunk says how many tokens there were, and whether every chunk how many there are so far
+    samples  choices of each prompt
     """
 
     is_named, mark = False, b"data: [DONE]\n\n"
 
-    def __init__(
-        self, kind: str, meta: Body, *, model: str, id: str, usage: tuple[bool, bool], items: int, samples: int
-    ):
-        self.kind, self.meta = kind, meta
-        self.usage, self._counts = usage
-        self._model, self._id, self._items, self._samples = model, id, items, samples
-        self._chat = kind == "chat"
+    def __init__(self, kind: str, meta: Body, *, model: str, id: str, usage: tuple[bool, bool], samples: int):
+        self._kind, self._meta, self._model, self._id = kind, meta, model, id
+        self._usage, self._counts = usage
+        self._samples, self._chat = samples, kind == "chat"
         name = "chat.completion.chunk" if self._chat else "text_completion"
         self._head = {"id": f"{KINDS[kind].id}{id}", "object": name, "created": int(time.time()), "model": model}
         self._head |= {name: meta[name] for name in ("system_fingerprint",) if name in meta}
-        self._prompts: list[Body] = []
-        self._partings: dict[int, Parting] = {}  # {choice: what parts its text}
-        self._thoughts: dict[int, int] = {}  # {choice: letters of its reasoning that were sent}
-        self._ids: dict[int, list[int]] = {}  # {choice: ids of its tokens so far}
-        self._ids_told: dict[int, int] = {}  # {choice: how many of them were sent}
-        self._texts: dict[int, GrowingText] = {}  # {choice: its text}
-        self._told: dict[int, tuple[int, int]] = {}  # {choice: tokens whose log-probabilities were told, their letters}
+        self._choices: list[_Choice] = []
         self._results: dict[int, Body] = {}
         self._input_tokens = 0
         self._made: dict[int, dict[int, int]] = {}  # {item: {sample: tokens}}
 
     def begin(self, prompts: list[Body]) -> Iterator[Body]:
-        """Yields what comes before any text. prompts: what the task notes of each."""
-        self._prompts, self._input_tokens = prompts, sum(prompt["tokens"] for prompt in prompts)
-        if self._chat:
-            for index in range(self._items * self._samples):
-                ids = {"prompt_token_ids": prompts[0]["ids"]} if "ids" in prompts[0] else {}
-                yield self._chunk(index, {"role": "assistant", "content": ""}) | ids
+        self._input_tokens = sum(prompt["tokens"] for prompt in prompts)
+        how = self._meta.get("calls")
+        self._choices = [_Choice(prompt, how) for prompt in prompts for _ in range(self._samples)]
+        for index, choice in enumerate(self._choices if self._chat else ()):
+            ids = {"prompt_token_ids": choice.prompt["ids"]} if "ids" in choice.prompt else {}
+            yield self._chunk(index, {"role": "assistant", "content": ""}) | ids
 
     def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
-        """Yields what sends some more of a sample's text, with its tokens. What may be a function call is kept until
-        the end.
-
-        count  how many tokens the sample has so far
-        """
         self._made.setdefault(item, {})[sample] = count
-        index, thought, prompt = item * self._samples + sample, "", self._prompts[item]
-        if "ids" in prompt:
-            self._ids.setdefault(index, []).extend(token["id"] for token in tokens)
-        if "thinks" in prompt:
-            thought, text = self._partings.setdefault(index, Parting(prompt["thinks"])).add(text)
-            self._thoughts[index] = self._thoughts.get(index, 0) + len(thought)
-        if thought and "hides_reasoning" not in self.meta:
-            chunk = self._chunk(index, reasoning_of(thought))
-            self._send_ids(chunk, index, self._ids.get(index, []))
-            yield chunk
-        if text := self._text(index).add(text):
+        index = item * self._samples + sample
+        choice = self._choices[index]
+        if "ids" in choice.prompt:
+            choice.ids += [token["id"] for token in tokens]
+        thought, text = choice.text.add(text)
+        if thought and "hides_reasoning" not in self._meta:
+            yield self._with_ids(self._chunk(index, reasoning_of(thought)), choice)
+        if text:
             chunk = self._chunk(index, {"content": text} if self._chat else text)
             # Where text was kept back, it is not known which tokens are in it.
-            if tokens and "logprob" in tokens[0] and "calls" not in self.meta and "thinks" not in prompt:
-                chunk["choices"][0]["logprobs"] = self._logprobs(index, tokens)
-            self._send_ids(chunk, index, self._ids.get(index, []))
-            yield chunk
+            if tokens and "logprob" in tokens[0] and "calls" not in self._meta and "thinks" not in choice.prompt:
+                chunk["choices"][0]["logprobs"] = self._logprobs(choice, tokens)
+            yield self._with_ids(chunk, choice)
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
-        """Yields what ends the samples of an item."""
         self._results[item] = result
         self._made[item] = {0: result["num_generated"]}
         # Log-probabilities have been told with their tokens, but for the last.
-        whole = response_body(self.kind, self.meta, [_bare(result)], model=self._model, id=self._id)
-        for sample, choice in enumerate(whole["choices"]):
+        whole = response_body(self._kind, self._meta, [_bare(result)], model=self._model, id=self._id)
+        for sample, made in enumerate(whole["choices"]):
             index = item * self._samples + sample
-            text = choice["message"]["content"] if self._chat else choice["text"]
-            rest = self._text(index).rest(text or "")
-            chunk = self._chunk(index, ({"content": rest} if rest else {}) if self._chat else rest)
-            self._send_ids(chunk, index, choice.get("token_ids", []))
-            if self._chat and (thought := choice["message"].get("reasoning", "")[self._thoughts.get(index, 0) :]):
-                chunk["choices"][0]["delta"] |= reasoning_of(thought)
-            if self._chat and "tool_calls" in choice["message"]:
-                calls = [{"index": i} | call for i, call in enumerate(choice["message"]["tool_calls"])]
-                chunk["choices"][0]["delta"]["tool_calls"] = calls
-            chunk["choices"][0] |= {name: choice[name] for name in ("finish_reason", "stop_reason")}
-            told = self._told.get(index, (0, 0))[0]
-            if tokens := (result.get("choices") or [result])[sample].get("logprobs", ())[told:]:
-                chunk["choices"][0]["logprobs"] = self._logprobs(index, list(tokens))
+            choice, message = self._choices[index], made["message"] if self._chat else {"content": made["text"]}
+            thought, rest = choice.text.rest(message)
+            choice.ids = made.get("token_ids", [])
+            chunk = self._with_ids(
+                self._chunk(index, ({"content": rest} if rest else {}) if self._chat else rest), choice
+            )
+            (ended,) = chunk["choices"]
+            if thought:
+                ended["delta"] |= reasoning_of(thought)
+            if "tool_calls" in message:
+                ended["delta"]["tool_calls"] = [{"index": i} | call for i, call in enumerate(message["tool_calls"])]
+            ended |= {name: made[name] for name in ("finish_reason", "stop_reason")}
+            if tokens := (result.get("choices") or [result])[sample].get("logprobs", ())[choice.num_logprobs :]:
+                ended["logprobs"] = self._logprobs(choice, list(tokens))
             yield chunk
 
     def last(self) -> Iterator[Body]:
-        """Yields what comes after all samples have ended."""
-        if self.usage:
+        if self._usage:
             usage = usage_of([self._results[item] for item in sorted(self._results)])
             yield self._head | {"choices": [], "usage": usage}
 
     def failed(self, status: int, message: str, code: str, param: str | None) -> Body:
-        """Returns the chunk that says that the response could not be ended."""
         return openai_error(status, message, code, param)[1]
 
-    def _send_ids(self, chunk: Body, index: int, ids: list[int]) -> None:
-        """Puts the ids of a choice's tokens that have not been sent into a chunk, where they are asked for. A chat's
-        prompt stands in the chunk that begins it, that of a text in its first."""
-        prompt = self._prompts[index // self._samples]
-        if "ids" not in prompt:
-            return
-        if not self._chat and index not in self._ids_told:
-            chunk["choices"][0]["prompt_token_ids"] = prompt["ids"]
-        chunk["choices"][0]["token_ids"] = ids[self._ids_told.get(index, 0) :]
-        self._ids_told[index] = len(ids)
+    def _with_ids(self, chunk: Body, choice: _Choice) -> Body:
+        """Returns a chunk, with the ids of a choice's tokens that have not been sent, where they are asked for. A
+        chat's prompt stands in the chunk that begins it, that of a text in its first."""
+        if "ids" in choice.prompt:
+            if not self._chat and choice.num_ids is None:
+                chunk["choices"][0]["prompt_token_ids"] = choice.prompt["ids"]
+            chunk["choices"][0]["token_ids"] = choice.ids[choice.num_ids or 0 :]
+            choice.num_ids = len(choice.ids)
+        return chunk
 
-    def _logprobs(self, index: int, tokens: list[Body]) -> Body:
-        """Returns the log-probabilities of tokens that follow those that were told."""
-        count, letters = self._told.get(index, (0, 0))
-        self._told[index] = count + len(tokens), letters + sum(len(one.get("token", "")) for one in tokens)
+    def _logprobs(self, choice: _Choice, tokens: list[Body]) -> Body:
+        """Returns the log-probabilities of tokens that follow those that were sent."""
+        letters = choice.num_letters
+        choice.num_logprobs += len(tokens)
+        choice.num_letters += sum(len(one.get("token", "")) for one in tokens)
         return chat_logprobs(tokens) if self._chat else completion_logprobs(tokens, letters)
 
-    def _text(self, index: int) -> GrowingText:
-        return self._texts.setdefault(index, GrowingText(self.meta.get("calls")))
-
-    def _chunk(self, index: int, what: Any) -> Body:
-        choice = {"index": index, "delta" if self._chat else "text": what, "logprobs": None, "finish_reason": None}
+    def _chunk(self, index: int, content: Any) -> Body:
+        choice = {"index": index, "delta" if self._chat else "text": content, "logprobs": None, "finish_reason": None}
         usage = None
         if self._counts:
             made = sum(count for samples in self._made.values() for count in samples.values())
             usage = {"prompt_tokens": self._input_tokens, "completion_tokens": made}
             usage["total_tokens"] = self._input_tokens + made
-        return self._head | {"choices": [choice]} | ({"usage": usage} if self.usage or self._counts else {})
+        return self._head | {"choices": [choice]} | ({"usage": usage} if self._usage or self._counts else {})
 
 
 def _bare(result: Body) -> Body:

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ..errors import InputError
 from ..options import SamplerOptions, http_names
-from .answers import Events, GrowingText, Parting
+from .answers import ChoiceText, Events
 from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, converted, doc
 from .completions import Chat, Effort, Streamed, ToolChoice, Tools, chat_body, read_chat, sampled, usage_of
 
@@ -313,28 +313,23 @@ class ResponseEvents(Events):
 
     def __init__(self, meta: Body, *, model: str, id: str):
         self._meta, self._model = meta | {"id": id}, model
-        self._text, self._has_text, self._number = GrowingText(meta.get("calls")), False, 0
+        self._text, self._has_text, self._number = ChoiceText(None, None), False, 0
         self._place = {"item_id": f"msg_{id}", "output_index": 0, "content_index": 0}
-        self._parting: Parting | None = None
         self._thinking: Body = self._place | {"item_id": f"rs_{id}"}
         self._thought, self._is_thinking = "", False
 
     def begin(self, prompts: list[Body]) -> Iterator[Body]:
-        """Yields what comes before any text. prompts: what the task notes of each."""
-        self._parting = Parting(prompts[0]["thinks"]) if "thinks" in prompts[0] else None
+        self._text = ChoiceText(prompts[0].get("thinks"), self._meta.get("calls"))
         head = _head(self._meta) | {"model": self._model}
         yield self._event("response.created", response=head)
         yield self._event("response.in_progress", response=head)
 
     def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
-        """Yields what sends some more of the text. What may be a function call is kept until the end."""
-        if self._parting is not None:
-            thought, text = self._parting.add(text)
-            yield from self._think(thought)
-        yield from self._send(self._text.add(text))
+        thought, text = self._text.add(text)
+        yield from self._think(thought)
+        yield from self._send(text)
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
-        """Yields what ends the response: the rest of its text, its function calls, and the response itself."""
         whole = responses_body(self._meta, [result]) | {"model": self._model}
         for index, one in enumerate(whole["output"]):
             if one["type"] == "reasoning":
@@ -343,7 +338,7 @@ class ResponseEvents(Events):
                 continue
             if one["type"] == "message":
                 (part,) = one["content"]
-                yield from self._send(self._text.rest(part["text"]), always=True)
+                yield from self._send(self._text.rest({"content": part["text"]})[1], always=True)
                 said = {"text": part["text"], "logprobs": part["logprobs"]}
                 yield self._event("response.output_text.done", **self._place, **said)
                 yield self._event("response.content_part.done", **self._place, part=part)
@@ -359,7 +354,6 @@ class ResponseEvents(Events):
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, status: int, message: str, code: str, param: str | None) -> Body:
-        """Returns the event that says that the response could not be ended."""
         return self._event("error", message=message, code=code, param=param)
 
     def _think(self, thought: str) -> Iterator[Body]:

@@ -86,7 +86,7 @@ async def answer_kind(context: RequestContext, kind: str) -> Response:
             events = ResponseEvents(meta, **how)
         elif body.stream:
             samples = items[0]["sampling"].get("n") or 1
-            events = Chunks(kind, meta, **how, usage=usage, items=len(items), samples=samples)
+            events = Chunks(kind, meta, **how, usage=usage, samples=samples)
     if echo is not None:
         meta |= {} if echo.listed is None else {"prompt_logprobs": echo.listed}
         if echo.text:

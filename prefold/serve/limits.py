@@ -22,12 +22,34 @@ MOST_STOPS, MOST_STOP_LETTERS = 64, 1024
 
 
 def check_item(item: Any, options: ServeOptions, tokenizer: Tokenizer | None) -> None:
-    """Raises InputError for an item of a task that strangers may not send. tokenizer: of the model that is served."""
-    if isinstance(item, Mapping):
-        _check_grammar(item, options.max_grammar_bytes)
-        _check_stops((item.get("sampling") or {}).get("stop"))
-        if not options.allow_chat_template:
-            _check_template(item.get("chat_template"), tokenizer)
+    """Raises InputError for an item of a task that strangers may not send: for too many texts that end an output, or too
+    long ones; for a schema, expression or grammar that might take long to compile, and much memory; for a chat template
+    that is not the checkpoint's own.
+
+    tokenizer  of the model that is served
+    """
+    if not isinstance(item, Mapping):
+        return
+    sampling = item.get("sampling") or {}
+    grammar, stops, template = sampling.get("grammar"), sampling.get("stop"), item.get("chat_template")
+    if isinstance(grammar, Mapping):
+        size = sum(len(one.encode()) if isinstance(one, str) else len(json_of(one)) for one in grammar.values())
+        if size > options.max_grammar_bytes:
+            message, remedy = f"the grammar has {size} bytes", f"send at most {options.max_grammar_bytes}"
+            raise InputError(message, field="grammar", remedy=remedy, code="too_large")
+    if isinstance(stops, (str, list)):
+        texts = [stops] if isinstance(stops, str) else stops
+        letters = sum(len(text) for text in texts if isinstance(text, str))
+        for count, most, unit in ((len(texts), MOST_STOPS, "texts"), (letters, MOST_STOP_LETTERS, "letters")):
+            if count > most:
+                message, remedy = f"'stop' holds {count} {unit}", f"give at most {most}"
+                raise InputError(message, field="stop", remedy=remedy, code="too_large")
+    if template is not None and not options.allow_chat_template:
+        known = () if tokenizer is None else tokenizer.chat_templates.templates
+        if not (isinstance(template, str) and template in known):
+            message = "'chat_template' is not the name of one of the model's templates"
+            remedy = "leave it out, or start the server with --allow-chat-template"
+            raise InputError(message, field="chat_template", remedy=remedy, code="unsupported")
 
 
 def check_texts(body: Mapping[str, Any], most: int) -> None:
@@ -46,17 +68,6 @@ def check_samples(items: Sequence[Any], most: int) -> None:
         raise InputError(message, field="n", remedy=remedy, code="too_many")
 
 
-def _check_stops(stops: Any) -> None:
-    """Raises InputError for too many texts that end an output, or too long ones."""
-    if isinstance(stops, (str, list)):
-        texts = [stops] if isinstance(stops, str) else stops
-        letters = sum(len(text) for text in texts if isinstance(text, str))
-        for count, most, what in ((len(texts), MOST_STOPS, "texts"), (letters, MOST_STOP_LETTERS, "letters")):
-            if count > most:
-                message, remedy = f"'stop' holds {count} {what}", f"give at most {most}"
-                raise InputError(message, field="stop", remedy=remedy, code="too_large")
-
-
 def most_tokens(llm: Any) -> int:
     """Returns how many tokens a request may hold that asks for nothing but them, or their text."""
     return max(MOST_TOKENS, llm.config.max_positions)
@@ -66,26 +77,6 @@ def too_many_tokens(llm: Any, field: str) -> InputError:
     """Returns the error of such a request with more tokens."""
     message, remedy = f"{field!r} holds more than {most_tokens(llm)} tokens", "send it in several requests"
     return InputError(message, field=field, remedy=remedy, code="too_many")
-
-
-def _check_grammar(item: Mapping[str, Any], most: int) -> None:
-    """Raises InputError for a schema, expression or grammar of more than `most` bytes: it might take long to compile,
-    and much memory."""
-    grammar = (item.get("sampling") or {}).get("grammar")
-    if isinstance(grammar, Mapping):
-        size = sum(len(one.encode()) if isinstance(one, str) else len(json_of(one)) for one in grammar.values())
-        if size > most:
-            message, remedy = f"the grammar has {size} bytes", f"send at most {most}"
-            raise InputError(message, field="grammar", remedy=remedy, code="too_large")
-
-
-def _check_template(template: Any, tokenizer: Tokenizer | None) -> None:
-    """Raises InputError for a chat template that is not the checkpoint's own."""
-    known = () if tokenizer is None else tokenizer.chat_templates.templates
-    if template is not None and not (isinstance(template, str) and template in known):
-        message = "'chat_template' is not the name of one of the model's templates"
-        remedy = "leave it out, or start the server with --allow-chat-template"
-        raise InputError(message, field="chat_template", remedy=remedy, code="unsupported")
 
 
 # The bytes of a body, the texts to generate, and the results and tokens of an answer, that are short.

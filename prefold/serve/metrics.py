@@ -41,35 +41,25 @@ class Metrics:
     def __init__(self, state: AppState):
         self._state = state
         self.registry = CollectorRegistry()
-        place: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter(
-            "prefold:http_requests", "Requests, by face, path and status.", ["face", "path", "status"], **place
-        )
-        self.seconds = Histogram(
-            "prefold:e2e_request_latency_seconds", "From a request to its whole answer.", buckets=_SECONDS, **place
-        )
-        self.first = Histogram(
-            "prefold:time_to_first_token_seconds", "From a request to its first text.", buckets=_SECONDS, **place
-        )
-        self.between = Histogram(
-            "prefold:inter_token_latency_seconds", "Between two pieces of a text.", buckets=_SECONDS, **place
-        )
-        self.queue = Histogram(
-            "prefold:request_queue_time_seconds", "From a request to its first step.", buckets=_SECONDS, **place
-        )
-        self.prefix_queries = Counter(
-            "prefold:prefix_cache_queries", "Tokens of prompts that were continued, by tenant.", ["tenant"], **place
-        )
-        self.prefix_hits = Counter(
-            "prefold:prefix_cache_hits", "Those of them that were there already, by tenant.", ["tenant"], **place
-        )
-        self.approximate = Counter(
-            "prefold:approximate_tokens", "Those that were copied from other positions, by tenant.", ["tenant"], **place
-        )
-        self.lag = Histogram(
-            "prefold:event_loop_lag_seconds", "By how much the event loop is late.", buckets=_SECONDS, **place
-        )
-        self.cancelled = Counter("prefold:requests_cancelled", "Requests whose client left.", **place)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"prefold:{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"prefold:{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
+
+        self.requests = counter("http_requests", "Requests, by face, path and status.", "face", "path", "status")
+        self.seconds = histogram("e2e_request_latency", "From a request to its whole answer.")
+        self.first = histogram("time_to_first_token", "From a request to its first text.")
+        self.between = histogram("inter_token_latency", "Between two pieces of a text.")
+        self.queue = histogram("request_queue_time", "From a request to its first step.")
+        tokens = "Tokens of prompts that were continued, by tenant."
+        self.prefix_queries = counter("prefix_cache_queries", tokens, "tenant")
+        self.prefix_hits = counter("prefix_cache_hits", "Those of them that were there already, by tenant.", "tenant")
+        copied = "Those that were copied from other positions, by tenant."
+        self.approximate = counter("approximate_tokens", copied, "tenant")
+        self.lag = histogram("event_loop_lag", "By how much the event loop is late.")
+        self.cancelled = counter("requests_cancelled", "Requests whose client left.")
         self.registry.register(self)  # type: ignore[arg-type]
 
     def answered(self, dialect: str, path: str, response: Any) -> Any:

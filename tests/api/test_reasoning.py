@@ -58,7 +58,7 @@ def test_chats_whole_and_streamed(text, opened, thought, answer, hidden):
     assert {name: message[name] for name in message if name.startswith("reasoning")} == fields
     assert message["content"] == (answer or None)
     assert ("tool_calls" in message) == (CALL in text)
-    made = Chunks("chat", meta, model="m", id="1", usage=(True, False), items=1, samples=1)
+    made = Chunks("chat", meta, model="m", id="1", usage=(True, False), samples=1)
     chunks = [*made.begin([{"tokens": 3, "thinks": opened}])]
     for i, letter in enumerate(text):
         chunks += made.piece(0, 0, letter, [{"id": 5}], i + 1)
