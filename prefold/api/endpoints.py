@@ -189,9 +189,8 @@ class Chunks(Events):
             choice, message = self._choices[index], made["message"] if self._chat else {"content": made["text"]}
             thought, rest = choice.text.rest(message)
             choice.ids = made.get("token_ids", [])
-            chunk = self._with_ids(
-                self._chunk(index, ({"content": rest} if rest else {}) if self._chat else rest), choice
-            )
+            delta: Any = ({"content": rest} if rest else {}) if self._chat else rest
+            chunk = self._with_ids(self._chunk(index, delta), choice)
             (ended,) = chunk["choices"]
             if thought:
                 ended["delta"] |= reasoning_of(thought)

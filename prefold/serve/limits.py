@@ -22,9 +22,9 @@ MOST_STOPS, MOST_STOP_LETTERS = 64, 1024
 
 
 def check_item(item: Any, options: ServeOptions, tokenizer: Tokenizer | None) -> None:
-    """Raises InputError for an item of a task that strangers may not send: for too many texts that end an output, or too
-    long ones; for a schema, expression or grammar that might take long to compile, and much memory; for a chat template
-    that is not the checkpoint's own.
+    """Raises InputError for an item of a task that strangers may not send: for too many texts that end an output, or
+    too long ones; for a schema, expression or grammar that might take long to compile, and much memory; for a chat
+    template that is not the checkpoint's own.
 
     tokenizer  of the model that is served
     """
