@@ -39,7 +39,7 @@ def read_tools(
             raise InputError(message, field="tool_choice", remedy=remedy, code="missing_field")
         if choice == "none" or not tools:
             return (None if choice == "none" else tools), None, None
-        return tools, {"names": [_name(tool) for tool in _functions(tools)], "forced": False} | most, None
+        return tools, {"names": [tool["name"] for tool in _functions(tools)], "forced": False} | most, None
     functions = _functions(tools)
     if choice != "required":
         wanted = choice.get("function", choice) if isinstance(choice, Mapping) else None
@@ -49,7 +49,7 @@ def read_tools(
             message = f"'tool_choice' is {choice!r:.100}"
             remedy = 'give auto, none, required, or {"type": "function", "function": {"name": ...}} of one of the tools'
             raise InputError(message, field="tool_choice", remedy=remedy, code="wrong_type")
-    how = {"names": [_name(function) for function in functions], "forced": True}
+    how = {"names": [function["name"] for function in functions], "forced": True}
     return tools, how, grammar_of_calls(functions)
 
 
@@ -68,23 +68,15 @@ def _filled(tools: Any) -> Any:
 
 
 def _functions(tools: Any) -> Sequence[Mapping[str, Any]]:
-    found = [tool.get("function") if isinstance(tool, Mapping) else None for tool in _list(tools)]
+    if not isinstance(tools, list):
+        raise InputError("'tools' is not a list", field="tools", remedy="give a list of functions", code="wrong_type")
+    found = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools]
     for i, function in enumerate(found):
         known = isinstance(function, Mapping) and isinstance(function.get("name"), str)
         if not known or not isinstance(function.get("parameters"), Mapping | None):
             remedy = 'give {"type": "function", "function": {"name": ..., "parameters": {...}}}'
             raise InputError(f"'tools[{i}]' is no function", field=f"tools[{i}]", remedy=remedy, code="wrong_type")
     return found
-
-
-def _list(tools: Any) -> list[Any]:
-    if not isinstance(tools, list):
-        raise InputError("'tools' is not a list", field="tools", remedy="give a list of functions", code="wrong_type")
-    return tools
-
-
-def _name(tool: Mapping[str, Any]) -> str:
-    return str(tool["name"])
 
 
 def grammar_of_calls(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -265,7 +265,9 @@ def chat_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, 
             message |= reasoning_of(thought)
         text, calls = calls_in(content or "", meta["calls"]) if "calls" in meta else ("", [])
         if calls:
-            message |= {"content": text or None, "tool_calls": [_tool_call(*call) for call in calls]}
+            functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+            made = [{"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": one} for one in functions]
+            message |= {"content": text or None, "tool_calls": made}
             ending["finish_reason"] = "tool_calls"
         choices.append({"index": index, "message": message, "logprobs": logprobs} | ending)
     told = _fingerprint(meta)
@@ -336,10 +338,6 @@ def _choices(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _ending(choice: dict[str, Any]) -> dict[str, Any]:
     return {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop")}
-
-
-def _tool_call(name: str, arguments: str) -> dict[str, Any]:
-    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -89,8 +89,11 @@ def make_app(state: AppState) -> Direct:
         yield
         looking.cancel()
 
-    def plain(path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
-        return Route(path, answer, methods=["GET"])
+    async def health(request: Request) -> Response:
+        """Answers whether requests are taken: 200, or 503 with the reason."""
+        failing = state.failing
+        body = {"status": state.status} if failing is None else {"status": "failing", "reason": failing}
+        return json_response(body, 200 if body["status"] == "ready" else 503)
 
     entries = [
         Entry(OPENAI, "GET", "/version", version),
@@ -98,24 +101,12 @@ def make_app(state: AppState) -> Direct:
         *(entry for dialect in DIALECTS for entry in dialect.ENTRIES),
     ]
     routes = [Route(one.path, one.endpoint(state), methods=[one.method]) for one in entries]
-    others = [admin.route(), *(plain(path, health_of(state)) for path in ("/health", "/ping"))]
+    others = [admin.route(), *(Route(path, health, methods=["GET"]) for path in ("/health", "/ping"))]
     direct = {(one.method, one.path): route for one, route in reversed([*zip(entries, routes, strict=True)])}
     direct = {place: route for place, route in direct.items() if "{" not in route.path}
     routes += [*others, *describing(entries, others)]
     app = Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan)
     return Direct(app, state, direct)
-
-
-def health_of(state: AppState) -> Any:
-    """Returns what answers whether requests are taken: 200, or 503 while the model is loaded or the server drains."""
-
-    async def health(request: Request) -> Response:
-        """Answers whether requests are taken: 200, or 503 with the reason."""
-        failing = state.failing
-        body = {"status": state.status} if failing is None else {"status": "failing", "reason": failing}
-        return json_response(body, 200 if body["status"] == "ready" else 503)
-
-    return health
 
 
 async def version(context: RequestContext) -> Response:

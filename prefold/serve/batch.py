@@ -302,7 +302,10 @@ class BatchWork:
                 counts, usage = _split(lines, good, bad)
             else:
                 counts = {"output": body["request_counts"]["completed"], "error": 0}
-                _same_file(lines, good)
+                try:
+                    os.link(lines, good)  # a second name, which costs nothing
+                except OSError:  # the file system has none
+                    shutil.copyfile(lines, good)
                 bad.touch()
         changes: Body = {"status": ending, f"{ending}_at": now, "usage": _usage_body(usage)}
         expires = body["_output_seconds"] and now + body["_output_seconds"]
@@ -423,15 +426,6 @@ def _usage_body(usage: Counter[str]) -> Body:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["input"] + usage["output"],
     }
-
-
-def _same_file(path: Path, other: Path) -> None:
-    """Makes a file's content that of another name too: by a second name for it, which costs nothing, where the file
-    system has such names."""
-    try:
-        os.link(path, other)
-    except OSError:
-        shutil.copyfile(path, other)
 
 
 def _digest(text: str) -> str:

@@ -75,7 +75,7 @@ class RequestHandler:
         self._store = store
         self.llm, self.options, self._metrics, self._keys = llm, options, metrics, keys
         self.engine, self.watch = llm.engine, StepWatch(llm.engine)
-        self.admission = FairAdmission(keys.share_of, tenant_of=keys.tenant_of, batch_share=options.batch_share)
+        self.admission = FairAdmission(keys.limits_of, tenant_of=keys.tenant_of, batch_share=options.batch_share)
         seconds = None if options.step_ms is None else options.step_ms / 1e3
         self.pace = Pace(self.admission, step_seconds=seconds, batch_share=options.batch_share)
         self.engine.set_pace(self.pace)

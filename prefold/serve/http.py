@@ -197,7 +197,12 @@ class Bodies:
                     size += len(part)
                     if size > options.max_body_bytes:
                         raise too_large
-                    self._take(tenant, len(part))
+                    taken = self.num_bytes + len(part), self._sizes[tenant.name] + len(part)
+                    if taken[0] > options.max_receiving_bytes or taken[1] > options.most_of_one_tenant:
+                        message = "the bodies of too many requests are being received"
+                        headers, code = {"retry-after": "1"} | _CLOSING, "rate_limit_exceeded"
+                        raise Refusal(429, message, remedy="send the request again", code=code, headers=headers)
+                    self.num_bytes, self._sizes[tenant.name] = taken
                     parts.append(part)
         except TimeoutError:
             message = f"the body did not come within {options.body_seconds:g} seconds"
@@ -205,25 +210,12 @@ class Bodies:
         except ClientDisconnect:
             raise ClientGone from None
         finally:
-            self._give_back(tenant, sum(map(len, parts)))
+            received = sum(map(len, parts))
+            self.num_bytes -= received
+            self._sizes[tenant.name] -= received
+            if not self._sizes[tenant.name]:
+                del self._sizes[tenant.name]
         return b"".join(parts)
-
-    def _take(self, tenant: Tenant, count: int) -> None:
-        if (
-            self.num_bytes + count > self._options.max_receiving_bytes
-            or self._sizes[tenant.name] + count > self._options.most_of_one_tenant
-        ):
-            message, remedy = "the bodies of too many requests are being received", "send the request again"
-            headers = {"retry-after": "1"} | _CLOSING
-            raise Refusal(429, message, remedy=remedy, code="rate_limit_exceeded", headers=headers)
-        self.num_bytes += count
-        self._sizes[tenant.name] += count
-
-    def _give_back(self, tenant: Tenant, count: int) -> None:
-        self.num_bytes -= count
-        self._sizes[tenant.name] -= count
-        if not self._sizes[tenant.name]:
-            del self._sizes[tenant.name]
 
 
 # ------------------------------------------------------------------------------------------------- foreign pages

@@ -150,10 +150,6 @@ class Keys:
         """Returns how many bytes may be stored for an owner of the store; None: nobody has said it."""
         return self.limits_of(owner or None).max_stored_bytes
 
-    def share_of(self, name: Hashable) -> Share:
-        """Returns how much of the engine a tenant gets."""
-        return self.limits_of(name)
-
     def tenant(self, header: Mapping[str, str]) -> Tenant | None:
         """Returns the tenant of a request's headers (Authorization: Bearer KEY, or x-api-key: KEY); None for nobody."""
         if self._path is None:

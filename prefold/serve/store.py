@@ -218,7 +218,11 @@ class Store:
         with self._failures("files"):
             with replacing(self.path(id)) as temporary:
                 yield temporary
-            _synchronise(self.files)
+            number = os.open(self.files, os.O_RDONLY)
+            try:
+                os.fsync(number)  # the names in the folder
+            finally:
+                os.close(number)
 
     def drop_content(self, id: str) -> None:
         """Removes a file's content. Where that fails, the next start does it."""
@@ -242,25 +246,23 @@ class Store:
                 path.unlink(missing_ok=True)
 
     @contextmanager
-    def _failures(self, where: str) -> Iterator[None]:
+    def _failures(self, where: str | None) -> Iterator[None]:
+        """Raises Refusal where the disk or the database fails, and notes it. where: None: it is not noted."""
         try:
             yield
         except (sqlite3.Error, OSError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self.troubles[where] = f"the data folder fails: {why}"
+            if where is not None:
+                self.troubles[where] = f"the data folder fails: {why}"
             message, remedy = f"the server's data folder fails: {why}", "send the request again later"
             raise Refusal(503, message, remedy=remedy, code="storage", headers={"retry-after": "5"}) from error
-        else:
+        if where is not None:
             self.troubles.pop(where, None)
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            try:
-                yield self._db
-            except sqlite3.Error as error:
-                message, remedy = f"the server's data folder fails: {error}", "send the request again later"
-                raise Refusal(503, message, remedy=remedy, code="storage", headers={"retry-after": "5"}) from error
+        with self._lock, self._failures(None):
+            yield self._db
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
@@ -288,12 +290,3 @@ def _hold(path: Path) -> Any:
         file.close()
         raise OSError("another server uses it")
     return file
-
-
-def _synchronise(folder: Path) -> None:
-    """Brings the names in a folder to disk."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
