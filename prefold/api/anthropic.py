@@ -135,15 +135,7 @@ def read_message(body: CountTokens, model: str, id: str) -> TaskOrder:
     chat["messages"] = [new for message in body.messages for new in _messages(message)]
     if body.system:
         chat["messages"].insert(0, {"role": "system", "content": _text(body.system)})
-    functions = [
-        {
-            "name": tool.name,
-            "parameters": tool.input_schema or {"type": "object"},
-            "description": tool.description or "",
-        }
-        for tool in body.tools
-    ]
-    chat["tools"] = [{"type": "function", "function": function} for function in functions] or None
+    chat["tools"] = [_tool(tool) for tool in body.tools] or None
     if body.output_config is not None and body.output_config.format is not None:
         format = {"schema": body.output_config.format.schema}
         chat["response_format"] = {"type": "json_schema", "json_schema": format}
@@ -194,6 +186,11 @@ def _address(source: Base64 | Url | File) -> str:
     if isinstance(source, Base64):
         return f"data:{source.media_type};base64,{source.data}"
     return source.url if isinstance(source, Url) else source.file_id
+
+
+def _tool(tool: Tool) -> Body:
+    function = {"name": tool.name, "parameters": tool.input_schema or {"type": "object"}}
+    return {"type": "function", "function": function | {"description": tool.description or ""}}
 
 
 # ----------------------------------------------------------------------------------------------------- responses
