@@ -11,9 +11,9 @@ from batching import client_of
 from serving import Raw, serving, until
 
 from prefold.serve import app
+from prefold.serve.context import Entry
 from prefold.serve.dialects import OPENAI
 from prefold.serve.http import EventStream
-from prefold.serve.state import Entry
 
 KEYS = '[[key]]\nkey = "a"\ntenant = "a"\n'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -180,9 +180,9 @@ def test_a_stream_whose_client_takes_nothing_ends(llm, monkeypatch, ping_seconds
         finally:
             closed.append(True)
 
-    async def stream(state, request, tenant):
-        await request.body()
-        return EventStream(events(), request, state.options)
+    async def stream(context):
+        await context.request.body()
+        return EventStream(events(), context.request, context.state.options)
 
     own = SimpleNamespace(ENTRIES=[Entry(OPENAI, "GET", "/stream", stream)])
     monkeypatch.setattr(app, "DIALECTS", (*app.DIALECTS, own))
