@@ -77,7 +77,7 @@ class BlockEvents:
         return True
 
     def skip_to(self, number: int) -> None:
-        """Goes on with a later message: what is held is forgotten, as nobody knows what became of it."""
+        """Goes on with a later message: what is held is forgotten, as what became of it is not known."""
         self.next_message = number
         self._clear()
 
@@ -86,7 +86,7 @@ class BlockEvents:
         return self._log.drain()
 
     def tell_anew(self) -> None:
-        """Begins a new epoch, whose first events tell of all that is held, for somebody who knows nothing of it."""
+        """Begins a new epoch, whose first events tell of all that is held, for a driver that knows nothing of it."""
         self._begin_epoch()
         # A block is entered after the one that it follows, as blocks of which others are left are kept.
         for name, block in self._blocks.items():
@@ -108,7 +108,7 @@ class BlockEvents:
         if len(event["token_ids"]) != len(names) * size:
             return  # blocks between them are not cached
         if after is not None and (after not in self._blocks or not self._blocks[after].copies):
-            return  # nobody told of what they follow
+            return  # what they follow was not told
         tokens = np.array(event["token_ids"], np.int32).reshape(len(names), size)
         keys = (event.get("extra_keys") or [None])[0]
         namespace = _namespace(event.get("lora_name"), keys) if after is None else ()

@@ -1,8 +1,8 @@
-"""A fleet has the face of an engine: what it is asked to run it divides among replicas, and yields their answers once.
+"""A fleet runs requests as an engine does: it divides them among replicas, and yields the answer to each once.
 
-One thread, that of whoever asks, decides and writes. A `Fleet` knows who is there; a `FleetRun` is one run of it, whose
-lease book is fed by a sorted job, by a stream, or by both one after the other. Replicas are told of decisions, and
-answers come back as events; decisions are made in `leases.py`, and by the sources `offline.py` and `online.py`.
+One thread, the caller's, decides and writes. A `Fleet` knows which replicas there are; a `FleetRun` is one run of it,
+whose lease book is fed by a sorted job, by a stream, or by both one after the other. Replicas are told of decisions,
+and answers come back as events; decisions are made in `leases.py`, and by the sources `offline.py` and `online.py`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Fleet:
         self.stats = Stats()
         self.steals = self.moved = self.losses = 0
         self.retold = 0  # times that events of a cache were missing, and all was asked for anew
-        self.estimated: set[str] = set()  # replicas of a stream whose caches nobody tells of
+        self.estimated: set[str] = set()  # replicas of a stream whose caches are not reported
         self.counted_apart = False  # whether replicas of a stream counted unique tokens, each its own
         self.policy, self.window = policy, dict(window or {})
         self.patience, self.notify = patience, notify
@@ -219,7 +219,7 @@ class FleetRun:
         self._killed: dict[str, float] = {}  # when those were killed that hung, and of which no `ReplicaLost` came yet
         is_warm_start = isinstance(source, LiveInput) and source.rest is not None
         self.call = call = replace(call, online=isinstance(source, LiveInput) and not is_warm_start)
-        # Whether rows of prompts are counted here; replicas count them where nobody knows all beforehand.
+        # Whether rows of prompts are counted here; replicas count them where not all are known beforehand.
         self._counts_rows = call.readout.kind != "first" and not call.online
         self._generates = call.readout.kind == "tokens"
         self._counted_rows = False  # whether a replica has counted rows: servers and vLLM do not

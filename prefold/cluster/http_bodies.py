@@ -175,7 +175,7 @@ def generated_of(answer: Any) -> list[Generated]:
 
 def _text_of(message: Mapping[str, Any]) -> str:
     """Returns the text of a message, with the function calls that a server has taken out of it put back in, as Qwen's
-    and Hermes' templates have them: whoever reads the text finds them there, whichever server it came from."""
+    and Hermes' templates have them: a reader of the text finds them there, whichever server it came from."""
     parts = [message["content"]] if message.get("content") else []
     for call in message.get("tool_calls") or ():
         function = call["function"]

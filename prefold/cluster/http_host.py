@@ -62,7 +62,7 @@ _LOGPROBS = ("logprobs", "logits")  # kinds of Readout
 _BATCH = 16  # prompts of one request for embeddings
 _LONGEST_ANSWER = 10  # times the patience
 _LOOKS = 4  # at a server's counters within the patience
-_TICK = 0.1  # seconds after which a host that is being made looks whether anybody waits for it
+_TICK = 0.1  # seconds after which a host that is being made looks whether its replica is still wanted
 
 TextOf = Callable[[Any], str]
 
@@ -97,7 +97,7 @@ class ServedModel:
 class HttpHost(AsyncHost):
     """Asks one server, which makes progress when it answers, and while what it counts of tokens at /metrics changes.
 
-    stopping  whether nobody waits for the server any more
+    stopping  whether the replica is not wanted any more
 
     It asks again for the model's patience where the server cannot be reached, for less where no server has ever
     answered. Raises ReplicaDown, with the reason, where that does not help.
@@ -295,7 +295,7 @@ class HttpHost(AsyncHost):
             return answers
         except (InputError, JobError, ReplicaDown):
             raise
-        except Exception as error:  # of what nobody thought of: the server is not lost for it
+        except Exception as error:  # an error of a kind that is not expected: the server is not lost for it
             message = f"it could not be asked ({type(error).__name__}: {error})"
             raise RowError(self._url, 0, message) from error
 

@@ -77,7 +77,7 @@ class OfflineSource(Source):
         self._options_by, self._options = options, LeaseOptions()
         self._max_tokens = max_tokens
         self._replicas = {name: _Replica() for name in expected}
-        self._free: list[Segment] = []  # of nobody
+        self._free: list[Segment] = []  # of no replica
         self._under_way: dict[int, tuple[bytes, int]] = {}  # tag and counted tokens of what was sent
         if self._replicas:
             segments = cost.cut(0, cost.num_prompts, [1.0] * len(self._replicas))
@@ -143,7 +143,7 @@ class OfflineSource(Source):
         if stolen.start == stolen.stop or self.cost.of(*stolen) < self._options.least:
             if victim.is_ready or self._open(thief):
                 return
-            kept, stolen = Segment(last.start, last.start), last  # nobody knows when its owner comes
+            kept, stolen = Segment(last.start, last.start), last  # it is not known when its owner comes
         victim.segment = [*before, kept] if kept.start < kept.stop else before
         mine.segment = [stolen]
         self.steals += 1

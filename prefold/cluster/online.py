@@ -2,9 +2,9 @@
 
 The `Dispatcher` decides which leave, and for which replica. No I/O, no clock: the time is handed in. A replica with
 room goes on with the bucket that it has begun, so that its cache needs to hold few prefixes at a time; then it takes of
-the buckets that it holds the prefix of, then of those that nobody holds, most tokens first; of one that another replica
-holds only where waiting for that takes longer than computing the prefix again. When nothing comes any more, none takes
-more than lets all end at the same time.
+the buckets that it holds the prefix of, then of those that no replica holds, most tokens first; of one that another
+replica holds only where waiting for that takes longer than computing the prefix again. When nothing comes any more,
+none takes more than lets all end at the same time.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Dispatcher:
         return limits.backlog - load.prefill_rows - (load.limits if limits.reserves else load.decode_rows)
 
     def dispatch(self, now: float) -> list[Assignment]:
-        """Returns what leaves the window now. It is booked in the router as sent; whoever calls gives it away."""
+        """Returns what leaves the window now. It is booked in the router as sent; the caller sends it."""
         orders: list[Assignment] = []
         ends: _Ends | None = None
         free = {replica: None for replica in self.limits if self.room(replica) > 0}  # in the order in which they came

@@ -69,7 +69,7 @@ class BestStart(Forgetful):
     holds it takes longer than that.
 
     dear    what a row that is computed again counts: it also keeps those waiting that come after it
-    beside  share of its time that what generates counts with: it makes steps longer, and keeps nobody waiting
+    beside  share of its time that what generates counts with: it makes steps longer, and keeps no request waiting
     """
 
     dear, beside = 3.0, 0.05

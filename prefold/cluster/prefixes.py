@@ -1,8 +1,8 @@
 """The router's trie: which rows are held where, as replicas tell, or as is estimated of those that do not.
 
 Tokens are kept once, however many replicas hold them. A *place* is a maximal run of rows that are treated alike; each
-knows as a bit mask who holds its rows, and who was sent a prompt that will make it hold them. Places that nobody refers
-to any more go at once.
+knows as a bit mask who holds its rows, and who was sent a prompt that will make it hold them. Places without a
+reference go at once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Root(Place):
 
 
 class PrefixIndex:
-    """The places of all namespaces. Whoever refers to a place refers to its end, which stays where it is."""
+    """The places of all namespaces. A reference to a place is one to its end, which stays where it is."""
 
     def __init__(self) -> None:
         self.roots: dict[Hashable, _Root] = {}
@@ -153,7 +153,7 @@ class PrefixIndex:
 
     def match(self, namespace: Hashable, tokens: bytes) -> Iterator[tuple[int, int, int]]:
         """Yields (rows, held, coming) along the path of `tokens`: how many leading rows, who holds them all and who
-        will hold them all. Ends where nobody does."""
+        will hold them all. Ends where no replica does."""
         place: Place | None = self.roots.get(namespace)
         at, size, held, coming = 0, len(tokens), -1, -1
         while place is not None and at < size and place.children:
@@ -183,7 +183,7 @@ class PrefixIndex:
         return upper
 
     def _tidy(self, place: Place) -> None:
-        """Takes away a place that nobody refers to, and joins one to its only child that is treated alike."""
+        """Takes away a place without a reference, and joins one to its only child that is treated alike."""
         while place.parent is not None and not place.ends:
             above = place.parent
             assert above.children is not None

@@ -137,7 +137,7 @@ class Replicas(ABC):
 
     After `start` they are told of by `tell(name, event)`, from any thread: ReplicaReady, then reports, and ReplicaLost
     when one is gone; and ReplicaReady again when it is back. What was asked of a replica reaches it in that order.
-    Whoever waits for a replica takes it for hung when none of its reports has shown progress for too long.
+    A fleet takes a replica for hung when none of its reports has shown progress for too long.
     """
 
     names: Sequence[str] = ()

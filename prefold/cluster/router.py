@@ -1,8 +1,8 @@
 """The router: which replica gets a request.
 
 It keeps one trie of who holds which rows, fed by numbered events of the replicas' caches, and of each replica how fast
-it is, and what it was sent and has not done. It computes nothing, waits for nothing and knows no clock; whoever drives
-it passes on what happens: replicas `join` and `leave`, their events are `take`n, requests are `send` and `end`, steps
+it is, and what it was sent and has not done. It computes nothing, waits for nothing and knows no clock; its driver
+passes on what happens: replicas `join` and `leave`, their events are `take`n, requests are `send` and `end`, steps
 are `worked`.
 """
 
@@ -175,7 +175,7 @@ class Sent:
     """A request that a replica has.
 
     matched  leading rows that it was thought to hold, or to have been sent, then
-    held     those that it was thought to hold; where it tells of its cache nobody asks, and it is 0
+    held     those that it was thought to hold; where it tells of its cache this is not needed, and it is 0
     """
 
     replica: Hashable
@@ -373,7 +373,7 @@ class Router:
         return sent
 
     def worked(self, replica: Hashable, prefill_rows: int, decode_rows: int, seconds: float) -> None:
-        """A replica has computed these rows, in so many seconds. Where nobody tells, load falls as requests end."""
+        """A replica has computed these rows, in so many seconds. Where that is not told, load falls as requests end."""
         member = self._members[replica]
         member.load.work(prefill_rows, decode_rows, seconds)
         self._note(member)

@@ -222,7 +222,7 @@ class VllmHost(AsyncHost):
     def _begin(self, call: RunCall | None) -> None:
         super()._begin(call)
         if call is not None and self._events is not None:
-            self._events.is_new = True  # whoever began the run may know nothing of what is held
+            self._events.is_new = True  # the driver that began the run may know nothing of what is held
 
     def _refusal(self, call: RunCall) -> str:
         if call.readout.kind == "tokens":

@@ -58,7 +58,7 @@ class PrefoldLM(LM):
     prefix_token_id      the token that stands for an empty context; None: BOS, else EOS
     enable_thinking      passed to the chat template, unless None
     think_end_token      text that ends a model's reasoning; the answer is what follows it
-    device               "auto", "cpu", "cuda", ...; the harness names a GPU where nobody did, and where there is none
+    device               "auto", "cpu", "cuda", ...; the harness names a GPU where the user did not; without one
                          the CPU is used, as by its own model
     options              further ones of `LLM`: dtype, threads, revision, sharing, ...
 

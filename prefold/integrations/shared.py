@@ -127,9 +127,9 @@ class SharedModel(Model):
 class RayModel(Model):
     """The client of a model of a Ray cluster, which has so many replicas, and which all its processes find by name.
 
-    It is an actor with a fleet, whose replicas are on Ray too. Whoever makes the actor owns it, and it owns the
-    replicas, so all of them end with the driver. Items come to it from any process; it makes requests of them, and the
-    requests of all callers go to the replicas as a stream.
+    It is an actor with a fleet, whose replicas are on Ray too. The driver that makes the actor owns it, and it owns the
+    replicas, so all of them end with the driver. Items come to it from any process; it makes requests of them, and
+    those of all callers go to the replicas as a stream.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], replicas: int = 1):

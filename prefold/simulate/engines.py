@@ -94,7 +94,7 @@ class _RowSequence:
 class RowEngine:
     """The rules of `GenerateScheduler` with room set aside for each output, on parts instead of tokens: prompts are
     computed first come first, each part once; a part stays until its room is needed, the one used longest ago first.
-    Steps in which nobody comes or goes are one stretch, so time depends on requests, not on tokens.
+    Steps in which no sequence comes or goes are one stretch, so time depends on requests, not on tokens.
 
     cost                         of its steps
     max_batch_rows, max_running  of a step; None: as many rows as it finds to be fast, as a real engine does
@@ -134,7 +134,7 @@ class RowEngine:
         self._queued = self._done = 0  # rows of prompts, ever
         self._steps = 0  # decode steps, ever
         self._number = 0
-        self._is_stuck = False  # there is no room for whoever waits first, before another ends
+        self._is_stuck = False  # there is no room for the sequence that waits first, before another ends
         self._shared_keys = 0  # rows of parts that decoding sequences read, each once for a tile of them
         self._tail_keys = 0  # rows of outputs that they read
         self._log = EventLog() if self.reports else None
@@ -161,7 +161,7 @@ class RowEngine:
         return len(self._decoding) + len(self._prefilling)
 
     def step(self) -> Stretch | None:
-        """Runs the next step, or several alike; returns None when nobody waits or runs."""
+        """Runs the next step, or several alike; returns None when no sequence waits or runs."""
         size = self.size
         if size is None:
             return self._step()
@@ -189,7 +189,7 @@ class RowEngine:
         prefill = min(budget, self._queued - self._done)
         if prefill or self._prefilling:
             return self._mixed(prefill, running)
-        # Nobody waits whom there is room for, so nothing changes before the first of those that decode ends.
+        # No sequence waits that there is room for, so nothing changes before the first of those that decode ends.
         count = self._decoding[0][0] - self._steps
         keys = self._shared_keys + self._tail_keys
         first = self.cost.seconds(StepRows(0, running, keys, 0, running))

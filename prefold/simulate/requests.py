@@ -19,7 +19,7 @@ from ..errors import InputError
 
 @dataclass(eq=False, slots=True)
 class SimRequest:
-    """A request, which nobody changes. (Millions are made: a frozen dataclass takes three times as long to make.)
+    """A request, which is never changed. (Millions are made: a frozen dataclass takes three times as long to make.)
 
     path    ((number, rows), ...), no part empty
     output  tokens that it makes, of at most `limit`
@@ -89,7 +89,7 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[SimRequest
 
 
 _HASHED = 512  # tokens of one of Mooncake's hash ids
-_OWN = 1 << 30  # numbers of parts that nobody shares begin here
+_OWN = 1 << 30  # numbers of parts that are not shared begin here
 
 
 def _request(number: int, line: dict) -> SimRequest:
