@@ -1,6 +1,7 @@
 import itertools
 import os
 import random
+import re
 import signal
 import sys
 from pathlib import Path
@@ -105,10 +106,10 @@ def mark_repetitions(items):
     """Of a test's combinations of three or more parameters, marks those as slow in which no two values meet that have
     not met before; the combination that shows most comes first. The marker `covering(1)` asks for each value only."""
     marker = items[0].get_closest_marker("covering")
-    if marker is None and len(items[0].callspec.indices) < 3:
+    if marker is None and len(parameters_of(items[0])) < 3:
         return
-    size = 2 if marker is None else marker.args[0]
-    shown = {item: set(itertools.combinations(sorted(item.callspec.indices.items()), size)) for item in items}
+    together = 2 if marker is None else marker.args[0]
+    shown = {item: set(itertools.combinations(parameters_of(item), together)) for item in items}
     while shown:
         best = max(shown, key=lambda item: len(shown[item]))
         seen = shown.pop(best)
@@ -116,6 +117,15 @@ def mark_repetitions(items):
             best.add_marker("slow")
         for left in shown.values():
             left -= seen
+
+
+def parameters_of(item):
+    """Returns the names of each parameter of a test and which value it has; names of one `parametrize` are one."""
+    values = item.callspec.params
+    marks = [marker.args[0] for marker in item.iter_markers("parametrize")]
+    names = [tuple(re.findall(r"\w+", mark)) if isinstance(mark, str) else tuple(mark) for mark in marks]
+    names += [(name,) for name in values.keys() - set(itertools.chain(*names))]
+    return sorted((group, tuple(id(values[name]) for name in group)) for group in names)
 
 
 def thin_properties(items, quick):

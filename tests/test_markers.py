@@ -50,12 +50,15 @@ def test_no_test_imports_another(path):
 class Item:
     """A test as pytest collects it: a function with parameters, and markers."""
 
-    def __init__(self, function=None, covering=None, **indices):
-        self.obj, self.callspec, self.markers = function, SimpleNamespace(indices=indices), []
-        self.covering = None if covering is None else SimpleNamespace(args=(covering,))
+    def __init__(self, function=None, covering=None, together="", **values):
+        self.obj, self.callspec, self.markers = function, SimpleNamespace(params=values), []
+        self.known = {"covering": covering, "parametrize": together}
+
+    def iter_markers(self, name):
+        return [SimpleNamespace(args=(self.known[name],))] if self.known[name] else []
 
     def get_closest_marker(self, name):
-        return self.covering
+        return next(iter(self.iter_markers(name)), None)
 
     def add_marker(self, name):
         self.markers.append(name)
@@ -71,10 +74,15 @@ def conftest(request):
 def test_a_quick_run_shows_all_values_and_each_two_of_three_parameters(conftest, covering, most):
     items = [Item(None, covering, a=a, b=b, c=c) for a, b, c in itertools.product(range(3), range(4), range(2))]
     conftest.mark_repetitions(items)
-    size = covering or 2
-    shown = [set(itertools.combinations(item.callspec.indices.items(), size)) for item in items]
-    quick = [pairs for pairs, item in zip(shown, items, strict=True) if item.markers == []]
+    shown = [set(itertools.combinations(item.callspec.params.items(), covering or 2)) for item in items]
+    quick = [pairs for pairs, item in zip(shown, items, strict=True) if not item.markers]
     assert len(quick) <= most and set().union(*quick) == set().union(*shown)
+
+
+def test_values_that_are_named_together_are_one_parameter(conftest):
+    items = [Item(None, None, "a, b, c", a=a, b=b, c=c) for a, b, c in itertools.product(range(2), repeat=3)]
+    conftest.mark_repetitions(items)
+    assert not any(item.markers for item in items)
 
 
 def test_a_quick_run_draws_a_quarter_of_the_examples(conftest):
