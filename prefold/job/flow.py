@@ -141,12 +141,7 @@ def reads_last_rows(task: Any) -> bool:
 
 
 def live_results(
-    engine: Any,
-    task: Any,
-    some: LiveInput,
-    *,
-    stopping: Callable[[], bool],
-    **run: Any,
+    engine: Any, task: Any, some: LiveInput, *, stopping: Callable[[], bool], **run: Any
 ) -> Iterator[tuple[bytes, Any]]:
     """Yields (tag, result) of every request that comes, as `results_of` does.
 

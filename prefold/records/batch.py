@@ -27,9 +27,7 @@ _LINE_ERRORS = {
 }  # fmt: skip
 _STATUS = {"model_not_found": 404}
 # URLs that people ask for and that are not served, with the way to get the same.
-_OTHER_URLS = {
-    "/v1/moderations": "classify the texts: prefold classify FILE --labels ...",
-}
+_OTHER_URLS = {"/v1/moderations": "classify the texts: prefold classify FILE --labels ..."}
 
 
 def is_batch_line(data: dict[str, Any]) -> bool:

@@ -30,11 +30,7 @@ _BUFFER = 1 << 16
 
 
 def open_source(
-    name: str,
-    format: str | None = None,
-    options: TableOptions | None = None,
-    *,
-    stdin: Iterable[bytes] | None = None,
+    name: str, format: str | None = None, options: TableOptions | None = None, *, stdin: Iterable[bytes] | None = None
 ) -> Source:
     """Returns the source of the records in `name`, a path, or "-" for standard input.
 

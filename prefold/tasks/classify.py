@@ -55,11 +55,7 @@ class ClassifyTask(Task):
     name = "classify"
     item_type = ClassifyItem
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        options: ClassifyOptions,
-    ):
+    def __init__(self, inputs: Inputs, options: ClassifyOptions):
         """Checks the labels and the examples. Raises InputError for labels that could not be told apart, and bad
         examples."""
         self.inputs = inputs

@@ -66,12 +66,7 @@ class RerankTask(Task):
     example: Mapping[str, Any] = {"score": 0.0, "num_tokens": 0}
     item_type = RerankItem
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        options: RerankOptions,
-        settings: PairSettings | None = None,
-    ):
+    def __init__(self, inputs: Inputs, options: RerankOptions, settings: PairSettings | None = None):
         """Checks the template and the words. Raises InputError where they are wrong, or there is no tokenizer.
 
         settings  how the checkpoint's classification head wants its pairs; None: the logits of the words are compared

@@ -21,12 +21,7 @@ from .base import attempt
 _TAG = struct.Struct("<qq")  # number of the work, part of the work
 
 
-def results_of(
-    engine: Any,
-    task: Any,
-    windows: Iterable[Window],
-    **run: Any,
-) -> Iterator[tuple[bytes, Any]]:
+def results_of(engine: Any, task: Any, windows: Iterable[Window], **run: Any) -> Iterator[tuple[bytes, Any]]:
     """Yields (tag, result) of every request, as the results come.
 
     run  how to run: `on_step`, `stopping`, and for numeric tasks `sharing` and `max_batch_rows`, as `Engine.run` takes

@@ -29,11 +29,7 @@ NULLABLE = {field.name for field in fields(Sampling) if field.default is None}
 
 
 def sampling_from(
-    options: Mapping[str, Any],
-    *,
-    vocab_size: int | None,
-    tokenizer: Tokenizer | None,
-    defaults: Sampling | None = None,
+    options: Mapping[str, Any], *, vocab_size: int | None, tokenizer: Tokenizer | None, defaults: Sampling | None = None
 ) -> Sampling:
     """Returns the Sampling that `options`, {field of Sampling: value}, make of `defaults` (None: Sampling's own).
 

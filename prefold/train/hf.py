@@ -114,12 +114,7 @@ def from_logits(logits: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def completion_logprobs(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    logits_to_keep: int,
-    *,
-    sharing: Sharing = "full",
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *, sharing: Sharing = "full"
 ) -> Tensor:
     """Returns the log-probabilities of completions in a padded batch, float32 [batch, logits_to_keep], as TRL's
     trainers ask for them. Places of padding have 0.
