@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..records.lines import dumps
 from ..records.record import error_text
 from ..report.progress import Counts
-from ..stream import LiveInput, LiveWindows, Spool, Windows
+from ..stream import LiveInput, LiveWindows, Windows
 from ..stream.live_windows import See
 from ..tasks.base import attempt
 from ..tasks.run import finish, results_of
@@ -69,21 +69,16 @@ class Flow:
             assert spool is not None
             windows = spool.windows(max_tokens=window, share=engine.sharing == "full")
             return results_of(engine, task, windows if takes_ranges(engine) else watched(windows, see), **run)
-        rest = None if spool is None else self._rest(spool)
-        some = LiveInput(batch.feed, window, rest, see)
-        return (
-            results_of(engine, task, some, **run) if takes_ranges(engine) else live_results(engine, task, some, **run)
-        )
-
-    def _rest(self, spool: Spool) -> Callable[[], Windows]:
-        """Returns a function that gives the windows of a spool, which is complete when it is called."""
 
         def rest() -> Windows:
+            """Returns the windows of the spool, which is complete when this is called."""
+            assert spool is not None
             if self.reader.error is not None:
                 raise self.reader.error
-            return spool.windows(max_tokens=self.job.window)
+            return spool.windows(max_tokens=window)
 
-        return rest
+        results: Any = results_of if takes_ranges(engine) else live_results
+        return results(engine, task, LiveInput(batch.feed, window, None if spool is None else rest, see), **run)
 
     def check(self) -> None:
         """Raises AssertionError where a record has no line, though everything was computed."""
@@ -141,7 +136,7 @@ def reads_last_rows(task: Any) -> bool:
 
 
 def live_results(
-    engine: Any, task: Any, some: LiveInput, *, stopping: Callable[[], bool], **run: Any
+    engine: Any, task: Any, source: LiveInput, *, stopping: Callable[[], bool], **run: Any
 ) -> Iterator[tuple[bytes, Any]]:
     """Yields (tag, result) of every request that comes, as `results_of` does.
 
@@ -150,59 +145,46 @@ def live_results(
     """
     share, generates = engine.sharing == "full", task.readout.kind == "tokens"
     in_slots = generates or (share and reads_last_rows(task))
-    rows = getattr(engine, "max_batch_rows", 4096)
+    run["stopping"] = stopping
+    if in_slots and not generates:
+        run["cache_prefill"] = True
+    # Of requests that do not say others.
+    exits = task.sampling.exits if generates else task.readout.exits
+
+    def is_held(namespace: Any, prefix: np.ndarray) -> bool:
+        """Returns whether the engine holds a good part of a prefix."""
+        adapter, salt = namespace
+        return engine.held_rows(prefix, adapter or None, salt, exits) >= max(1, _HELD * len(prefix))  # type: ignore[no-any-return]
+
     live = LiveWindows(
-        some.feed,
-        max_tokens=some.max_tokens,
-        most=min(some.max_tokens, _STEPS * rows),
+        source.feed,
+        max_tokens=source.max_tokens,
+        most=min(source.max_tokens, _STEPS * getattr(engine, "max_batch_rows", 4096)),
         share=share,
         busy=engine.options.generation.max_running // 2 if in_slots and hasattr(engine, "options") else 1,
-        is_held=_holds(engine, task) if in_slots and share and hasattr(engine, "held_rows") else None,
+        is_held=is_held if in_slots and share and hasattr(engine, "held_rows") else None,
         stopping=stopping,
     )
-    run["stopping"] = stopping
+
+    def computed(windows: Iterable[Any]) -> Iterator[tuple[bytes, Any]]:
+        with closing(results_of(engine, task, watched(windows, source.see), **run)) as results:  # type: ignore[type-var]
+            for result in results:
+                live.answered += 1
+                yield result
+
     try:
-        if generates:
-            yield from _counted(live, engine.generate(watched(live, some.see), task.inputs.tokenizer, **run))
-        elif in_slots:
-            yield from _counted(live, engine.run(watched(live, some.see), task.readout, cache_prefill=True, **run))
+        if in_slots:
+            yield from computed(live)
         while not (in_slots or live.is_done or stopping()):
-            windows = watched(live.steady(ahead=_computes_ahead(engine)), some.see)
-            yield from _counted(live, engine.run(windows, task.readout, **run))
+            ahead = getattr(getattr(getattr(engine, "worker", None), "facts", None), "depth", 1) > 1
+            yield from computed(live.steady(ahead=ahead))
     finally:
         live.close()
 
 
-def watched(windows: Iterable[Any], see: See | None) -> Iterable[Any]:
-    """Returns the windows as they are; `see` is shown each as it is taken."""
-    return windows if see is None else _shown(windows, see)
-
-
-def _shown(windows: Iterable[Any], see: See) -> Iterator[Any]:
+def watched(windows: Iterable[Any], see: See | None) -> Iterator[Any]:
+    """Yields the windows; `see` is shown each as it is taken."""
     for window in windows:
-        if window is not None:
+        if window is not None and see is not None:
             see(window)
         yield window
-
-
-def _counted(live: LiveWindows, results: Any) -> Iterator[tuple[bytes, Any]]:
-    with closing(results):
-        for one in results:
-            live.answered += 1
-            yield one
-
-
-def _holds(engine: Any, task: Any) -> Callable[[Any, np.ndarray], bool]:
-    """Returns what says whether an engine holds a good part of a prefix, by the exits that the task's requests have
-    where they do not say others."""
-    exits = task.sampling.exits if task.readout.kind == "tokens" else task.readout.exits
-
-    def is_held(namespace: tuple[str, str], prefix: np.ndarray) -> bool:
-        adapter, salt = namespace
-        return engine.held_rows(prefix, adapter or None, salt, exits) >= max(1, _HELD * len(prefix))
-
-    return is_held
-
-
-def _computes_ahead(engine: Any) -> bool:
-    return getattr(getattr(getattr(engine, "worker", None), "facts", None), "depth", 1) > 1

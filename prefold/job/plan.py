@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..model import ModelConfig
-from ..prefix import RowCost, StreamCost
+from ..prefix import RowCost, StreamCost, common_prefix_lengths, lexsort_sequences
 from ..prefix.segments import keys_seen
 from ..report.icicle import StreamShape, icicle, walk
 from ..report.progress import Counts, Progress
@@ -130,15 +130,11 @@ def _rows_mlp(window: Window, max_batch_rows: int) -> int:
     while first < window.num_requests:
         start = window.offsets[first]
         last = max(first + 1, int(np.searchsorted(stops, start + max_batch_rows, "right")))
-        rows += _unique(window.tokens[start : window.offsets[last]], window.offsets[first : last + 1] - start)
+        tokens, offsets = window.tokens[start : window.offsets[last]], window.offsets[first : last + 1] - start
+        shared = common_prefix_lengths(tokens, offsets, lexsort_sequences(tokens, offsets))
+        rows += len(tokens) - int(shared.sum())
         first = last
     return rows
-
-
-def _unique(tokens: np.ndarray, offsets: np.ndarray) -> int:
-    from ..prefix import common_prefix_lengths, lexsort_sequences
-
-    return len(tokens) - int(common_prefix_lengths(tokens, offsets, lexsort_sequences(tokens, offsets)).sum())
 
 
 def cost_of(shape: StreamShape, config: ModelConfig) -> tuple[Cost, Cost]:

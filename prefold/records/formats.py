@@ -189,7 +189,9 @@ class LineSource(Source):
             return _JsonlSource(name, format, identity, None, opener, head)
         sign = delimiter_of(format, options.delimiter)
         columns = _header(name, head, sign, opener, sure=options.delimiter is not None)
-        return _DelimitedSource(name, format, identity, columns, opener, sign, options.max_cell_lines)
+        source = _DelimitedSource(name, format, identity, columns, opener)
+        source.delimiter, source.max_cell_lines = sign, options.max_cell_lines
+        return source
 
     def __init__(
         self, name: str, format: str, identity: dict, columns: list[str] | None, opener: Any, head: bytes = b""
@@ -303,24 +305,13 @@ def _header(name: str, head: bytes, delimiter: str, opener: Any, *, sure: bool) 
 
 
 class _DelimitedSource(LineSource):
-    def __init__(
-        self,
-        name: str,
-        format: str,
-        identity: dict,
-        columns: list[str],
-        opener: Any,
-        delimiter: str,
-        max_cell_lines: int,
-    ):
-        super().__init__(name, format, identity, columns, opener)
-        self._delimiter = delimiter
-        self._max_cell_lines = max_cell_lines
+    delimiter: str
+    max_cell_lines: int
 
     def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
         assert self.columns is not None
-        width, most = len(self.columns), self._max_cell_lines
-        rows = read_rows(self._lines(), self._delimiter, width=width, max_cell_lines=most)
+        width, most = len(self.columns), self.max_cell_lines
+        rows = read_rows(self._lines(), self.delimiter, width=width, max_cell_lines=most)
         next(rows)  # the header
         for row in rows:
             self._number += 1

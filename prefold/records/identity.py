@@ -70,7 +70,14 @@ def check_grown(source: Source, before: dict[str, Any]) -> None:
         if place < len(now) and now[place] == old:
             continue
         if place < len(now) and content_of(now[place]) == content_of(old):
-            raise _modified(source.paths[place], old, now[place])
+            path, was = source.paths[place], old["modified"]
+            raise JobError(
+                f"{path} was modified since the job was run (it was of {was}, now it is of {now[place]['modified']}). "
+                "Its size and the blocks of it that are digested are what they were, but it may be another between "
+                "them, so --grown cannot go on with it; where you know that it is not, give it its time again "
+                f"(touch -d {was} {shlex.quote(str(path))}), else --overwrite starts the job again, -o NAME writes to "
+                "another file"
+            )
         if place == len(then) - 1 and place < len(now) and source.format != "parquet":
             _check_longer(source.paths[place], old, now[place])
             continue
@@ -81,16 +88,6 @@ def _other(name: Path | str) -> JobError:
     return JobError(
         f"{name} does not begin with what it was when the job was run, so --grown cannot go on with it; "
         "--overwrite starts the job again, -o NAME writes to another file"
-    )
-
-
-def _modified(path: Path, old: dict[str, Any], now: dict[str, Any]) -> JobError:
-    return JobError(
-        f"{path} was modified since the job was run (it was of {old['modified']}, now it is of {now['modified']}). "
-        "Its size and the blocks of it that are digested are what they were, but it may be another between them, so "
-        "--grown cannot go on with it; where you know that it is not, give it its time again "
-        f"(touch -d {old['modified']} {shlex.quote(str(path))}), else --overwrite starts the job again, -o NAME writes "
-        "to another file"
     )
 
 

@@ -256,15 +256,12 @@ class _Files(Source):
         super().__init__(name, sources[0].format, {"files": [source.identity for source in sources]}, columns)
         self._sources = sources
         self.paths = tuple(path for source in sources for path in source.paths)
-        self.types = self._common_types()
-
-    def _common_types(self) -> dict[str, Any]:
-        """Returns the type of each column that has the same type in all files that have the column."""
         by_name: dict[str, list[Any]] = {}
-        for source in self._sources:
-            for name, type in source.types.items():
-                by_name.setdefault(name, []).append(type)
-        return {name: types[0] for name, types in by_name.items() if all(type == types[0] for type in types)}
+        for source in sources:
+            for column, type in source.types.items():
+                by_name.setdefault(column, []).append(type)
+        # A column has a type where it has the same in all files that have the column.
+        self.types = {column: types[0] for column, types in by_name.items() if all(t == types[0] for t in types)}
 
     def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
         before = 0

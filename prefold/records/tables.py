@@ -21,15 +21,8 @@ _RESERVED = {
     "classify": {"label", "probabilities", "logprobs", "logits"},
     "score": {"logprob", "logprobs", "greedy", "num_bytes"},
     "generate": {
-        "text",
-        "tokens",
-        "finish_reason",
-        "stop",
-        "logprobs",
-        "choices",
-        "num_generated",
-        "cached_tokens",
-        "approximate_tokens",
+        *("text", "tokens", "finish_reason", "stop", "logprobs", "choices"),
+        *("num_generated", "cached_tokens", "approximate_tokens"),
     },
 }
 _USUAL = {
@@ -148,7 +141,7 @@ class TableAdapter:
         keep_empty: bool = False,
     ):
         for name in columns.keep:
-            if name in _RESERVED[""] | _RESERVED[task]:
+            if name in reserved_names(task):
                 raise JobError(
                     f"--keep {name} cannot be, as a line has its own {name!r}; write --keep my_{name}={name}"
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -148,15 +148,12 @@ class LiveWindows:
         self.is_closed = False
         self._is_held = is_held
         # A bucket whose prefix the engine holds is in the queue True.
-        self.window = LiveWindow(max_tokens=max_tokens, **({} if is_held is None else {"homes": self._homes}))
+        homes = {} if is_held is None else {"homes": lambda *prefix: (True,) if is_held(*prefix) else ()}
+        self.window = LiveWindow(max_tokens=max_tokens, **homes)
         self._most, self._share, self._busy, self._stopping = most, share, busy, stopping
         self._late: deque[Sequence[SpooledRequest]] = deque()  # of a record of which not all had room
         self._made: deque[Window] = deque()
         self._last: SpooledRequest | None = None
-
-    def _homes(self, namespace: Hashable, prefix: np.ndarray) -> Collection[Hashable]:
-        assert self._is_held is not None
-        return (True,) if self._is_held(namespace, prefix) else ()
 
     def close(self) -> None:
         """Ends the windows."""
@@ -226,8 +223,9 @@ class LiveWindows:
             self.given += len(requests)
             self._made.extend(window_of(requests, share=self._share))
             if self._made and self._share:
-                self._made[0] = replace(self._made[0], common=self._common(self._made[0], requests[0]))
-                self._last = requests[-1]
+                first, last, self._last = requests[0], self._last, requests[-1]
+                if last is not None and last.namespace == first.namespace:  # else it has nothing in common with it
+                    self._made[0] = replace(self._made[0], common=shared_by(last.key, first.key))
         return self._made.popleft() if self._made else None
 
     def _leaving(self) -> list[SpooledRequest]:
@@ -249,11 +247,6 @@ class LiveWindows:
         grown = self._num_open >= self._busy
         held = window.largest(True, grown=grown) if self._is_held is not None else None
         return held or window.largest(grown=grown)
-
-    def _common(self, window: Window, first: SpooledRequest) -> int:
-        """Returns how many leading tokens a window has in common with the request that was given before it."""
-        last = self._last
-        return 0 if last is None or last.namespace != first.namespace else shared_by(last.key, first.key)
 
 
 def window_of(requests: Sequence[SpooledRequest], *, share: bool = True) -> Iterator[Window]:

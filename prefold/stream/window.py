@@ -82,7 +82,7 @@ class Window:
     @cached_property
     def shared(self) -> np.ndarray:
         """Returns how many leading tokens each request has in common with the one before it, int64 [B]; 0 first."""
-        return _shared_with_previous(self.tokens, self.offsets)
+        return common_prefix_lengths(self.tokens, self.offsets, np.arange(len(self.offsets) - 1))
 
     @cached_property
     def twins(self) -> np.ndarray:
@@ -121,10 +121,6 @@ class Windows(Iterator[Window]):
 def _taken(values: np.ndarray, offsets: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.diff(offsets)[numbers]
     return values[ragged_ranges(offsets[numbers], lengths)], np.concatenate(([0], lengths.cumsum()))
-
-
-def _shared_with_previous(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    return common_prefix_lengths(tokens, offsets, np.arange(len(offsets) - 1))
 
 
 def shared_by(one: bytes, other: bytes) -> int:
@@ -170,21 +166,14 @@ def _best_cut(requests: Sequence[SpooledRequest], max_tokens: int) -> int:
     earliest = int(np.searchsorted(tokens, max_tokens - max_tokens // _LATEST_SHARE)) + 1
     first = min(earliest, latest) - 1
     tokens, offsets = join(requests[first:])
-    shared = _shared_with_previous(tokens, offsets)[1:]
+    shared = common_prefix_lengths(tokens, offsets, np.arange(len(offsets) - 1))[1:]
     return latest - int(np.argmin(shared[::-1]))
-
-
-def _offsets(lengths: Sequence[int]) -> np.ndarray:
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
 
 
 def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sorted: bool) -> Window:
     tokens, offsets = join(requests)
     targets = [r.targets or b"" for r in requests]
-    target_offsets = _offsets([len(t) // 4 for t in targets])
-    common = 0
-    if last is not None:
-        common = shared_by(last, requests[0].key)
+    target_offsets = np.cumsum([0, *(len(t) // 4 for t in targets)], dtype=np.int64)
     return Window(
         tokens=tokens,
         offsets=offsets,
@@ -192,7 +181,7 @@ def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sort
         target_offsets=target_offsets,
         tags=[r.tag for r in requests],
         is_sorted=is_sorted,
-        common=common,
+        common=0 if last is None else shared_by(last, requests[0].key),
         options=[r.options for r in requests],
         adapter=requests[0].adapter or None,
         salt=requests[0].salt,

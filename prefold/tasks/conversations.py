@@ -129,8 +129,10 @@ class Conversations(ConversationOptions):
             message = f"chat_template_kwargs holds {name!r}, which is an option of its own"
             raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} beside chat_template_kwargs")
         messages = asked["messages"]
-        if isinstance(messages, (list, tuple)) and self.system is not None and not has_system(messages):
-            messages = [{"role": "system", "content": self.system}, *messages]
+        if isinstance(messages, (list, tuple)) and self.system is not None:
+            first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
+            if first.get("role") not in ("system", "developer"):
+                messages = [{"role": "system", "content": self.system}, *messages]
         template = self.chat_template if item.chat_template is None else item.chat_template
         if inputs.images is not None and isinstance(messages, (list, tuple)):
             source = inputs.tokenizer.chat_templates.templates.get(template or "default", template or "")
@@ -237,10 +239,6 @@ def variables(values: Any) -> Mapping[str, Any]:
         remedy = 'give {"name": value, ...}'
         raise InputError(message, field="chat_template_kwargs", remedy=remedy, code="wrong_type")
     return values
-
-
-def has_system(messages: Sequence[Any]) -> bool:
-    return bool(messages) and isinstance(messages[0], Mapping) and messages[0].get("role") in ("system", "developer")
 
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}

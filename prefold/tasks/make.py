@@ -13,9 +13,7 @@ from ..options import (
     FILTERS,
     ClassifyOptions,
     EmbedOptions,
-    GenerationOptions,
     RerankOptions,
-    ScoreOptions,
     TaskOptions,
     options_of,
 )
@@ -140,21 +138,12 @@ def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Tas
     return ClassifyHeadTask(inputs, head, multi_label=multi_label, truncate=o.truncate)
 
 
-def _score(checkpoint: Checkpoint, inputs: Inputs, o: ScoreOptions) -> Task:
-    return ScoreTask(inputs, o)
-
-
-def _generate(checkpoint: Checkpoint, inputs: Inputs, o: GenerationOptions) -> Task:
-    assert inputs.config is not None
-    return GenerateTask(inputs, o, context=inputs.config.max_positions)
-
-
 TASKS: dict[str, Callable[..., Task]] = {
     "embed": _embed,
     "rerank": _rerank,
     "classify": _classify,
-    "score": _score,
-    "generate": _generate,
+    "score": lambda checkpoint, inputs, o: ScoreTask(inputs, o),
+    "generate": lambda checkpoint, inputs, o: GenerateTask(inputs, o, context=inputs.config.max_positions),
 }
 
 

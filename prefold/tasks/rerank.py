@@ -114,7 +114,8 @@ class RerankTask(Task):
         def make() -> Work:
             note: dict[str, Any] = {} if item.documents is None else {"list": True, "top_n": top_n}
             if item.documents is not None and item.return_documents:
-                note["documents"] = [_json_text(_text_of(value)) for value in documents]
+                texts = map(_text_of, documents)
+                note["documents"] = [text if isinstance(text, str) else [int(i) for i in text] for text in texts]
             return work_of([maker() for maker in makers], seen, **note)
 
         return make
@@ -248,10 +249,6 @@ def _documents(item: RerankItem) -> tuple[list[Any], list[str]]:
 
 def _text_of(document: Any) -> Any:
     return document["text"] if isinstance(document, Mapping) and "text" in document else document
-
-
-def _json_text(text: Any) -> Any:
-    return text if isinstance(text, str) else [int(i) for i in text]
 
 
 def _pieces(template: str, values: Mapping[str, Text]) -> list[Text]:

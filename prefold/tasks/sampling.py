@@ -136,10 +136,6 @@ def _number(value: Any, field: str, *, least: float = -math.inf, most: float = m
     return value
 
 
-def _top_k(value: Any, field: str) -> int:
-    return max(0, _whole(value, field, least=-1))
-
-
 def _bool(value: Any, field: str) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise _wrong(value, field, "true or false")
@@ -243,7 +239,11 @@ def _check_of(option: Field[Any]) -> Callable[[Any, str], Any]:
 
 
 _CHECKS = {one.name: _check_of(one) for one in (*fields(SamplerOptions), *fields(LoopedOptions))}
-_CHECKS |= {"top_k": _top_k, "exit_visits": _route, "route": _route}
+_CHECKS |= {
+    "top_k": lambda value, field: max(0, _whole(value, field, least=-1)),
+    "exit_visits": _route,
+    "route": _route,
+}
 _GRAMMAR_TEXTS: dict[str, Callable[[Any, str], str]] = {
     "json_schema": _schema,
     "json": _json,

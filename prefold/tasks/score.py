@@ -220,15 +220,10 @@ def leading_ids(tokenizer: Tokenizer | None, prompt: Text) -> np.ndarray:
     images), before an empty text, and before a text that begins with the BOS."""
     if isinstance(prompt, ImageIds) and tokenizer is not None:
         return tokenizer.prefix_ids
-    if tokenizer is None or not isinstance(prompt, str) or not prompt or _starts_with_bos(tokenizer, prompt):
+    if tokenizer is None or not isinstance(prompt, str) or not prompt:
         return np.empty(0, np.int32)
-    return tokenizer.prefix_ids
-
-
-def _starts_with_bos(tokenizer: Tokenizer, text: str) -> bool:
-    """Returns whether a text begins with the BOS token written out, so that no second one is put before it."""
     bos = tokenizer.special_tokens.get("bos_token")
-    return bos is not None and text.startswith(bos)
+    return np.empty(0, np.int32) if bos is not None and prompt.startswith(bos) else tokenizer.prefix_ids
 
 
 def rolling_stretches(
