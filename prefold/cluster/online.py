@@ -220,7 +220,7 @@ class Dispatcher:
         mean = bucket.tokens / bucket.requests
         room = max(0, self.room(replica) - (len(bucket.prefix) - held))
         first = next(self.window.requests_of(bucket))
-        limit = self._limit_of(first.what)
+        limit = self._limit_of(first.payload)
         output = limit if self.limits[replica].reserves else self.router.expected_output(limit)
         count = room / max(1.0, mean - len(bucket.prefix) + output)
         limits, has = self.limits[replica], self.router.load(replica).requests
@@ -234,7 +234,7 @@ class Dispatcher:
         requests = self.window.take(bucket, int(count * mean))
         run.bucket, run.left = bucket, run.left - len(requests)
         for waiting in requests:
-            limit = self._limit_of(waiting.what)
+            limit = self._limit_of(waiting.payload)
             sent = Prompt(waiting.tokens, limit, waiting.namespace, len(bucket.prefix))
             self.router.send(waiting.key, sent, replica)
         return Assignment(replica, requests, len(bucket.prefix))
@@ -343,7 +343,7 @@ class OnlineSource(Source):
     def _fill_window(self, now: float) -> None:
         while self._late and not self.window.is_full:
             prompt = self._late.popleft()
-            how = {"now": now, "what": prompt, "returns": self._is_closed}
+            how = {"now": now, "payload": prompt, "returns": self._is_closed}
             self.window.put(prompt.key, prompt.first.tokens, namespace=prompt.namespace, **how)
 
     # ------------------------------------------------------------------------------------------------ leaving
@@ -354,7 +354,7 @@ class OnlineSource(Source):
             self._fill_window(now)
             some = self.dispatcher.dispatch(now)
             for one in some:
-                yield str(one.replica), [number for waiting in one.requests for number in waiting.what.left]
+                yield str(one.replica), [number for waiting in one.requests for number in waiting.payload.left]
             if not some or not self._late:
                 return
 

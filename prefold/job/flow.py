@@ -169,7 +169,7 @@ def live_results(
     def computed(windows: Iterable[Any]) -> Iterator[tuple[bytes, Any]]:
         with closing(results_of(engine, task, watched(windows, source.see), **run)) as results:  # type: ignore[type-var]
             for result in results:
-                live.answered += 1
+                live.num_answered += 1
                 yield result
 
     try:

@@ -98,8 +98,8 @@ class Reader:
     Spooled and early make one stream of all input; live makes one of what is there. A job that is `streaming` is read
     live, and a job that is `early` in the second way.
 
-    has_work  is set at the first request, or when it is known that there is none; `found` then says which. The owner
-              waits for it before it loads a model
+    has_work  is set at the first request, or when it is known that there is none; `has_requests` then says which. The
+              owner waits for it before it loads a model
     has_ended is set when everything is read (live: so that no feed will get more), or the reading failed
 
     The owner sets `stopping` to end the reading early. It is a plain flag, since a signal handler sets it: an Event has
@@ -117,7 +117,7 @@ class Reader:
         self._ready: queue.SimpleQueue[Ready | BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="prefold-reader", daemon=True)
         self.stopping = False
-        self.found = False
+        self.has_requests = False
         self.has_ended = threading.Event()
         self.has_work = threading.Event()
 
@@ -212,13 +212,13 @@ class Reader:
     def _pumped(self, records: Iterator[Record]) -> Iterator[Record | None]:
         """Yields the records, and None whenever none has come for a moment (as from a pipe that goes on later)."""
         pipe: queue.Queue[Record | BaseException | None] = queue.Queue(maxsize=CHUNK_TEXTS)
-        given = taken = 0  # bytes of the records that went into the pipe, and of those that came out of it
+        put_bytes = taken_bytes = 0  # bytes of the records that went into the pipe, and of those that came out of it
 
         def put(item: Record | BaseException | None) -> None:
-            nonlocal given
-            while given - taken > CHUNK_BYTES and not self.stopping:
+            nonlocal put_bytes
+            while put_bytes - taken_bytes > CHUNK_BYTES and not self.stopping:
                 time.sleep(0.01)
-            given += item.size if isinstance(item, Record) else 0
+            put_bytes += item.size if isinstance(item, Record) else 0
             while not self.stopping:
                 with contextlib.suppress(queue.Full):
                     return pipe.put(item, timeout=0.1)
@@ -244,7 +244,7 @@ class Reader:
                 return
             if isinstance(item, BaseException):
                 raise item
-            taken += item.size
+            taken_bytes += item.size
             yield item
 
     def _take(self, record: Record) -> None:
@@ -285,7 +285,7 @@ class Reader:
                 if is_new:
                     self._counts.tokens += len(request.tokens)
                     self._counts.requests += 1
-            self.found = True
+            self.has_requests = True
             self.has_work.set()
 
     def _pass_on(self, task: str, requests: list[tuple[Any, bytes]]) -> list[bool]:

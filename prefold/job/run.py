@@ -133,7 +133,7 @@ class _Run:
 
     def _work(self, started: float) -> None:
         self.reader.has_work.wait()
-        engine = self._load() if self.reader.found else None
+        engine = self._load() if self.reader.has_requests else None
         self.output.release()
         for batch in self.reader.batches():
             self.summary.read_seconds = self.summary.read_seconds or time.perf_counter() - started

@@ -129,8 +129,10 @@ class TextDifference:
 
 def compare_texts(a: Run, b: Run) -> TextDifference:
     """Returns the TextDifference of two runs that generated text."""
-    one, other = ([text.tokens for work in run.results for texts in work or [] for text in texts] for run in (a, b))
-    pairs = [zip_longest(*pair) for pair in zip(one, other, strict=True)]
+    first_run, other = (
+        [text.tokens for work in run.results for texts in work or [] for text in texts] for run in (a, b)
+    )
+    pairs = [zip_longest(*pair) for pair in zip(first_run, other, strict=True)]
     first = [next((i for i, (x, y) in enumerate(pair, 1) if x != y), 0) for pair in pairs]
     return TextDifference(len(pairs), [number for number in first if number])
 

@@ -122,7 +122,7 @@ def check_depth(value: Any, brackets: int, what: str, field: str | None = None) 
         return value
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(MAX_DEPTH):
-        inner = (v for one in level for v in (one.values() if isinstance(one, dict) else one))
+        inner = (v for outer in level for v in (outer.values() if isinstance(outer, dict) else outer))
         level = [v for v in inner if isinstance(v, (dict, list))]
         if not level:
             return value

@@ -268,15 +268,15 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     return check_depth(data, line.count(b"[") + line.count(b"{"), "the line")
 
 
-def delimiter_of(format: str, given: str | None) -> str:
-    """Returns the character between cells. given: the value of --delimiter; None: the format's own delimiter."""
-    if given is None:
+def delimiter_of(format: str, option: str | None) -> str:
+    """Returns the character between cells. option: the value of --delimiter; None: the format's own delimiter."""
+    if option is None:
         return "\t" if format == "tsv" else ","
     if format not in ("csv", "tsv"):
         raise JobError(f"--delimiter is for CSV and TSV; the input is {format}")
-    sign = {"tab": "\t", "\\t": "\t"}.get(given, given)
+    sign = {"tab": "\t", "\\t": "\t"}.get(option, option)
     if len(sign) != 1 or sign in '"\r\n':
-        raise JobError(f"--delimiter {given!r} is not one character; write ';', or tab")
+        raise JobError(f"--delimiter {option!r} is not one character; write ';', or tab")
     return sign
 
 

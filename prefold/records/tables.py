@@ -94,17 +94,17 @@ def bare(name: str, prefix: str) -> str:
     return name
 
 
-def default_columns(task: str, have: list[str] | None, given: dict[str, Any]) -> dict[str, Template]:
-    """Returns templates for the options that were not given, out of columns that have a usual name.
+def default_columns(task: str, have: list[str] | None, options: dict[str, Any]) -> dict[str, Template]:
+    """Returns templates for the options that the user left out, made of columns that have a usual name.
 
-    have   the names of the columns; None when they are not known
-    given  {option: value}, None for an option that was not given
+    have     the names of the columns; None when they are not known
+    options  {option: value}, None for an option that the user left out
 
     Raises JobError, naming the option to give, when no column has a usual name.
     """
     out: dict[str, Template] = {}
     for option, names in _USUAL[task].items():
-        if given.get(option) is not None or (option == "prompt" and given.get("messages")):
+        if options.get(option) is not None or (option == "prompt" and options.get("messages")):
             continue
         name = names[0] if have is None else next((n for n in names if n in have), None)
         if option == "continuation" and (have is None or name is None):
@@ -255,7 +255,7 @@ class TableAdapter:
         if not images:
             return prompt
         if isinstance(prompt, list):
-            return [self._pictured(one, images) for one in prompt]
+            return [self._pictured(text, images) for text in prompt]
         return Pictured(prompt, images)
 
     def _prompt(self, data: dict[str, Any]) -> Any:

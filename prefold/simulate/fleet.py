@@ -430,7 +430,7 @@ class Streamed(_OnRouter):
         while True:
             while self._new and not window.is_full:
                 request = self._new.popleft()
-                window.put(request.key, request.tokens(), now=now, what=request)
+                window.put(request.key, request.tokens(), now=now, payload=request)
                 self._left -= 1
                 if not self._left:
                     window.close()
@@ -438,7 +438,7 @@ class Streamed(_OnRouter):
             for order in orders:
                 assert isinstance(order.replica, int)
                 self.in_flight[order.replica] += len(order.requests)
-                given.append((order.replica, [waiting.what for waiting in order.requests]))
+                given.append((order.replica, [waiting.payload for waiting in order.requests]))
             if not orders or not self._new:
                 return given
 

@@ -21,13 +21,13 @@ from ..errors import InputError
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Waiting:
-    """A request in the window. since: the time at which it came; what: what was put in with it."""
+    """A request in the window. since: the time at which it came; payload: the data of its owner."""
 
     key: Hashable
     tokens: np.ndarray
     namespace: Hashable
     since: float
-    what: Any
+    payload: Any
     leaf: Node
 
 
@@ -112,7 +112,7 @@ class LiveWindow:
         *,
         now: float,
         namespace: Hashable = (),
-        what: Any = None,
+        payload: Any = None,
         returns: bool = False,
     ) -> None:
         """Takes a prompt, int32 [n], n >= 1. returns: it had left, and comes back, which it may when all is closed.
@@ -128,7 +128,7 @@ class LiveWindow:
         path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node)]
         before = next((node for node in path if self._has_enough(node)), None)
         leaf = self._tree.insert(namespace, tokens)
-        waiting = Waiting(key, tokens, namespace, now, what, leaf)
+        waiting = Waiting(key, tokens, namespace, now, payload, leaf)
         self._waiting[key] = waiting
         self.num_tokens += len(tokens)
         for node in leaf.path():
@@ -262,7 +262,7 @@ class LiveWindow:
         path = end.path()
         above = path[0].parent
         assert above is not None
-        prefix = path[0].tokens if len(path) == 1 else np.concatenate([one.tokens for one in path])
+        prefix = path[0].tokens if len(path) == 1 else np.concatenate([node.tokens for node in path])
         return Bucket(above.namespace, prefix, *size, node, is_whole)
 
     def _size(self, node: Node, is_whole: bool) -> tuple[int, int] | None:

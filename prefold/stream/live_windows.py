@@ -71,11 +71,11 @@ class Feed:
         is_new = []
         last: tuple[str, str, bytes] | None = None
         for request, tag in requests:
-            one = encode(request, tag, self._number)
-            is_new.append(request.sampling is not None or one[:3] != last)
-            last, self._number = one[:3], self._number + 1
-            made.append((one,) if is_new[-1] else (*made.pop(), one))
-            self._put += one.num_tokens if is_new[-1] else 0
+            spooled = encode(request, tag, self._number)
+            is_new.append(request.sampling is not None or spooled[:3] != last)
+            last, self._number = spooled[:3], self._number + 1
+            made.append((spooled,) if is_new[-1] else (*made.pop(), spooled))
+            self._put += spooled.num_tokens if is_new[-1] else 0
         self.is_hungry = False
         self._came.append((time.monotonic(), made))
         return is_new
@@ -129,7 +129,7 @@ class LiveWindows:
     is_held     called with (namespace, prefix): whether the engine holds its K/V; such buckets leave first
     stopping    asked while there is nothing to do: whether to end
 
-    The caller says with `answered` how many requests it has the answers of.
+    The caller counts in `num_answered` the requests whose answers it has.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class LiveWindows:
         stopping: Callable[[], bool] = lambda: False,
     ):
         self.feed = feed
-        self.answered = self.given = 0
+        self.num_answered = self.num_taken = 0
         self.is_closed = False
         self._is_held = is_held
         # A bucket whose prefix the engine holds is in the queue True.
@@ -194,7 +194,7 @@ class LiveWindows:
 
     @property
     def _num_open(self) -> int:
-        return self.given - self.answered
+        return self.num_taken - self.num_answered
 
     def _wait(self) -> None:
         self.feed.is_hungry = not self.window
@@ -207,7 +207,7 @@ class LiveWindows:
             if self._late:
                 reads = self._late.popleft()
                 first = reads[0]
-                window.put(first.number, first.tokens, now=now, namespace=first.namespace, what=reads)
+                window.put(first.number, first.tokens, now=now, namespace=first.namespace, payload=reads)
                 continue
             if self.feed.is_over or (came := self.feed.take(timeout)) is None:
                 break
@@ -220,7 +220,7 @@ class LiveWindows:
         if not self._made:
             self._take_in()
             requests = self._leaving()
-            self.given += len(requests)
+            self.num_taken += len(requests)
             self._made.extend(window_of(requests, share=self._share))
             if self._made and self._share:
                 first, last, self._last = requests[0], self._last, requests[-1]
@@ -234,7 +234,7 @@ class LiveWindows:
         left = self._most
         while left > 0 and (bucket := self._best()) is not None:
             taken = self.window.take(bucket, left)
-            leaving += [request for waiting in taken for request in waiting.what]
+            leaving += [request for waiting in taken for request in waiting.payload]
             left -= sum(len(waiting.tokens) for waiting in taken)
         return sorted(leaving, key=lambda request: request[:4]) if self._share else leaving
 

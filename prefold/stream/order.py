@@ -33,11 +33,11 @@ def encode_options(sampling: Sampling | None, priority: int) -> bytes:
     """Returns a request's sampling and priority as JSON of what differs from the defaults; b"" for the defaults."""
     values: dict[str, Any] = {"priority": priority} if priority else {}
     if sampling is not None:
-        values["sampling"] = asked = {name: getattr(sampling, name) for name in _SAMPLING}
-        for name in [name for name, value in asked.items() if value == _SAMPLING[name]]:
-            del asked[name]
+        values["sampling"] = changed = {name: getattr(sampling, name) for name in _SAMPLING}
+        for name in [name for name, value in changed.items() if value == _SAMPLING[name]]:
+            del changed[name]
         if sampling.grammar is not None:
-            asked["grammar"] = [sampling.grammar.kind, sampling.grammar.text, sampling.grammar.compact]
+            changed["grammar"] = [sampling.grammar.kind, sampling.grammar.text, sampling.grammar.compact]
     return json.dumps(values, separators=(",", ":")).encode() if values else b""
 
 
@@ -45,12 +45,12 @@ def encode_options(sampling: Sampling | None, priority: int) -> bytes:
 def decode_options(data: bytes) -> tuple[Sampling | None, int]:
     """Returns the sampling and the priority that `encode_options` wrote to `data`."""
     values = json.loads(data) if data else {}
-    priority, asked = values.get("priority", 0), values.get("sampling")
-    if asked is None:
+    priority, changed = values.get("priority", 0), values.get("sampling")
+    if changed is None:
         return None, priority
-    if "grammar" in asked:
-        asked["grammar"] = Grammar(*asked["grammar"])
-    return Sampling(**{name: _tuples(value) for name, value in asked.items()}), priority
+    if "grammar" in changed:
+        changed["grammar"] = Grammar(*changed["grammar"])
+    return Sampling(**{name: _tuples(value) for name, value in changed.items()}), priority
 
 
 def _tuples(value: Any) -> Any:
@@ -203,7 +203,9 @@ def _with_shared(requests: Iterable[SpooledRequest]) -> Iterator[tuple[list[Spoo
 def unique_tokens(orders: Iterable[Order]) -> int:
     """Returns the rows of the stream that all requests of some orders make together. Reads each order once."""
     merged = heapq.merge(*(order.read(0, len(order)) for order in orders), key=lambda request: request[:3])
-    return sum(sum(one.num_tokens for one in chunk) - int(shared.sum()) for chunk, shared in _with_shared(merged))
+    return sum(
+        sum(request.num_tokens for request in chunk) - int(shared.sum()) for chunk, shared in _with_shared(merged)
+    )
 
 
 def join(requests: Sequence[SpooledRequest]) -> tuple[np.ndarray, np.ndarray]:

@@ -53,7 +53,7 @@ class Window:
         targets = self.targets[self.target_offsets[number] : self.target_offsets[number + 1]]
         sampling, priority = decode_options(self.options[number] if self.options else b"")
         rows = set(tokens[tokens >= MEDIA_BASE].tolist()) if self.media else ()
-        media = tuple(one for one in self.media if int(one.ids[0]) in rows)
+        media = tuple(medium for medium in self.media if int(medium.ids[0]) in rows)
         return Request(tokens, targets if len(targets) else None, self.adapter, sampling, self.salt, priority, media)
 
     def take(self, numbers: np.ndarray) -> Window:
@@ -123,12 +123,12 @@ def _taken(values: np.ndarray, offsets: np.ndarray, numbers: np.ndarray) -> tupl
     return values[ragged_ranges(offsets[numbers], lengths)], np.concatenate(([0], lengths.cumsum()))
 
 
-def shared_by(one: bytes, other: bytes) -> int:
+def shared_by(key: bytes, other: bytes) -> int:
     """Returns how many leading tokens the keys of two requests have in common."""
-    if other.startswith(one) or one.startswith(other):
-        return min(len(one), len(other)) // 4
-    size = min(len(one), len(other)) // 4
-    return int((np.frombuffer(one, ">i4", size) != np.frombuffer(other, ">i4", size)).argmax())
+    if other.startswith(key) or key.startswith(other):
+        return min(len(key), len(other)) // 4
+    size = min(len(key), len(other)) // 4
+    return int((np.frombuffer(key, ">i4", size) != np.frombuffer(other, ">i4", size)).argmax())
 
 
 def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool) -> Iterator[Window]:
@@ -186,5 +186,5 @@ def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sort
         adapter=requests[0].adapter or None,
         salt=requests[0].salt,
         numbers=np.array([r.number for r in requests], np.int64),
-        media=tuple({int(one.ids[0]): one for r in requests for one in r.media}.values()),
+        media=tuple({int(medium.ids[0]): medium for r in requests for medium in r.media}.values()),
     )

@@ -93,7 +93,7 @@ def _unsent(source: Source, sent: set[int]) -> list[int]:
         check_router(source.router)
         source.window.check()
         assert {source._prompts[number].key for number in sent} == set(source.router.in_flight)
-        unsent = [*(waiting.what for waiting in source.window.waiting()), *source._late]
+        unsent = [*(waiting.payload for waiting in source.window.waiting()), *source._late]
         return [number for prompt in unsent for number in prompt.left]
     assert isinstance(source, OfflineSource)
     segments = [*source._free, *(segment for replica in source._replicas.values() for segment in replica.segment)]

@@ -44,7 +44,7 @@ def test_nobody_is_lost_and_nobody_goes_twice(seed, policy):
         now += 0.5
         for _ in range(int(rng.integers(0, 5))):
             if key < 200 and not d.window.is_full:
-                d.window.put(key, prompt(int(rng.integers(4)), key), now=now, what=8)
+                d.window.put(key, prompt(int(rng.integers(4)), key), now=now, payload=8)
                 came[key] = now
                 key += 1
         if key == 200 and not d.window.is_closed:
@@ -102,11 +102,11 @@ def test_a_bucket_is_left_to_its_holder_unless_that_has_much_to_do():
     assert {order.replica for order in d.dispatch(0.0)} == {"a", "b"}
     holder = d.router.in_flight["warm"].replica
     for i in range(3):
-        d.window.put(i, prompt(1, 2 + i), now=0.0, what=5)
+        d.window.put(i, prompt(1, 2 + i), now=0.0, payload=5)
     orders = d.dispatch(0.0)
     assert {order.replica for order in orders} == {holder}
     for i in range(3, 60):
-        d.window.put(i, prompt(1, 2 + i), now=0.0, what=5)
+        d.window.put(i, prompt(1, 2 + i), now=0.0, payload=5)
     assert {order.replica for order in d.dispatch(0.0)} == {"a", "b"}
 
 
@@ -175,7 +175,7 @@ def test_room_is_what_the_replica_sets_aside(reserves, leave):
         d.router.send(i, Prompt(prompt(7, i), 1000), "a")
         d.router.end(i, output_rows=100)
     for i in range(10):
-        d.window.put(500 + i, prompt(1, i), now=0.0, what=1000)
+        d.window.put(500 + i, prompt(1, i), now=0.0, payload=1000)
     assert sum(len(order.requests) for order in d.dispatch(0.0)) == leave
 
 
