@@ -200,8 +200,8 @@ class Inputs:
         if not isinstance(value.text, str):
             message = f"{field!r} has images beside what is no text"
             raise InputError(message, field=field, remedy="give a text beside them", code="wrong_type")
-        given = [(image, f"images[{i}]") for i, image in enumerate(value.images)]
-        pictures = self.images.read(given)
+        images = [(image, f"images[{i}]") for i, image in enumerate(value.images)]
+        pictures = self.images.read(images)
         seen += pictures
         return self.images.encode_pictured(value.text, pictures, field)
 
@@ -482,11 +482,11 @@ def cut_columns(
     of tokens to keep is searched for, beginning with the one that those sizes suggest.
     """
     spans = [tokenizer.spans(column) for column in columns]
-    total = sum(len(each) for each in spans)
+    total = sum(len(tokens) for tokens in spans)
 
     def cut(keep: int) -> T:
-        counts = level([len(each) for each in spans], keep)
-        return make([part_of(*one, left) for one in zip(columns, spans, counts, strict=True)])
+        counts = level([len(tokens) for tokens in spans], keep)
+        return make([part_of(*column, left) for column in zip(columns, spans, counts, strict=True)])
 
     best: T | None = None
     low, high = 0, total  # `low` tokens are known to fit (or low is 0), and `high` tokens are known not to

@@ -237,7 +237,7 @@ class ClassifyHeadTask(Task):
         left = self.truncate == "left" or (
             self.truncate is True and tokenizer is not None and tokenizer.truncation_side == "left"
         )
-        texts = (self.inputs.bounded(valid_text(one, "text"), "text", self.truncate, left=left) for one in pair)
+        texts = (self.inputs.bounded(valid_text(text, "text"), "text", self.truncate, left=left) for text in pair)
         gets = [batch.add(text) for text in texts]
         assert tokenizer is not None  # else no text could be added
         before, between, after = tokenizer.pair_ids()

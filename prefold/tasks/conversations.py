@@ -112,23 +112,23 @@ class Conversations(ConversationOptions):
         if inputs.tokenizer is None:
             remedy = "give a prompt of token ids instead of messages"
             raise InputError("the model has no tokenizer", field="messages", remedy=remedy, code="no_tokenizer")
-        asked: dict[str, Any] = {
+        values: dict[str, Any] = {
             "chat_template_kwargs": variables(item.chat_template_kwargs),
             "messages": item.messages,
             "tools": None if item.tools is None else as_tools(item.tools),
             "documents": item.documents,
         }
-        if isinstance(asked["messages"], (list, tuple)):
-            chat = chat_of(asked["messages"])
-            messages = asked["messages"] if chat is None else chat.messages
-            asked["messages"] = [plain_message(message, i) for i, message in enumerate(messages)]
+        if isinstance(values["messages"], (list, tuple)):
+            chat = chat_of(values["messages"])
+            messages = values["messages"] if chat is None else chat.messages
+            values["messages"] = [plain_message(message, i) for i, message in enumerate(messages)]
         if escaping is not None:
-            asked = {name: escaping.shielded(value, name) for name, value in asked.items()}
-        further = {**variables(self.chat_template_kwargs), **asked["chat_template_kwargs"]}
+            values = {name: escaping.shielded(value, name) for name, value in values.items()}
+        further = {**variables(self.chat_template_kwargs), **values["chat_template_kwargs"]}
         for name in _NOT_VARIABLES & further.keys():
             message = f"chat_template_kwargs holds {name!r}, which is an option of its own"
             raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} beside chat_template_kwargs")
-        messages = asked["messages"]
+        messages = values["messages"]
         if isinstance(messages, (list, tuple)) and self.system is not None:
             first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
             if first.get("role") not in ("system", "developer"):
@@ -144,8 +144,8 @@ class Conversations(ConversationOptions):
             template=template,
             add_generation_prompt=not item.continue_final_message if opens is None else opens,
             continue_final_message=item.continue_final_message,
-            tools=objects(self.tools if item.tools is None else asked["tools"], "tools", _TOOL),
-            documents=objects(asked["documents"], "documents", '[{"title": "...", "text": "..."}]'),
+            tools=objects(self.tools if item.tools is None else values["tools"], "tools", _TOOL),
+            documents=objects(values["documents"], "documents", '[{"title": "...", "text": "..."}]'),
             template_seconds=TEMPLATE_SECONDS if self.template_seconds is None else self.template_seconds,
             in_subprocess=item.chat_template is not None,
             **further,
@@ -284,10 +284,10 @@ def _type(hint: Any, what: str) -> dict[str, Any]:
     """Returns the JSON schema of a type. Raises InputError, which calls it `what`."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
-        kinds = [one for one in inner if one is not type(None)]
-        schema = _type(kinds[0], what) if len(kinds) == 1 else {"anyOf": [_type(one, what) for one in kinds]}
+        kinds = [kind for kind in inner if kind is not type(None)]
+        schema = _type(kinds[0], what) if len(kinds) == 1 else {"anyOf": [_type(kind, what) for kind in kinds]}
         return {**schema, "nullable": True} if len(kinds) < len(inner) else schema
-    if origin is Literal and {type(one) for one in inner} in ({str}, {int}):
+    if origin is Literal and {type(kind) for kind in inner} in ({str}, {int}):
         return {"type": _TYPES[type(inner[0])], "enum": list(inner)}
     if origin in (list, Sequence):
         return {"type": "array", **({"items": _type(inner[0], what)} if inner else {})}

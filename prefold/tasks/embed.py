@@ -75,11 +75,11 @@ class EmbedTask(Task):
 
     def _prompt(self, prompt: str | None, name: str | None, instruction: str | None) -> tuple[str, str]:
         """Returns the text before every input and the instruction; at most one of them is not empty."""
-        given = {"prompt": prompt, "prompt_name": name, "instruction": instruction}
-        given = {key: valid_text(value, key) for key, value in given.items() if value is not None}
-        if len(given) > 1:
+        options = {"prompt": prompt, "prompt_name": name, "instruction": instruction}
+        options = {key: valid_text(value, key) for key, value in options.items() if value is not None}
+        if len(options) > 1:
             raise InputError(
-                f"{' and '.join(given)} exclude each other", field=next(iter(given)), remedy="give one of them"
+                f"{' and '.join(options)} exclude each other", field=next(iter(options)), remedy="give one of them"
             )
         if prompt is not None or instruction is not None:
             return prompt or "", instruction or ""
@@ -162,11 +162,11 @@ class EmbedTask(Task):
         chat, tokenizer = self.settings.chat, self.inputs.tokenizer
         assert chat is not None and tokenizer is not None
         texts = [self._in_template(text, chat, tokenizer) for text in ("0", "1 2 3 4")]
-        one, other = (tokenizer.encode(text, special=False) for text in texts)
-        shorter = min(one.size, other.size)
-        same = one[one.size - shorter :] == other[other.size - shorter :]
+        short, long = (tokenizer.encode(text, special=False) for text in texts)
+        shorter = min(short.size, long.size)
+        same = short[short.size - shorter :] == long[long.size - shorter :]
         count = shorter if same.all() else int(np.argmin(same[::-1]))
-        return one[one.size - count :] if count < shorter else one[:0]
+        return short[short.size - count :] if count < shorter else short[:0]
 
     def _prompted(self, text: str) -> str:
         text = instructed_query(self.instructed, text) if self.instructed else self.before + text

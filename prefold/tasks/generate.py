@@ -57,16 +57,16 @@ class GenerateTask(Task):
         o, self.inputs, self.context = options, inputs, context
         self.compact = o.json_space == "compact"
         self.auto_max_tokens = o.max_tokens == "auto"
-        asked = {one.name: getattr(o, one.name) for one in fields(Sampling)}
+        wanted = {option.name: getattr(o, option.name) for option in fields(Sampling)}
         if o.response_format is not None:
             if o.grammar is not None:
                 message = "grammar and response_format exclude each other"
                 raise InputError(message, field="response_format", remedy="give one of them")
-            asked["grammar"] = format_grammar(o.response_format)
+            wanted["grammar"] = format_grammar(o.response_format)
         if self.auto_max_tokens:
-            asked["max_tokens"] = AUTO_MAX_TOKENS
-        self.sampling = self._sampling(asked, Sampling())
-        written = {one.name: getattr(o, one.name) for one in fields(Conversations)}
+            wanted["max_tokens"] = AUTO_MAX_TOKENS
+        self.sampling = self._sampling(wanted, Sampling())
+        written = {option.name: getattr(o, option.name) for option in fields(Conversations)}
         self.conversations = Conversations(**written | {"tools": as_tools(o.tools)})
         # An item's own sampling may ask for no more, unless the task's does.
         self.bounds = {"n": max(o.max_n, self.sampling.n), "logprobs": max(o.max_logprobs, self.sampling.logprobs or 0)}
@@ -80,9 +80,9 @@ class GenerateTask(Task):
         grammar = self.sampling.grammar
         is_described = grammar is not None and grammar.kind == "json_schema"
         text = json.dumps(example_of(json.loads(grammar.text))) if is_described else ""
-        said, top = None if self.inputs.tokenizer is None else text, self.sampling.logprobs
+        output, top = None if self.inputs.tokenizer is None else text, self.sampling.logprobs
         logprobs = None if top is None else (TokenLogprobs(0.0, ((0, 0.0),) * top),)
-        return self.finish({"tokens": 0}, [[Generated((0,), said, "stop", logprobs=logprobs)] * self.sampling.n])
+        return self.finish({"tokens": 0}, [[Generated((0,), output, "stop", logprobs=logprobs)] * self.sampling.n])
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
         item = as_item(GenerateItem, _named(item))
@@ -90,7 +90,7 @@ class GenerateTask(Task):
             item = replace(item, prompt=item.prompt.text, images=item.prompt.images)
         sampling = self._items_sampling(item.sampling) if item.sampling else self.sampling
         # A prompt is too long for the max_tokens that was asked for, but never for a default.
-        asked = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
+        is_limited = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
         beside = {
             "salt": _of_type(self.salt if item.salt is None else item.salt, "salt", str),
             "priority": _of_type(self.priority if item.priority is None else item.priority, "priority", int),
@@ -101,8 +101,8 @@ class GenerateTask(Task):
         cut = partial(self._cut, item, batch, before.size, seen, beside["salt"]) if self.truncate is True else None
 
         def make() -> Work:
-            made = self._fit(before, get(), field, sampling.max_tokens if asked else None, cut)
-            drawn = sampling if asked else self._within_context(sampling, made.tokens.size)
+            made = self._fit(before, get(), field, sampling.max_tokens if is_limited else None, cut)
+            drawn = sampling if is_limited else self._within_context(sampling, made.tokens.size)
             request = replace(made, sampling=drawn, **beside)
             note: dict[str, Any] = {}
             if item.with_ids:
@@ -123,28 +123,28 @@ class GenerateTask(Task):
             chat = chat_of(item.messages)
             if chat is None and not item.images:
                 return []
-            given = all_images(Chat([], []) if chat is None else chat, item.images)
+            images = all_images(Chat([], []) if chat is None else chat, item.images)
         else:
-            given = [(image, f"images[{i}]") for i, image in enumerate(item.images or ())]
-        if given and self.inputs.images is None:
-            raise refuse_images(given[0][1])
-        if given and item.messages is None and not isinstance(item.prompt, str):
+            images = [(image, f"images[{i}]") for i, image in enumerate(item.images or ())]
+        if images and self.inputs.images is None:
+            raise refuse_images(images[0][1])
+        if images and item.messages is None and not isinstance(item.prompt, str):
             message = "'images' stands beside a prompt that is no text"
             raise InputError(message, field="images", remedy="give the prompt as a text", code="wrong_type")
-        return [] if self.inputs.images is None else self.inputs.images.read(given)
+        return [] if self.inputs.images is None else self.inputs.images.read(images)
 
-    def _sampling(self, given: Mapping[str, Any], defaults: Sampling) -> Sampling:
+    def _sampling(self, options: Mapping[str, Any], defaults: Sampling) -> Sampling:
         tokenizer, vocab_size = self.inputs.tokenizer, self.inputs.vocab_size
-        made = sampling_from(given, vocab_size=vocab_size, tokenizer=tokenizer, defaults=defaults)
+        made = sampling_from(options, vocab_size=vocab_size, tokenizer=tokenizer, defaults=defaults)
         self.inputs.check_exits(made.exits)
         if made.grammar is None or self.compact:
             return made
         return replace(made, grammar=replace(made.grammar, compact=False))
 
-    def _items_sampling(self, given: Mapping[str, Any]) -> Sampling:
+    def _items_sampling(self, options: Mapping[str, Any]) -> Sampling:
         """Returns the sampling of an item with options of its own. Raises InputError where it asks for more than
         `bounds`."""
-        sampling = self._sampling(given, self.sampling)
+        sampling = self._sampling(options, self.sampling)
         for name, most in self.bounds.items():
             value = getattr(sampling, name)
             if value is not None and value > most:

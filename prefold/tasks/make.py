@@ -44,7 +44,7 @@ def make_task(
     *,
     adapters: Collection[str] = (),
     images: Any = None,
-    **given: Any,
+    **values: Any,
 ) -> Task:
     """Returns the task `name` for a checkpoint, with the options that `prefold.options` has for it.
 
@@ -56,7 +56,7 @@ def make_task(
     Raises InputError for an unknown task or option, and for bad values; UnsupportedModelError for a model that cannot
     do the task.
     """
-    o = options if isinstance(options, TaskOptions) else options_of(name, {**(options or {}), **given})
+    o = options if isinstance(options, TaskOptions) else options_of(name, {**(options or {}), **values})
     config = config_from(checkpoint.config)
     if name in ("score", "generate"):
         require_lm_head(config, checkpoint, name)
@@ -93,8 +93,8 @@ def _rows(config: ModelConfig, max_length: int | None) -> int:
 
 def _embed(checkpoint: Checkpoint, inputs: Inputs, o: EmbedOptions) -> Task:
     settings = embed_settings(checkpoint)
-    asked = {"pooling": o.pooling, "normalize": o.normalize}
-    settings = replace(settings, **{name: value for name, value in asked.items() if value is not None})
+    wanted = {"pooling": o.pooling, "normalize": o.normalize}
+    settings = replace(settings, **{name: value for name, value in wanted.items() if value is not None})
     if o.max_length is None and inputs.config is not None:
         inputs = replace(inputs, max_length=_rows(inputs.config, settings.max_length))
     return EmbedTask(inputs, o, settings)

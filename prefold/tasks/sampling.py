@@ -238,7 +238,7 @@ def _check_of(option: Field[Any]) -> Callable[[Any, str], Any]:
     return partial(_whole, **bounds)
 
 
-_CHECKS = {one.name: _check_of(one) for one in (*fields(SamplerOptions), *fields(LoopedOptions))}
+_CHECKS = {option.name: _check_of(option) for option in (*fields(SamplerOptions), *fields(LoopedOptions))}
 _CHECKS |= {
     "top_k": lambda value, field: max(0, _whole(value, field, least=-1)),
     "exit_visits": _route,
