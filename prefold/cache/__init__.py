@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..model_options import POLICIES, CacheOptions
 from .events import CacheEvents, CacheReporter
-from .radix import POLICIES, CacheOptions, RadixCache
+from .radix import RadixCache
 from .slots import SCRATCH, SlotPool
 
 __all__ = ["POLICIES", "SCRATCH", "CacheEvents", "CacheOptions", "CacheReporter", "RadixCache", "SlotPool"]

@@ -10,8 +10,6 @@ from typing import Any
 
 from ..types import Share
 
-__all__ = ["Account", "Accounts"]
-
 # A tenant that has not used its rows for so many seconds has no share: what it has goes first.
 IDLE_SECONDS = 600.0
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from .tree import Node, RadixTree
 
-__all__ = ["CacheEvent", "CacheEvents", "CacheReporter", "Cleared", "Cut", "Removed", "RowsStored"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowsStored:

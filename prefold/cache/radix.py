@@ -16,14 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from ..model_options import POLICIES, CacheOptions
+from ..model_options import CacheOptions
 from ..prefix import clear_of_span
 from ..types import Share
 from .accounts import Account, Accounts
 from .slots import SlotPool
 from .tree import Node, RadixTree, common_prefix
-
-__all__ = ["POLICIES", "CacheOptions", "RadixCache"]
 
 
 class RadixCache:

@@ -6,8 +6,6 @@ import heapq
 
 import numpy as np
 
-__all__ = ["SCRATCH", "SlotPool"]
-
 # The slot that rows whose K/V nobody needs are written to. Never handed out, never read.
 SCRATCH = 0
 # How many free runs of about the wanted size are looked at before a larger one is cut; and where there is no larger

@@ -15,8 +15,6 @@ import numpy as np
 if TYPE_CHECKING:
     from .accounts import Account
 
-__all__ = ["Node", "RadixTree", "common_prefix"]
-
 _NO_SLOTS = np.empty(0, np.int64)
 
 

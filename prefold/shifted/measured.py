@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..cache.radix import CacheOptions
+from ..cache import CacheOptions
 from ..errors import InputError
 from .chunks import ShiftedReuse
 
