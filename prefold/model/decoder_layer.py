@@ -23,7 +23,7 @@ class Mlp(nn.Module):
     config: with the sizes of this rank's part; number: of the layer in the model
     """
 
-    first: type[ActivatedLinear | GatedLinear] = GatedLinear
+    first: type[ActivatedLinear] = GatedLinear
 
     def __init__(self, config: ModelConfig, number: int, ranks: Alone, *, dtype: torch.dtype, device: torch.device):
         super().__init__()

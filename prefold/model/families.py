@@ -207,27 +207,20 @@ def _architecture(hf: Settings) -> str:
     return MODEL_TYPES.get(str(model_type), str(model_type))
 
 
-def _bare(family: Family) -> Family:
-    """Returns the family of a model's checkpoints without a head. They give no logits, also where a language model's
-    embedding is its head: they were trained for something else, and what they would say of the next token means
-    nothing."""
+def _with_head(family: Family, head: Callable[[Settings], dict[str, Any]] = lambda hf: {}) -> Family:
+    """Returns the family of a model's checkpoints that have another head than the LM head, or none. They give no
+    logits, also where a language model's embedding is its head: they were trained for something else, and what they
+    would say of the next token means nothing.
 
-    def bare(hf: HFConfig) -> ModelConfig:
-        return replace(family(hf), lm_head=False)
+    head  returns the fields of ModelConfig that say which head there is
+    """
+    return lambda hf: replace(family(hf), lm_head=False, **head(Settings.of(hf)))
 
-    return bare
 
-
-def _classifier(family: Family) -> Family:
-    """Returns the family of a model's checkpoints with a classification head of one linear."""
-
-    def classifier(hf: HFConfig) -> ModelConfig:
-        hf = Settings.of(hf)
-        labels = _labels(hf)
-        num_labels = len(labels) or hf.size("num_labels", 2, most=MOST_LABELS)
-        return replace(family(hf), lm_head=False, num_labels=num_labels, labels=labels)
-
-    return classifier
+def _classifier(hf: Settings) -> dict[str, Any]:
+    """Returns the fields of a classification head of one linear."""
+    labels = _labels(hf)
+    return {"num_labels": len(labels) or hf.size("num_labels", 2, most=MOST_LABELS), "labels": labels}
 
 
 def _labels(hf: Settings) -> tuple[str, ...]:
@@ -240,14 +233,9 @@ def _labels(hf: Settings) -> tuple[str, ...]:
     return tuple(numbered[i] for i in sorted(numbered))
 
 
-def _reward(family: Family) -> Family:
-    """Returns the family of a model's checkpoints with a head of two linears."""
-
-    def reward(hf: HFConfig) -> ModelConfig:
-        num_labels = Settings.of(hf).size("num_labels", 1, most=MOST_LABELS)
-        return replace(family(hf), lm_head=False, num_labels=num_labels, head_layers=2)
-
-    return reward
+def _reward(hf: Settings) -> dict[str, Any]:
+    """Returns the fields of a head of two linears."""
+    return {"num_labels": hf.size("num_labels", 1, most=MOST_LABELS), "head_layers": 2}
 
 
 MODEL_TYPES = {
@@ -264,7 +252,7 @@ _REFUSED: dict[str, str] = {}
 # Architectures whose families are not prefold's own.
 _REGISTERED: set[str] = set()
 _FAMILIES: dict[str, Family] = {
-    "Qwen2ForRewardModel": _reward(qwen2),
+    "Qwen2ForRewardModel": _with_head(qwen2, _reward),
 }
 for _causal, _other, _family in (
     ("LlamaForCausalLM", "Llama", llama),
@@ -275,5 +263,5 @@ for _causal, _other, _family in (
     ("GPT2LMHeadModel", "GPT2", gpt2),
 ):
     _FAMILIES[_causal] = _family
-    _FAMILIES[f"{_other}Model"] = _bare(_family)
-    _FAMILIES[f"{_other}ForSequenceClassification"] = _classifier(_family)
+    _FAMILIES[f"{_other}Model"] = _with_head(_family)
+    _FAMILIES[f"{_other}ForSequenceClassification"] = _with_head(_family, _classifier)

@@ -78,10 +78,12 @@ class ActivatedLinear(Linear):
     """An ActivatedLinear is the linear that an MLP without a gate begins with, up: x [rows, inputs] -> [rows,
     width]."""
 
+    parts = 1  # linears of `width` outputs each, side by side
+
     def __init__(
         self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
     ):
-        super().__init__(inputs, width, bias=bias, dtype=dtype, device=device)
+        super().__init__(inputs, self.parts * width, bias=bias, dtype=dtype, device=device)
         self.activation = activation
 
     def activate(self, up: Tensor, ops: Ops) -> Tensor:
@@ -93,15 +95,11 @@ class ActivatedLinear(Linear):
         return self.activate(self(x), ops)
 
 
-class GatedLinear(Linear):
+class GatedLinear(ActivatedLinear):
     """A GatedLinear is the two linears of a gated MLP, gate and up, side by side: x [rows, inputs] -> [rows, 2 *
     width]."""
 
-    def __init__(
-        self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
-    ):
-        super().__init__(inputs, 2 * width, bias=bias, dtype=dtype, device=device)
-        self.activation = activation
+    parts = 2
 
     def activate(self, gate_up: Tensor, ops: Ops) -> Tensor:
         """Returns activation(gate) * up of gate_up [rows, 2 * width]: [rows, width]."""
