@@ -18,13 +18,11 @@ from port import Port
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.images.config import tower_of
-from prefold.images.gemma3 import Gemma3Processor
-from prefold.images.idefics3 import Idefics3Processor
-from prefold.images.image import Image
-from prefold.images.processor import Processor
-from prefold.images.queue import ImageQueue
-from prefold.images.tower_config import TowerConfig
+from prefold.images.config import TowerConfig
+from prefold.images.decode import Image
+from prefold.images.desk import ImageQueue
+from prefold.images.families import tower_of
+from prefold.images.processor import Gemma3Processor, Idefics3Processor, Processor
 from prefold.images.worker import image_part
 from prefold.model import config_from
 from prefold.prefix import Trie
@@ -71,7 +69,7 @@ class Bench:
         if name not in self.images:
             path = None if self.options.pictures is None else Path(self.options.pictures) / Path(name).name
             if path is not None and path.exists():
-                from prefold.images.image import image_of
+                from prefold.images.decode import image_of
 
                 self.images[name] = image_of(path)
             else:

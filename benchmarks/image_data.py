@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from prefold.images.config import TowerConfig
 from prefold.images.tower import Tower
-from prefold.images.tower_config import TowerConfig
 from prefold.model import CausalLM, ModelConfig
 
 SHAPES = {

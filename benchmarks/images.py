@@ -58,7 +58,7 @@ from shifted import measure as shifted
 from tower import compare
 
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.images.image import Image
+from prefold.images.decode import Image
 from prefold.images.worker import image_part
 from prefold.types import Request, Sampling
 from prefold.worker.local import LocalWorker

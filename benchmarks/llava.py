@@ -25,7 +25,7 @@ from image_cases import TOKENS, vision_folder
 from image_data import SHAPES
 
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.images.image import Image
+from prefold.images.decode import Image
 from prefold.images.worker import image_part
 from prefold.worker.local import LocalWorker
 

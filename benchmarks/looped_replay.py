@@ -23,8 +23,8 @@ import torch
 from common import median
 
 from prefold.checkpoint import Checkpoint
+from prefold.looped.gates import choose, mixture, summary
 from prefold.looped.model import LoopedLM
-from prefold.looped.router import choose, mixture, summary
 from prefold.looped.train import whole_sequences
 from prefold.model import load_model
 from prefold.train import TrainBatch

@@ -17,7 +17,7 @@ from looped_tasks import TASKS, example, held_out
 
 from prefold import LLM
 from prefold.checkpoint import Checkpoint
-from prefold.looped.gate import RowExits, visits_at_exit
+from prefold.looped.gates import RowExits, visits_at_exit
 from prefold.looped.train import visit_logprobs
 from prefold.stream import Spool
 from prefold.train import TrainBatch

@@ -35,7 +35,7 @@ from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.shifted.chunks import ShiftedReuse
-from prefold.shifted.drift import TOP
+from prefold.shifted.verify import TOP
 from prefold.types import Generated, Request, Sampling
 from prefold.worker.local import LocalWorker
 

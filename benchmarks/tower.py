@@ -20,7 +20,7 @@ from common import machine, median, spread, table, write_json
 from image_data import SHAPES, random_tower
 from torch.nn import functional as F
 
-from prefold.images.tower_config import TowerConfig
+from prefold.images.config import TowerConfig
 from prefold.images.worker import TowerAttend
 from prefold.model.products import pack
 

@@ -35,7 +35,7 @@ import torch
 from torch.nn import functional as F
 
 from prefold.checkpoint import Checkpoint
-from prefold.looped.gate import RowExits, visits_at_exit
+from prefold.looped.gates import RowExits, visits_at_exit
 from prefold.looped.model import LoopedLM
 from prefold.looped.train import visit_logprobs
 from prefold.model import load_model

@@ -32,11 +32,10 @@ from looped import HELD_OUT, Run, Task, make_model, optimizer_of, rate, save, tr
 from torch.nn import functional as F
 
 from prefold.checkpoint import resolve
-from prefold.looped.loop import Routing
+from prefold.looped.config import Routing
+from prefold.looped.gates import choose, summary
 from prefold.looped.model import LoopedLM
-from prefold.looped.routed_model import routed
-from prefold.looped.router import choose, summary
-from prefold.looped.train import routed_logprobs, whole_sequences
+from prefold.looped.train import routed, routed_logprobs, whole_sequences
 from prefold.model import load_model
 from prefold.train import TrainBatch
 

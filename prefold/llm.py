@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -27,7 +26,7 @@ from .model import config_from, load_adapter, load_model
 from .model.parallel import ALONE
 from .model_options import GROUPS, ModelOptions, model_options
 from .options import described
-from .shifted.measured import permitted
+from .schedule.parts import settled
 from .tasks.make import generation_settings
 from .text import Tokenizer, tokenizer_or_none
 from .types import Stats
@@ -77,7 +76,7 @@ class LLM(NumericTasks, Texts):
         self.checkpoint = model
         self.tokenizer = tokenizer_or_none(model) if tokenizer is None else tokenizer
         self.dtype = choose_dtype(o.dtype, self.checkpoint.config, self.device)
-        o = replace(o, cache=permitted(o.cache, self.identity))
+        o = settled(o, self.identity)
         config = config_from(self.checkpoint.config)
         self.config = config if o.images.tower else config.text
         self._team = self._start_ranks()

@@ -21,6 +21,8 @@ from .errors import CheckpointError
 
 ROOMS = ("images", "looped", "shifted")
 VARIABLE = "PREFOLD_PLUGINS"
+# What `prefold verify --reuse NAME` measures, by its name: a module with its `options`, their `names`, and `run`.
+MEASUREMENTS: dict[str, str] = {}
 _loaded: set[str] = set()
 _lock = RLock()  # a plugin may load a model itself
 

@@ -21,11 +21,6 @@ LAYERS = [
 ]  # fmt: skip
 # Features that most users never meet. A room imports from the core, and the core imports no room.
 ROOMS = ["images", "looped", "shifted"]
-# Files of the core that still import from a room, and files of a room that import from another.
-UNOPENED = {
-    "cli/verify.py": ["shifted"],
-    "llm.py": ["shifted"],
-}
 WITHOUT_TORCH = [
     "prefix", "text", "images", "looped", "shifted", "checkpoint", "stream", "cache", "schedule", "engine", "tasks",
     "api", "records", "report", "job", "serve", "cli", "cluster", "simulate", "model",
@@ -54,17 +49,11 @@ def test_imports_only_from_above(path):
         return
     layer = layer_of(path)
     if layer in ROOMS:
-        others = UNOPENED.get(str(path.relative_to(PACKAGE)), ())
-        assert imported_layers(path) <= {*LAYERS, layer, *others, "__version__"} - {"serve", "cli"}
+        assert imported_layers(path) <= {*LAYERS, layer, "__version__"} - {"serve", "cli"}
         return
     assert layer in LAYERS, f"{layer} has no place in the order"
-    allowed = {*LAYERS[: LAYERS.index(layer) + 1], *UNOPENED.get(str(path.relative_to(PACKAGE)), ()), "__version__"}
+    allowed = {*LAYERS[: LAYERS.index(layer) + 1], "__version__"}
     assert imported_layers(path) <= allowed, imported_layers(path) - allowed
-
-
-def test_files_that_were_opened_are_not_listed():
-    for name, rooms in UNOPENED.items():
-        assert set(rooms) <= imported_layers(PACKAGE / name), name
 
 
 def imported_files(path: Path) -> set[Path]:

@@ -8,9 +8,8 @@ from ..checkpoint.checkpoint import TOWERS
 from ..model.families import add_families
 from ..schedule.parts import EnginePart, add_engine_part
 from ..worker.protocol import WorkerPart, add_part
-from .config import SeeingConfig
-from .families import REFUSED, gemma3_images, idefics3_images
-from .gguf import config_with_tower
+from .config import config_with_tower
+from .families import REFUSED, SeeingConfig, gemma3_images, idefics3_images
 from .steps import ImageFacts
 
 add_families(
@@ -46,8 +45,7 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
 def _engine_part(worker: Any, options: Any, meter: Any, beside: Any) -> EnginePart | None:
     if worker.facts.of(ImageFacts) is None:
         return None
-    from .desk import ImageDesk
-    from .queue import ImageQueue
+    from .desk import ImageDesk, ImageQueue
     from .table import MediaTable
 
     table = next((one for one in beside if isinstance(one, MediaTable)), None)

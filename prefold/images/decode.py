@@ -1,17 +1,119 @@
-"""Decoder makes Images out of files, in a process of its own: whatever a file does to a decoder, it does it there."""
+"""Decoder makes Images out of files, in a process of its own: whatever a file does to a decoder, it does it there.
+
+The process runs `main` of this module. A request to it is a file; its answer is an object and, where that has a height
+and a width, the pixels (`subprocesses.py`). Nothing else is believed about a file than what Pillow's decoders for four
+formats say, within limits on pixels and memory.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import threading
 import time
+import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from types import ModuleType
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..errors import InputError
-from ..subprocesses import Ended, Subprocess
-from .image import Image, pillow
+from ..errors import InputError, MissingExtraError
+from ..subprocesses import Ended, Subprocess, answer_all, limit_process
+from ..text.media import Pixels
+
+# Modes of Pillow with more than 8 bits a channel. Pillow makes all that is above 255 white when it makes RGB of them.
+DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
+# What the EXIF tag 274 says of how the picture is to be turned: 1, or none, is not at all.
+ORIENTATION, UPRIGHT = 0x0112, 1
+
+
+@dataclass(frozen=True, eq=False)
+class Image(Pixels):
+    """An Image is pixels, uint8 [height, width, 3]: red, green and blue. Two images with equal pixels are equal."""
+
+    pixels: np.ndarray
+
+    def __post_init__(self) -> None:
+        pixels = self.pixels
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
+            raise ValueError(f"pixels are {pixels.dtype} {list(pixels.shape)}; they must be uint8 [height, width, 3]")
+
+    @property
+    def height(self) -> int:
+        return self.pixels.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.pixels.shape[1]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Returns 16 bytes that say which image this is: a digest of its size and its pixels."""
+        digest = hashlib.blake2b(f"{self.height} {self.width} ".encode(), digest_size=16)
+        digest.update(np.ascontiguousarray(self.pixels))
+        return digest.digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Image({self.width} x {self.height})"  # never the pixels: representations are logged
+
+
+def pillow() -> ModuleType:
+    """Returns the module PIL.Image. Raises MissingExtraError where Pillow is not installed."""
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise MissingExtraError("pillow", "vision", "reading images") from error
+    return PIL.Image
+
+
+def image_of(picture: Any, field: str = "image") -> Image:
+    """Returns a picture of Pillow's as an Image: turned as its EXIF tag says, in RGB, and where it is transparent on
+    white, as transformers' image processors see it. field: what errors call it.
+
+    Raises InputError for pictures of more than 8 bits a channel, and for those that Pillow cannot read to their end.
+    """
+    try:
+        return Image(_pixels_of(picture, field))
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:  # of many kinds, by what is broken
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(
+            f"{field!r} is a damaged {picture.format or 'picture'}: {reason}",
+            field=field,
+            remedy="give the whole file",
+            code="image_damaged",
+        ) from error
+
+
+def _pixels_of(picture: Any, field: str) -> np.ndarray:
+    """Returns the pixels of a picture of Pillow's, uint8 [height, width, 3]."""
+    library = pillow()
+    if picture.mode in DEEP_MODES:
+        raise InputError(
+            f"{field!r} has more than 8 bits a channel (Pillow's mode {picture.mode}), of which only the darkest 256 "
+            "values would be told apart",
+            field=field,
+            remedy="save it with 8 bits a channel",
+            code="image_depth",
+        )
+    if picture.getexif().get(ORIENTATION, UPRIGHT) != UPRIGHT:
+        from PIL import ImageOps
+
+        picture = ImageOps.exif_transpose(picture)
+    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+        picture = picture.convert("RGBA")
+        white = library.new("RGBA", picture.size, (255, 255, 255, 255))
+        picture = library.alpha_composite(white, picture)
+    return np.array(picture.convert("RGB"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +162,7 @@ class Decoder:
     def __init__(self, limits: Limits | None = None):
         self.limits = limits or Limits()
         self._lock = threading.Lock()
-        self._helper = Subprocess("prefold.images.decoding", [str(self.limits.pixels), str(self.limits.memory)])
+        self._helper = Subprocess("prefold.images.decode", [str(self.limits.pixels), str(self.limits.memory)])
 
     def decode(self, data: bytes, field: str = "image", allowance: Allowance | None = None) -> Decoded:
         """Returns the image of a file. field: what errors call it; allowance: of the item that the file is part of.
@@ -119,3 +221,76 @@ class Decoder:
 
 def _error(field: str, what: str, remedy: str, code: str) -> InputError:
     return InputError(f"{field!r} {what}", field=field, remedy=remedy, code=code)
+
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+# What files of other kinds begin with.
+OTHERS = (
+    (b"BM", "a BMP"), (b"II*\x00", "a TIFF"), (b"MM\x00*", "a TIFF"), (b"%PDF", "a PDF"), (b"8BPS", "a PSD"),
+    (b"\x00\x00\x01\x00", "an ICO"), (b"\x00\x00\x00\x0cjP  ", "a JPEG 2000"), (b"\x1a\x45\xdf\xa3", "a video"),
+    (b"PK\x03\x04", "a ZIP"),
+)  # fmt: skip
+
+
+def answer(data: bytes, most_pixels: int) -> tuple[dict[str, Any], bytes]:
+    """Returns what is said of a file, and its pixels: {"height", "width", "animated"}, or {"error", "remedy", "code"}
+    and no pixels."""
+    try:
+        picture = pillow().open(io.BytesIO(data), formats=FORMATS)
+    except Exception:  # of many kinds, by what is broken
+        return _refused(f"is {_kind(data)}", "give a JPEG, PNG, WebP or GIF", "image_format")
+    width, height = picture.size
+    if width * height > most_pixels:
+        what = f"has {width} x {height} pixels, more than {most_pixels:,}"
+        return _refused(what, "make it smaller, or allow more with media_pixels (--media-pixels)", "image_too_large")
+    try:
+        image = image_of(picture)
+    except InputError as error:
+        return {"error": error.message.removeprefix("'image' "), "remedy": error.remedy, "code": error.code}, b""
+    said = {"height": image.height, "width": image.width, "animated": _animated(picture)}
+    return said, image.pixels.tobytes()
+
+
+def _refused(error: str, remedy: str, code: str) -> tuple[dict[str, Any], bytes]:
+    return {"error": error, "remedy": remedy, "code": code}, b""
+
+
+def _kind(data: bytes) -> str:
+    """Returns what a file is that no decoder takes, as far as its first bytes say."""
+    start = data[:1024].lstrip()
+    if not data:
+        return "empty"
+    if start.startswith((b"<svg", b"<?xml", b"<!DOCTYPE svg")) or b"<svg" in start:
+        return "an SVG, a drawing without pixels" if b"<svg" in data[:65536] else "XML"
+    if data[4:8] == b"ftyp":
+        return "an AVIF, HEIC or a video"
+    if start[:1] == b"<":
+        return "HTML"
+    known = next((name for first, name in OTHERS if data.startswith(first)), None)
+    return known or "no image, or one whose beginning is damaged"
+
+
+def _animated(picture: Any) -> bool:
+    """Whether a picture has more than one frame. Some phones put a second picture behind a JPEG, which is none."""
+    try:
+        return picture.format in ("GIF", "WEBP", "PNG") and bool(getattr(picture, "is_animated", False))
+    except Exception:  # the second frame is damaged; there is one
+        return True
+
+
+def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
+    """Answers requests until `source` ends. argv: the most pixels of an image, and bytes of memory."""
+    most_pixels, memory = map(int, argv)
+    library = pillow()
+    library.MAX_IMAGE_PIXELS = None  # the limit here is checked before anything is decoded
+    library.init()
+    warnings.simplefilter("ignore")
+    limit_process(memory)
+
+    def answered(data: bytes) -> tuple[dict[str, Any], bytes]:
+        try:
+            return answer(data, most_pixels)
+        except MemoryError:
+            return _refused(f"takes more than {memory / 2**20:.0f} MiB to decode", "make it smaller", "image_too_large")
+
+    answer_all(answered, source, sink)

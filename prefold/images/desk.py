@@ -1,23 +1,79 @@
-"""When the tower runs, and what of its results is kept: each image is encoded once, however many wait for it."""
+"""When the tower runs, which requests wait for it, and what of its results is kept. No torch.
+
+Each image is encoded once, however many wait for it.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..engine.meter import Meter
+from ..errors import InputError
 from ..prefix import MEDIA_BASE
+from ..schedule.generate_step import Running
+from ..schedule.parts import EnginePart
 from ..types import Medium
 from ..worker.protocol import Worker
 from .steps import DropImages, EncodeImage, ImageFacts
 from .table import MediaTable
+
+# The tower goes on where steps take long for another reason: it has this part of their time at least.
+LEAST = 0.25
+# So many steps after the tower's work it shows no more in how long one takes: the second step is still slower.
+CALM = 16
+# The time alone is as it was for so many steps; those behind them have longer contexts.
+FRESH = 32
+# How much a new step counts beside those before it, and of how many sizes of steps their seconds are known.
+NEW = 0.3
+MOST_SIZES = 64
+
+
+class TowerPace:
+    """A TowerPace says how long the tower may run after each step, so that sequences that generate keep half of their
+    rate.
+
+    Where an image is read beside it, or the tower has run before it, a step takes longer: it has less of the processor,
+    and finds less in its caches. So what counts is how long a step of as many rows takes alone: a step and the tower's
+    work behind it may take twice that. While the tower goes on, contexts grow, and with them the time alone: later it
+    is taken from how many times as long steps took at first. So it is for a number of rows that was not seen alone.
+    """
+
+    def __init__(self) -> None:
+        self._alone: OrderedDict[int, float] = OrderedDict()  # seconds by rows, those noted last at the end
+        self._since = CALM  # steps since an image was on its way
+        self._disturbed = 0  # steps with an image on its way, since a step alone
+        self._slower = 1.0  # how many times as long a step takes where one is
+
+    def seconds_after(self, rows: int, seconds: float, *, disturbed: bool) -> float:
+        """Takes note of a step, and returns for how many seconds the tower may run after it. disturbed: whether an
+        image was on its way."""
+        self._since = 0 if disturbed else self._since + 1
+        self._disturbed += disturbed
+        alone = self._alone.get(rows)
+        if self._since >= CALM:
+            self._disturbed = 0
+            alone = seconds if alone is None else alone + NEW * (seconds - alone)
+            self._alone[rows] = alone
+            self._alone.move_to_end(rows)
+            if len(self._alone) > MOST_SIZES:
+                self._alone.popitem(last=False)
+        elif alone is None:
+            alone = seconds / self._slower
+        elif self._disturbed <= FRESH:
+            self._slower += NEW * (max(1.0, seconds / alone) - self._slower)
+        else:
+            alone = max(alone, seconds / self._slower)
+        return max(LEAST * seconds, 2 * min(alone, seconds) - seconds)
+
 
 # In place of the tiles of an image that cannot be read.
 NO_TILES = np.empty((0, 0, 0, 0), np.float32)
@@ -341,3 +397,89 @@ def _first(medium: Medium) -> int:
 
 def _firsts(some: Iterable[Sequence[Medium]]) -> set[int]:
     return {_first(medium) for media in some for medium in media}
+
+
+# How long the tower runs at a time where nobody else could.
+IDLE_SECONDS = 0.25
+
+
+class ImageQueue(EnginePart):
+    """An ImageQueue is the part of an engine whose model sees images: it knows which requests have rows of images, and
+    asks for those that sequences need next.
+
+    desk  sees to it that the worker has the rows
+    """
+
+    def __init__(self, desk: ImageDesk):
+        self.desk, self.held = desk, desk.held
+        self._pace = TowerPace()
+        self._was_busy = False  # whether an image was on its way before the last step
+        self._keys: set[Hashable] = set()  # requests that have rows of images
+        self._waiting: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
+
+    def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
+        self.desk.set_tenants(tenant_of)
+
+    def using(self, tokens: np.ndarray) -> AbstractContextManager[None]:
+        return self.desk.using(tokens)
+
+    def submit(self, request: Any) -> Mapping[str, Any]:
+        if request.request.tokens.max() >= MEDIA_BASE:
+            self._keys.add(request.key)
+        return {}
+
+    def forget(self, key: Hashable) -> None:
+        self._keys.discard(key)
+
+    def before_plan(self, scheduler: Any, requests: Mapping[Any, Any]) -> Mapping[Hashable, Exception]:
+        """Notes which images have rows that running sequences need next. Those whose image nobody holds any more cannot
+        go on."""
+        self.is_waiting = False
+        if not (self._keys or self._waiting):
+            return {}
+        self.desk.media.watch(scheduler.tree)
+        waiting: dict[int, list[Hashable]] = {}
+        asked: list[list[Medium]] = []
+        lost: dict[Hashable, Exception] = {}
+        for sequence in scheduler.running:
+            if sequence.ready or sequence.key not in self._keys or sequence.key in lost:
+                continue
+            try:
+                found = self.desk.media.find(_image_rows(sequence))
+            except LookupError:
+                lost[sequence.key] = _failure("nobody holds it any more")
+                continue
+            asked.append(found)
+            for medium in found:
+                waiting.setdefault(int(medium.ids[0]), []).append(sequence.key)
+        self._waiting = waiting
+        self.is_waiting = self.desk.want_next(self, asked)
+        return lost
+
+    def after_plan(self, rows: int | None, seconds: float) -> Mapping[Hashable, Exception]:
+        """Runs the tower where an image is waited for: for about as long as its pace says after a step. Requests cannot
+        go on that need an image which it failed for."""
+        allowed = IDLE_SECONDS if rows is None else self.seconds_after(rows, seconds)
+        failed = self.desk.advance(self, allowed, idle=rows is None) if self.is_waiting else None
+        if failed is None:
+            return {}
+        medium, why = failed
+        return {key: _failure(why) for key in self._waiting.get(int(medium.ids[0]), ())}
+
+    def seconds_after(self, rows: int, seconds: float) -> float:
+        """Takes note of a step of so many rows, and returns for how many seconds the tower may run after it."""
+        disturbed, self._was_busy = self._was_busy, self.desk.is_busy
+        return self._pace.seconds_after(rows, seconds, disturbed=disturbed or self._was_busy)
+
+
+def _failure(why: str) -> InputError:
+    return InputError(f"an image cannot be encoded: {why}", field="image", code="image_failed")
+
+
+def _image_rows(sequence: Running) -> np.ndarray:
+    """Returns the ids of the rows of images that have to be computed for a sequence's prompt: where none of its rows
+    is missing, of the last one, which runs again."""
+    path = sequence.leaf.path()
+    pending = [np.asarray(node.tokens[node.computed :]) for node in path if node.pending]
+    ids = np.concatenate(pending) if pending else np.asarray(path[-1].tokens[-1:])
+    return ids[ids >= MEDIA_BASE]

@@ -22,7 +22,7 @@ from ..errors import InputError
 from ..prefix import MEDIA_BASE
 from ..stream import Window
 from ..types import Medium
-from .image import Image
+from .decode import Image
 from .processor import Processor
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..schedule.steps import Message
-from .tower_config import TowerConfig
+from .config import TowerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..model.layers import ActivatedLinear, Linear, Norm
 from ..model.ops import Ops, choose_ops
-from .tower_config import PIECE_ROWS, TowerConfig
+from .config import PIECE_ROWS, TowerConfig
 
 
 class TowerAttention(Protocol):

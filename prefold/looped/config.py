@@ -1,14 +1,213 @@
-"""The config of a looped model. No torch."""
+"""The config of a looped model: how its layers are visited, and which exits a request may ask for. No torch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from numbers import Real
+from typing import ClassVar, Literal
 
+from ..errors import InputError, UnsupportedModelError
 from ..model.config import ModelConfig
 from ..types import Exits
-from .loop import Loop
-from .requests import check_exits
+
+ROUTING_KINDS = ("fixed", "soft", "hard", "top", "planned")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A Routing says how a looped model's router picks the block of each visit, or that there are no more visits.
+
+    A request makes one visit at least, and at most as many as the order of its Loop has.
+
+    kind       "fixed": the router is not asked; the visits are those of the order. "soft": every block is visited, and
+               what they give is mixed by the router's probabilities. "hard": the likeliest block. "top": the `top`
+               likeliest, mixed. "planned": all visits at once before the first one, by the planner, each as with "hard"
+    reads      what the router reads: "request": the mean and the last of the states of a prompt's rows, so that all of
+               these rows take one route, and the rows generated after them too; "row": a row's own state, so that each
+               row takes a route of its own
+    threshold  there are no more visits where the probability of leaving is at least this (not with "soft", which goes
+               on with what has not left)
+    top        how many blocks "top" mixes
+    planner    whether there is a planner beside the router
+    """
+
+    kind: Literal["fixed", "soft", "hard", "top", "planned"] = "hard"
+    reads: Literal["request", "row"] = "request"
+    threshold: float = 0.5
+    top: int = 1
+    planner: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROUTING_KINDS:
+            raise UnsupportedModelError(f"kind is {self.kind!r}; it must be one of {', '.join(ROUTING_KINDS)}")
+        if self.reads not in ("request", "row"):
+            raise UnsupportedModelError(f'reads is {self.reads!r}; it must be "request" or "row"')
+        if not 0 < self.threshold <= 1:
+            raise UnsupportedModelError(f"threshold is {self.threshold}; it must be above 0 and at most 1")
+        if self.top < 1:
+            raise UnsupportedModelError(f"top is {self.top}; at least one block is visited")
+        if self.kind == "planned" and not self.planner:
+            raise UnsupportedModelError('kind is "planned" and planner is false; a planner has weights of its own')
+        if self.planner and self.reads == "row":
+            raise UnsupportedModelError('planner is true and reads is "row"; a planner reads requests')
+
+
+# More planes than any model has come from a damaged config.
+MOST_PLANES = 2**14
+# What a gate that does not read states reads: see `Gate`.
+GATE_FEATURES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A Loop says how a looped model goes through its layers.
+
+    The layers of the model are those of the prelude, then those of each block, as many in one as in another, then those
+    of the coda. A pass of rows goes through the prelude once, through one block a visit, and through the coda once.
+
+    blocks     how many blocks there are
+    order      the block of each visit, from 0: as many as there are visits. With a router it is the route that is taken
+               where the router is not asked, and there are at most so many visits
+    prelude    layers of the prelude
+    coda       layers of the coda
+    between    what the visits do to the residual stream. "nothing"; "norm": each visit ends with the model's final
+               norm; "inject": a linear puts what the prelude gave into the residual stream before each visit, the
+               stream begins as noise, and the last visit ends with the model's final norm, as does reading after an
+               earlier one
+    noise      the standard deviation of the noise that the stream begins as
+    seed       what the noise is drawn from, beside a row's position
+    gate       whether a linear gives each row's probability of leaving after a visit
+    gate_reads what it reads: "state", the state as it is read, or "features", four numbers made of it (see `Gate`)
+    threshold  a row is read after the first visit at which its probability of having left is at least this; 1: it is
+               read after the last visit. All rows make all visits, so K/V do not depend on it
+    router     who picks the blocks; None: they are those of the order
+    """
+
+    blocks: int
+    order: tuple[int, ...]
+    prelude: int = 0
+    coda: int = 0
+    between: Literal["nothing", "norm", "inject"] = "nothing"
+    noise: float = 0.0
+    seed: int = 0
+    gate: bool = False
+    gate_reads: Literal["state", "features"] = "state"
+    threshold: float = 1.0
+    router: Routing | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise UnsupportedModelError(f"blocks is {self.blocks}; a looped model has at least one")
+        if not self.order:
+            raise UnsupportedModelError("order is empty; a pass makes at least one visit")
+        for block in self.order:
+            if not 0 <= block < self.blocks:
+                raise UnsupportedModelError(f"order names the block {block}; the model has 0 to {self.blocks - 1}")
+        if self.between not in ("nothing", "norm", "inject"):
+            raise UnsupportedModelError(f'between is {self.between!r}; it must be "nothing", "norm" or "inject"')
+        if self.gate_reads not in ("state", "features"):
+            raise UnsupportedModelError(f'gate_reads is {self.gate_reads!r}; it must be "state" or "features"')
+        if not 0 < self.threshold <= 1:
+            raise UnsupportedModelError(f"threshold is {self.threshold}; it must be above 0 and at most 1")
+        if self.threshold < 1 and not self.gate:
+            raise UnsupportedModelError(f"threshold is {self.threshold} and gate is false; rows leave by a gate only")
+        if self.gate and self.coda:
+            raise UnsupportedModelError(
+                f"gate is true and coda is {self.coda}; a model with a coda has one exit, after it"
+            )
+        if self.router is not None:
+            if self.router.top > self.blocks:
+                raise UnsupportedModelError(f"router.top is {self.router.top}; the model has {self.blocks} blocks")
+            if lost := sorted(set(range(self.blocks)) - set(self.order)):
+                raise UnsupportedModelError(f"order leaves out the block {lost[0]}, which the router may pick")
+
+    @property
+    def has_prelude(self) -> bool:
+        """Returns whether something comes before the first visit: layers, or a state that each visit is given."""
+        return self.prelude > 0 or self.between == "inject"
+
+    def per_block(self, layers: int) -> int:
+        """Returns how many layers a block of a model of `layers` layers has."""
+        rest = layers - self.prelude - self.coda
+        if rest < self.blocks or rest % self.blocks:
+            raise UnsupportedModelError(
+                f"{layers} layers, {self.prelude} of them prelude and {self.coda} coda, do not make {self.blocks} "
+                "blocks of equal size"
+            )
+        return rest // self.blocks
+
+    def block(self, number: int, layers: int) -> range:
+        """Returns the layers of a block, of a model of `layers` layers."""
+        size = self.per_block(layers)
+        return range(self.prelude + number * size, self.prelude + (number + 1) * size)
+
+    def visited(self, layers: int) -> tuple[int, ...]:
+        """Returns the layer that each plane is of, of a model of `layers` layers, in the order of a pass."""
+        planes = self.prelude + len(self.order) * self.per_block(layers) + self.coda
+        if planes > MOST_PLANES:
+            raise UnsupportedModelError(f"a pass visits {planes:,} layers; it may visit {MOST_PLANES:,}")
+        visits = (layer for number in self.order for layer in self.block(number, layers))
+        return (*range(self.prelude), *visits, *range(layers - self.coda, layers))
+
+    def check_route(self, route: Sequence[int], name: str = "the route") -> None:
+        """Raises InputError for a route that is empty, longer than the order, or names no block. name: what messages
+        call it."""
+        if not 1 <= len(route) <= len(self.order):
+            raise InputError(
+                f"{name} has {len(route)} visits", field="route", remedy=f"give 1 to {len(self.order)} blocks"
+            )
+        for block in route:
+            if isinstance(block, bool) or not isinstance(block, int) or not 0 <= block < self.blocks:
+                raise InputError(
+                    f"{name} names the block {block!r}", field="route", remedy=f"give 0 to {self.blocks - 1}"
+                )
+
+    def num_parameters(self, hidden: int) -> int:
+        """Returns how many parameters gate, router and planner have, of a model of this width."""
+        count = ((hidden if self.gate_reads == "state" else GATE_FEATURES) + 1) if self.gate else 0
+        if self.router is None:
+            return count
+        choices, visits = self.blocks + 1, len(self.order)
+        inputs = 2 * hidden if self.router.reads == "request" else hidden
+        count += (inputs + 1) * hidden + visits * hidden + (hidden + 1) * choices
+        return count + self.router.planner * ((2 * hidden + 1) * hidden + (hidden + 1) * visits * choices)
+
+
+def check_exits(exits: Exits, loop: Loop) -> None:
+    """Raises InputError for values that cannot be, and for what the model has not: a gate, or visits.
+
+    Whether an engine can follow them is for the engine to say (`EnginePart.check`).
+    """
+    threshold = exits.threshold
+    if threshold is not None and not (_is_number(threshold) and 0 < threshold <= 1):
+        message = f"exit_threshold is {threshold!r:.80}"
+        raise InputError(
+            message, field="exit_threshold", remedy="give a number above 0, at most 1", code="out_of_range"
+        )
+    if exits.change is not None and not (_is_number(exits.change) and exits.change > 0):
+        message = f"exit_change is {exits.change!r:.80}"
+        raise InputError(message, field="exit_change", remedy="give a number above 0", code="out_of_range")
+    if threshold is not None and not loop.gate:
+        message = f"exit_threshold is {threshold!r}, and the model has no gate"
+        raise InputError(message, field="exit_threshold", remedy="leave it out", code="no_gate")
+    if exits.route is not None:
+        loop.check_route(exits.route)
+    if any(visits < 1 for visits in exits.visits):
+        raise InputError("exit_visits names fewer visits than one", field="exit_visits", remedy="give 1 or more")
+    visits = len(loop.order if exits.route is None else exits.route)
+    for name, value in (("min_visits", exits.min_visits), ("max_visits", exits.max_visits)):
+        if value is not None and not 1 <= value <= visits:
+            remedy = f"give a number from 1 to {visits}, the visits that the model makes"
+            raise InputError(f"{name} is {value}", field=name, remedy=remedy, code="out_of_range")
+    if exits.max_visits is not None and exits.min_visits > exits.max_visits:
+        message = f"min_visits is {exits.min_visits}, which is more than max_visits ({exits.max_visits})"
+        raise InputError(message, field="min_visits", remedy="give a smaller min_visits", code="out_of_range")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)

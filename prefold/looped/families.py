@@ -10,8 +10,7 @@ from ..errors import UnsupportedModelError
 from ..model.config import ModelConfig
 from ..model.decoders import HFConfig, decoder, qwen_windows
 from ..model.names import OURO, huginn_names
-from .config import LoopedConfig
-from .loop import MOST_PLANES, Loop, Routing
+from .config import MOST_PLANES, Loop, LoopedConfig, Routing
 
 # What Huginn's settings must say where they say anything; other values are of models that differ in more than size.
 HUGINN = {

@@ -1,24 +1,200 @@
-"""Reads the log-probabilities of a batch's targets under a looped model, after each visit, with gradients."""
+"""Visits of whole sequences, for training: `routed` is the definition of routes, and log-probabilities have gradients.
+
+Every block is computed for every row, and what a router did not pick weighs nothing. An engine computes what is picked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..errors import InputError
 from ..model import CausalLM
+from ..model.decoder_layer import Layer
+from ..model.lora import NO_ADAPTERS
+from ..model.transformer import Attend, Pass
 from ..train.batch import TrainBatch, dtype_on
 from ..train.losses import check_trained, target_logprobs
 from ..worker.rows import Path, StepAttend
-from .loop import Routing
+from .config import Loop, Routing
+from .gates import mixture, summary
 from .model import LoopedLM
-from .routed_model import routed
 
-__all__ = ["RoutedLogprobs", "routed_logprobs", "visit_logprobs", "whole_sequences"]
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A Visit is what one visit made of rows, and why.
+
+    state    [rows, hidden] as it would be read after it
+    logits   float32 [n, blocks + 1]: what the router said before it, of each sequence, or of each row where it reads
+             rows; None where it was not asked
+    weights  float32 [n, blocks + 1]: the share of each block in the state, and of the state before
+    """
+
+    state: Tensor
+    logits: Tensor | None
+    weights: Tensor
+
+
+def routed(
+    model: LoopedLM,
+    tokens: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    lengths: Tensor,
+    routing: Routing | None = None,
+    routes: Sequence[Sequence[int]] | None = None,
+) -> Iterator[Visit]:
+    """Yields each visit of the rows of whole sequences, which lie one after the other and share none.
+
+    tokens, positions  int64 [rows]
+    attend     has all these rows as queries and keys, however often it is called
+    lengths    int64 [sequences]: rows of each
+    routing    how the router picks; by default as the config says
+    routes     the blocks that each sequence visits: then nobody is asked, and who is at an end goes no further
+
+    A row that has left goes on as it is: its state is what it was. What the router picked has the gradients of its
+    probabilities. With a router that reads rows, a row sees in a block
+    the K/V of each row's last visit to that block, and of one that has not visited it those that its state at this time
+    gives there. Raises InputError where routes name no block or are not one a sequence, for a model with a coda, and
+    for one without a router where no routes are given.
+    """
+    loop, count = model.loop, len(lengths)
+    if loop.coda:
+        raise InputError("the model has a coda, so it is read after its last visit only", field="model")
+    routing = routing or loop.router
+    if routes is None and routing is not None and routing.kind == "fixed":
+        routes = [loop.order] * count
+    if routes is None and (routing is None or model.router is None):
+        raise InputError("the model has no router", field="routes", remedy="give a route for each sequence")
+    if routes is None and routing is not None and routing.kind == "planned" and model.planner is None:
+        raise InputError("the model has no planner", field="routes", remedy="give a route for each sequence")
+    rows = model.start(tokens, positions, attend)
+    of_row = torch.repeat_interleave(torch.arange(count, device=tokens.device), lengths)
+    if routes is None:
+        assert routing is not None
+        picks: _Given | _Asked = _Asked(model, routing, lengths, of_row)
+    else:
+        picks = _Given(routes, count, loop, tokens.device)
+    by_row = isinstance(picks, _Asked) and picks.by_row
+    blocks = _Blocks(model, rows, by_row and routing is not None and routing.kind != "soft")
+    x = rows.stream
+    here = torch.ones(len(tokens) if by_row else count, device=tokens.device)
+    for visit in range(picks.visits):
+        logits, shares = picks(x, visit)
+        # Who has left takes no part in what blocks give.
+        weights = shares[:, :-1] * here[:, None]
+        here = here * (1 - shares[:, -1])
+        weights = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)
+        x = blocks(x, weights if by_row else weights[of_row])
+        yield Visit(model.read(x.clone(), None, rows.ops), logits, weights)
+
+
+class _Given:
+    """Gives the shares of routes that are known: all of the block of a visit, or of the state where a route has
+    ended."""
+
+    def __init__(self, routes: Sequence[Sequence[int]], count: int, loop: Loop, device: torch.device):
+        if len(routes) != count:
+            raise InputError(f"{len(routes)} routes for {count} sequences", field="routes")
+        for number, route in enumerate(routes):
+            loop.check_route(route, f"the route of sequence {number}")
+        self.visits, self.blocks = max(map(len, routes)), loop.blocks
+        ended = [[*route, *[loop.blocks] * (self.visits - len(route))] for route in routes]
+        self._picked = torch.tensor(ended, device=device)
+
+    def __call__(self, x: Tensor, visit: int) -> tuple[None, Tensor]:
+        return None, F.one_hot(self._picked[:, visit], self.blocks + 1).float()
+
+
+class _Asked:
+    """Asks the router, or the planner, for shares [n, blocks + 1].
+
+    by_row  whether they are those of rows
+    """
+
+    def __init__(self, model: LoopedLM, routing: Routing, lengths: Tensor, of_row: Tensor):
+        self.visits, self.by_row = len(model.loop.order), routing.reads == "row"
+        self._model, self._routing = model, routing
+        self._lengths, self._of_row, self._planned = lengths, of_row, None
+
+    def __call__(self, x: Tensor, visit: int) -> tuple[Tensor, Tensor]:
+        """Returns the logits before a visit and the shares that they make; x: the residual stream [rows, hidden]."""
+        if self._routing.kind != "planned":
+            assert self._model.router is not None
+            logits = self._model.router(self._read(x), visit)
+        else:
+            if self._planned is None:
+                assert self._model.planner is not None
+                self._planned = self._model.planner(self._read(x))
+            logits = self._planned[visit]
+        shares = mixture(logits, self._routing)
+        if self._routing.kind != "soft" and torch.is_grad_enabled():
+            soft = torch.softmax(logits, -1)
+            shares = shares.detach() + (soft - soft.detach())  # straight through (Bengio et al. 2013)
+        return logits, shares
+
+    def _read(self, x: Tensor) -> Tensor:
+        """Returns what the router reads, see `summary`."""
+        if self.by_row:
+            return summary(x)
+        sums = x.new_zeros(len(self._lengths), x.shape[1], dtype=torch.float32).index_add(0, self._of_row, x.float())
+        return summary(x[self._lengths.cumsum(0) - 1], sums / self._lengths[:, None])
+
+
+class _Blocks:
+    """Takes rows through all blocks at once.
+
+    last_visits  whether a row's keys in a block are those of its last visit there, since rows are in different blocks
+    """
+
+    def __init__(self, model: LoopedLM, rows: Pass, last_visits: bool):
+        self.model, self.rows, self.last_visits = model, rows, last_visits
+        # By layer: keys, values, and who has any of its own.
+        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor, shares: Tensor) -> Tensor:
+        """Returns the residual stream [rows, hidden] after a visit. shares: float32 [rows, blocks + 1]."""
+        mixed = x * shares[:, -1:].to(x.dtype)
+        for block in range(self.model.loop.blocks):
+            there = shares[:, block] > 0
+            if bool(there.any()):
+                mixed = mixed + self._through(x, block, there) * shares[:, block : block + 1].to(x.dtype)
+        return mixed
+
+    def _through(self, x: Tensor, block: int, there: Tensor) -> Tensor:
+        model, rows = self.model, self.rows
+        start = model.brought(x, rows.prelude)
+        now, delta = start.clone(), None
+        for number in model.parts[block]:
+            plane = model.first[number]
+            see = partial(self._attend, number, start, there) if self.last_visits else partial(rows.attend, plane)
+            cos_sin = rows.cos_sin[plane]
+            now, delta = model.layers[number](
+                now, delta, cos_sin=cos_sin, attend=see, read=None, adapters=NO_ADAPTERS, ops=rows.ops
+            )
+        if model.loop.between == "norm":
+            return model.norm(now, delta, rows.ops)[1]
+        return now if delta is None else now + delta
+
+    def _attend(self, number: int, start: Tensor, there: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns attention where only the rows `there` go through the layer now; start: states before the block."""
+        rows, layer, plane = self.rows, self.model.layers[number], self.model.first[number]
+        assert isinstance(layer, Layer)
+        k_of_state, v_of_state = layer.keys_values(start.clone(), rows.cos_sin[plane], rows.ops)
+        old_k, old_v, had = self._kept.get(number, (k_of_state, v_of_state, torch.zeros_like(there)))
+        k, v = (
+            torch.where(there[:, None, None], new, torch.where(had[:, None, None], old, of_state))
+            for new, old, of_state in ((k, old_k, k_of_state), (v, old_v, v_of_state))
+        )
+        self._kept[number] = k, v, had | there
+        return rows.attend(plane, q, k, v)
 
 
 def visit_logprobs(
@@ -64,7 +240,7 @@ class RoutedLogprobs:
     gate      float32 [visits, targets]: the gate's logits of leaving; None without a gate
     choices   float32 [visits, n, blocks + 1]: the router's logits before each visit, of each sequence, or of each row
               where the router reads rows; None where it was not asked
-    weights   float32 [visits, n, blocks + 1]: what was made of them, see `prefold.looped.routed_model.Visit`
+    weights   float32 [visits, n, blocks + 1]: what was made of them, see `prefold.looped.train.Visit`
     """
 
     logprobs: Tensor

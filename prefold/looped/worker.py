@@ -22,9 +22,8 @@ from ..worker.protocol import DONE, Ticket, WorkerPart
 from ..worker.rows import heads_of
 from ..worker.slots import SlotReads
 from .config import LoopedConfig
-from .gate import Seen
+from .gates import Seen, choose, summary
 from .model import LoopedLM
-from .router import choose, summary
 from .steps import (
     DECIDES,
     LEAVES,

@@ -17,6 +17,8 @@ from .steps import MakeStore
 
 MakePart = Callable[[Any, Any, Any, Sequence[object]], "EnginePart | None"]
 _MAKERS: list[MakePart] = []
+# What features make of the ModelOptions before a model is loaded, given its identity: each returns them.
+SETTLERS: list[Callable[[Any, Mapping[str, Any]], Any]] = []
 
 
 class EnginePart:
@@ -76,6 +78,15 @@ def add_engine_part(make: MakePart) -> None:
           be
     """
     _MAKERS.append(make)
+
+
+def settled(options: Any, identity: Mapping[str, Any]) -> Any:
+    """Returns a model's options as features settle them before it is loaded. identity: as of LLM. Raises InputError for
+    options that this model cannot have."""
+    load_plugins()
+    for settle in SETTLERS:
+        options = settle(options, identity)
+    return options
 
 
 def engine_parts(worker: Any, options: Any, meter: Any, beside: Sequence[object] = ()) -> tuple[EnginePart, ...]:

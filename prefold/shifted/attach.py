@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ..schedule.parts import EnginePart, add_engine_part
+from ..plugins import MEASUREMENTS
+from ..schedule.parts import SETTLERS, EnginePart, add_engine_part
 from ..worker.protocol import WorkerPart, add_part
+
+MEASUREMENTS["shifted"] = "prefold.shifted.verify"
+
+
+@SETTLERS.append
+def _settled(options: Any, identity: Mapping[str, Any]) -> Any:
+    if options.cache is None or options.cache.shifted is None:
+        return options
+    from .measured import permitted
+
+    return replace(options, cache=permitted(options.cache, identity))
 
 
 @add_part

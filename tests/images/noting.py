@@ -7,10 +7,10 @@ from generating import AtOnce
 
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.meter import Meter
+from prefold.images.config import TowerConfig
 from prefold.images.desk import ImageDesk
 from prefold.images.steps import DropImages, Encoded, EncodeImage, ImageFacts
 from prefold.images.table import MediaTable
-from prefold.images.tower_config import TowerConfig
 from prefold.prefix import MEDIA_BASE
 from prefold.schedule.steps import SlotResult, SlotStep
 from prefold.worker.protocol import Facts, Worker

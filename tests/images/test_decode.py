@@ -16,8 +16,7 @@ import pytest
 from tiny_vision import drawing
 
 from prefold.errors import InputError
-from prefold.images.decode import Allowance, Decoder, Limits
-from prefold.images.image import image_of
+from prefold.images.decode import Allowance, Decoder, Limits, image_of
 
 PICTURE = PIL.Image.fromarray(drawing(0, 23, 37))
 

@@ -16,8 +16,7 @@ from prefold.cache import CacheOptions
 from prefold.cache.tree import RadixTree
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.errors import InputError
-from prefold.images.pace import TowerPace
-from prefold.images.queue import ImageQueue
+from prefold.images.desk import ImageQueue, TowerPace
 from prefold.schedule.steps import SlotStep
 from prefold.types import Request, Sampling
 

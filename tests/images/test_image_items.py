@@ -18,12 +18,10 @@ from tiny_vision import FAMILIES, IMAGE_TOKENS, PLACEHOLDER, drawing, tiny_visio
 
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
-from prefold.images.decode import Decoded
-from prefold.images.image import Image
-from prefold.images.items import ImageInputs
-from prefold.images.load import load_processor
+from prefold.images.decode import Decoded, Image
+from prefold.images.items import ImageInputs, RecentFiles, RecentImages
+from prefold.images.processor import load_processor
 from prefold.images.reading import Reader
-from prefold.images.recent import RecentFiles, RecentImages
 from prefold.images.table import MediaTable
 from prefold.model import config_from
 from prefold.prefix import MEDIA_BASE

@@ -16,9 +16,8 @@ from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine
 from prefold.errors import InputError
-from prefold.images.image import Image
-from prefold.images.load import load_processor
-from prefold.images.processor import Processor
+from prefold.images.decode import Image
+from prefold.images.processor import Processor, load_processor
 from prefold.images.steps import ImageFacts
 from prefold.types import Generated, Readout, Request, Sampling
 

@@ -9,10 +9,9 @@ import PIL.Image
 import pytest
 
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
-from prefold.images.gemma3 import Gemma3Processor
-from prefold.images.idefics3 import Idefics3Processor
-from prefold.images.image import Image, image_of
-from prefold.images.tower_config import TowerConfig
+from prefold.images.config import TowerConfig
+from prefold.images.decode import Image, image_of
+from prefold.images.processor import Gemma3Processor, Idefics3Processor
 
 # What a prompt has around an image, for each of its rows, and before the tile of the whole.
 PLACEHOLDERS = ("<fake_token_around_image>", "<image>", "<global-img>")

@@ -18,11 +18,9 @@ import pytest
 from tiny_vision import drawing
 
 from prefold.errors import InputError
-from prefold.images import fetch as fetch_module
-from prefold.images.decode import Decoder, Limits
-from prefold.images.fetch import MediaHosts
-from prefold.images.image import Image
-from prefold.images.reading import Reader
+from prefold.images import reading as fetch_module
+from prefold.images.decode import Decoder, Image, Limits
+from prefold.images.reading import MediaHosts, Reader
 
 PICTURE = PIL.Image.fromarray(drawing(0, 12, 17))
 sink = io.BytesIO()

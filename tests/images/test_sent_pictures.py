@@ -17,7 +17,7 @@ from prefold.cluster.hosts import ReplicaHost, facts_of
 from prefold.cluster.offline import order_windows
 from prefold.cluster.replicas import RunCall, tag_of
 from prefold.errors import InputError
-from prefold.images.image import Image
+from prefold.images.decode import Image
 from prefold.images.items import ImageInputs
 from prefold.images.sending import HeldPictures, SentPicture, SentPictures
 from prefold.images.table import MediaTable

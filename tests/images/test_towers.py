@@ -17,8 +17,8 @@ from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.images import tower as tower_module
 from prefold.images import tower_config
-from prefold.images.image import Image
-from prefold.images.load import load_processor
+from prefold.images.decode import Image
+from prefold.images.processor import load_processor
 from prefold.images.tower_weights import load_tower
 from prefold.images.worker import TowerAttend
 from prefold.model import MediaRows, config_from, load_model

@@ -16,9 +16,8 @@ from tiny import DenseAttend
 from prefold import LLM
 from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
-from prefold.looped.gate import RowExits
-from prefold.looped.model import LoopedLM
-from prefold.looped.noise import position_noise
+from prefold.looped.gates import RowExits
+from prefold.looped.model import LoopedLM, position_noise
 from prefold.looped.train import visit_logprobs
 from prefold.model import config_from, load_model
 from prefold.train import TrainBatch, logprobs, save_model

@@ -14,12 +14,10 @@ from safetensors.torch import load_file, save_file
 from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
-from prefold.looped.gate import Gate, Seen
-from prefold.looped.loop import Routing
+from prefold.looped.config import Routing
+from prefold.looped.gates import Gate, Seen, choose, mixture
 from prefold.looped.model import LoopedLM
-from prefold.looped.routed_model import routed
-from prefold.looped.router import choose, mixture
-from prefold.looped.train import routed_logprobs, whole_sequences
+from prefold.looped.train import routed, routed_logprobs, whole_sequences
 from prefold.model import config_from, load_model
 from prefold.train import TrainBatch, save_model
 from prefold.types import Readout

@@ -8,8 +8,7 @@ from tiny import FAMILIES, DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
-from prefold.looped.config import LoopedConfig
-from prefold.looped.loop import Loop
+from prefold.looped.config import Loop, LoopedConfig
 from prefold.model import config_from, load_model
 
 ROWS = 45

@@ -11,8 +11,7 @@ from visit_books import check_visits
 
 from prefold import LLM
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.images.desk import ImageDesk
-from prefold.images.queue import ImageQueue
+from prefold.images.desk import ImageDesk, ImageQueue
 from prefold.looped.scheduler import VisitScheduler
 from prefold.stream import Spool
 from prefold.types import Generated, Request, Sampling

@@ -168,9 +168,8 @@ def test_ways_through_a_routed_model_give_the_same(bench):
     hard, routes = replay.generic_hard(prompts)
     assert all(len(route) == 4 for route in routes)
     assert torch.equal(replay.plan_replay(prompts, routes), hard)
-    from prefold.looped.loop import Routing
-    from prefold.looped.routed_model import routed
-    from prefold.looped.train import whole_sequences
+    from prefold.looped.config import Routing
+    from prefold.looped.train import routed, whole_sequences
     from prefold.train import TrainBatch
 
     batch = TrainBatch.build(model.config, [[*one, 1] for one in prompts.tokens.tolist()], sharing="off")

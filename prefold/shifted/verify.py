@@ -1,0 +1,142 @@
+"""`prefold verify --reuse shifted`: how far reuse at other positions moves what follows a user's prompts.
+
+Two runs of the same prompts, one by one, are compared: with exact rows, and with reuse.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import click
+
+from ..errors import InputError, JobError
+from ..options import CacheOptions
+from ..types import Generated, Request, Sampling
+from .chunks import ShiftedReuse
+from .measured import Bound, Drift, Measured
+
+# Of each prompt so many likeliest first tokens are compared.
+TOP = 20
+# {option: (setting of ShiftedReuse, the least it may be (None: it is a share), what it is)}
+SETTINGS: dict[str, tuple[str, int | None, str]] = {
+    "cache_reuse": ("min_tokens", 16, "With --reuse: the fewest tokens of a chunk."),
+    "cache_reuse_recompute": ("recompute", 0, "The first rows of each chunk that are computed anew."),
+    "cache_reuse_max_matches": ("max_matches", 1, "The most chunks of a prompt."),
+    "cache_reuse_min_overlap": (
+        "min_share", None, "The least part of a prompt, behind its exact prefix, that chunks must cover."
+    ),
+    "cache_reuse_window": ("window", 2, "Tokens behind the exact prefix among which chunks are sought."),
+}  # fmt: skip
+_DEFAULTS = {field.name: field.default for field in fields(ShiftedReuse)}
+
+
+def _option(name: str) -> Any:
+    setting, least, doc = SETTINGS[name]
+    kind = click.FloatRange(0, 1) if least is None else click.IntRange(least)
+    metavar, flag = "SHARE" if least is None else "N", f"--{name.replace('_', '-')}"
+    return click.option(flag, type=kind, metavar=metavar, help=f"{doc}  [default: {_DEFAULTS[setting]}]")
+
+
+# Its options of the command line, and the parameters that have them.
+options = (
+    *map(_option, SETTINGS),
+    click.option("--max-changed", type=click.FloatRange(0, 1), metavar="SHARE",
+                 help="With --reuse: the part of first choices that may change.  [default: 0.01]"),
+    click.option("-o", "--output", metavar="FILE",
+                 help="With --reuse: the file that is written, which --cache-reuse-shifted takes."),
+)  # fmt: skip
+names = (*SETTINGS, "max_changed", "output")
+
+
+def run(o: dict[str, Any], input: Any, rows: Iterable[Any]) -> None:
+    """Runs the prompts of a sample with exact rows and with reuse, prints how far they are apart, and writes the
+    file where one is asked for. Exits with status 1 where the bound is not met."""
+    from ..job.verify import sample_items
+
+    if o["tolerance"] is None:
+        raise click.UsageError("--reuse shifted needs a bound: the most that a log-probability may change, --tolerance")
+    settings = ShiftedReuse(**{s: o[name] for name, (s, *_) in SETTINGS.items() if o[name] is not None}, trial=True)
+    items, bad = sample_items(rows, input.adapter, o["sample"], seed=o["seed"])
+    if any(task != "generate" for task, _ in items):
+        raise JobError(f"{input.source.name} asks for numbers, and these are read of exact rows only")
+    works = [work for work in input.tasks["generate"].prepare([item for _, item in items])]
+    requests = [request for work in works if not isinstance(work, InputError) for request in work.requests]
+    bad += sum(isinstance(work, InputError) for work in works)
+    found = []
+    for shifted in (None, settings):
+        llm = input.load(o | {"cache": CacheOptions(shifted=shifted)})
+        found.append(first_tokens(llm.engine, requests))
+        identity, dtype = llm.identity, str(llm.dtype).removeprefix("torch.")
+        llm.close()
+        del llm
+    drift = drift_between(requests, *found)
+    bound = Bound(o["tolerance"], 0.01 if o["max_changed"] is None else o["max_changed"])
+    why = drift.unmet(bound)
+    if o["output"] is not None:
+        Measured(identity, settings, bound, drift).write(o["output"])
+    if o["as_json"]:
+        click.echo(json.dumps({"bound": asdict(bound), "drift": asdict(drift), "met": why is None}))
+    else:
+        click.echo(f"{len(requests):,} prompts of {input.source.name}, {bad:,} records left out as unusable; {dtype}\n")
+        for line in _lines(drift):
+            click.echo(line)
+    if why is not None:
+        click.echo(f"\nthe bound is not met: {why}", err=True)
+        sys.exit(1)
+
+
+def _lines(drift: Any) -> list[str]:
+    share = drift.approximate_tokens / max(1, drift.tokens)
+    return [
+        f"prompts with chunks that were met elsewhere  {drift.shifted:,} of {drift.prompts:,}",
+        f"their tokens whose K/V was copied            {drift.approximate_tokens:,} of {drift.tokens:,} ({share:.0%})",
+        f"largest change of a log-probability          {drift.logprob:.3g}",
+        f"mean change, of the likeliest token          {drift.mean_logprob:.3g}",
+        f"first choices that changed                   {drift.changed:,}",
+    ]
+
+
+def first_tokens(engine: Any, requests: Sequence[Request]) -> list[Generated | None]:
+    """Returns the first token that follows each prompt, with the TOP likeliest; None for a prompt that cannot be run.
+
+    The prompts are run one after the other, so that each may reuse what those before it left.
+    """
+    sampling = Sampling(max_tokens=1, logprobs=TOP, ignore_eos=True)
+    found: list[Generated | None] = []
+    for request in requests:
+        ((_, answer),) = engine.stream([replace(request, sampling=sampling)], None)
+        found.append(None if isinstance(answer, InputError) else answer[0])
+    return found
+
+
+def drift_between(
+    requests: Sequence[Request], exact: Sequence[Generated | None], reused: Sequence[Generated | None]
+) -> Drift:
+    """Returns how far the first tokens of a run with reuse at other positions are from those of an exact run.
+
+    Only prompts of which rows were copied count. Where a token is among the likeliest of one run only, its
+    log-probability in the other is taken as that of the last which is listed there: it is that at most.
+    """
+    tokens = approximate = changed = shifted = prompts = 0
+    largest, first = 0.0, []
+    for request, one, other in zip(requests, exact, reused, strict=True):
+        if one is None or other is None:
+            continue
+        prompts += 1
+        if not other.approximate_tokens:
+            continue
+        assert one.logprobs is not None and other.logprobs is not None
+        shifted, tokens = shifted + 1, tokens + len(request.tokens)
+        approximate += other.approximate_tokens
+        a, b = dict(one.logprobs[0].top), dict(other.logprobs[0].top)
+        least = min(b.values())
+        moved = [abs(value - b.get(token, least)) for token, value in a.items()]
+        largest = max(largest, *moved)
+        best = max(a, key=lambda token: a[token])
+        first.append(abs(a[best] - b.get(best, least)))
+        changed += one.tokens != other.tokens
+    return Drift(prompts, shifted, tokens, approximate, largest, sum(first) / max(1, len(first)), changed)
