@@ -5,7 +5,6 @@ Each image is encoded once, however many wait for it.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -81,13 +80,11 @@ NO_TILES = np.empty((0, 0, 0, 0), np.float32)
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A _Rows is what is held of an image. salt: of its requests; last: the id of its last row; size: bytes; error: why
-    its rows are no numbers, None: they are."""
+    """A _Rows is what is held of an image. salt: of its requests; last: the id of its last row; size: bytes."""
 
     salt: str
     last: int
     size: int
-    error: str | None
 
 
 @dataclass(slots=True)
@@ -117,10 +114,10 @@ class _Run:
 class ImageDesk:
     """An ImageDesk sees to it that a worker has the rows of images when steps need them.
 
-    Rows are kept after their use, up to `memory` bytes, for others who ask for the same image. When room is needed, the
-    tenant that has most of it loses what it used least recently: a flood of images is at the cost of who sends it. Rows
-    that somebody waits for stay. Several images may be on their way through the tower, for several who ask; one that
-    nobody wants any more is given up when another begins.
+    Rows are kept after their use, up to `memory` bytes, for other requests with the same image. When room is needed,
+    the tenant that has most of it loses what it used least recently: a flood of images is at the cost of its sender.
+    Rows that requests wait for stay. Several images may be on their way through the tower; one that no request wants
+    any more is given up when another begins. All calls come from the engine's thread.
 
     media  knows the images by the ids of their rows
     meter  counts runs of the tower
@@ -133,11 +130,10 @@ class ImageDesk:
         facts = worker.facts.of(ImageFacts)
         assert facts is not None
         self._tower, self._row_bytes = facts.tower, facts.row_bytes
-        self._lock = threading.RLock()
         self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
         self._held: OrderedDict[int, _Rows] = OrderedDict()  # by first id, the least recently used one first
-        self._wanted: dict[Hashable, list[Medium]] = {}
-        self._in_use: list[list[Medium]] = []  # by steps in numbers: one may run between the parts of another
+        self._wanted: list[Medium] = []
+        self._in_use: list[Medium] = []  # by a step that is being started
         self._runs: dict[int, _Run] = {}  # by first id
         self._rate: float | None = None  # operations a second; None: not measured yet
         self._credit = 0.0  # seconds that the tower was given between steps of others, and has not run
@@ -163,86 +159,70 @@ class ImageDesk:
 
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
         """Says which tenant a namespace (adapter, salt) belongs to, from now on; until then all are one tenant's."""
-        with self._lock:
-            self._tenant_of = tenant_of
+        self._tenant_of = tenant_of
 
-    def want(self, who: Hashable, media: Sequence[Medium]) -> None:
-        """Notes whose rows `who` needs next, in place of what was noted before. They stay while they are noted."""
-        with self._lock:
-            if media:
-                self._wanted[who] = list(media)
-            else:
-                self._wanted.pop(who, None)
+    def want(self, media: Sequence[Medium]) -> None:
+        """Notes the images whose rows are needed next, in place of those noted before. Their rows stay meanwhile."""
+        self._wanted = list(media)
 
-    def want_next(self, who: Hashable, asked: Iterable[Sequence[Medium]]) -> bool:
-        """Notes of several prompts' images, each in its order, those whose rows `who` needs next. Returns whether one
-        of them has to be encoded.
+    def want_next(self, prompts: Iterable[Sequence[Medium]]) -> bool:
+        """Notes of several prompts' images, each in its order, those whose rows are needed next. Returns whether one of
+        them has to be encoded.
 
         They go no further than the first that is not there: what is held behind it no step can use yet, and where
-        memory is short it must not keep the one before from being made. What is there is looked at and noted in one
-        stroke, or another's step could drop it in between.
+        memory is short it must not keep the one before from being made.
         """
         media: dict[int, Medium] = {}
         waits = False
-        with self._lock:
-            for prompt in asked:
-                for medium in prompt:
-                    media[_first(medium)] = medium
-                    if _first(medium) not in self._held or self._error(medium) is not None:
-                        waits = True
-                        break
-            self.want(who, list(media.values()))
+        for prompt in prompts:
+            for medium in prompt:
+                media[_first(medium)] = medium
+                if _first(medium) not in self._held:
+                    waits = True
+                    break
+        self.want(list(media.values()))
         return waits
 
-    def advance(self, who: Hashable, seconds: float, *, idle: bool = True) -> tuple[Medium, str] | None:
-        """Runs the tower for about so many seconds, for the first image that `who` wants and that is not there. Returns
-        the image that it failed for, and why; None: it did not fail.
+    def advance(self, seconds: float, *, idle: bool = True) -> tuple[Medium, str] | None:
+        """Runs the tower for about so many seconds, for the first image that is wanted and not there. Returns the image
+        that it failed for, and why; None: it did not fail.
 
-        idle: whether nobody else has anything to do meanwhile. Then files are waited for, and at least one piece of
+        idle: whether the engine has nothing else to do meanwhile. Then files are waited for, and at least one piece of
         work is done. Otherwise a piece that takes longer waits until several calls have given it the time.
         """
-        with self._lock:
-            wanted = self._wanted.get(who, ())
-            medium = next((one for one in wanted if not self._has(one) or self._error(one) is not None), None)
-            if medium is None:
-                return None
-            error = self._error(medium)  # of a run in numbers, between whose parts this is
-            if error is None:
-                if not self._may_begin(medium):
-                    return None
-                error = self._encode(medium, seconds, idle)
-                if error is None:
-                    return None
-                self._drop(medium)
-            return medium, error
+        medium = next((medium for medium in self._wanted if not self._has(medium)), None)
+        if medium is None or not self._may_begin(medium):
+            return None
+        error = self._encode(medium, seconds, idle)
+        if error is None:
+            return None
+        self._drop(medium)
+        return medium, error
 
     @contextmanager
     def using(self, tokens: np.ndarray) -> Iterator[None]:
         """Returns a context in which the worker has the rows of all images among these ids; they are made before it
-        begins. Where the tower fails for one, its rows are no numbers: nobody else has them, and they are dropped
-        behind it."""
+        begins. Where the tower fails for an image, its rows are no numbers, and they are dropped behind it."""
         ids = tokens[tokens >= MEDIA_BASE]
         if not len(ids):
             yield
             return
-        media, failed = self.media.find(ids), []
-        with self._lock:
-            self._in_use.append(media)
-            try:
-                for medium in media:
-                    while not self._has(medium):
-                        if self._encode(medium, None) is not None:
-                            failed.append(medium)
-                yield
-            finally:
-                self._in_use.pop()
-                for medium in failed:
-                    self._drop(medium)
+        failed = []
+        self._in_use = self.media.find(ids)
+        try:
+            for medium in self._in_use:
+                while not self._has(medium):
+                    if self._encode(medium, None) is not None:
+                        failed.append(medium)
+            yield
+        finally:
+            self._in_use = []
+            for medium in failed:
+                self._drop(medium)
 
     def clear(self) -> None:
-        """Drops all rows that nobody waits for."""
-        with self._lock:
-            self._make_room(self._memory + 1)
+        """Drops all rows that no request waits for."""
+        self._make_room(self._memory + 1)
 
     # ----------------------------------------------------------------------------------------------- the tower
 
@@ -277,7 +257,8 @@ class ImageDesk:
         error: str | None = unread or result.error
         if result.is_done:
             del self._runs[_first(medium)]
-            self._enter(medium, error)
+            self._held[_first(medium)] = _Rows(medium.salt, int(medium.ids[-1]), self._bytes(medium))
+            self._note()
             self._meter.add(tower_runs=int(result.error is None))
         return error
 
@@ -331,8 +312,7 @@ class ImageDesk:
         """Returns whether there is memory for the rows of an image, now or once those are used that wait to be."""
         if _first(medium) in self._runs:
             return True
-        # Steps in numbers whose parts this is between go on in any case, and do not wait for rows.
-        wanted = _firsts(self._wanted.values())
+        wanted = self._all_wanted()
         waiting = sum(rows.size for first, rows in self._held.items() if first in wanted)
         return not waiting or waiting + self._bytes(medium) <= self._memory
 
@@ -366,26 +346,17 @@ class ImageDesk:
             self._worker.start(DropImages(tuple(gone))).result()
             self._note()
 
-    def _error(self, medium: Medium) -> str | None:
-        """Returns why the rows that are held of an image are no numbers; None: they are, or none are held."""
-        rows = self._held.get(_first(medium))
-        return None if rows is None else rows.error
-
-    def _enter(self, medium: Medium, error: str | None) -> None:
-        self._held[_first(medium)] = _Rows(medium.salt, int(medium.ids[-1]), self._bytes(medium), error)
-        self._note()
-
     def _drop(self, medium: Medium) -> None:
         if self._held.pop(_first(medium), None) is not None:
             self._worker.start(DropImages((_first(medium),))).result()
             self._note()
 
     def _note(self) -> None:
-        firsts = sorted(first for first, rows in self._held.items() if rows.error is None)
+        firsts = sorted(self._held)
         self._bounds = np.array(firsts, np.int64), np.array([self._held[first].last for first in firsts], np.int64)
 
     def _all_wanted(self) -> set[int]:
-        return _firsts((*self._wanted.values(), *self._in_use))
+        return {_first(medium) for medium in (*self._wanted, *self._in_use)}
 
     def _bytes(self, medium: Medium) -> int:
         return len(medium.ids) * self._row_bytes
@@ -393,10 +364,6 @@ class ImageDesk:
 
 def _first(medium: Medium) -> int:
     return int(medium.ids[0])
-
-
-def _firsts(some: Iterable[Sequence[Medium]]) -> set[int]:
-    return {_first(medium) for media in some for medium in media}
 
 
 # How long the tower runs at a time where nobody else could.
@@ -453,14 +420,14 @@ class ImageQueue(EnginePart):
             for medium in found:
                 waiting.setdefault(int(medium.ids[0]), []).append(sequence.key)
         self._waiting = waiting
-        self.is_waiting = self.desk.want_next(self, asked)
+        self.is_waiting = self.desk.want_next(asked)
         return lost
 
     def after_plan(self, rows: int | None, seconds: float) -> Mapping[Hashable, Exception]:
         """Runs the tower where an image is waited for: for about as long as its pace says after a step. Requests cannot
         go on that need an image which it failed for."""
         allowed = IDLE_SECONDS if rows is None else self.seconds_after(rows, seconds)
-        failed = self.desk.advance(self, allowed, idle=rows is None) if self.is_waiting else None
+        failed = self.desk.advance(allowed, idle=rows is None) if self.is_waiting else None
         if failed is None:
             return {}
         medium, why = failed

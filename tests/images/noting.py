@@ -75,9 +75,9 @@ def desk_of(memory: int = 1000) -> tuple[ImageDesk, Noting, MediaTable, Meter]:
 
 
 def finish(desk: ImageDesk):
-    """Runs the tower for all that I want, or until it fails."""
+    """Runs the tower for all that is wanted, or until it fails."""
     for _ in range(4 * PIECES):
-        failed = desk.advance("me", 100.0)
+        failed = desk.advance(100.0)
         if failed is not None:
             return failed
     return None

@@ -13,7 +13,6 @@ from generating import AtOnce, image_desk
 from noting import PIECES, ROWS, TOWER, Noting, desk_of, engine_of, finish, take
 
 from prefold.cache import CacheOptions
-from prefold.cache.tree import RadixTree
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.errors import InputError
 from prefold.images.desk import ImageQueue, TowerPace
@@ -24,10 +23,10 @@ from prefold.types import Request, Sampling
 def test_a_piece_at_a_time():
     desk, worker, table, meter = desk_of()
     one, other = take(table, "one"), take(table, "other")
-    desk.want("me", [one, other])
+    desk.want([one, other])
     assert not desk.held(np.concatenate((one.ids, other.ids))).any()
     for piece in range(PIECES):
-        assert desk.advance("me", 0.0) is None
+        assert desk.advance(0.0) is None
         assert worker.told[-1] == (one.ids[0], 1) and len(worker.told) == piece + 1
     assert desk.held(one.ids).all() and not desk.held(other.ids).any() and not desk.held(one.ids + ROWS).any()
     assert meter.stats.tower_runs == 1 and "tower" in meter.stats.seconds
@@ -41,12 +40,12 @@ def test_as_much_as_the_time_allows():
     first, second = TOWER.pieces(1)
     desk._rate = float(first)  # so the first piece takes a second
     desk._note_rate = lambda operations, seconds: None
-    desk.want("me", [one := take(table, "one")])
-    desk.advance("me", 1.1 + second / first)
+    desk.want([one := take(table, "one")])
+    desk.advance(1.1 + second / first)
     assert worker.told == [(one.ids[0], 2)]
-    desk.advance("me", 0.9 + second / first)
+    desk.advance(0.9 + second / first)
     assert worker.told[1:] == [(one.ids[0], 1)]
-    desk.advance("me", 1.1 + second / first)
+    desk.advance(1.1 + second / first)
     assert worker.told[2:] == [(one.ids[0], 2)]
 
 
@@ -81,14 +80,14 @@ def test_steps_beside_the_reading_of_an_image_are_not_taken_for_steps_alone():
     read = threading.Event()
     queue, one = ImageQueue(desk), take(table, "one", load=lambda: read.wait(60) and np.zeros((1, 3, 2, 2), np.float32))
     assert queue.seconds_after(8, 0.01) == 0.01 and not desk.is_busy
-    desk.want(queue, [one])
-    desk.advance(queue, 0.01, idle=False)  # which begins to read it
+    desk.want([one])
+    desk.advance(0.01, idle=False)  # which begins to read it
     assert desk.is_busy
     for _ in range(40):
         assert queue.seconds_after(8, 0.018) == pytest.approx(0.0045), "a step alone takes 0.01 seconds"
     read.set()
     while not desk.held(one.ids).all():
-        desk.advance(queue, 1.0)
+        desk.advance(1.0)
     assert not desk.is_busy
 
 
@@ -107,10 +106,10 @@ def test_others_keep_half_of_the_time():
     desk, worker, table, _ = desk_of()
     desk._rate, desk._note_rate = float(TOWER.pieces(1)[0]) / 0.02, lambda operations, seconds: None
     worker.takes = lambda pieces: time.sleep(0.02)
-    desk.want("me", [one := take(table, "one")])
+    desk.want([one := take(table, "one")])
     given, done = 0.0, []
     while not desk.held(one.ids).all():
-        desk.advance("me", 0.006, idle=False)
+        desk.advance(0.006, idle=False)
         given += 0.006
         done.append(len(worker.told))
     assert done[:4] == [0, 0, 0, 1], "the first piece takes 0.02 seconds"
@@ -119,24 +118,23 @@ def test_others_keep_half_of_the_time():
 
 def test_the_rate_is_measured():
     desk, _, table, _ = desk_of()
-    desk.want("me", [take(table, "one")])
+    desk.want([take(table, "one")])
     noted = []
     desk._note_rate = lambda operations, seconds: noted.append(operations)
     for _ in range(PIECES):
-        desk.advance("me", 0.0)
+        desk.advance(0.0)
     assert noted == pytest.approx([*TOWER.pieces(1)] * 3)
 
 
 def test_several_are_on_their_way():
-    """What one asks for goes on where it was, whatever another asks for meanwhile."""
+    """An image goes on where it was, whatever else comes first meanwhile."""
     desk, worker, table, _ = desk_of()
     one, other = take(table, "one"), take(table, "other")
-    desk.want("me", [one])
-    desk.want("you", [other])
     for _ in range(PIECES):
         assert not desk.held(one.ids).any() and not desk.held(other.ids).any()
-        desk.advance("me", 0.0)
-        desk.advance("you", 0.0)
+        for media in ([one, other], [other, one]):
+            desk.want(media)
+            desk.advance(0.0)
     assert desk.held(one.ids).all() and desk.held(other.ids).all()
     assert worker.told == [(first, 1) for _ in range(PIECES) for first in (one.ids[0], other.ids[0])]
 
@@ -144,8 +142,8 @@ def test_several_are_on_their_way():
 def test_a_run_in_numbers_does_not_undo_what_another_waits_for():
     desk, worker, table, _ = desk_of()
     one, other = take(table, "one"), take(table, "other")
-    desk.want("me", [one])
-    desk.advance("me", 0.0)
+    desk.want([one])
+    desk.advance(0.0)
     with desk.using(other.ids):
         assert desk.held(other.ids).all()
     finish(desk)
@@ -155,12 +153,12 @@ def test_a_run_in_numbers_does_not_undo_what_another_waits_for():
 def test_an_image_that_nobody_wants_any_more_is_given_up():
     desk, worker, table, _ = desk_of()
     one, other = take(table, "one"), take(table, "other")
-    desk.want("me", [one])
-    desk.advance("me", 0.0)
-    desk.want("me", [other])
+    desk.want([one])
+    desk.advance(0.0)
+    desk.want([other])
     finish(desk)
     assert not worker.done and list(worker.made) == [other.ids[0]]
-    desk.want("me", [one])
+    desk.want([one])
     finish(desk)
     assert set(worker.made) == {one.ids[0], other.ids[0]}
 
@@ -173,58 +171,29 @@ def test_memory_and_shares_of_tenants():
     quiet = [take(table, f"quiet {i}", "quiet/") for i in range(2)]
     flood = [take(table, f"flood {i}", f"flood/{i}") for i in range(20)]
     for medium in (*quiet, *flood):
-        desk.want("me", [medium])
+        desk.want([medium])
         finish(desk)
         assert desk.bytes_held <= 5 * ROWS * 10
         assert desk.bytes_held == sum(len(ids) * 10 for ids in worker.made.values())
     assert all(desk.held(medium.ids).all() for medium in (*quiet, *flood[-3:]))
     assert meter.stats.tower_runs == 22
     # Of one tenant's what was used last stays.
-    desk.want("me", [flood[-3]])
-    desk.advance("me", 1.0)
-    desk.want("me", [flood[0]])
+    desk.want([flood[-3]])
+    desk.advance(1.0)
+    desk.want([flood[0]])
     finish(desk)
     assert desk.held(flood[-3].ids).all() and not desk.held(flood[-2].ids).any()
-
-
-def test_what_another_step_drops_is_asked_for():
-    """Another thread's step may drop an image until it is noted that somebody wants it."""
-    desk, worker, table, _ = desk_of()
-    one = take(table, "one")
-    desk.want("me", [one])
-    finish(desk)
-    desk.want("me", [])
-
-    class Late:
-        """The lock of a desk that another thread has first, whose step drops the image."""
-
-        def __enter__(self):
-            if worker.made:
-                desk._held.clear()
-                worker.made.clear()
-                desk._note()
-
-        def __exit__(self, *error):
-            pass
-
-    desk._lock = Late()
-    queue = ImageQueue(desk)
-    queue.submit(SimpleNamespace(key="key", request=SimpleNamespace(tokens=one.ids)))
-    node = SimpleNamespace(tokens=one.ids, computed=0, pending=True)
-    sequence = SimpleNamespace(ready=False, key="key", leaf=SimpleNamespace(path=lambda: [node]))
-    assert queue.before_plan(SimpleNamespace(running=[sequence], tree=RadixTree()), {}) == {} and queue.is_waiting
-    assert desk._wanted == {queue: [one]}
 
 
 def test_rows_that_somebody_waits_for_stay():
     desk, _, table, _ = desk_of(memory=2 * ROWS * 10)
     waiting = [take(table, f"waiting {i}") for i in range(3)]
-    desk.want("me", waiting)
+    desk.want(waiting)
     finish(desk)
     assert [desk.held(medium.ids).all() for medium in waiting] == [True, True, False], "no more than there is room for"
     with desk.using(waiting[2].ids):
         assert all(desk.held(medium.ids).all() for medium in waiting), "who needs it now has it, in any case"
-    desk.want("me", waiting[2:])
+    desk.want(waiting[2:])
     others = [take(table, f"other {i}") for i in range(3)]
     for medium in others:
         with desk.using(medium.ids):
@@ -237,9 +206,9 @@ def test_ids_of_what_is_kept_are_not_given_to_another():
     desk, _, table, _ = desk_of()
     medium = take(table, "one")
     ids = medium.ids
-    desk.want("me", [medium])
-    desk.advance("me", 0.0)
-    desk.want("me", [])
+    desk.want([medium])
+    desk.advance(0.0)
+    desk.want([])
     del medium
     table.sweep()
     assert not set(take(table, "other").ids.tolist()) & set(ids.tolist()), "it is on its way through the tower"
@@ -254,10 +223,10 @@ def test_failures(kind):
 
     medium = take(table, "one", load=fail) if kind == "load" else take(table, "one")
     worker.fails = {int(medium.ids[0])}
-    desk.want("me", [medium, other := take(table, "other")])
+    desk.want([medium, other := take(table, "other")])
     assert finish(desk) == (medium, "gone" if kind == "load" else "made up")
     assert not worker.made and not worker.done and not desk.held(medium.ids).any()
-    desk.want("me", [other])
+    desk.want([other])
     assert finish(desk) is None
     assert desk.held(other.ids).all()
 
@@ -271,13 +240,13 @@ def test_others_go_on_while_a_file_is_read():
         assert may_end.wait(60)
         return np.zeros((1, 3, 2, 2), np.float32)
 
-    desk.want("me", [one := take(table, "one", load=load)])
+    desk.want([one := take(table, "one", load=load)])
     for _ in range(3):
-        assert desk.advance("me", 100.0, idle=False) is None and not worker.told
-    assert desk.advance("me", 0.01) is None and not worker.told
+        assert desk.advance(100.0, idle=False) is None and not worker.told
+    assert desk.advance(0.01) is None and not worker.told
     may_end.set()
     while not worker.told:
-        desk.advance("me", 0.01)
+        desk.advance(0.01)
     assert worker.told == [(one.ids[0], 1)]
     finish(desk)
     assert desk.held(one.ids).all()
@@ -285,7 +254,7 @@ def test_others_go_on_while_a_file_is_read():
     def slow():
         raise TimeoutError("it took too long")
 
-    desk.want("me", [bad := take(table, "bad", load=slow)])
+    desk.want([bad := take(table, "bad", load=slow)])
     assert finish(desk) == (bad, "it took too long")
 
 
@@ -302,8 +271,8 @@ def test_a_file_that_is_read_in_the_last_moment():
     desk, worker, table, _ = desk_of()
     late = Late()
     desk._pool = SimpleNamespace(submit=lambda load: late)
-    desk.want("me", [one := take(table, "one")])
-    assert desk.advance("me", 0.01) is None and not worker.told
+    desk.want([one := take(table, "one")])
+    assert desk.advance(0.01) is None and not worker.told
     late.set_result(np.zeros((1, 3, 2, 2), np.float32))
     assert finish(desk) is None and desk.held(one.ids).all()
 
@@ -314,7 +283,7 @@ def test_an_error_without_a_text_is_called_by_its_type():
     def load():
         raise MemoryError
 
-    desk.want("me", [bad := take(table, "bad", load=load)])
+    desk.want([bad := take(table, "bad", load=load)])
     assert finish(desk) == (bad, "MemoryError")
 
 

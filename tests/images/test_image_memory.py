@@ -31,24 +31,9 @@ def test_an_image_that_the_tower_failed_for_in_numbers_is_made_again():
     desk, worker, table, _ = desk_of()
     one = take(table, "one")
     worker.fails = {int(one.ids[0])}
-    desk.want("me", [one])
+    desk.want([one])
     with desk.using(one.ids):
-        assert list(worker.made) == [one.ids[0]] and not desk.held(one.ids).any(), "they are no numbers"
-        assert desk.advance("me", 1.0) == (one, "made up"), "as of a text between two parts of a step in numbers"
-        assert list(worker.made) == [one.ids[0]], "that step has them"
+        assert list(worker.made) == [one.ids[0]], "the step has rows that are no numbers"
     assert not worker.made and not desk.bytes_held
     worker.fails = set()
     assert finish(desk) is None and desk.held(one.ids).all()
-
-
-def test_what_runs_between_two_parts_of_a_step_in_numbers():
-    """Other numbers, or a text: each gets its images, though those of the step take all the memory."""
-    desk, _, table, _ = desk_of(memory=ROWS * 10)
-    one, other, third = (take(table, name) for name in ("one", "other", "third"))
-    with desk.using(one.ids):
-        with desk.using(other.ids):
-            assert desk.held(one.ids).all() and desk.held(other.ids).all()
-        desk.want("me", [third])
-        finish(desk)
-        assert desk.held(one.ids).all() and desk.held(third.ids).all()
-    assert not desk.held(other.ids).any() and not desk._in_use

@@ -15,8 +15,8 @@ from tiny_vision import FAMILIES, drawing, tile_attend, tiny_vision, vision_refe
 
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
+from prefold.images import config as tower_config
 from prefold.images import tower as tower_module
-from prefold.images import tower_config
 from prefold.images.decode import Image
 from prefold.images.processor import load_processor
 from prefold.images.tower_weights import load_tower

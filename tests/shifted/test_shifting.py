@@ -16,9 +16,21 @@ from prefold.shifted.scheduler import Moved, ShiftingScheduler
 from tests.schedule.traces import expected, next_token
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6))
 def test_random_traces(seed):
+    run_trace(seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(seed=st.integers(0, 10**6))
+def test_many_random_traces(seed):
+    run_trace(seed)
+
+
+def run_trace(seed: int) -> None:
+    """Runs a trace to its end: every sequence that was not cancelled has the tokens that it has alone."""
     trace = Trace(seed)
     for _ in range(100):
         trace.anything()
