@@ -1,31 +1,27 @@
-"""Visits of rows that are generated, where nobody has a prompt to compute: drafted, laid out, booked for all at once.
+"""Rows of sequences that generate: given slots, laid out and booked for all of them at once, over arrays.
 
-A step of generation has one row of each of many sequences, so that what is done for a row by itself would take as long
-as a visit. Here everything is done over arrays: those of `Tails`, and what stays the same while the same sequences run:
-in which order they lie, and which slots they see of their prompts at each visit.
+A step has one row of each of many sequences that generate, so that what is done for a row by itself would take as long
+as a visit. Here everything is done over arrays: those of `OutputRows`, and what stays the same while the same sequences
+generate: in which order they lie, and which slots they see of their prompts at each visit.
 
 The rows of a step may make several visits, in rounds: as long as all that go on come to the same block. A row that may
 leave on the way has slots for all of these visits; it gives back those of visits that it does not make.
-
-A step of one round is what `visit_draft` lays out of the same rows, but for their order. Where a row that left needs
-K/V that are made of its state, where there is a coda, or slots are short, there is none, and the step is drafted row by
-row.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..cache.tree import Node
 from ..schedule.generate_step import joined
-from .claims import TAIL_SLOTS, Claims
-from .crew import Crew
-from .decode_step import DecodeDraft, DecodeStep
 from .sequence import Routed
-from .steps import DECIDES, LEAVES, PRELUDE, STAYS, VisitResult, VisitRounds, VisitStep
-from .tails import Tails
+from .slots import OUTPUT_SLOTS, SlotAllocator
+from .steps import DECIDES, LEAVES, PRELUDE, STAYS, VisitOptions, VisitResult, VisitRounds, VisitStep
+from .tails import OutputRows
 
 NOTHING = np.zeros(0, np.int64)
 # Where no more than so many rows would go on, and no more than half of the sequences have such, they wait for those of
@@ -33,159 +29,390 @@ NOTHING = np.zeros(0, np.int64)
 FEW_ROWS = 8
 
 
-class Decoding:
-    """A Decoding drafts, lays out and books steps of generation.
+class DecodeBatch:
+    """A DecodeBatch is what stays the same while the same sequences generate.
 
-    claims  gives out slots
-    tails   what the sequences' tails have
+    sequences  by route, and depth-first
+    number     of each sequence, its place in that order
+    place      int64 [n]: of each one's OutputRows
+    start      int64 [n]: the position of the first row of each output
+    limit      int64 [n]: as of Running
+    route      int64 [n]: the number of each one's route
+    criteria   float64 [n, 2]: as of VisitStep
+    length     int64 [n]: how many visits each one's route has
+    units      int64 [routes, visits]: the blocks of each route
+    rest       int64 [routes, visits]: how many visits to blocks come after each
+    earlier    int64 [routes, visits]: the last visit to the same block before each; -1: there is none
+    seen       int64 [routes, visits, visits]: which visit's slot the second visit sees of a row that left after the
+               first; -1: K/V are to be made of its state there, or at a visit between them
+    has_accounts   whether the slots of any count for a tenant
+    made       of each that is plain: after how many visits the rows of its output left, as of Decided; of others None
     """
 
-    def __init__(self, claims: Claims, tails: Tails):
-        self.claims, self.visits, self.tails = claims, claims.visits, tails
-        self._crew: Crew | None = None
-        # Slots claimed for visits that a step's rows perhaps do not make, until it is run: place, visit, row.
+    def __init__(self, sequences: Collection[Routed], outputs: OutputRows, visits: VisitOptions):
+        self.outputs, self.most = outputs, outputs.visits
+        numbers: dict[tuple[int, ...], int] = {}
+        for sequence in sequences:
+            numbers.setdefault(tuple(sequence.route), len(numbers))
+        self.routes = list(numbers)
+        order = _depth_first(sequences)
+        self.sequences = sorted(order, key=lambda one: numbers[tuple(one.route)])
+        self.number = {sequence: number for number, sequence in enumerate(self.sequences)}
+        self.route = np.array([numbers[tuple(one.route)] for one in self.sequences], np.int64)
+        self.place = np.array([one.tail.place for one in self.sequences], np.int64)
+        self.start = np.array([one.leaf.stop for one in self.sequences], np.int64)
+        self.limit = np.array([one.limit for one in self.sequences], np.int64)
+        self.has_accounts = any(one.tail.account is not None for one in self.sequences)
+        self.criteria = np.array([one.criteria for one in self.sequences], np.float64).reshape(-1, 2)
+        self.made = [
+            one.decided.tails.setdefault(one.sample, []) if one.is_plain and not visits.coda else None
+            for one in self.sequences
+        ]
+        size = (len(numbers), self.most)
+        self.units, self.rest = np.full(size, PRELUDE - 2, np.int64), np.zeros(size, np.int64)
+        self.earlier, self.seen = np.full(size, -1, np.int64), np.full((*size, self.most), -1, np.int64)
+        for number, route in enumerate(numbers):
+            blocks = np.array([unit >= 0 for unit in route], np.int64)
+            self.units[number, : len(route)] = route
+            self.rest[number, : len(route)] = blocks[::-1].cumsum()[::-1] - blocks
+            for left in range(len(route)):
+                last = {unit: at for at, unit in enumerate(route[: left + 1])}
+                if left + 1 < len(route):
+                    self.earlier[number, left + 1] = last.get(route[left + 1], -1)
+                for at in range(left + 1, len(route) if visits.keys == "last" else 0):
+                    if route[at] not in last:
+                        break
+                    self.seen[number, left, at] = last[route[at]]
+        self.length = np.array([len(route) for route in numbers], np.int64)[self.route]
+        self.has_prelude = self.units[:, 0] == PRELUDE
+        self._tables: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
+
+    def prompts(self, route: int, visit: int) -> tuple[np.ndarray, ...]:
+        """Returns the runs of slots that are seen of prompts at a visit of a route: the start, count and position of
+        each, and the numbers of the first sequence that sees it and of the one behind the last."""
+        table = self._tables.get((route, visit))
+        if table is None:
+            runs: list[tuple[int, int, int, int, int]] = []
+            first_of, *_, last_of = np.flatnonzero(self.route == route).repeat(2).tolist()
+            prefix = self.sequences[first_of].prefixes[visit]
+            open_nodes: list[tuple[Node, int, int]] = []  # (node, its first run, the run behind its last)
+            for number in range(first_of, last_of + 2):
+                path = self.sequences[number].leaf.path() if number <= last_of else []
+                same = 0
+                while same < min(len(path), len(open_nodes)) and open_nodes[same][0] is path[same]:
+                    same += 1
+                for _, first, stop in open_nodes[same:]:
+                    for at in range(first, stop):
+                        runs[at] = (*runs[at][:4], number)
+                del open_nodes[same:]
+                for node in path[same:]:
+                    there, first = node.visits[prefix], len(runs)  # type: ignore[attr-defined]
+                    runs += [
+                        (start, count, position, number, number)
+                        for start, count, position in zip(there.starts, there.counts, there.positions, strict=True)
+                    ]
+                    open_nodes.append((node, first, len(runs)))
+            columns = np.array(runs, np.int64).reshape(-1, 5).T
+            table = self._tables[route, visit] = tuple(np.ascontiguousarray(column) for column in columns)
+        return table
+
+
+@dataclass(slots=True)
+class DecodeRows:
+    """A DecodeRows is what a step has of sequences that generate: a row of each of some of them, which makes one visit
+    or several, and rows that left before, whose K/V at the visit are made of their states.
+
+    batch         the sequences that generate
+    members       int64 [n]: the numbers in the batch of those with a row, those of one route and visit side by side
+    place, at, row  int64 [n]: the place of each row's output, the first visit that it makes, and its number there
+    units         int64 [rounds]: the block that is visited in each round
+    rounds        int64 [queries]: the round of each query, ascending
+    rows          int64 [queries]: its row: the number among `members`
+    leaves        int8 [queries]: as of VisitStep
+    late_members  int64 [m]: the numbers in the batch of those of which rows that left are settled first
+    late_rows     int64 [m]: these rows
+    projected     bool [m]: whether their K/V are made of their states; that of others is there
+    reads         int64: the numbers of the rows that are read if they leave, or end
+    """
+
+    batch: DecodeBatch
+    members: np.ndarray
+    place: np.ndarray
+    at: np.ndarray
+    row: np.ndarray
+    units: np.ndarray = field(default_factory=lambda: NOTHING)
+    rounds: np.ndarray = field(default_factory=lambda: NOTHING)
+    rows: np.ndarray = field(default_factory=lambda: NOTHING)
+    leaves: np.ndarray = field(default_factory=lambda: NOTHING)
+    late_members: np.ndarray = field(default_factory=lambda: NOTHING)
+    late_rows: np.ndarray = field(default_factory=lambda: NOTHING)
+    projected: np.ndarray = field(default_factory=lambda: NOTHING)
+    reads: np.ndarray = field(default_factory=lambda: NOTHING)
+
+    def late(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the place and the visit of each of the rows that left before."""
+        place = self.batch.place[self.late_members]
+        return place, self.batch.outputs.visit[place]
+
+    def made(self, result: VisitResult) -> np.ndarray:
+        """Returns how many visits each row made, int64 [n]."""
+        return result.made if len(self.units) > 1 else np.ones(len(self.members), np.int64)
+
+    def block_calls(self, result: VisitResult) -> int:
+        """Returns how many rows went through a block."""
+        made = self.made(result)
+        return sum(int(np.count_nonzero(made > number)) for number, unit in enumerate(self.units.tolist()) if unit >= 0)
+
+
+class Decoding:
+    """A Decoding gives rows of sequences that generate their slots, lays them out and books them.
+
+    slots    gives out slots
+    outputs  what the sequences' outputs have
+    """
+
+    def __init__(self, slots: SlotAllocator, outputs: OutputRows):
+        self.slots, self.visits, self.outputs = slots, slots.visits, outputs
+        self._batch: DecodeBatch | None = None
+        # Slots given for visits that a step's rows perhaps do not make, until it is run: place, visit, row.
         self._ahead: tuple[np.ndarray, np.ndarray, np.ndarray] = (NOTHING, NOTHING, NOTHING)
 
     def forget(self) -> None:
-        """Forgets who runs: somebody has come or gone."""
-        self._crew = None
+        """Forgets which sequences generate: one has come or gone."""
+        self._batch = None
 
     def clear(self) -> None:
-        """Forgets who runs, and what was claimed: no tail is there any more."""
+        """Forgets which sequences generate, and what was given: no output is there any more."""
         self.forget()
         self._ahead = NOTHING, NOTHING, NOTHING
 
-    def draft(self, running: Collection[Routed], most: int) -> DecodeDraft | None:
-        """Returns who makes the next visits, at most so many rows at one visit each, with slots claimed for them; None
-        where that is for Claims to say."""
-        if self._crew is None:
-            if self.visits.coda or self.visits.keys != "last" or not all(sequence.ready for sequence in running):
-                return None
-            self._crew = Crew(running, self.tails, self.tails.visits)
-        crew, tails = self._crew, self.tails
-        place = crew.place
-        visit, row = tails.visit[place], tails.row[place]
-        if not (visit < crew.length).all():
-            return None
-        # Rows that a step of Claims brought to a visit have not been moved on to the next; others wait for what rows
-        # before them left.
-        for number in np.flatnonzero(tails.done[place, visit] != row).tolist():
-            self.claims.advance(crew.sequences[number])
-        visit = tails.visit[place]
-        if not (visit < crew.length).all():
-            return None
-        behind = tails.done[place, visit] != row
-        unit = crew.units[crew.route, visit]
-        kind = unit - PRELUDE
-        if self.visits.group == "template":
-            kind = (crew.route * crew.most + visit) * (kind.max() + 1) + kind
-        if not self.visits.refill and visit.any():
-            kind = np.where(visit > 0, kind, -1)
-        chosen = self._chosen(kind, tails.waited[place])
-        members = np.flatnonzero(kind == chosen)
-        if len(members) > most:  # those who waited longest
-            members = np.sort(members[np.argsort(-tails.waited[place[members]], kind="stable")[:most]])
-        if behind[members].any():  # K/V are to be made of the states of rows that left
-            return None
-        at = crew.route[members] * crew.most + visit[members]
-        members = members[np.argsort(at, kind="stable")]
-        wanted = self.visits.step_visits
-        if wanted > 1 and len(crew.sequences) <= FEW_ROWS:
-            wanted = crew.most
-        rounds = max(1, min(wanted, most // len(members)))
-        draft = self._drafted(crew, members, rounds)
-        if not self._claim(draft):
+    def batch(self, running: Collection[Routed]) -> DecodeBatch:
+        """Returns those of the running sequences that generate."""
+        if self._batch is None:
+            ready = [sequence for sequence in running if sequence.ready]
+            self._batch = DecodeBatch(ready, self.outputs, self.visits)
+        return self._batch
+
+    # ------------------------------------------------------------------------------------------------ the draft
+
+    def draft(self, batch: DecodeBatch, numbers: np.ndarray, most: int) -> tuple[DecodeRows, int]:
+        """Returns the rows of these sequences that make their next visit, all to one block, with slots given for them:
+        at most so many rows, those of sequences that have waited longest. Returns also how many rows they are, with
+        those whose K/V is projected.
+
+        Where a sequence has more rows to be projected than there is room for, only some of these are there.
+        """
+        outputs = self.outputs
+        late_members, late_rows, projected = self._late(batch, numbers)
+        cost = np.ones(len(numbers), np.int64)
+        if len(late_rows):
+            np.add.at(cost, np.searchsorted(numbers, late_members[projected]), 1)
+        if cost.sum() > most:
+            order = np.argsort(-outputs.waited[batch.place[numbers]], kind="stable")
+            fits = order[: int(np.searchsorted(cost[order].cumsum(), most, side="right"))]
+            if not fits.size:  # some rows of the first
+                some = np.flatnonzero(late_members == numbers[order[0]])
+                some = some[: int(np.searchsorted(projected[some].cumsum(), most, side="right"))]
+                numbers = NOTHING
+            else:
+                numbers = np.sort(numbers[fits])
+                some = np.flatnonzero(np.isin(late_members, numbers))
+            late_members, late_rows, projected = late_members[some], late_rows[some], projected[some]
+        at = batch.route[numbers] * batch.most + outputs.visit[batch.place[numbers]]
+        numbers = numbers[np.argsort(at, kind="stable")]
+        drafted = self._rows(batch, numbers, late_members, late_rows, projected)
+        if not self._give(drafted):
+            drafted = self._give_one_by_one(drafted)
+        return drafted, len(drafted.members) + int(np.count_nonzero(drafted.projected))
+
+    def _rows(self, batch: DecodeBatch, numbers: np.ndarray, *late: np.ndarray) -> DecodeRows:
+        outputs, place = self.outputs, batch.place[numbers]
+        rows = DecodeRows(batch, numbers, place, outputs.visit[place], outputs.row[place])
+        rows.late_members, rows.late_rows, rows.projected = late
+        return rows
+
+    def _late(self, batch: DecodeBatch, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns rows that left before and are not settled at the visit that their sequences come to, sequence by
+        sequence, as of DecodeRows; gives them the slots of K/V that is there."""
+        outputs, place = self.outputs, batch.place[numbers]
+        visit = outputs.visit[place]
+        done = outputs.done[place, visit]
+        count = outputs.row[place] - done
+        if not count.any():
+            return NOTHING, NOTHING, np.zeros(0, bool)
+        which = np.repeat(np.arange(len(numbers)), count)
+        rows = np.arange(len(which)) - np.repeat(count.cumsum() - count, count) + done[which]
+        place, visit, earlier = place[which], visit[which], batch.earlier[batch.route[numbers], visit][which]
+        there = earlier >= 0
+        if self.visits.keys == "project":
+            there &= (earlier > 0) & outputs.left[place, np.maximum(earlier - 1, 0), rows]
+        seen = np.where(there, outputs.slots[place, np.maximum(earlier, 0), rows], 0)
+        outputs.slots[place[there], visit[there], rows[there]] = seen[there]
+        return numbers[which], rows, ~there
+
+    def together(self, parts: Sequence[DecodeRows]) -> DecodeRows:
+        """Returns the rows of several drafts, all to one block, as those of one draft."""
+        if len(parts) == 1:
+            return parts[0]
+        batch, numbers = parts[0].batch, np.sort(np.concatenate([part.members for part in parts]))
+        at = batch.route[numbers] * batch.most + self.outputs.visit[batch.place[numbers]]
+        columns = [(part.late_members, part.late_rows, part.projected) for part in parts]
+        late = [np.concatenate(column) for column in zip(*columns, strict=True)]
+        order = np.argsort(late[0], kind="stable")
+        drafted = self._rows(batch, numbers[np.argsort(at, kind="stable")], *(array[order] for array in late))
+        self._set_rounds(drafted, 1)
+        return drafted
+
+    def go_on(self, drafted: DecodeRows, most: int) -> None:
+        """Lets the rows of a draft, which has no others, make further visits in the same step, at most so many rows at
+        one visit each, where that is for the better and slots are there."""
+        wanted, members = self.visits.step_visits, len(drafted.members)
+        if wanted > 1 and len(drafted.batch.sequences) <= FEW_ROWS:
+            wanted = drafted.batch.most
+        rounds = min(wanted, most // max(1, members))
+        if rounds < 2 or len(drafted.late_rows) or self.visits.coda:
+            return
+        self._set_rounds(drafted, rounds)
+        if not self._give(drafted):
             self.withdraw()
-            draft = self._drafted(crew, members, 1)
-            if rounds == 1 or not self._claim(draft):
-                self.withdraw()
-                return None
-        return draft
+            self._set_rounds(drafted, 1)
 
-    def _chosen(self, kind: np.ndarray, waited: np.ndarray) -> int:
-        """Returns the kind that most are of, or one of whom has waited for long."""
-        patience = self.visits.patience
-        longest = int(np.where(kind >= 0, waited, 0).argmax())
-        if kind[longest] >= 0 and waited[longest] >= patience:
-            return int(kind[longest])
-        return int(np.bincount(kind[kind >= 0]).argmax())
-
-    def _drafted(self, crew: Crew, members: np.ndarray, most: int) -> DecodeDraft:
-        """Returns the draft of these members and at most so many rounds."""
-        tails, place, route = self.tails, crew.place[members], crew.route[members]
-        visit, row, length = tails.visit[place], tails.row[place], crew.length[members]
-        goes, found, units = np.ones(len(members), bool), [], []
+    def _set_rounds(self, drafted: DecodeRows, most: int) -> None:
+        """Notes the visits that the rows of a draft make, in at most so many rounds."""
+        batch, outputs, place = drafted.batch, self.outputs, drafted.place
+        route, visit, row = batch.route[drafted.members], drafted.at, drafted.row
+        length = batch.length[drafted.members]
+        goes, queries, units = np.ones(len(place), bool), [], []
         for number in range(most):
             rows = np.flatnonzero(goes)
             if not rows.size:
                 break
             at = visit[rows] + number
-            unit = crew.units[route[rows], at]
+            unit = batch.units[route[rows], at]
             # All go to one block, and see there what they need of the rows before them.
-            if number and ((unit != unit[0]).any() or (tails.done[place[rows], at] != row[rows]).any()):
+            if number and ((unit != unit[0]).any() or (outputs.done[place[rows], at] != row[rows]).any()):
                 break
-            leaves = self._leaves(int(unit[0]), crew, route[rows], at, place[rows])
+            leaves = self._leaves(int(unit[0]), batch, route[rows], at, place[rows])
             goes[rows] = (leaves != LEAVES) & (at + 1 < length[rows])
             units.append(int(unit[0]))
-            found.append((np.full(len(rows), number), rows, leaves))
-        return DecodeDraft(np.array(units), members, *(np.concatenate(column) for column in zip(*found, strict=True)))
+            queries.append((np.full(len(rows), number), rows, leaves))
+        drafted.units = np.array(units, np.int64)
+        drafted.rounds, drafted.rows, drafted.leaves = (
+            (np.concatenate(column) for column in zip(*queries, strict=True)) if queries else (NOTHING,) * 3
+        )
+        may_be_read = np.zeros(len(place), bool)
+        ends = (visit + 1)[drafted.rows] + drafted.rounds == length[drafted.rows]
+        # What is read of a model with a coda is read after it.
+        may_be_read[drafted.rows[ends if self.visits.coda else ends | (drafted.leaves >= DECIDES)]] = True
+        drafted.reads = np.flatnonzero(may_be_read)
 
-    def _may_end(self, crew: Crew, unit: int) -> bool:
-        """Returns whether rows that come to a block may wait there for others: for those behind rows that have left,
-        which all begin with it."""
-        return self.visits.refill and bool((crew.units[:, 0] == unit).all())
+    def _give(self, drafted: DecodeRows) -> bool:
+        """Gives rows their slots at the visits they come to; returns whether there were enough. Without rounds it is
+        the visit of the draft alone."""
+        outputs, batch = self.outputs, drafted.batch
+        if not len(drafted.units):
+            self._set_rounds(drafted, 1)
+        for members, rows in self._ranks(drafted.late_members[drafted.projected], drafted.late_rows[drafted.projected]):
+            place = batch.place[members]
+            if not self._give_at(batch, members, place, outputs.visit[place], rows, np.zeros(len(rows), bool)):
+                return False
+        members, place = drafted.members[drafted.rows], drafted.place[drafted.rows]
+        ahead, visit = drafted.rounds > 0, drafted.at[drafted.rows] + drafted.rounds
+        return self._give_at(batch, members, place, visit, drafted.row[drafted.rows], ahead)
 
-    def _claim(self, draft: DecodeDraft) -> bool:
-        """Gives rows their slots at the visits they come to; returns whether there were enough."""
-        tails, crew = self.tails, self._crew
-        assert crew is not None
-        members = draft.members[draft.rows]
-        place = crew.place[members]
-        visit, row = tails.visit[place] + draft.rounds, tails.row[place]
-        needs = np.flatnonzero(~tails.owned[place, visit, row])
-        place, visit, row = place[needs], visit[needs], row[needs]
-        ahead = draft.rounds[needs] > 0
-        short = np.flatnonzero(tails.num_spare[place, visit] == 0)
-        if short.size and not self._take_spare(crew, members[needs[short]], place[short], visit[short], ahead[short]):
+    @staticmethod
+    def _ranks(members: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the first row of each sequence, then the second of each that has one, and so on: (members, rows). The
+        rows of one sequence lie side by side."""
+        rank = np.arange(len(members)) - np.searchsorted(members, members)
+        for number in range(int(rank.max(initial=-1)) + 1):
+            yield members[rank == number], rows[rank == number]
+
+    def _give_at(
+        self,
+        batch: DecodeBatch,
+        members: np.ndarray,
+        place: np.ndarray,
+        visit: np.ndarray,
+        row: np.ndarray,
+        ahead: np.ndarray,
+    ) -> bool:
+        outputs = self.outputs
+        needs = np.flatnonzero(~outputs.owned[place, visit, row])
+        place, visit, row, ahead = place[needs], visit[needs], row[needs], ahead[needs]
+        short = np.flatnonzero(outputs.num_spare[place, visit] == 0)
+        if short.size and not self._take_spare(batch, members[needs[short]], place[short], visit[short], ahead[short]):
             return False
-        tails.slots[place, visit, row] = tails.spare_at[place, visit]
-        tails.owned[place, visit, row] = True
-        tails.spare_at[place, visit] += 1
-        tails.num_spare[place, visit] -= 1
+        outputs.slots[place, visit, row] = outputs.spare_at[place, visit]
+        outputs.owned[place, visit, row] = True
+        outputs.spare_at[place, visit] += 1
+        outputs.num_spare[place, visit] -= 1
         self._ahead = place[ahead], visit[ahead], row[ahead]
         return True
 
+    def _give_one_by_one(self, drafted: DecodeRows) -> DecodeRows:
+        """Gives slots to the rows of one sequence after the other where slots are short; returns those sequences' rows
+        that have all of theirs."""
+        batch, outputs = drafted.batch, self.outputs
+        every = np.union1d(drafted.members, drafted.late_members)
+        order = every[np.argsort(-outputs.waited[batch.place[every]], kind="stable")]
+        count = 0
+        for member in order.tolist():
+            place = int(batch.place[member])
+            visit = int(outputs.visit[place])
+            rows = drafted.late_rows[(drafted.late_members == member) & drafted.projected].tolist()
+            rows += [int(outputs.row[place])] * bool((drafted.members == member).any())
+            needs = [row for row in rows if not outputs.owned[place, visit, row]]
+            spare = int(outputs.num_spare[place, visit])
+            slots = np.arange(min(spare, len(needs))) + outputs.spare_at[place, visit]
+            outputs.spare_at[place, visit] += len(slots)
+            outputs.num_spare[place, visit] -= len(slots)
+            new = self.slots.allocate(len(needs) - len(slots))
+            self._hold(batch, np.array([member]), np.array([len(new)]))
+            slots = np.concatenate((slots, new))
+            outputs.slots[place, visit, needs[: len(slots)]] = slots
+            outputs.owned[place, visit, needs[: len(slots)]] = True
+            if len(slots) < len(needs):
+                break
+            count += 1
+        members = np.sort(order[:count])
+        keep = np.isin(drafted.late_members, members)
+        late = (array[keep] for array in (drafted.late_members, drafted.late_rows, drafted.projected))
+        given = self._rows(batch, drafted.members[np.isin(drafted.members, members)], *late)
+        self._set_rounds(given, 1)
+        return given
+
     def _take_spare(
-        self, crew: Crew, members: np.ndarray, place: np.ndarray, visit: np.ndarray, ahead: np.ndarray
+        self, batch: DecodeBatch, members: np.ndarray, place: np.ndarray, visit: np.ndarray, ahead: np.ndarray
     ) -> bool:
         """Claims slots for rows of members at visits, and some for the rows to come, those of each side by side;
         returns whether there were enough. ahead: whether the row may never come to the visit, so that nobody makes
         room."""
-        tails, pool = self.tails, self.claims.pool
-        rows = crew.limit[members] - 1 - tails.row[place]
+        outputs, pool = self.outputs, self.slots.pool
+        rows = batch.limit[members] - 1 - outputs.row[place]
         # All together, if there is a run so long: those of an even number before the others begin with an even slot.
-        counts = np.minimum(rows, TAIL_SLOTS)
+        counts = np.minimum(rows, OUTPUT_SLOTS)
         order = np.argsort(counts & 1, kind="stable")
         if (found := pool.allocate_run(int(counts.sum()))) is not None:
             place, visit, counts = place[order], visit[order], counts[order]
-            tails.spare_at[place, visit] = found[counts.cumsum() - counts]
-            tails.num_spare[place, visit] = counts
-            self._hold(crew, members[order], counts)
+            outputs.spare_at[place, visit] = found[counts.cumsum() - counts]
+            outputs.num_spare[place, visit] = counts
+            self._hold(batch, members[order], counts)
             return True
         for i, count in enumerate(counts.tolist()):
             if not ahead[i]:
-                self.claims.make_free(count)
+                self.slots.make_free(count)
             if (found := pool.allocate_run(count)) is None:
                 return False
-            tails.spare_at[place[i], visit[i]], tails.num_spare[place[i], visit[i]] = found[0], count
-            self._hold(crew, members[i : i + 1], counts[i : i + 1])
+            outputs.spare_at[place[i], visit[i]], outputs.num_spare[place[i], visit[i]] = found[0], count
+            self._hold(batch, members[i : i + 1], counts[i : i + 1])
         return True
 
-    def _hold(self, crew: Crew, members: np.ndarray, counts: np.ndarray) -> None:
+    def _hold(self, batch: DecodeBatch, members: np.ndarray, counts: np.ndarray) -> None:
         """Counts slots for those for whom members run."""
-        if crew.has_accounts:
+        if batch.has_accounts:
             for number, count in zip(members.tolist(), counts.tolist(), strict=True):
-                account = crew.sequences[number].tail.account
+                account = batch.sequences[number].tail.account
                 if account is not None:
                     account.hold(count)
 
@@ -196,160 +423,188 @@ class Decoding:
 
     def _give_back(self, place: np.ndarray, visit: np.ndarray, row: np.ndarray) -> None:
         """Keeps the slots that rows were given last at visits for other rows."""
-        tails = self.tails
-        tails.slots[place, visit, row] = 0
-        tails.owned[place, visit, row] = False
-        tails.spare_at[place, visit] -= 1
-        tails.num_spare[place, visit] += 1
+        outputs = self.outputs
+        outputs.slots[place, visit, row] = 0
+        outputs.owned[place, visit, row] = False
+        outputs.spare_at[place, visit] -= 1
+        outputs.num_spare[place, visit] += 1
 
     # ------------------------------------------------------------------------------------------------ the step
 
-    def lay_out(self, draft: DecodeDraft) -> DecodeStep:
-        """Returns the step of a draft; changes nothing."""
-        crew, tails, rows = self._crew, self.tails, draft.rows
-        assert crew is not None
-        member = draft.members[rows]
-        place, route = crew.place[member], crew.route[member]
-        visit, row = tails.visit[place] + draft.rounds, tails.row[place]
-        slots, position = tails.slots[place, visit, row], crew.start[member] + row
-        runs = self._runs(draft, route, visit, place, slots, position)
-        source = np.where(visit > 0, tails.slots[place, np.maximum(visit - 1, 0), row], 0)
-        given = np.where(crew.has_prelude[route] & (visit > 0), tails.slots[place, 0, row], 0)
-        ends = visit == crew.length[member] - 1
-        single, n = len(draft.units) == 1, len(draft.members)
-        offsets = draft.rounds.searchsorted(np.arange(len(draft.units) + 1))
-        may_be_read = np.zeros(n, bool)
-        may_be_read[rows[ends | (draft.leaves >= DECIDES)]] = True
-        reads = np.flatnonzero(may_be_read)
-        read_rows = reads
+    def lay_out(self, drafted: DecodeRows, unit: int) -> tuple[VisitStep, list[Routed]]:
+        """Returns the message of these rows alone, which go to block `unit` first, and the sequences that take what is
+        read; changes nothing."""
+        batch, outputs, rows = drafted.batch, self.outputs, drafted.rows
+        member, place = drafted.members[rows], drafted.place[rows]
+        route, visit, row = batch.route[member], drafted.at[rows] + drafted.rounds, drafted.row[rows]
+        slots, position = outputs.slots[place, visit, row], batch.start[member] + row
+        runs = self._runs(drafted, route, visit, place, position)
+        source = np.where(visit > 0, outputs.slots[place, self._state_of(place, visit, row), row], 0)
+        prelude = np.where(batch.has_prelude[route] & (visit > 0), outputs.slots[place, 0, row], 0)
+        ends = visit == batch.length[member] - 1
+        reads = read_rows = drafted.reads
         rounds = None
-        if single:
+        if len(drafted.units) < 2:
             read_rows = np.where(ends[reads], -1, reads)
         else:
-            query = np.full((len(draft.units), n), -1)
-            query[draft.rounds, rows] = np.arange(len(rows))
-            before = np.where(draft.rounds > 0, query[draft.rounds - 1, rows], -1)
-            least = np.ones(len(draft.units), np.int64)
-            for number, unit in enumerate(draft.units.tolist()):
-                if number and self._may_end(crew, unit):
-                    least[number] = min(FEW_ROWS, len(crew.sequences) // 2) + 1
-            rounds = VisitRounds(draft.units, offsets, runs[3].searchsorted(offsets), rows, before, ends, least)
+            offsets = drafted.rounds.searchsorted(np.arange(len(drafted.units) + 1))
+            query = np.full((len(drafted.units), len(drafted.members)), -1)
+            query[drafted.rounds, rows] = np.arange(len(rows))
+            before = np.where(drafted.rounds > 0, query[drafted.rounds - 1, rows], -1)
+            least = np.ones(len(drafted.units), np.int64)
+            for number, unit in enumerate(drafted.units.tolist()):
+                # Rows may wait at a block for those behind rows that have left, where all of these begin with it.
+                if number and self.visits.refill and (batch.units[:, 0] == unit).all():
+                    least[number] = min(FEW_ROWS, len(batch.sequences) // 2) + 1
+            rounds = VisitRounds(drafted.units, offsets, runs[3].searchsorted(offsets), rows, before, ends, least)
+        late, at = drafted.late()
+        some = np.flatnonzero(drafted.projected)
+        late, at, late_row, late_member = late[some], at[some], drafted.late_rows[some], drafted.late_members[some]
         message = VisitStep(
-            block=int(draft.units[0]),
-            tokens=tails.token[place].astype(np.int32),
+            block=unit,
+            tokens=outputs.token[place].astype(np.int32),
             positions=position.astype(np.int32),
             source=source,
-            given=given,
+            given=prelude,
             slots=slots,
-            leaves=draft.leaves,
-            criteria=crew.criteria[member],
+            leaves=drafted.leaves.astype(np.int8),
+            criteria=batch.criteria[member],
             run_start=runs[0], run_count=runs[1], run_position=runs[2], run_first=runs[3], run_last=runs[4],
+            project_slots=outputs.slots[late, at, late_row],
+            project_sources=outputs.slots[late, outputs.left[late, :, late_row].argmax(1), late_row],
+            project_given=np.where(batch.has_prelude[batch.route[late_member]], outputs.slots[late, 0, late_row], 0),
+            project_positions=batch.start[late_member] + late_row,
             read_slots=slots[reads],
             read_rows=read_rows,
             reads=np.arange(len(reads)),
             rounds=rounds,
         )  # fmt: skip
-        takers = [crew.sequences[number] for number in draft.members[reads].tolist()]
-        return DecodeStep(message, draft, takers, reads, crew, place[:n], visit[:n], row[:n])
+        return message, [batch.sequences[number] for number in drafted.members[reads].tolist()]
 
-    def _leaves(self, unit: int, crew: Crew, route: np.ndarray, visit: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """Returns whether rows of tails leave after a visit, as the table of Decided says. visit: its index."""
+    def _state_of(self, place: np.ndarray, visit: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """Returns after which visit rows have the states with which they come to a visit: a row that left comes to the
+        coda alone."""
+        before = np.maximum(visit - 1, 0)
+        if not self.visits.coda or not len(place):
+            return before
+        left = self.outputs.left[place, :, row]
+        return np.where(left.any(1), np.minimum(left.argmax(1), before), before)
+
+    def _leaves(
+        self, unit: int, batch: DecodeBatch, route: np.ndarray, visit: np.ndarray, place: np.ndarray
+    ) -> np.ndarray:
+        """Returns whether rows of outputs leave after a visit, as the table of Decided says. visit: its index."""
         if unit < 0:
             return np.full(len(place), STAYS, np.int8)
-        number = visit + ~crew.has_prelude[route]
-        most, leaves = len(self.visits.order), self.tails.leaves[place]
-        decides = (number >= self.tails.decides[place]) & (number < most)
+        number = visit + ~batch.has_prelude[route]
+        most, leaves = len(self.visits.order), self.outputs.leaves[place]
+        decides = (number >= self.outputs.decides[place]) & (number < most)
         gone = (number >= leaves) & ((number < most) | (number == leaves))
         return np.where(gone, LEAVES, np.where(decides, DECIDES, STAYS)).astype(np.int8)
 
     def _runs(
         self,
-        draft: DecodeDraft,
+        drafted: DecodeRows,
         route: np.ndarray,
         visit: np.ndarray,
         place: np.ndarray,
-        slots: np.ndarray,
         position: np.ndarray,
     ) -> tuple[np.ndarray, ...]:
-        """Returns the runs of keys that queries see: of prompts, of their tails, and themselves."""
-        crew, tails = self._crew, self.tails
-        assert crew is not None
-        kind = (draft.rounds * len(crew.units) + route) * crew.most + visit
-        edges = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(kind)]
+        """Returns the runs of keys that queries see: of prompts, of their outputs, and themselves."""
+        batch, outputs = drafted.batch, self.outputs
+        kind = (drafted.rounds * len(batch.units) + route) * batch.most + visit
+        edges = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(kind)] if len(kind) else []
         found = []
         for first, stop in itertools.pairwise(edges):
-            start, count, at, begins, ends = crew.prompts(int(route[first]), int(visit[first]))
-            some = draft.members[draft.rows[first:stop]]
+            start, count, at, begins, ends = batch.prompts(int(route[first]), int(visit[first]))
+            some = drafted.members[drafted.rows[first:stop]]
             begins, ends = first + some.searchsorted(begins), first + some.searchsorted(ends)
             seen = ends > begins
             found.append((start[seen], count[seen], at[seen], begins[seen], ends[seen]))
-        # Those of each row's tail, and last the row itself.
-        number = tails.num_runs[place, visit]
-        ends = (number + 1).cumsum()
-        query = np.repeat(np.arange(len(place)), number + 1)
-        which = np.arange(ends[-1]) - np.repeat(ends - number - 1, number + 1)
-        own = ends - 1
-        which[own] = 0
-        at = (place * tails.visits + visit)[query] * tails.run_start.shape[2] + which
-        start, count, where = (
-            array.reshape(-1)[at] for array in (tails.run_start, tails.run_count, tails.run_position)
-        )
-        start[own], count[own], where[own] = slots, 1, position
-        found.append((start, count, where, query, query + 1))
+        # Those of each row's output; then the rows that left before and are settled with this step, and the row itself.
+        number, done = outputs.num_runs[place, visit], outputs.done[place, visit]
+        query, which = _ragged(number)
+        of_output = (outputs.run_start, outputs.run_count, outputs.run_position)
+        columns = [runs[place[query], visit[query], which] for runs in of_output]
+        found.append((*columns, query, query + 1))
+        row = position - batch.start[drafted.members[drafted.rows]]
+        query, which = _ragged(row - done + 1)
+        which += done[query]
+        start = outputs.slots[place[query], visit[query], which]
+        found.append((start, np.ones_like(start), position[query] - row[query] + which, query, query + 1))
         columns = [np.concatenate(column) for column in zip(*found, strict=True)]
         order = np.argsort(columns[3], kind="stable")
         return joined(*(column[order] for column in columns))
 
-    def begin(self, step: DecodeStep) -> int:
-        """Books a step as being run. Returns how many slots all who run would need if nobody shared anything."""
-        crew, tails = step.crew, self.tails
+    def begin(self, batch: DecodeBatch, drafted: DecodeRows | None) -> int:
+        """Books rows as being computed. Returns how many slots all sequences that generate would need if nothing was
+        shared."""
+        outputs = self.outputs
         self._ahead = NOTHING, NOTHING, NOTHING
-        tails.waited[crew.place] += 1
-        tails.waited[step.place] = 0
-        return int(((tails.row[crew.place] + 1 + crew.start) * crew.length).sum())
+        outputs.waited[batch.place] += 1
+        if drafted is not None:
+            outputs.waited[drafted.place] = 0
+            outputs.waited[batch.place[drafted.late_members]] = 0
+        return int(((outputs.row[batch.place] + 1 + batch.start) * batch.length).sum())
 
-    def book(self, step: DecodeStep, result: VisitResult) -> int:
-        """Books the rows that a step brought to their visits. Returns how many visits those that left do not make."""
-        crew, tails, draft = step.crew, self.tails, step.draft
-        made, left, rows = step.made(result), result.left, draft.rows
-        was = draft.rounds < made[rows]
-        # The slots of visits that were not made stay with their tails.
+    def book(self, drafted: DecodeRows, result: VisitResult, left: np.ndarray) -> int:
+        """Books the rows that a step brought to their visits. left: bool [n], whether each left after the last visit
+        that it made. Returns how many visits those that left do not make."""
+        batch, outputs = drafted.batch, self.outputs
+        for members, late in self._ranks(drafted.late_members, drafted.late_rows):
+            place = batch.place[members]
+            visit = outputs.visit[place]
+            outputs.left[place, visit, late] = True
+            outputs.done[place, visit] = late + 1
+            outputs.add_runs(place, visit, outputs.slots[place, visit, late], 1, batch.start[members] + late)
+        made, rows = drafted.made(result), drafted.rows
+        was = drafted.rounds < made[rows]
+        # The slots of visits that were not made stay with their outputs.
         some = rows[~was]
-        self._give_back(step.place[some], step.at[some] + draft.rounds[~was], step.row[some])
-        rows, rounds = rows[was], draft.rounds[was]
-        place, visit, row = step.place[rows], step.at[rows] + rounds, step.row[rows]
-        tails.left[place, visit, row] = left[rows] & (rounds + 1 == made[rows])
-        tails.done[place, visit] = row + 1
-        start = crew.start[draft.members]
-        tails.add_runs(place, visit, tails.slots[place, visit, row], 1, start[rows] + row)
-        tails.visit[step.place] = step.at + made
+        self._give_back(drafted.place[some], drafted.at[some] + drafted.rounds[~was], drafted.row[some])
+        rows, rounds = rows[was], drafted.rounds[was]
+        place, visit, row = drafted.place[rows], drafted.at[rows] + rounds, drafted.row[rows]
+        outputs.left[place, visit, row] = left[rows] & (rounds + 1 == made[rows])
+        outputs.done[place, visit] = row + 1
+        start = batch.start[drafted.members]
+        outputs.add_runs(place, visit, outputs.slots[place, visit, row], 1, start[rows] + row)
+        outputs.visit[drafted.place] = drafted.at + made
         gone = np.flatnonzero(left)
         if not len(gone):
             return 0
+        route, last = batch.route[drafted.members[gone]], (drafted.at + made - 1)[gone]
+        place, row = drafted.place[gone], drafted.row[gone]
+        if self.visits.coda:
+            outputs.visit[place] = batch.length[drafted.members[gone]] - 1
         # What deeper visits see of them is there, but for K/V that are made of a state, and what comes behind such.
-        route, last = crew.route[draft.members[gone]], (step.at + made - 1)[gone]
-        seen = crew.seen[route, last]
-        place, row = step.place[gone], step.row[gone]
-        which, deeper = np.nonzero((seen >= 0) & (tails.done[place] == row[:, None]))
+        seen = batch.seen[route, last]
+        which, deeper = np.nonzero((seen >= 0) & (outputs.done[place] == row[:, None]))
         seen, place, row = seen[which, deeper], place[which], row[which]
-        slots = tails.slots[place, seen, row]
-        tails.slots[place, deeper, row] = slots
-        tails.left[place, deeper, row] = True
-        tails.done[place, deeper] = row + 1
-        tails.add_runs(place, deeper, slots, 1, start[gone[which]] + row)
-        return int(crew.rest[route, last].sum())
+        slots = outputs.slots[place, seen, row]
+        outputs.slots[place, deeper, row] = slots
+        outputs.left[place, deeper, row] = True
+        outputs.done[place, deeper] = row + 1
+        outputs.add_runs(place, deeper, slots, 1, start[gone[which]] + row)
+        return int(batch.rest[route, last].sum())
 
     def take(
-        self, step: DecodeStep, visits: Sequence[int], tokens: Sequence[int], ended: Sequence[bool], taken: np.ndarray
+        self,
+        drafted: DecodeRows,
+        result: VisitResult,
+        takers: Sequence[Routed],
+        tokens: Sequence[int],
+        ended: Sequence[bool],
+        taken: np.ndarray,
     ) -> list[Routed]:
-        """Books that rows left after these visits and gave tokens, as `Routed.leave_with` does for one; returns the
+        """Books that the rows of takers left, and gave tokens, as `Routed.leave_with` does for one; returns the
         sequences that have ended. taken: bool, as of VisitResult."""
-        crew, tails = step.crew, self.tails
-        numbers = step.members[step.reads]
-        blocks = (np.array(visits, np.int64) + ~crew.has_prelude[crew.route[numbers]]).tolist()
+        batch, outputs = drafted.batch, self.outputs
+        numbers = drafted.members[drafted.reads]
+        visits = (drafted.at + drafted.made(result) - 1)[drafted.reads].tolist()
+        blocks = (np.array(visits, np.int64) + ~batch.has_prelude[batch.route[numbers]]).tolist()
         done, places, rows, new = [], [], [], []
         for i in np.flatnonzero(taken).tolist():
-            sequence, made = step.takers[i], crew.made[numbers[i]]
+            sequence, made = takers[i], batch.made[numbers[i]]
             if sequence.state == "ended":
                 continue
             if made is None:
@@ -367,7 +622,39 @@ class Decoding:
             new.append(tail.tokens[-1])
             if ended[i] or sequence.known == sequence.limit:
                 done.append(sequence)
-        tails.room_for(max(rows, default=0) + 1)
-        tails.visit[places] = 0
-        tails.row[places], tails.token[places] = rows, new
+        outputs.room_for(max(rows, default=0) + 1)
+        outputs.visit[places] = 0
+        outputs.row[places], outputs.token[places] = rows, new
         return done
+
+
+def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns for counts (2, 3) the arrays (0, 0, 1, 1, 1) and (0, 1, 0, 1, 2)."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)
+
+
+def _depth_first(running: Collection[Routed]) -> list[Routed]:
+    """Returns sequences in an order in which those below one node lie side by side."""
+    below: dict[Node, dict[Node, None]] = {}
+    at: dict[Node, list[Routed]] = {}
+    tops: dict[Node, None] = {}
+    for sequence in running:
+        node = sequence.leaf
+        at.setdefault(node, []).append(sequence)
+        while node.parent is not None:
+            children = below.setdefault(node.parent, {})
+            is_new = node not in children
+            children[node] = None
+            if not is_new:
+                break
+            node = node.parent
+        else:
+            tops[node] = None
+    order: list[Routed] = []
+    stack = list(reversed(tops))
+    while stack:
+        node = stack.pop()
+        order += at.get(node, ())
+        stack += reversed(below.get(node, {}))
+    return order

@@ -28,13 +28,13 @@ from ..schedule.sequences import Sequences
 from ..schedule.steps import NOT_FINITE
 from ..types import Exits
 from .cache import NodeVisit, VisitCache, VisitNode
-from .claims import Claims
 from .decode import Decoding
-from .decode_step import DecodeDraft, DecodeStep
-from .draft import RoutedStep, Take, VisitDraft, lay_out
+from .draft import Drafting, Take, VisitDraft
+from .layout import VisitPlan, lay_out
 from .sequence import Decided, Routed
+from .slots import SlotAllocator
 from .steps import CODA, VisitOptions, VisitResult, may_leave, rule_of
-from .tails import Tails
+from .tails import OutputRows
 
 
 class VisitScheduler(Sequences[Routed]):
@@ -71,11 +71,12 @@ class VisitScheduler(Sequences[Routed]):
             slot_bytes=slot_bytes,
             slots_per_row=self._most,
         )
-        self._tails = Tails(self._most)
-        self._claims = Claims(pool, visits, kept)
-        self._decoding = Decoding(self._claims, self._tails)
-        self._draft: VisitDraft | DecodeDraft | None = None
-        self._begun: RoutedStep | DecodeStep | None = None
+        self._outputs = OutputRows(self._most)
+        self._slots = SlotAllocator(pool, visits, kept)
+        self._decoding = Decoding(self._slots, self._outputs)
+        self._drafting = Drafting(self._slots, self._decoding)
+        self._draft: VisitDraft | None = None
+        self._begun: VisitPlan | None = None
         self._failed: list[tuple[Hashable, InputError]] = []
 
     # ------------------------------------------------------------------------------------ what comes and goes
@@ -96,7 +97,7 @@ class VisitScheduler(Sequences[Routed]):
         exits, namespace = self._filled(exits), self.namespace_of(namespace, exits)
         visits = self._most if exits.route is None else len(exits.route) + self.visits.prelude + self.visits.coda
         how = {"exits": exits, "keys": self.visits.keys, "decided": decided or Decided()}
-        return visits, namespace, partial(Routed, tails=self._tails, namespace=namespace, **how)
+        return visits, namespace, partial(Routed, tails=self._outputs, namespace=namespace, **how)
 
     def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
         return (*namespace, *rule_of(self._filled(exits)))
@@ -112,7 +113,7 @@ class VisitScheduler(Sequences[Routed]):
 
     def clear(self) -> None:
         super().clear()
-        self._tails.clear()
+        self._outputs.clear()
         self._decoding.clear()
         self._draft = self._begun = None
 
@@ -135,12 +136,8 @@ class VisitScheduler(Sequences[Routed]):
             self.cache.expire()
         self._admit()
         while self.running:
-            self._draft = None
-            if self.waiting.are_alike:
-                self._draft = self._decoding.draft(self.running, self.max_batch_rows)
-            if self._draft is None:
-                self._draft = self._claims.draft(self.waiting, self.running, self.max_batch_rows)
-            if not self._draft.is_empty or not self._claims.is_short:
+            self._draft = self._drafting.draft(self.waiting, self.running, self.max_batch_rows)
+            if not self._draft.is_empty or not self._slots.is_short:
                 break  # where slots are not short, the policy gives rows to nobody who runs
             # Nobody can go on: somebody makes room.
             last: Routed = self.waiting.victim(self.running)  # type: ignore[assignment]
@@ -154,31 +151,32 @@ class VisitScheduler(Sequences[Routed]):
         self._draft = None
         self._decoding.withdraw()
 
-    def plan(self) -> RoutedStep | DecodeStep | None:
+    def plan(self) -> VisitPlan | None:
         """Returns the step that `admit` settled; changes nothing. None where there is none, or one has begun."""
         if self._draft is None or self._draft.is_empty or self._begun is not None:
             return None
-        return self._decoding.lay_out(self._draft) if isinstance(self._draft, DecodeDraft) else lay_out(self._draft)
+        return lay_out(self._draft, self._decoding)
 
-    def begin(self, step: RoutedStep | DecodeStep) -> None:
+    def begin(self, step: VisitPlan) -> None:
         """Books a step as being run."""
         self._begun, self._draft = step, None
         stats = self.stats
         stats.running_peak = max(stats.running_peak, len(self.running))
         if self.pool.used_slots * self._slot_bytes > stats.kv_bytes_peak:
-            held = self.pool.used_slots - self._claims.num_kept
+            held = self.pool.used_slots - self._slots.num_kept
             stats.kv_bytes_peak = max(stats.kv_bytes_peak, held * self._slot_bytes)
-        if isinstance(step, DecodeStep):
-            unshared = self._decoding.begin(step)
-        else:
-            unshared = sum((len(s.tail) + s.leaf.stop) * max(1, len(s.route)) for s in self.running)
+        batch = self._decoding.batch(self.running)
+        unshared = self._decoding.begin(batch, step.decode)
+        if len(batch.sequences) < len(self.running):
             moving = {take.sequence for _, take, _ in step.takes} | {*step.takers, *step.routed}
             for sequence in self.running:
-                sequence.waited = 0 if sequence in moving else sequence.waited + 1
+                if not sequence.ready:
+                    unshared += (len(sequence.tail) + sequence.leaf.stop) * max(1, len(sequence.route))
+                    sequence.waited = 0 if sequence in moving else sequence.waited + 1
         stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
 
     def commit(
-        self, step: RoutedStep | DecodeStep, tokens: Sequence[int], ended: Sequence[bool], result: VisitResult
+        self, step: VisitPlan, tokens: Sequence[int], ended: Sequence[bool], result: VisitResult
     ) -> list[Routed]:
         """Books what a step has given, and returns the sequences that have ended, by `ended` or by their limit.
 
@@ -194,30 +192,30 @@ class VisitScheduler(Sequences[Routed]):
         stats.steps += 1
         stats.decode_rows += step.decode_rows
         stats.prefill_rows += step.first_rows - step.decode_rows
-        if isinstance(step, DecodeStep):
-            visits = step.visits(result)
-            stats.block_calls += step.block_calls(result)
-            saved = self._decoding.book(step, result)
+        rows, prompts = step.prompt_rows, step.prompts
+        stats.block_calls += rows if step.message.block >= 0 else 0
+        for visit, take, queries in step.takes:
+            self._book(visit, take, queries, result.left)
+        if (decode := step.decode) is not None:
+            stats.block_calls += decode.block_calls(result)
+            saved = self._decoding.book(decode, result, result.left[rows:])
             stats.block_calls_saved += saved
-            stats.kv_bytes_freed += saved * self._slot_bytes
+            stats.kv_bytes_freed += (saved - int(np.count_nonzero(decode.projected))) * self._slot_bytes
             if self.tree.on_store:
-                for sequence in step.first_takers:
-                    self.tree.stored(sequence.tail)
-            done = self._decoding.take(step, visits, tokens, ended, result.taken)
-        else:
-            visits = step.visits
-            stats.block_calls += step.num_rows if step.message.block >= 0 else 0
-            for visit, take, queries in step.takes:
-                self._book(visit, take, queries, result.left)
-            for sequence, blocks in zip(step.routed, result.blocks.tolist(), strict=True):
-                for block in blocks:
-                    self._go_on(sequence, block)
-            done = []
-            for sequence, visit_number, token, stop, taken in zip(
-                step.takers, visits, tokens, ended, result.taken.tolist(), strict=True
-            ):
-                if sequence.state != "ended" and taken and sequence.leave_with(visit_number, token, stop):
+                for number in decode.members[decode.at == 0].tolist():
+                    self.tree.stored(decode.batch.sequences[number].tail)
+        for sequence, blocks in zip(step.routed, result.blocks.tolist(), strict=True):
+            for block in blocks:
+                self._go_on(sequence, block)
+        done = []
+        for sequence, token, stop in zip(step.takers[:prompts], tokens, ended):  # noqa: B905 (the first of them)
+            if sequence.state != "ended":
+                self._decoding.forget()  # it generates from now on
+                if sequence.leave_with(sequence.visit, token, stop):
                     done.append(sequence)
+        if decode is not None:
+            taken = result.taken[prompts:]
+            done += self._decoding.take(decode, result, step.takers[prompts:], tokens[prompts:], ended[prompts:], taken)
         for sequence in done:
             self._end(sequence)
         stats.kv_bytes_now = self.pool.used_slots * self._slot_bytes
@@ -288,10 +286,10 @@ class VisitScheduler(Sequences[Routed]):
             return False
         while self.running:
             if self._promised is None:
-                self._promised = sum(self._claims.to_come(one) for one in self.running)
-            need = self._promised + self._claims.to_come(sequence)
-            if 0 < need - self.pool.free_slots <= self._claims.num_kept:  # else all would go in vain
-                self._claims.make_free(need)
+                self._promised = sum(self._slots.to_come(one) for one in self.running)
+            need = self._promised + self._slots.to_come(sequence)
+            if 0 < need - self.pool.free_slots <= self._slots.num_kept:  # else all would go in vain
+                self._slots.make_free(need)
             if need <= self.pool.free_slots:
                 self._promised = need
                 break

@@ -12,7 +12,7 @@ from ..schedule.generate_step import Running
 from ..types import Exits
 from .cache import NodeVisit, Prefix, VisitNode
 from .steps import CODA, DECIDES, LEAVES, PRELUDE, STAYS, VisitOptions
-from .tails import NEVER, TailNode, Tails
+from .tails import NEVER, OutputRows, TailNode
 
 NAN = float("nan")
 
@@ -69,7 +69,7 @@ class Routed(Running):
     def __init__(
         self,
         *given: Any,
-        tails: Tails,
+        tails: OutputRows,
         namespace: tuple[Hashable, ...],
         exits: Exits,
         keys: Literal["last", "project"],
@@ -150,6 +150,11 @@ class Routed(Running):
     def nodes(self) -> list[VisitNode]:
         """Returns the nodes of the prompt and the tail, from the root down."""
         return [*self.leaf.path(), self.tail]  # type: ignore[list-item]
+
+    @property
+    def last_node(self) -> VisitNode:
+        """Returns the node of its last row."""
+        return self.tail if self.tail.tokens else self.leaf  # type: ignore[return-value]
 
     def go_on(self, unit: int) -> None:
         """Adds a visit to the route, and enters its rows there."""

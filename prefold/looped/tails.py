@@ -18,8 +18,8 @@ NEVER = 1 << 30
 _PLACES, _ROWS, _RUNS = 8, 32, 8  # that there is room for at first
 
 
-class Tails:
-    """A Tails holds what the tails of running sequences have; each has a place, and its arrays are those of the place.
+class OutputRows:
+    """An OutputRows holds what the tails of running sequences have; each has a place in its arrays.
 
     slots, owned, left   [places, visits, rows]: as of NodeVisit
     done                 int64 [places, visits]: as of NodeVisit
@@ -131,8 +131,8 @@ def _runs(name: str) -> Any:
 
 
 class TailVisit(NodeVisit):
-    """A TailVisit is what the rows of a tail have at one visit; it lies in the arrays of a Tails, while the tail has a
-    place there.
+    """A TailVisit is what the rows of a tail have at one visit; it lies in the arrays of an OutputRows while the tail
+    has a place there.
 
     t  which visit it is, from 0
     """
@@ -168,19 +168,6 @@ class TailVisit(NodeVisit):
     def spare(self) -> np.ndarray:
         return np.arange(self.of("num_spare")) + self.of("spare_at") if self.is_placed else np.zeros(0, np.int64)
 
-    def take_spare(self, count: int) -> np.ndarray:
-        """Returns up to `count` of the slots that are claimed for rows to come."""
-        slots, tails, at = self.spare[:count], self.tail.tails, (self.tail.place, self.t)
-        tails.spare_at[at] += len(slots)
-        tails.num_spare[at] -= len(slots)
-        return slots
-
-    def keep_spare(self, slots: np.ndarray) -> None:
-        """Keeps neighbouring slots for rows to come, where there are no others."""
-        tails, at = self.tail.tails, (self.tail.place, self.t)
-        assert not tails.num_spare[at] and (np.diff(slots) == 1).all()
-        tails.spare_at[at], tails.num_spare[at] = slots[0], len(slots)
-
     def make_room(self) -> None:
         self.tail.tails.room_for(len(self.tail))
 
@@ -210,7 +197,7 @@ class TailNode(VisitNode):
 
     __slots__ = ("place", "tails")
 
-    def __init__(self, parent: Node, tokens: list[int], start: int, tails: Tails):
+    def __init__(self, parent: Node, tokens: list[int], start: int, tails: OutputRows):
         super().__init__(parent, tokens, start)
         self.tails = tails
         self.place: int | None = None

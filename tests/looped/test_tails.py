@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from visit_books import check_tails
 
-from prefold.looped.tails import Tails
+from prefold.looped.tails import OutputRows
 
 
 def test_room_is_given_back_when_the_longest_tail_ends():
     """One long output does not hold the memory of many for ever; what others have stays as it is."""
-    tails = Tails(2)
+    tails = OutputRows(2)
     long, half, short = (tails.take() for _ in range(3))
     for place, rows in ((long, 5000), (half, 1800), (short, 3)):
         tails.room_for(rows)

@@ -9,7 +9,6 @@ from visit_traces import FakeWorker, check_alone, run_step
 
 from prefold.cache import CacheOptions, CacheReporter, SlotPool
 from prefold.looped.cache import VisitNode
-from prefold.looped.decode_step import DecodeStep
 from prefold.looped.scheduler import VisitOptions, VisitScheduler
 from prefold.looped.sequence import Decided
 from prefold.schedule.fair import FairAdmission
@@ -36,9 +35,10 @@ def fair(batch_rows: int | None, decided: dict, **how) -> VisitScheduler:
 
 def rows_of(step) -> list[tuple]:
     """Whose rows a step has, and how many."""
-    if isinstance(step, DecodeStep):
-        return [(step.crew.sequences[number].key, 1) for number in step.members.tolist()]
-    return [(take.sequence.key, take.rows) for _, take, _ in step.takes]
+    found = [(take.sequence.key, take.rows) for _, take, _ in step.takes]
+    if (decode := step.decode) is not None:
+        found += [(decode.batch.sequences[number].key, 1) for number in decode.members.tolist()]
+    return found
 
 
 def keys_of(step) -> set:

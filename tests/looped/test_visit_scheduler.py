@@ -15,7 +15,6 @@ from prefold.cache import CacheOptions, SlotPool
 from prefold.errors import InputError
 from prefold.looped import scheduler as scheduling
 from prefold.looped.decode import Decoding
-from prefold.looped.decode_step import DecodeStep
 from prefold.looped.scheduler import VisitOptions, VisitScheduler
 from prefold.looped.sequence import Decided, Routed
 from prefold.types import Exits, Share
@@ -225,42 +224,41 @@ def test_nobody_waits_for_long():
 @pytest.mark.parametrize("step_visits", [1, 3, 8])
 @pytest.mark.parametrize("group", ["block", "template"])
 def test_generation_goes_over_arrays(group, step_visits, monkeypatch):
-    """Once no prompt is left, steps are drafted and laid out for all rows at once; that changes no block call."""
+    """Rows of sequences that generate are laid out at once; how many visits a step makes changes no block call."""
     visits = VisitOptions((0, 1, 0, 1, 0), 2, group=group, step_visits=step_visits)
     prompts = [[0, 1, number % 2, number % 3] for number in range(7)]
     rules = [Exits(0.3, 2), Exits(0.3, 2), Exits(), Exits(max_visits=3), Exits(0.6, 2, route=(1, 0, 1))]
     rules += [Exits(1.0, visits=(2, 3, 5, 2, 4, 5)), Exits(0.5)]
     lay_out, made = Decoding.lay_out, []
 
-    def counted(self, draft):
+    def counted(self, draft, unit):
         made.append(len(draft.members))
-        return lay_out(self, draft)
+        return lay_out(self, draft, unit)
 
     monkeypatch.setattr(Decoding, "lay_out", counted)
-    over_arrays = shared(visits, rules, prompts, limit=14).stats
+    several = shared(visits, rules, prompts, limit=14).stats
     assert len(made) > 40 // step_visits and max(made) > 1  # each is laid out twice
-    monkeypatch.setattr(Decoding, "draft", lambda self, running, most: None)
-    by_row = shared(visits, rules, prompts, limit=14).stats
+    single = shared(replace(visits, step_visits=1), rules, prompts, limit=14, max_batch_rows=3).stats
     for name in ("block_calls", "block_calls_saved", "kv_bytes_freed", "decode_rows"):
-        assert getattr(over_arrays, name) == getattr(by_row, name), name
+        assert getattr(several, name) == getattr(single, name), name
 
 
 @pytest.mark.parametrize("step_visits", [1, 2])
-def test_generation_goes_over_arrays_behind_prompts_that_took_several_steps(step_visits):
-    """Those whose prompts came first generate beside the prompts of others, row by row; no longer than that."""
+def test_prompts_and_rows_that_are_generated_go_together(step_visits):
+    """A step has rows of prompts beside those of sequences that generate, where both go to one block next."""
     visits = VisitOptions((0, 1, 0, 1), 2, step_visits=step_visits)
     scheduler = VisitScheduler(SlotPool(5000), visits, max_batch_rows=16, max_running=16)
-    worker, ended, over_arrays, decided = FakeWorker(2), {}, [], [Decided() for _ in range(6)]
+    worker, ended, together, decided = FakeWorker(2), {}, 0, [Decided() for _ in range(6)]
     prompts = [[number, *range(7)] for number in range(6)]
     for number, prompt in enumerate(prompts):
         tokens = np.array(prompt, np.int32)
         scheduler.submit(number, tokens, limit=20, exits=Exits(0.3, 2), decided=decided[number])
     while scheduler.has_work:
         scheduler.admit()
-        if len(scheduler.running) == 6 and all(one.ready for one in scheduler.running):
-            over_arrays.append(isinstance(scheduler.plan(), DecodeStep))
+        step = scheduler.plan()
+        together += bool(step is not None and step.takes and step.decode is not None and len(step.decode.members))
         run_step(scheduler, worker, ended, [])
-    assert len(over_arrays) > 20 and all(over_arrays)
+    assert together
     for number, prompt in enumerate(prompts):
         check_alone(prompt, 0, 20, Exits(0.3, 2), visits, ended[number, 0], decided[number])
 
@@ -278,7 +276,7 @@ def test_rows_make_several_visits_in_a_step(refill):
     class Watched(VisitScheduler):
         def commit(self, step, result, tokens, ended):
             done = submit(self, step, result, tokens, ended)
-            if isinstance(step, DecodeStep):
+            if step.decode is not None:
                 seen.add(tuple(sorted(one.visit for one in self.running)))
             return done
 
@@ -304,7 +302,7 @@ def test_a_step_that_is_not_run_keeps_nothing(how):
         prompt = np.array([number % 2, 1, 0], np.int32)
         scheduler.submit(number, prompt, limit=9, exits=Exits(0.5, 2), decided=decided[number])
     scheduler.admit()
-    while not isinstance(step := scheduler.plan(), DecodeStep):
+    while (step := scheduler.plan()).message.rounds is None:
         run_step(scheduler, worker, ended, [])
         scheduler.admit()
     used = scheduler.pool.used_slots

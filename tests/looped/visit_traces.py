@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from visit_books import check_visits
 
-from prefold.looped.decode_step import DecodeStep
-from prefold.looped.draft import RoutedStep
+from prefold.looped.layout import VisitPlan
 from prefold.looped.scheduler import VisitOptions, VisitScheduler
 from prefold.looped.sequence import Decided, Routed
 from prefold.looped.steps import CODA, DECIDES, LEAVES, PRELUDE, VisitResult, VisitStep
@@ -48,7 +47,7 @@ class FakeWorker:
         self.kv: dict[int, int] = {}
         self.states: dict[int, int] = {}
 
-    def run(self, step: RoutedStep | DecodeStep) -> tuple[VisitResult, list[int]]:
+    def run(self, step: VisitPlan) -> tuple[VisitResult, list[int]]:
         """Returns the result, and the token at each read."""
         if step.message.rounds is not None:
             return self._run_rounds(step)
@@ -56,11 +55,10 @@ class FakeWorker:
         for slot, source in zip(message.project_slots.tolist(), message.project_sources.tolist(), strict=True):
             self.kv[slot] = mixed(PROJECTED, message.block, self.states[source])
         of_row = {}
-        if isinstance(step, DecodeStep):
-            of_row = {row: step.crew.sequences[number] for row, number in enumerate(step.members.tolist())}
-        else:
-            for _visit, take, queries in step.takes:
-                of_row |= dict.fromkeys(queries[queries >= 0].tolist(), take.sequence)
+        for _visit, take, queries in step.takes:
+            of_row |= dict.fromkeys(queries[queries >= 0].tolist(), take.sequence)
+        if (decode := step.decode) is not None:
+            of_row |= dict(enumerate((decode.batch.sequences[i] for i in decode.members.tolist()), step.prompt_rows))
         assert len({int(slot) for slot in message.slots}) == step.num_rows
         new: list[tuple[int, int]] = []
         for row in range(step.num_rows):
@@ -102,7 +100,7 @@ class FakeWorker:
             left = leaves(state, sequence.exits)
         return state, bool(left)
 
-    def _run_rounds(self, step: DecodeStep) -> tuple[VisitResult, list[int]]:
+    def _run_rounds(self, step: VisitPlan) -> tuple[VisitResult, list[int]]:
         """Each row by itself: it goes on through its queries until it has left."""
         message, rounds = step.message, step.message.rounds
         count = int(rounds.offsets[1])
@@ -127,7 +125,7 @@ class FakeWorker:
                 runs = rounds.runs[number : number + 2]
                 at = np.flatnonzero((message.run_first <= query) & (query < message.run_last))
                 assert runs[0] <= at.min() and at.max() < runs[1]
-                sequence = step.crew.sequences[step.members[row]]
+                sequence = step.decode.batch.sequences[step.decode.members[row]]
                 new[int(message.slots[query])], left[row] = self._visited(message, block, query, sequence)
                 made[row], last[row], ends[row] = number + 1, query, bool(rounds.ends[query])
             self.states.update(new)

@@ -8,7 +8,8 @@ from prefold.cache.tree import Node
 from prefold.looped.cache import NodeVisit, VisitNode
 from prefold.looped.scheduler import VisitScheduler
 from prefold.looped.sequence import Routed
-from prefold.looped.tails import Tails
+from prefold.looped.steps import CODA
+from prefold.looped.tails import OutputRows
 
 
 def check_visits(scheduler: VisitScheduler) -> None:
@@ -46,7 +47,7 @@ def check_visits(scheduler: VisitScheduler) -> None:
             assert flat == visit.slots[: visit.done].tolist()
     places = [sequence.tail.place for sequence in scheduler.running]
     assert len(set(places)) == len(places), "two tails in one place"
-    check_tails(scheduler._tails)
+    check_tails(scheduler._outputs)
     slots = np.sort(np.concatenate(held)) if held else np.empty(0, np.int64)
     assert np.array_equal(slots, np.arange(1, scheduler.pool.num_slots + 1)), "slots leak, or are used twice"
     assert len(scheduler.running) <= scheduler.max_running
@@ -57,7 +58,7 @@ def check_visits(scheduler: VisitScheduler) -> None:
             assert account.held == sum(node.num_slots for node in nodes if node.account is account)
 
 
-def check_tails(tails: Tails) -> None:
+def check_tails(tails: OutputRows) -> None:
     """Raises AssertionError where anything is left in a place that nobody has."""
     for array in (tails.slots, tails.owned, tails.left, tails.done, tails.num_runs, tails.num_spare, tails.visit):
         assert not array[tails._free].any()
@@ -82,7 +83,7 @@ def _check_deeper(sequence: Routed) -> None:
         done = len(node)
         for t, prefix in enumerate(sequence.prefixes):
             visit = node.visits[prefix]
-            assert visit.done <= done
+            assert visit.done <= done or sequence.route[t] == CODA, "rows that left come to the coda at once"
             done = visit.done
             if t and sequence.route[t] >= 0:
                 left = node.visits[sequence.prefixes[t - 1]].left[:done]

@@ -1,0 +1,261 @@
+"""A step of rows that go through blocks a visit at a time: its message, and what it means for sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+
+import numpy as np
+
+from ..cache.tree import Node
+from ..schedule.generate_step import joined
+from .cache import NodeVisit, Prefix
+from .decode import DecodeRows, Decoding
+from .draft import Take, VisitDraft
+from .sequence import Routed
+from .steps import PRELUDE, Routing, VisitStep
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class VisitPlan:
+    """A VisitPlan is a visit of some rows to a block, or several visits, and what they mean for the sequences that run.
+
+    Rows of prompts come first, depth-first; then those of sequences that generate.
+
+    message      what the worker is given; the engine adds how tokens are chosen, and which reads give numbers
+    takers       the sequence that takes what each of the message's reads gives, if it is made: those of prompts first
+    prompts      how many of the takers are those of prompts
+    namespaces   (namespace, its first query, the query behind its last) of each group of rows
+    projects     the namespace of each row that is projected
+    takes        (what rows of a prompt are of, Take, the query of each row: -1 where it had left)
+    routed       the sequences whose router is asked
+    decode       the rows of sequences that generate; None: there are none
+    """
+
+    message: VisitStep
+    takers: list[Routed]
+    prompts: int
+    namespaces: list[tuple[tuple[Hashable, ...], int, int]]
+    projects: list[tuple[Hashable, ...]]
+    takes: list[tuple[NodeVisit, Take, np.ndarray]]
+    routed: list[Routed]
+    decode: DecodeRows | None
+
+    @property
+    def num_rows(self) -> int:
+        """Returns how many rows go through blocks, at most: one that makes several visits counts at each."""
+        return self.message.num_rows
+
+    @property
+    def prompt_rows(self) -> int:
+        """Returns how many of its queries are rows of prompts."""
+        return self.num_rows - (0 if self.decode is None else len(self.decode.rows))
+
+    @property
+    def first_rows(self) -> int:
+        """Returns how many of its rows begin with their first visit."""
+        return int(np.count_nonzero(self.message.source == 0))
+
+    @property
+    def decode_rows(self) -> int:
+        """Returns how many of these are the last token of a sequence."""
+        return 0 if self.decode is None else int(np.count_nonzero(self.decode.at == 0))
+
+
+class _Rows:
+    """The rows and runs of a step while they are laid out.
+
+    rows     of each query its token, position, source, given, slot and leaves, as of VisitStep
+    runs     of each run its start, count, position and first query; last: the query behind its last
+    queries  of what the rows are of, the query of each row: -1 where it had left
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Sequence[int]] = []
+        self.criteria: list[tuple[float, float]] = []
+        self.runs: list[Sequence[int]] = []
+        self.last: list[int] = []
+        self.project: list[Sequence[int]] = []
+        self.project_of: list[tuple[Hashable, ...]] = []
+        self.queries: dict[NodeVisit, np.ndarray] = {}
+
+    def add_settled(self, visit: NodeVisit) -> None:
+        self.runs.extend(zip(visit.starts, visit.counts, visit.positions, repeat(len(self.rows))))
+
+    def add(self, visit: NodeVisit, take: Take) -> None:
+        node, sequence, first, count = visit.node, take.sequence, visit.done, take.rows
+        rows, base = slice(first, first + count), len(self.rows)
+        left, slots, given = sequence.has_left(node, take.t, rows), visit.slots[rows], np.zeros(count, np.int64)
+        own = np.ones(count, bool) if left is None else ~left
+        states = sequence.state_slots(node, take.t, rows)
+        if sequence.route[0] == PRELUDE and take.t:
+            given = node.visits[sequence.prefixes[0]].slots[rows]
+        positions = np.arange(node.start + first, node.start + rows.stop)
+        leaves, criteria = sequence.leaving(range(node.start + first, node.start + rows.stop), take.t)
+        columns = (np.asarray(node.tokens[rows], np.int64), positions, states, given, slots, np.array(leaves))
+        self.rows += np.stack(columns, 1)[own].tolist()
+        self.criteria += [criteria] * (len(self.rows) - base)
+        # A row that is computed is seen from its own query on, another from the next.
+        number = base + np.cumsum(own)
+        self.runs += np.stack((slots, np.ones_like(slots), positions, number - own), 1).tolist()
+        self.queries[visit] = np.where(own, number - 1, -1)
+        made = np.flatnonzero(~own & visit.owned[rows])
+        self.project += np.stack((slots, states, given, positions), 1)[made].tolist()
+        self.project_of += [sequence.namespace] * len(made)
+
+
+def lay_out(draft: VisitDraft, decoding: Decoding) -> VisitPlan:
+    """Returns the step of a draft; changes nothing."""
+    plan = _of_prompts(draft)
+    if not draft.parts:
+        return plan
+    (decode,) = draft.parts
+    assert draft.unit is not None
+    message, takers = decoding.lay_out(decode, draft.unit)
+    namespaces = [decode.batch.sequences[number].namespace for number in decode.members[decode.rows].tolist()]
+    projected = decode.late_members[decode.projected].tolist()
+    first = plan.num_rows
+    plan = replace(
+        plan,
+        message=_together(plan.message, message) if draft.takes or plan.takers or plan.routed else message,
+        takers=[*plan.takers, *takers],
+        namespaces=[*plan.namespaces, *((name, first + i, first + i + 1) for i, name in enumerate(namespaces))],
+        projects=[*plan.projects, *(decode.batch.sequences[number].namespace for number in projected)],
+        decode=decode,
+    )
+    return plan
+
+
+def _together(one: VisitStep, other: VisitStep) -> VisitStep:
+    """Returns the message of two, of which the second asks for one visit, and routes nothing."""
+    rows, reads = one.num_rows, len(one.read_slots)
+    shifts = {"run_first": rows, "run_last": rows, "reads": reads}
+    names = (
+        "tokens", "positions", "slots", "run_start", "run_count", "run_position", "run_first", "run_last", "reads",
+        "source", "given", "leaves", "criteria", "project_slots", "project_sources", "project_given",
+        "project_positions", "read_slots",
+    )  # fmt: skip
+    columns = {
+        name: np.concatenate(
+            (getattr(one, name), getattr(other, name) + shifts[name] if name in shifts else getattr(other, name))
+        )
+        for name in names
+    }
+    read_rows = np.concatenate((one.read_rows, np.where(other.read_rows < 0, -1, other.read_rows + rows)))
+    return replace(one, block=other.block, read_rows=read_rows, **columns)
+
+
+def _of_prompts(draft: VisitDraft) -> VisitPlan:
+    """Returns a step of the rows of prompts: depth-first, those of one route prefix side by side."""
+    out, namespaces = _Rows(), []
+    tops, below = _marked(draft)
+    stack: list[tuple[NodeVisit, range | None]] = []
+    for top in tops:
+        first_query = len(out.rows)
+        stack.append((top, None))
+        while stack:
+            visit, runs = stack.pop()
+            if runs is not None:
+                out.last[runs.start : runs.stop] = [len(out.rows)] * len(runs)
+                continue
+            before = len(out.runs)
+            out.add_settled(visit)
+            if visit in draft.takes:
+                out.add(visit, draft.takes[visit])
+            out.last += [0] * (len(out.runs) - before)
+            stack.append((visit, range(before, len(out.runs))))
+            stack.extend((child, None) for child in reversed(below.get(visit, ())))
+        if len(out.rows) > first_query:
+            root = top.node.parent
+            assert root is not None
+            namespaces.append((root.namespace, first_query, len(out.rows)))
+    return _step(draft, out, namespaces)  # type: ignore[arg-type]
+
+
+def _step(draft: VisitDraft, out: _Rows, namespaces: list[tuple[tuple[Hashable, ...], int, int]]) -> VisitPlan:
+    columns = [*_columns(out.runs, 4), np.array(out.last, np.int64)]
+    seen = columns[4] > columns[3]
+    runs = joined(*(numbers[seen] for numbers in columns))
+    tokens, positions, source, given, slots, leaves = _columns(out.rows, 6)
+    project = _columns(out.project, 4)
+    reads = [(int(slots[out.queries[visit][-1]]), sequence) for sequence, visit in draft.reads]
+    reads += [(slot, sequence) for sequence, slot in draft.finished]
+    reads.sort(key=lambda read: read[0])
+    read_slots, index = np.unique(np.array([slot for slot, _ in reads], np.int64), return_inverse=True)
+    message = VisitStep(
+        block=draft.unit if draft.unit is not None else 0,
+        tokens=tokens.astype(np.int32),
+        positions=positions.astype(np.int32),
+        source=source,
+        given=given,
+        slots=slots,
+        leaves=leaves.astype(np.int8),
+        criteria=np.array(out.criteria, np.float64).reshape(-1, 2),
+        run_start=runs[0], run_count=runs[1], run_position=runs[2], run_first=runs[3], run_last=runs[4],
+        project_slots=project[0], project_sources=project[1], project_given=project[2], project_positions=project[3],
+        read_slots=read_slots,
+        read_rows=np.full(len(read_slots), -1),
+        reads=index.reshape(-1).astype(np.int64),
+        routings=_routings(draft.routings),
+    )  # fmt: skip
+    return VisitPlan(
+        message,
+        takers=[sequence for _, sequence in reads],
+        prompts=len(reads),
+        namespaces=namespaces,
+        projects=out.project_of,
+        takes=[(visit, take, out.queries[visit]) for visit, take in draft.takes.items()],
+        routed=sorted(draft.routings, key=lambda sequence: len(sequence.route)),
+        decode=None,
+    )
+
+
+def _columns(table: list[Sequence[int]], columns: int) -> np.ndarray:
+    """Returns a list of rows as one array a column, int64 [columns, rows]."""
+    flat = np.fromiter(chain.from_iterable(table), np.int64, columns * len(table))
+    return np.ascontiguousarray(flat.reshape(-1, columns).T)
+
+
+def _routings(sequences: Sequence[Routed]) -> tuple[Routing, ...]:
+    """Returns what the router is asked for these sequences, those that made equally many visits together."""
+    found = []
+    for step in sorted({len(sequence.route) for sequence in sequences}):
+        some = [sequence for sequence in sequences if len(sequence.route) == step]
+        paths = [sequence.leaf.path() for sequence in some]
+        sizes = [sequence.leaf.stop for sequence in some]
+        tokens, slots = np.empty(0, np.int32), np.empty(0, np.int64)
+        if step:
+            slots = np.concatenate(
+                [
+                    node.visits[sequence.prefixes[-1]].slots[: len(node)]  # type: ignore[attr-defined]
+                    for sequence, path in zip(some, paths, strict=True)
+                    for node in path
+                ]
+            )
+        else:
+            tokens = np.concatenate([np.asarray(node.tokens, np.int32) for path in paths for node in path])
+        made = step - (some[0].route[:1] == [PRELUDE])
+        fewest = np.array([sequence.exits.min_visits for sequence in some], np.int64)
+        found.append(Routing(np.concatenate(([0], np.cumsum(sizes))), slots, tokens, made, fewest))
+    return tuple(found)
+
+
+def _marked(draft: VisitDraft) -> tuple[list[NodeVisit], dict[NodeVisit, list[NodeVisit]]]:
+    """Returns what the topmost nodes above the step's rows have at its visits, and below each of them what leads to
+    such rows."""
+    tops: dict[tuple[Node, Prefix], list[NodeVisit]] = {}
+    below: dict[NodeVisit, list[NodeVisit]] = {}
+    seen: set[NodeVisit] = set()
+    for visit in draft.takes:
+        while visit not in seen:
+            seen.add(visit)
+            above = visit.above
+            if above is None:
+                root = visit.node.parent
+                assert root is not None
+                tops.setdefault((root, visit.prefix), []).append(visit)
+                break
+            below.setdefault(above, []).append(visit)
+            visit = above
+    return [visit for some in tops.values() for visit in some], below
