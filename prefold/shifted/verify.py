@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from ..errors import InputError, JobError
-from ..options import CacheOptions
+from ..model_options import CacheOptions
 from ..types import Generated, Request, Sampling
 from .chunks import ShiftedReuse
 from .measured import Bound, Drift, Measured
