@@ -11,7 +11,7 @@ leave on the way has slots for all of these visits; it gives back those of visit
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,9 +20,11 @@ from ..cache.tree import Node
 from ..schedule.generate_step import joined
 from .sequence import Routed
 from .slots import OUTPUT_SLOTS, SlotAllocator
-from .steps import DECIDES, LEAVES, PRELUDE, STAYS, VisitOptions, VisitResult, VisitRounds, VisitStep
+from .steps import DECIDES, LEAVES, PRELUDE, STAYS, VisitOptions, VisitResult, VisitRounds
 from .tails import OutputRows
 
+# The numbers of sequences with a row in a step; rows that left, as `late_members`, `late_rows` and `projected` below.
+Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 NOTHING = np.zeros(0, np.int64)
 # Where no more than so many rows would go on, and no more than half of the sequences have such, they wait for those of
 # the others: on a CPU so few take as long as twice as many, for the weights are read once for all.
@@ -125,13 +127,13 @@ class DecodeRows:
     batch         the sequences that generate
     members       int64 [n]: the numbers in the batch of those with a row, those of one route and visit side by side
     place, at, row  int64 [n]: the place of each row's output, the first visit that it makes, and its number there
+    late_members  int64 [m]: the numbers in the batch of those of which rows that left are settled first
+    late_rows     int64 [m]: these rows
+    projected     bool [m]: whether their K/V are made of their states; that of others is there
     units         int64 [rounds]: the block that is visited in each round
     rounds        int64 [queries]: the round of each query, ascending
     rows          int64 [queries]: its row: the number among `members`
     leaves        int8 [queries]: as of VisitStep
-    late_members  int64 [m]: the numbers in the batch of those of which rows that left are settled first
-    late_rows     int64 [m]: these rows
-    projected     bool [m]: whether their K/V are made of their states; that of others is there
     reads         int64: the numbers of the rows that are read if they leave, or end
     """
 
@@ -140,19 +142,14 @@ class DecodeRows:
     place: np.ndarray
     at: np.ndarray
     row: np.ndarray
-    units: np.ndarray = field(default_factory=lambda: NOTHING)
-    rounds: np.ndarray = field(default_factory=lambda: NOTHING)
-    rows: np.ndarray = field(default_factory=lambda: NOTHING)
-    leaves: np.ndarray = field(default_factory=lambda: NOTHING)
-    late_members: np.ndarray = field(default_factory=lambda: NOTHING)
-    late_rows: np.ndarray = field(default_factory=lambda: NOTHING)
-    projected: np.ndarray = field(default_factory=lambda: NOTHING)
-    reads: np.ndarray = field(default_factory=lambda: NOTHING)
-
-    def late(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the place and the visit of each of the rows that left before."""
-        place = self.batch.place[self.late_members]
-        return place, self.batch.outputs.visit[place]
+    late_members: np.ndarray
+    late_rows: np.ndarray
+    projected: np.ndarray
+    units: np.ndarray = field(init=False)
+    rounds: np.ndarray = field(init=False)
+    rows: np.ndarray = field(init=False)
+    leaves: np.ndarray = field(init=False)
+    reads: np.ndarray = field(init=False)
 
     def made(self, result: VisitResult) -> np.ndarray:
         """Returns how many visits each row made, int64 [n]."""
@@ -195,71 +192,68 @@ class Decoding:
 
     # ------------------------------------------------------------------------------------------------ the draft
 
-    def draft(self, batch: DecodeBatch, numbers: np.ndarray, most: int) -> tuple[DecodeRows, int]:
-        """Returns the rows of these sequences that make their next visit, all to one block, with slots given for them:
-        at most so many rows, those of sequences that have waited longest. Returns also how many rows they are, with
-        those whose K/V is projected.
+    def choose(self, batch: DecodeBatch, numbers: np.ndarray, most: int) -> tuple[Part, int]:
+        """Returns which of these sequences, all at one block next, have rows in a step, with slots given for them: at
+        most so many rows, those of sequences that have waited longest. Returns also how many rows they are, with those
+        whose K/V is projected.
 
         Where a sequence has more rows to be projected than there is room for, only some of these are there.
         """
         outputs = self.outputs
-        late_members, late_rows, projected = self._late(batch, numbers)
-        cost = np.ones(len(numbers), np.int64)
-        if len(late_rows):
-            np.add.at(cost, np.searchsorted(numbers, late_members[projected]), 1)
+        late = self._late(batch, numbers)
+        cost = 1 + np.bincount(np.searchsorted(numbers, late[0][late[2]]), minlength=len(numbers))
         if cost.sum() > most:
             order = np.argsort(-outputs.waited[batch.place[numbers]], kind="stable")
-            fits = order[: int(np.searchsorted(cost[order].cumsum(), most, side="right"))]
-            if not fits.size:  # some rows of the first
-                some = np.flatnonzero(late_members == numbers[order[0]])
-                some = some[: int(np.searchsorted(projected[some].cumsum(), most, side="right"))]
-                numbers = NOTHING
-            else:
-                numbers = np.sort(numbers[fits])
-                some = np.flatnonzero(np.isin(late_members, numbers))
-            late_members, late_rows, projected = late_members[some], late_rows[some], projected[some]
-        at = batch.route[numbers] * batch.most + outputs.visit[batch.place[numbers]]
-        numbers = numbers[np.argsort(at, kind="stable")]
-        drafted = self._rows(batch, numbers, late_members, late_rows, projected)
-        if not self._give(drafted):
-            drafted = self._give_one_by_one(drafted)
-        return drafted, len(drafted.members) + int(np.count_nonzero(drafted.projected))
-
-    def _rows(self, batch: DecodeBatch, numbers: np.ndarray, *late: np.ndarray) -> DecodeRows:
-        outputs, place = self.outputs, batch.place[numbers]
-        rows = DecodeRows(batch, numbers, place, outputs.visit[place], outputs.row[place])
-        rows.late_members, rows.late_rows, rows.projected = late
-        return rows
+            fits = order[cost[order].cumsum() <= most]
+            some = np.isin(late[0], numbers[fits] if fits.size else numbers[order[0]])
+            if not fits.size:
+                some &= (late[2] & some).cumsum() <= most
+            numbers, late = np.sort(numbers[fits]), tuple(array[some] for array in late)
+        if len(late[0]):
+            place = batch.place[late[0]]
+            visit = outputs.visit[place]
+            needs = np.flatnonzero(late[2] & ~outputs.owned[place, visit, late[1]])
+            slots = self.slots.allocate(len(needs))
+            at = needs[: len(slots)]
+            outputs.slots[place[at], visit[at], late[1][at]] = slots
+            outputs.owned[place[at], visit[at], late[1][at]] = True
+            self._hold(batch, late[0][at], np.ones_like(at))
+            if len(slots) < len(needs):
+                first = needs[len(slots)]
+                numbers = numbers[~np.isin(numbers, late[0][first:])]
+                late = tuple(array[:first] for array in late)
+        place = batch.place[numbers]
+        row = outputs.row[place]
+        numbers = numbers[self._give(batch, numbers, place, outputs.visit[place], row, np.zeros(len(row), bool))]
+        return (numbers, *late), len(numbers) + int(np.count_nonzero(late[2]))
 
     def _late(self, batch: DecodeBatch, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns rows that left before and are not settled at the visit that their sequences come to, sequence by
-        sequence, as of DecodeRows; gives them the slots of K/V that is there."""
+        sequence: the number of the sequence, the row, and whether its K/V is projected. Enters the slots of others."""
         outputs, place = self.outputs, batch.place[numbers]
         visit = outputs.visit[place]
         done = outputs.done[place, visit]
-        count = outputs.row[place] - done
-        if not count.any():
+        if (done == outputs.row[place]).all():
             return NOTHING, NOTHING, np.zeros(0, bool)
-        which = np.repeat(np.arange(len(numbers)), count)
-        rows = np.arange(len(which)) - np.repeat(count.cumsum() - count, count) + done[which]
+        which, rows = _ragged(outputs.row[place] - done)
+        rows += done[which]
         place, visit, earlier = place[which], visit[which], batch.earlier[batch.route[numbers], visit][which]
         there = earlier >= 0
         if self.visits.keys == "project":
             there &= (earlier > 0) & outputs.left[place, np.maximum(earlier - 1, 0), rows]
-        seen = np.where(there, outputs.slots[place, np.maximum(earlier, 0), rows], 0)
-        outputs.slots[place[there], visit[there], rows[there]] = seen[there]
+        slots = outputs.slots[place, np.maximum(earlier, 0), rows]
+        outputs.slots[place[there], visit[there], rows[there]] = slots[there]
         return numbers[which], rows, ~there
 
-    def together(self, parts: Sequence[DecodeRows]) -> DecodeRows:
-        """Returns the rows of several drafts, all to one block, as those of one draft."""
-        if len(parts) == 1:
-            return parts[0]
-        batch, numbers = parts[0].batch, np.sort(np.concatenate([part.members for part in parts]))
-        at = batch.route[numbers] * batch.most + self.outputs.visit[batch.place[numbers]]
-        columns = [(part.late_members, part.late_rows, part.projected) for part in parts]
-        late = [np.concatenate(column) for column in zip(*columns, strict=True)]
-        order = np.argsort(late[0], kind="stable")
-        drafted = self._rows(batch, numbers[np.argsort(at, kind="stable")], *(array[order] for array in late))
+    def rows(self, batch: DecodeBatch, parts: Sequence[Part]) -> DecodeRows:
+        """Returns the rows that were chosen, all for one block."""
+        outputs = self.outputs
+        numbers, *late = (np.concatenate(column) for column in zip(*parts, strict=True))
+        numbers.sort()
+        at = batch.route[numbers] * batch.most + outputs.visit[batch.place[numbers]]
+        numbers, order = numbers[np.argsort(at, kind="stable")], np.argsort(late[0], kind="stable")
+        place = batch.place[numbers]
+        drafted = DecodeRows(batch, numbers, place, outputs.visit[place], outputs.row[place], *(a[order] for a in late))
         self._set_rounds(drafted, 1)
         return drafted
 
@@ -273,7 +267,9 @@ class Decoding:
         if rounds < 2 or len(drafted.late_rows) or self.visits.coda:
             return
         self._set_rounds(drafted, rounds)
-        if not self._give(drafted):
+        numbers, place, row = (array[drafted.rows] for array in (drafted.members, drafted.place, drafted.row))
+        visit = drafted.at[drafted.rows] + drafted.rounds
+        if not self._give(drafted.batch, numbers, place, visit, row, drafted.rounds > 0).all():
             self.withdraw()
             self._set_rounds(drafted, 1)
 
@@ -306,107 +302,57 @@ class Decoding:
         may_be_read[drafted.rows[ends if self.visits.coda else ends | (drafted.leaves >= DECIDES)]] = True
         drafted.reads = np.flatnonzero(may_be_read)
 
-    def _give(self, drafted: DecodeRows) -> bool:
-        """Gives rows their slots at the visits they come to; returns whether there were enough. Without rounds it is
-        the visit of the draft alone."""
-        outputs, batch = self.outputs, drafted.batch
-        if not len(drafted.units):
-            self._set_rounds(drafted, 1)
-        for members, rows in self._ranks(drafted.late_members[drafted.projected], drafted.late_rows[drafted.projected]):
-            place = batch.place[members]
-            if not self._give_at(batch, members, place, outputs.visit[place], rows, np.zeros(len(rows), bool)):
-                return False
-        members, place = drafted.members[drafted.rows], drafted.place[drafted.rows]
-        ahead, visit = drafted.rounds > 0, drafted.at[drafted.rows] + drafted.rounds
-        return self._give_at(batch, members, place, visit, drafted.row[drafted.rows], ahead)
-
-    @staticmethod
-    def _ranks(members: np.ndarray, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the first row of each sequence, then the second of each that has one, and so on: (members, rows). The
-        rows of one sequence lie side by side."""
-        rank = np.arange(len(members)) - np.searchsorted(members, members)
-        for number in range(int(rank.max(initial=-1)) + 1):
-            yield members[rank == number], rows[rank == number]
-
-    def _give_at(
+    def _give(
         self,
         batch: DecodeBatch,
-        members: np.ndarray,
+        numbers: np.ndarray,
         place: np.ndarray,
         visit: np.ndarray,
         row: np.ndarray,
         ahead: np.ndarray,
-    ) -> bool:
+    ) -> np.ndarray:
+        """Gives rows of outputs their slots at visits, no two of one output at one visit, as far as there are slots;
+        returns which rows have one, bool. ahead: whether a row may never come to the visit."""
         outputs = self.outputs
-        needs = np.flatnonzero(~outputs.owned[place, visit, row])
-        place, visit, row, ahead = place[needs], visit[needs], row[needs], ahead[needs]
-        short = np.flatnonzero(outputs.num_spare[place, visit] == 0)
-        if short.size and not self._take_spare(batch, members[needs[short]], place[short], visit[short], ahead[short]):
-            return False
-        outputs.slots[place, visit, row] = outputs.spare_at[place, visit]
-        outputs.owned[place, visit, row] = True
-        outputs.spare_at[place, visit] += 1
-        outputs.num_spare[place, visit] -= 1
-        self._ahead = place[ahead], visit[ahead], row[ahead]
-        return True
-
-    def _give_one_by_one(self, drafted: DecodeRows) -> DecodeRows:
-        """Gives slots to the rows of one sequence after the other where slots are short; returns those sequences' rows
-        that have all of theirs."""
-        batch, outputs = drafted.batch, self.outputs
-        every = np.union1d(drafted.members, drafted.late_members)
-        order = every[np.argsort(-outputs.waited[batch.place[every]], kind="stable")]
-        count = 0
-        for member in order.tolist():
-            place = int(batch.place[member])
-            visit = int(outputs.visit[place])
-            rows = drafted.late_rows[(drafted.late_members == member) & drafted.projected].tolist()
-            rows += [int(outputs.row[place])] * bool((drafted.members == member).any())
-            needs = [row for row in rows if not outputs.owned[place, visit, row]]
-            spare = int(outputs.num_spare[place, visit])
-            slots = np.arange(min(spare, len(needs))) + outputs.spare_at[place, visit]
-            outputs.spare_at[place, visit] += len(slots)
-            outputs.num_spare[place, visit] -= len(slots)
-            new = self.slots.allocate(len(needs) - len(slots))
-            self._hold(batch, np.array([member]), np.array([len(new)]))
-            slots = np.concatenate((slots, new))
-            outputs.slots[place, visit, needs[: len(slots)]] = slots
-            outputs.owned[place, visit, needs[: len(slots)]] = True
-            if len(slots) < len(needs):
-                break
-            count += 1
-        members = np.sort(order[:count])
-        keep = np.isin(drafted.late_members, members)
-        late = (array[keep] for array in (drafted.late_members, drafted.late_rows, drafted.projected))
-        given = self._rows(batch, drafted.members[np.isin(drafted.members, members)], *late)
-        self._set_rounds(given, 1)
-        return given
+        needs = ~outputs.owned[place, visit, row]
+        short = np.flatnonzero(needs & (outputs.num_spare[place, visit] == 0))
+        if short.size:
+            self._take_spare(batch, numbers[short], place[short], visit[short], ahead[short])
+        given = np.flatnonzero(needs & (outputs.num_spare[place, visit] > 0))
+        at = place[given], visit[given]
+        outputs.slots[(*at, row[given])] = outputs.spare_at[at]
+        outputs.owned[(*at, row[given])] = True
+        outputs.spare_at[at] += 1
+        outputs.num_spare[at] -= 1
+        given = given[ahead[given]]
+        self._ahead = place[given], visit[given], row[given]
+        return outputs.owned[place, visit, row]
 
     def _take_spare(
-        self, batch: DecodeBatch, members: np.ndarray, place: np.ndarray, visit: np.ndarray, ahead: np.ndarray
-    ) -> bool:
-        """Claims slots for rows of members at visits, and some for the rows to come, those of each side by side;
-        returns whether there were enough. ahead: whether the row may never come to the visit, so that nobody makes
-        room."""
+        self, batch: DecodeBatch, numbers: np.ndarray, place: np.ndarray, visit: np.ndarray, ahead: np.ndarray
+    ) -> None:
+        """Gives outputs slots at visits, and some for the rows to come, those of each side by side; as many as there
+        are. No rows are evicted for what is ahead."""
         outputs, pool = self.outputs, self.slots.pool
-        rows = batch.limit[members] - 1 - outputs.row[place]
+        rows = batch.limit[numbers] - 1 - outputs.row[place]
         # All together, if there is a run so long: those of an even number before the others begin with an even slot.
         counts = np.minimum(rows, OUTPUT_SLOTS)
         order = np.argsort(counts & 1, kind="stable")
-        if (found := pool.allocate_run(int(counts.sum()))) is not None:
+        if (slots := pool.allocate_run(int(counts.sum()))) is not None:
             place, visit, counts = place[order], visit[order], counts[order]
-            outputs.spare_at[place, visit] = found[counts.cumsum() - counts]
+            outputs.spare_at[place, visit] = slots[counts.cumsum() - counts]
             outputs.num_spare[place, visit] = counts
-            self._hold(batch, members[order], counts)
-            return True
+            self._hold(batch, numbers[order], counts)
+            return
         for i, count in enumerate(counts.tolist()):
             if not ahead[i]:
                 self.slots.make_free(count)
-            if (found := pool.allocate_run(count)) is None:
-                return False
-            outputs.spare_at[place[i], visit[i]], outputs.num_spare[place[i], visit[i]] = found[0], count
-            self._hold(batch, members[i : i + 1], counts[i : i + 1])
-        return True
+            if (slots := pool.allocate_run(count)) is None:
+                slots = NOTHING if ahead[i] else self.slots.allocate(1)
+            if not len(slots):
+                return
+            outputs.spare_at[place[i], visit[i]], outputs.num_spare[place[i], visit[i]] = slots[0], len(slots)
+            self._hold(batch, numbers[i : i + 1], np.array([len(slots)]))
 
     def _hold(self, batch: DecodeBatch, members: np.ndarray, counts: np.ndarray) -> None:
         """Counts slots for those for whom members run."""
@@ -431,9 +377,9 @@ class Decoding:
 
     # ------------------------------------------------------------------------------------------------ the step
 
-    def lay_out(self, drafted: DecodeRows, unit: int) -> tuple[VisitStep, list[Routed]]:
-        """Returns the message of these rows alone, which go to block `unit` first, and the sequences that take what is
-        read; changes nothing."""
+    def lay_out(self, drafted: DecodeRows, first: int) -> tuple[dict[str, np.ndarray], VisitRounds | None]:
+        """Returns the fields of a VisitStep of these rows, whose first query is number `first`, and their rounds;
+        changes nothing."""
         batch, outputs, rows = drafted.batch, self.outputs, drafted.rows
         member, place = drafted.members[rows], drafted.place[rows]
         route, visit, row = batch.route[member], drafted.at[rows] + drafted.rounds, drafted.row[rows]
@@ -457,29 +403,28 @@ class Decoding:
                 if number and self.visits.refill and (batch.units[:, 0] == unit).all():
                     least[number] = min(FEW_ROWS, len(batch.sequences) // 2) + 1
             rounds = VisitRounds(drafted.units, offsets, runs[3].searchsorted(offsets), rows, before, ends, least)
-        late, at = drafted.late()
-        some = np.flatnonzero(drafted.projected)
-        late, at, late_row, late_member = late[some], at[some], drafted.late_rows[some], drafted.late_members[some]
-        message = VisitStep(
-            block=unit,
-            tokens=outputs.token[place].astype(np.int32),
-            positions=position.astype(np.int32),
-            source=source,
-            given=prelude,
-            slots=slots,
-            leaves=drafted.leaves.astype(np.int8),
-            criteria=batch.criteria[member],
-            run_start=runs[0], run_count=runs[1], run_position=runs[2], run_first=runs[3], run_last=runs[4],
-            project_slots=outputs.slots[late, at, late_row],
-            project_sources=outputs.slots[late, outputs.left[late, :, late_row].argmax(1), late_row],
-            project_given=np.where(batch.has_prelude[batch.route[late_member]], outputs.slots[late, 0, late_row], 0),
-            project_positions=batch.start[late_member] + late_row,
-            read_slots=slots[reads],
-            read_rows=read_rows,
-            reads=np.arange(len(reads)),
-            rounds=rounds,
-        )  # fmt: skip
-        return message, [batch.sequences[number] for number in drafted.members[reads].tolist()]
+        late_member, late_row = drafted.late_members[drafted.projected], drafted.late_rows[drafted.projected]
+        late = batch.place[late_member]
+        at = outputs.visit[late]
+        columns = {
+            "tokens": outputs.token[place].astype(np.int32),
+            "positions": position.astype(np.int32),
+            "source": source,
+            "given": prelude,
+            "slots": slots,
+            "leaves": drafted.leaves.astype(np.int8),
+            "criteria": batch.criteria[member],
+            "run_start": runs[0], "run_count": runs[1], "run_position": runs[2],
+            "run_first": runs[3] + first, "run_last": runs[4] + first,
+            "project_slots": outputs.slots[late, at, late_row],
+            "project_sources": outputs.slots[late, outputs.left[late, :, late_row].argmax(1), late_row],
+            "project_given": np.where(batch.has_prelude[batch.route[late_member]], outputs.slots[late, 0, late_row], 0),
+            "project_positions": batch.start[late_member] + late_row,
+            "read_slots": slots[reads],
+            "read_rows": np.where(read_rows < 0, -1, read_rows + first),
+            "reads": np.arange(len(reads)),
+        }  # fmt: skip
+        return columns, rounds
 
     def _state_of(self, place: np.ndarray, visit: np.ndarray, row: np.ndarray) -> np.ndarray:
         """Returns after which visit rows have the states with which they come to a visit: a row that left comes to the
@@ -551,12 +496,15 @@ class Decoding:
         """Books the rows that a step brought to their visits. left: bool [n], whether each left after the last visit
         that it made. Returns how many visits those that left do not make."""
         batch, outputs = drafted.batch, self.outputs
-        for members, late in self._ranks(drafted.late_members, drafted.late_rows):
+        late = drafted.late_rows
+        rank = np.arange(len(late)) - np.searchsorted(drafted.late_members, drafted.late_members)
+        for number in range(int(rank.max(initial=-1)) + 1):  # those of one sequence one after the other
+            members, row = drafted.late_members[rank == number], late[rank == number]
             place = batch.place[members]
             visit = outputs.visit[place]
-            outputs.left[place, visit, late] = True
-            outputs.done[place, visit] = late + 1
-            outputs.add_runs(place, visit, outputs.slots[place, visit, late], 1, batch.start[members] + late)
+            outputs.left[place, visit, row] = True
+            outputs.done[place, visit] = row + 1
+            outputs.add_runs(place, visit, outputs.slots[place, visit, row], 1, batch.start[members] + row)
         made, rows = drafted.made(result), drafted.rows
         was = drafted.rounds < made[rows]
         # The slots of visits that were not made stay with their outputs.

@@ -14,7 +14,7 @@ import numpy as np
 from ..schedule.admission import Admission
 from ..schedule.generate_step import Running
 from .cache import NodeVisit
-from .decode import DecodeBatch, DecodeRows, Decoding
+from .decode import DecodeBatch, DecodeRows, Decoding, Part
 from .sequence import Routed
 from .slots import SlotAllocator
 
@@ -42,7 +42,8 @@ class VisitDraft:
     left      how many more rows the step may have
     group     which sequences it has rows of, as their block or their template and visit
     takes     the rows of prompts, by what they are of
-    parts     the rows of sequences that generate
+    parts     which sequences that generate have rows, while that is being decided
+    decode    their rows, then; None: there are none
     reads     (sequence, what its last row has at this visit): its route ends here, and the sequence takes a token
     finished  (sequence, slot): the sequence takes a token from the state in the slot
     routings  sequences whose router is asked how their route goes on
@@ -54,7 +55,8 @@ class VisitDraft:
     left: int = field(init=False)
     group: Hashable = None
     takes: dict[NodeVisit, Take] = field(default_factory=dict)
-    parts: list[DecodeRows] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    decode: DecodeRows | None = None
     reads: list[tuple[Routed, NodeVisit]] = field(default_factory=list)
     finished: list[tuple[Routed, int]] = field(default_factory=list)
     routings: list[Routed] = field(default_factory=list)
@@ -65,7 +67,7 @@ class VisitDraft:
     @property
     def num_taken(self) -> int:
         """Returns how many rows were added."""
-        return sum(take.rows for take in self.takes.values()) + sum(len(part.members) for part in self.parts)
+        return sum(take.rows for take in self.takes.values()) + sum(len(part[0]) for part in self.parts)
 
     def fill(self, running: Collection[Running]) -> None:
         """Adds rows of these sequences, while there is room."""
@@ -111,9 +113,9 @@ class Drafting:
         self._batch = batch = self.decoding.batch(running)
         draft = policy.draft(running, VisitDraft(most, self.fill))
         if draft.parts:
-            draft.parts = [self.decoding.together(draft.parts)]
-            if policy.are_alike and not draft.takes and len(batch.sequences) == len(running):
-                self.decoding.go_on(draft.parts[0], most)
+            draft.decode = self.decoding.rows(batch, draft.parts)
+            if policy.are_alike and len(batch.sequences) == len(running):
+                self.decoding.go_on(draft.decode, most)
         return draft
 
     def fill(self, draft: VisitDraft, running: Collection[Routed]) -> None:
@@ -128,9 +130,9 @@ class Drafting:
             draft.group, draft.unit = chosen, group.unit
             if draft.left and len(group.numbers):
                 assert self._batch is not None
-                part, rows = self.decoding.draft(self._batch, group.numbers, draft.left)
+                part, rows = self.decoding.choose(self._batch, group.numbers, draft.left)
                 draft.left -= rows
-                if len(part.members) or len(part.late_members):
+                if len(part[0]) or len(part[1]):
                     draft.parts.append(part)
             for sequence in sorted(group.prompts, key=lambda sequence: -sequence.waited):
                 if draft.left:

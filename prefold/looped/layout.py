@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, repeat
 
 import numpy as np
@@ -107,47 +107,33 @@ class _Rows:
 
 def lay_out(draft: VisitDraft, decoding: Decoding) -> VisitPlan:
     """Returns the step of a draft; changes nothing."""
-    plan = _of_prompts(draft)
-    if not draft.parts:
-        return plan
-    (decode,) = draft.parts
-    assert draft.unit is not None
-    message, takers = decoding.lay_out(decode, draft.unit)
-    namespaces = [decode.batch.sequences[number].namespace for number in decode.members[decode.rows].tolist()]
-    projected = decode.late_members[decode.projected].tolist()
-    first = plan.num_rows
-    plan = replace(
-        plan,
-        message=_together(plan.message, message) if draft.takes or plan.takers or plan.routed else message,
-        takers=[*plan.takers, *takers],
-        namespaces=[*plan.namespaces, *((name, first + i, first + i + 1) for i, name in enumerate(namespaces))],
-        projects=[*plan.projects, *(decode.batch.sequences[number].namespace for number in projected)],
+    out, namespaces = _depth_first(draft)
+    columns, takers = _of_prompts(draft, out)
+    prompts, projects, rounds = len(takers), list(out.project_of), None
+    if (decode := draft.decode) is not None:
+        first, sequences = len(out.rows), decode.batch.sequences
+        more, rounds = decoding.lay_out(decode, first)
+        more["reads"] += len(columns["read_slots"])
+        columns = {name: np.concatenate((column, more[name])) for name, column in columns.items()}
+        takers += [sequences[number] for number in decode.members[decode.reads].tolist()]
+        projects += [sequences[number].namespace for number in decode.late_members[decode.projected].tolist()]
+        queries = decode.members[decode.rows].tolist()
+        namespaces += [(sequences[number].namespace, i, i + 1) for i, number in enumerate(queries, first)]
+    return VisitPlan(
+        VisitStep(block=draft.unit or 0, routings=_routings(draft.routings), rounds=rounds, **columns),
+        takers=takers,
+        prompts=prompts,
+        namespaces=namespaces,
+        projects=projects,
+        takes=[(visit, take, out.queries[visit]) for visit, take in draft.takes.items()],
+        routed=sorted(draft.routings, key=lambda sequence: len(sequence.route)),
         decode=decode,
     )
-    return plan
 
 
-def _together(one: VisitStep, other: VisitStep) -> VisitStep:
-    """Returns the message of two, of which the second asks for one visit, and routes nothing."""
-    rows, reads = one.num_rows, len(one.read_slots)
-    shifts = {"run_first": rows, "run_last": rows, "reads": reads}
-    names = (
-        "tokens", "positions", "slots", "run_start", "run_count", "run_position", "run_first", "run_last", "reads",
-        "source", "given", "leaves", "criteria", "project_slots", "project_sources", "project_given",
-        "project_positions", "read_slots",
-    )  # fmt: skip
-    columns = {
-        name: np.concatenate(
-            (getattr(one, name), getattr(other, name) + shifts[name] if name in shifts else getattr(other, name))
-        )
-        for name in names
-    }
-    read_rows = np.concatenate((one.read_rows, np.where(other.read_rows < 0, -1, other.read_rows + rows)))
-    return replace(one, block=other.block, read_rows=read_rows, **columns)
-
-
-def _of_prompts(draft: VisitDraft) -> VisitPlan:
-    """Returns a step of the rows of prompts: depth-first, those of one route prefix side by side."""
+def _depth_first(draft: VisitDraft) -> tuple[_Rows, list[tuple[tuple[Hashable, ...], int, int]]]:
+    """Returns the rows of prompts, depth-first and those of one route prefix side by side, and their namespaces, as of
+    VisitPlan."""
     out, namespaces = _Rows(), []
     tops, below = _marked(draft)
     stack: list[tuple[NodeVisit, range | None]] = []
@@ -170,45 +156,36 @@ def _of_prompts(draft: VisitDraft) -> VisitPlan:
             root = top.node.parent
             assert root is not None
             namespaces.append((root.namespace, first_query, len(out.rows)))
-    return _step(draft, out, namespaces)  # type: ignore[arg-type]
+    return out, namespaces  # type: ignore[return-value]
 
 
-def _step(draft: VisitDraft, out: _Rows, namespaces: list[tuple[tuple[Hashable, ...], int, int]]) -> VisitPlan:
-    columns = [*_columns(out.runs, 4), np.array(out.last, np.int64)]
-    seen = columns[4] > columns[3]
-    runs = joined(*(numbers[seen] for numbers in columns))
+def _of_prompts(draft: VisitDraft, out: _Rows) -> tuple[dict[str, np.ndarray], list[Routed]]:
+    """Returns the fields of a VisitStep of the rows of prompts, and the sequences that take what is read."""
+    runs = [*_columns(out.runs, 4), np.array(out.last, np.int64)]
+    seen = runs[4] > runs[3]
+    runs = joined(*(numbers[seen] for numbers in runs))
     tokens, positions, source, given, slots, leaves = _columns(out.rows, 6)
     project = _columns(out.project, 4)
     reads = [(int(slots[out.queries[visit][-1]]), sequence) for sequence, visit in draft.reads]
     reads += [(slot, sequence) for sequence, slot in draft.finished]
     reads.sort(key=lambda read: read[0])
     read_slots, index = np.unique(np.array([slot for slot, _ in reads], np.int64), return_inverse=True)
-    message = VisitStep(
-        block=draft.unit if draft.unit is not None else 0,
-        tokens=tokens.astype(np.int32),
-        positions=positions.astype(np.int32),
-        source=source,
-        given=given,
-        slots=slots,
-        leaves=leaves.astype(np.int8),
-        criteria=np.array(out.criteria, np.float64).reshape(-1, 2),
-        run_start=runs[0], run_count=runs[1], run_position=runs[2], run_first=runs[3], run_last=runs[4],
-        project_slots=project[0], project_sources=project[1], project_given=project[2], project_positions=project[3],
-        read_slots=read_slots,
-        read_rows=np.full(len(read_slots), -1),
-        reads=index.reshape(-1).astype(np.int64),
-        routings=_routings(draft.routings),
-    )  # fmt: skip
-    return VisitPlan(
-        message,
-        takers=[sequence for _, sequence in reads],
-        prompts=len(reads),
-        namespaces=namespaces,
-        projects=out.project_of,
-        takes=[(visit, take, out.queries[visit]) for visit, take in draft.takes.items()],
-        routed=sorted(draft.routings, key=lambda sequence: len(sequence.route)),
-        decode=None,
-    )
+    columns = {
+        "tokens": tokens.astype(np.int32),
+        "positions": positions.astype(np.int32),
+        "source": source,
+        "given": given,
+        "slots": slots,
+        "leaves": leaves.astype(np.int8),
+        "criteria": np.array(out.criteria, np.float64).reshape(-1, 2),
+        "run_start": runs[0], "run_count": runs[1], "run_position": runs[2], "run_first": runs[3], "run_last": runs[4],
+        "project_slots": project[0], "project_sources": project[1], "project_given": project[2],
+        "project_positions": project[3],
+        "read_slots": read_slots,
+        "read_rows": np.full(len(read_slots), -1),
+        "reads": index.reshape(-1).astype(np.int64),
+    }  # fmt: skip
+    return columns, [sequence for _, sequence in reads]
 
 
 def _columns(table: list[Sequence[int]], columns: int) -> np.ndarray:

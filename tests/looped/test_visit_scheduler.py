@@ -231,9 +231,9 @@ def test_generation_goes_over_arrays(group, step_visits, monkeypatch):
     rules += [Exits(1.0, visits=(2, 3, 5, 2, 4, 5)), Exits(0.5)]
     lay_out, made = Decoding.lay_out, []
 
-    def counted(self, draft, unit):
+    def counted(self, draft, first):
         made.append(len(draft.members))
-        return lay_out(self, draft, unit)
+        return lay_out(self, draft, first)
 
     monkeypatch.setattr(Decoding, "lay_out", counted)
     several = shared(visits, rules, prompts, limit=14).stats
