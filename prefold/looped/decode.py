@@ -18,10 +18,10 @@ import numpy as np
 
 from ..cache.tree import Node
 from ..schedule.generate_step import joined
+from .outputs import OutputRows
 from .sequence import Routed
 from .slots import OUTPUT_SLOTS, SlotAllocator
 from .steps import DECIDES, LEAVES, PRELUDE, STAYS, VisitOptions, VisitResult, VisitRounds
-from .tails import OutputRows
 
 # The numbers of sequences with a row in a step; rows that left, as `late_members`, `late_rows` and `projected` below.
 Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

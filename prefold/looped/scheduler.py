@@ -31,10 +31,10 @@ from .cache import NodeVisit, VisitCache, VisitNode
 from .decode import Decoding
 from .draft import Drafting, Take, VisitDraft
 from .layout import VisitPlan, lay_out
+from .outputs import OutputRows
 from .sequence import Decided, Routed
 from .slots import SlotAllocator
 from .steps import CODA, VisitOptions, VisitResult, may_leave, rule_of
-from .tails import OutputRows
 
 
 class VisitScheduler(Sequences[Routed]):
@@ -97,7 +97,7 @@ class VisitScheduler(Sequences[Routed]):
         exits, namespace = self._filled(exits), self.namespace_of(namespace, exits)
         visits = self._most if exits.route is None else len(exits.route) + self.visits.prelude + self.visits.coda
         how = {"exits": exits, "keys": self.visits.keys, "decided": decided or Decided()}
-        return visits, namespace, partial(Routed, tails=self._outputs, namespace=namespace, **how)
+        return visits, namespace, partial(Routed, outputs=self._outputs, namespace=namespace, **how)
 
     def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
         return (*namespace, *rule_of(self._filled(exits)))

@@ -11,8 +11,8 @@ import numpy as np
 from ..schedule.generate_step import Running
 from ..types import Exits
 from .cache import NodeVisit, Prefix, VisitNode
+from .outputs import NEVER, OutputRows, TailNode
 from .steps import CODA, DECIDES, LEAVES, PRELUDE, STAYS, VisitOptions
-from .tails import NEVER, OutputRows, TailNode
 
 NAN = float("nan")
 
@@ -55,29 +55,29 @@ class Routed(Running):
     keys      what deeper visits see of a row that left: the K/V of its "last" visit to that block, or K/V that is made
               of its state ("project")
     decided   what was decided once
-    tails     where what its tail has lies, while it runs
+    outputs   where what its tail has lies, while it runs
     visit     the index of the visit that its rows come to next; as many as the route has: all rows are there
     waited    for how many steps it has waited
     most      visits to blocks that any route may make
     found     how many leading rows of the prompt were there at each of the visits that it has come to
     """
 
-    __slots__ = ("decided", "exits", "found", "is_open", "keys", "most", "namespace", "prefixes", "tails")
+    __slots__ = ("decided", "exits", "found", "is_open", "keys", "most", "namespace", "outputs", "prefixes")
 
     tail: TailNode
 
     def __init__(
         self,
         *given: Any,
-        tails: OutputRows,
+        outputs: OutputRows,
         namespace: tuple[Hashable, ...],
         exits: Exits,
         keys: Literal["last", "project"],
         decided: Decided,
     ):
         super().__init__(*given)
-        self.tails, leaf, tokens = tails, self.leaf, self.tail.tokens
-        self.tail = TailNode(leaf, tokens, leaf.stop, tails)
+        self.outputs, leaf, tokens = outputs, self.leaf, self.tail.tokens
+        self.tail = TailNode(leaf, tokens, leaf.stop, outputs)
         self.tail.lost = bool(tokens)
         self.namespace, self.exits, self.keys, self.decided = namespace, exits, keys, decided
         self.route: list[int] = []  # type: ignore[assignment]
@@ -89,22 +89,22 @@ class Routed(Running):
     @property
     def visit(self) -> int:
         place = self.tail.place
-        return 0 if place is None else int(self.tails.visit[place])
+        return 0 if place is None else int(self.outputs.visit[place])
 
     @visit.setter
     def visit(self, visit: int) -> None:
         assert self.tail.place is not None
-        self.tails.visit[self.tail.place] = visit
+        self.outputs.visit[self.tail.place] = visit
 
     @property
     def waited(self) -> int:
         place = self.tail.place
-        return 0 if place is None else int(self.tails.waited[place])
+        return 0 if place is None else int(self.outputs.waited[place])
 
     @waited.setter
     def waited(self, steps: int) -> None:
         assert self.tail.place is not None
-        self.tails.waited[self.tail.place] = steps
+        self.outputs.waited[self.tail.place] = steps
 
     def run(self) -> None:
         """Lets it run: its tail has a place from now on, and its rows come to the first visit."""
@@ -128,12 +128,12 @@ class Routed(Running):
 
     def _come_to_row(self) -> None:
         """Notes what there is to know of the row of its last token."""
-        tails, place, row = self.tails, self.tail.place, len(self.tail.tokens) - 1
-        tails.room_for(row + 1)
-        tails.row[place] = row
+        outputs, place, row = self.outputs, self.tail.place, len(self.tail.tokens) - 1
+        outputs.room_for(row + 1)
+        outputs.row[place] = row
         if row >= 0:
-            tails.token[place] = self.tail.tokens[row]
-            tails.decides[place], tails.leaves[place] = self.when(row)
+            outputs.token[place] = self.tail.tokens[row]
+            outputs.decides[place], outputs.leaves[place] = self.when(row)
 
     def set_out(self, visits: VisitOptions) -> None:
         """Enters its rows at as much of its route as is known."""

@@ -31,6 +31,6 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart:
 
 @add_engine_part
 def _engine_part(worker: Any, options: Any, meter: Any, beside: Any) -> EnginePart | None:
-    from .engine import engine_part
+    from .scheduler import engine_part
 
     return engine_part(worker, options, meter)

@@ -6,10 +6,10 @@ import numpy as np
 
 from prefold.cache.tree import Node
 from prefold.looped.cache import NodeVisit, VisitNode
+from prefold.looped.outputs import OutputRows
 from prefold.looped.scheduler import VisitScheduler
 from prefold.looped.sequence import Routed
 from prefold.looped.steps import CODA
-from prefold.looped.tails import OutputRows
 
 
 def check_visits(scheduler: VisitScheduler) -> None:
@@ -66,7 +66,7 @@ def check_tails(tails: OutputRows) -> None:
 
 def _check_tail(sequence: Routed) -> None:
     """What is held of the last row of a tail is what the tail has."""
-    tail, tails = sequence.tail, sequence.tails
+    tail, tails = sequence.tail, sequence.outputs
     if tail.place is None:
         assert sequence.state == "waiting"
         return

@@ -153,7 +153,7 @@ class TailVisit(NodeVisit):
 
     def of(self, name: str, size: int = 0) -> np.ndarray:
         """Returns what one of the arrays has of this visit; where the tail has no place, zeros."""
-        array: np.ndarray = getattr(self.tail.tails, name)
+        array: np.ndarray = getattr(self.tail.outputs, name)
         return array[self.tail.place, self.t] if self.is_placed else np.zeros(size, array.dtype)
 
     @property
@@ -162,28 +162,28 @@ class TailVisit(NodeVisit):
 
     @done.setter
     def done(self, done: int) -> None:
-        self.tail.tails.done[self.tail.place, self.t] = done
+        self.tail.outputs.done[self.tail.place, self.t] = done
 
     @property
     def spare(self) -> np.ndarray:
         return np.arange(self.of("num_spare")) + self.of("spare_at") if self.is_placed else np.zeros(0, np.int64)
 
     def make_room(self) -> None:
-        self.tail.tails.room_for(len(self.tail))
+        self.tail.outputs.room_for(len(self.tail))
 
     def _join(self, slot: int, count: int, position: int) -> None:
         numbers = (self.tail.place, self.t, slot, position)
         place, visit, slots, positions = (np.array([number]) for number in numbers)
-        self.tail.tails.add_runs(place, visit, slots, count, positions)
+        self.tail.outputs.add_runs(place, visit, slots, count, positions)
 
     def give_up(self) -> np.ndarray:
         slots = np.concatenate((self.slots[self.owned], self.spare))
         if self.tail.place is not None:
-            tails, at = self.tail.tails, (self.tail.place, self.t)
+            outputs, at = self.tail.outputs, (self.tail.place, self.t)
             for name in ("slots", "owned", "left"):
-                getattr(tails, name)[at][: len(self.tail)] = 0
+                getattr(outputs, name)[at][: len(self.tail)] = 0
             for name in ("done", "num_runs", "num_spare"):
-                getattr(tails, name)[at] = 0
+                getattr(outputs, name)[at] = 0
         self._gave_up(len(slots))
         return slots
 
@@ -191,15 +191,15 @@ class TailVisit(NodeVisit):
 class TailNode(VisitNode):
     """A TailNode is the VisitNode of the tokens that a sequence has made.
 
-    tails  where what it has at each visit lies
-    place  its place there, while the sequence runs; or None
+    outputs  where what it has at each visit lies
+    place    its place there, while the sequence runs; or None
     """
 
-    __slots__ = ("place", "tails")
+    __slots__ = ("outputs", "place")
 
-    def __init__(self, parent: Node, tokens: list[int], start: int, tails: OutputRows):
+    def __init__(self, parent: Node, tokens: list[int], start: int, outputs: OutputRows):
         super().__init__(parent, tokens, start)
-        self.tails = tails
+        self.outputs = outputs
         self.place: int | None = None
 
     def visit(self, prefix: Prefix) -> NodeVisit:
@@ -210,12 +210,12 @@ class TailNode(VisitNode):
 
     def find_place(self) -> None:
         """Gives it a place."""
-        self.place = self.tails.take()
-        self.tails.room_for(len(self))
+        self.place = self.outputs.take()
+        self.outputs.room_for(len(self))
 
     def give_up(self) -> np.ndarray:
         slots = super().give_up()
         if self.place is not None:
-            self.tails.release(self.place)
+            self.outputs.release(self.place)
             self.place = None
         return slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from visit_books import check_tails
 
-from prefold.looped.tails import OutputRows
+from prefold.looped.outputs import OutputRows
 
 
 def test_room_is_given_back_when_the_longest_tail_ends():
