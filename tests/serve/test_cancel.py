@@ -54,8 +54,8 @@ def test_many_that_leave(server, llm, count):
         body = LONG | {"prompt": prompt, "max_tokens": 100}
         found.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"])
 
-    context = [threading.Thread(target=ask, args=(prompt,)) for prompt in ("no yes the", "yes") * 3]
-    for thread in context:
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in ("no yes the", "yes") * 3]
+    for thread in threads:
         thread.start()
     open_ones: list[Raw] = []
     for _ in range(count):
@@ -73,7 +73,7 @@ def test_many_that_leave(server, llm, count):
             open_ones.pop(draw.randrange(len(open_ones))).close()
     for one in open_ones:
         one.close()
-    for thread in context:
+    for thread in threads:
         thread.join()
     until(lambda: is_idle(server, llm))
     assert sorted(found) == sorted([one.text for one in expected] * 3)

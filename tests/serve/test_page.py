@@ -146,8 +146,8 @@ def test_what_a_person_sees(browser, server, llm, tmp_path):
         while not ended.is_set():
             ask("no no the", 450)
 
-    context = threading.Thread(target=ask_on)
-    context.start()
+    thread = threading.Thread(target=ask_on)
+    thread.start()
     browser.wait("nodes.some(node => node.running)")  # it changes while a request runs
     assert browser.value("document.querySelectorAll('#running tr').length") == 2
     browser.click(*browser.value("[blocks[0].x + blocks[0].w / 2, blocks[0].y + 2]"))
@@ -156,7 +156,7 @@ def test_what_a_person_sees(browser, server, llm, tmp_path):
     browser.wait(f"document.body.dataset.drawn > {drawn + 1}")
     assert browser.value("document.querySelectorAll('#crumbs button').length") >= 1  # it stays where one looked
     ended.set()
-    context.join()
+    thread.join()
     browser.picture(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 10_000
     assert all(url.startswith((server.url, "data:", "about:")) for url in browser.requested())

@@ -6,6 +6,7 @@ import gc
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
@@ -25,22 +26,22 @@ LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperat
 
 
 def test_health_and_draining(llm):
-    with serving(None, drain_seconds=20) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with serving(None, drain_seconds=600) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         assert (client.get("/health").status_code, client.get("/health").json()) == (503, {"status": "loading"})
         refused = client.post("/v1/completions", json=LONG)
         assert refused.status_code == 503 and refused.headers["retry-after"]
         server.state.ready(llm)
         assert client.get("/health").status_code == 200
         answers = []
-        context = threading.Thread(target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=LONG,
-                                                                           timeout=60)))  # fmt: skip
-        context.start()
+        ask = partial(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=600)
+        thread = threading.Thread(target=lambda: answers.append(ask()))
+        thread.start()
         until(lambda: server.state.handler.backpressure.running)
         server._loop.call_soon_threadsafe(server._begin_to_drain)
         until(lambda: server.state.status == "draining")
         assert client.get("/health").status_code == 503
         assert client.post("/v1/completions", json=LONG).status_code == 503
-        context.join()
+        thread.join()
         assert answers[0].status_code == 200
         assert answers[0].json()["usage"]["completion_tokens"] == 480
         until(lambda: server.should_exit)
@@ -395,10 +396,10 @@ def test_one_request_that_steps_fail_for(llm, poisoned):
         found[prompt] = [text, httpx.post(f"{server.url}/v1/embeddings", json={"input": prompt}, timeout=60)]
 
     with serving(llm) as server:
-        context = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
-        for thread in context:
+        threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+        for thread in threads:
             thread.start()
-        for thread in context:
+        for thread in threads:
             thread.join()
         assert httpx.get(f"{server.url}/health").status_code == 200
     assert [one.status_code for p in prompts if "Q" in p for one in found[p]] == [500] * 8
