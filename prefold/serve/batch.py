@@ -123,7 +123,7 @@ class BatchWork:
         is_stopping: Callable[[], bool],
         gives_way: Callable[[OpenBatch, int, int], bool],
     ):
-        self._store, self._desk, self._keys = store, handler, keys
+        self._store, self._handler, self._keys = store, handler, keys
         self._is_stopping, self._gives_way = is_stopping, gives_way
 
     def _source(self, body: Body) -> Source:
@@ -131,19 +131,19 @@ class BatchWork:
         id = body["input_file_id"]
         known = self._store.get("file", None, id)
         name = id if known is None else known["filename"]
-        return open_input(self._store.path(id), name, self._desk.options.max_body_bytes)
+        return open_input(self._store.path(id), name, self._handler.options.max_body_bytes)
 
     def _adapter(self, body: Body) -> OpenAIBatch:
-        adapters = self._desk.llm.engine.adapters
+        adapters = self._handler.llm.engine.adapters
         found = _Lines(
-            self._desk.names[0],
+            self._handler.names[0],
             seed=body["id"],
             adapters=adapters,
-            names=self._desk.known_names,
+            names=self._handler.known_names,
             endpoint=body["endpoint"],
-            fingerprint=self._desk.fingerprint,
+            fingerprint=self._handler.fingerprint,
         )
-        found.handler = self._desk
+        found.handler = self._handler
         return found
 
     def validate(self, one: OpenBatch) -> Body | None:
@@ -211,7 +211,7 @@ class BatchWork:
             source = self._source(body)
         except JobError as error:  # it was removed, or the batch is ended before it was validated
             why = str(error)
-        model = self._desk.llm.checkpoint.name
+        model = self._handler.llm.checkpoint.name
         found = {"batch": one.id, "input": body.get("_input") if source is None else source.identity}
         output = one.output = open_output(OutputOptions(path), found)
         adapter = self._adapter(body)
@@ -226,8 +226,8 @@ class BatchWork:
                     assert source is not None
                     namespace = self._keys.namespace(Tenant(one.tenant or None))
                     seed = int.from_bytes(hashlib.blake2b(one.id.encode(), digest_size=6).digest())
-                    tasks = _Tasks(self._desk, namespace, one.tenant or None)
-                    lane = Lane(self._desk.engine, Owner(one.tenant or None, is_batch=True))
+                    owner = Owner(one.tenant or None, is_batch=True)
+                    tasks, lane = _Tasks(self._handler, namespace, owner), Lane(self._handler.engine, owner)
                     job = Job(source, adapter, tasks, lambda: lane, output, window=WINDOW_TOKENS, seed=seed)
                     total = body["request_counts"]["total"]
 
