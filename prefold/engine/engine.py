@@ -240,7 +240,7 @@ class Engine(EngineLoop):
         """
         reply = Reply(asyncio.get_running_loop(), len(request.tokens))
         try:
-            await asyncio.to_thread(self.submit, reply, request, tokenizer, text=text)
+            await asyncio.to_thread(self.submit, [request], Readout("tokens"), reply, tokenizer, text=text)
             async with aclosing(events_of([reply])) as events:
                 async for _, event in events:
                     yield event

@@ -139,34 +139,45 @@ class EngineLoop:
         self._thread.post(function, *arguments)
 
     def submit(
-        self, reply: Reply, request: Request, tokenizer: Tokenizer | None, *, text: bool, share: bool = True
+        self,
+        requests: Sequence[Request],
+        readout: Readout,
+        reply: Reply,
+        tokenizer: Tokenizer | None = None,
+        *,
+        text: bool = False,
+        share: bool = True,
     ) -> None:
-        """Takes a request to generate. May take long, where a grammar is to be compiled.
+        """Takes the requests that a reply waits for, which `cancel` ends. May take long, where a grammar is compiled,
+        or where numbers are read of many tokens: requests are sorted for that.
 
-        text   whether pieces of the text are wanted as they come
-        share  whether its prompt may be shared with others', now or later
+        The answer is a Result of each request, or where the read-out is of "tokens" the samples of the one request
+        there is. It is an exception where a request cannot run, or steps fail for it.
+
+        text   of tokens: whether pieces of the text are wanted as they come
+        share  of tokens: whether the prompt may be shared with others', now or later
         """
         generator = self.generator
-        key = generator.new_key()
-        reply.keys.append(key)
         self._open(reply)
-        self._unbegun[key] = reply
-        self.meter.add(requests=1)
-        on_text = partial(self._post, reply) if text else None
-        sharing = None if share else False
-        on_done = partial(self._answer, reply)
-        generator.add(request, tokenizer, on_done, on_text, sharing=sharing, key=key, owner=reply.owner)
-        self._added(reply)
-
-    def submit_numbers(self, reply: Reply, requests: Sequence[Request], readout: Readout) -> None:
-        """Takes requests whose numbers are to be read in the slots of the KV store; they are answered with a Result
-        each, together. May take long, where they have many tokens: they are sorted."""
-        generator = self.generator
-        self._open(reply)
-        reading = Reading(reply, requests, readout, rows=self.max_batch_rows, shares=generator.sharing)  # type: ignore[attr-defined]
-        self.meter.add(requests=reading.again.count(False))
-        self.post(self._feed, reading)
-        self._added(reply)
+        if readout.kind == "tokens":
+            (request,) = requests
+            key = generator.new_key()
+            reply.keys.append(key)
+            self._unbegun[key] = reply
+            self.meter.add(requests=1)
+            how: dict[str, Any] = {"sharing": None if share else False, "key": key, "owner": reply.owner}
+            on_text = partial(self._post, reply) if text else None
+            generator.add(request, tokenizer, partial(self._answer, reply), on_text, **how)
+        else:
+            reading = Reading(reply, requests, readout, rows=self.max_batch_rows, shares=generator.sharing)  # type: ignore[attr-defined]
+            self.meter.add(requests=reading.again.count(False))
+            self.post(self._feed, reading)
+        self.wake()
+        if self._thread.is_closed:
+            self._answer(reply, PrefoldError(CLOSED))
+        if reply.is_cancelled:  # before its requests were there
+            self._forget(reply)
+            self.cancel_keys(*reply.keys)
 
     def cancel(self, reply: Reply) -> None:
         """Ends what a reply waits for before the next step. The reply is read no more."""
@@ -255,14 +266,6 @@ class EngineLoop:
         self._replies[reply] = None
         if not reply.owner.is_batch:
             self._live[reply] = None
-
-    def _added(self, reply: Reply) -> None:
-        self.wake()
-        if self._thread.is_closed:
-            self._answer(reply, PrefoldError(CLOSED))
-        if reply.is_cancelled:  # before its requests were there
-            self._forget(reply)
-            self.cancel_keys(*reply.keys)
 
     def _forget(self, reply: Reply) -> None:
         self._replies.pop(reply, None)

@@ -17,7 +17,7 @@ from contextlib import aclosing, asynccontextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -242,11 +242,9 @@ class RequestHandler:
             with self.backpressure.computing(replies):
                 prepared()
                 try:
-                    if is_text:
-                        begin = partial(self._generate, works, replies, text, order.share)
-                    else:
-                        every = [one for work in works for one in work.requests]
-                        begin = partial(self.engine.submit_numbers, replies[0], every, task.readout)
+                    asked = [work.requests for work in works]
+                    asked = asked if is_text else [list(chain.from_iterable(asked))]
+                    begin = partial(self._submit, asked, task.readout, replies, text=text, share=order.share)
                     begin() if is_short else await self.in_pool(order.owner, begin)
                     yield task, works, replies
                 finally:
@@ -258,10 +256,12 @@ class RequestHandler:
             if reply.begun_at is not None:
                 self._metrics.queue.observe(reply.begun_at - started)
 
-    def _generate(self, works: Sequence[Work], replies: Sequence[Reply], text: bool, share: bool) -> None:
-        for reply, work in zip(replies, works, strict=True):
+    def _submit(
+        self, asked: Sequence[Sequence[Request]], readout: Readout, replies: Sequence[Reply], **options: bool
+    ) -> None:
+        for requests, reply in zip(asked, replies, strict=True):
             if not reply.is_cancelled:
-                self.engine.submit(reply, work.requests[0], self.llm.tokenizer, text=text, share=share)
+                self.engine.submit(requests, readout, reply, self.llm.tokenizer, **options)
 
     async def in_pool(self, owner: Owner, function: Any, *arguments: Any) -> Any:
         """Returns what a function returns, called in the pool of threads, when it is its owner's turn."""

@@ -45,7 +45,7 @@ def expected(llm, asked):
 def run_alone(llm, asked):
     async def ask():
         reply = Reply(asyncio.get_running_loop(), 1)
-        llm.engine.submit_numbers(reply, asked, LAST)
+        llm.engine.submit(asked, LAST, reply)
         return await reply.answer()
 
     return asyncio.run(ask())
@@ -66,13 +66,13 @@ def test_a_large_reading_gives_way_to_a_small_one(llm, owners, monkeypatch):
         def begin(message, *more):
             steps.append(message.num_rows)
             if len(steps) == 3:
-                service.submit_numbers(b, small, LAST)
+                service.submit(small, LAST, b)
             if "7, 8, 9" in str(message.tokens.tolist()):
                 seen.append(len(steps))
             return start(message, *more)
 
         monkeypatch.setattr(worker, "start", begin)
-        service.submit_numbers(a, large, LAST)
+        service.submit(large, LAST, a)
         await b.answer()
         return np.stack([result.values for result in await a.answer()])
 
@@ -121,8 +121,8 @@ def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypa
     async def ask():
         loop = asyncio.get_running_loop()
         a, b = Reply(loop, 1, Owner("a")), Reply(loop, 1, Owner("b"))
-        service.submit_numbers(a, large, LAST)
-        service.submit_numbers(b, small, LAST)
+        service.submit(large, LAST, a)
+        service.submit(small, LAST, b)
         await b.answer()
         with pytest.raises(RuntimeError, match="made up"):
             await a.answer()
@@ -141,7 +141,7 @@ def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):
 
     async def ask(is_batch):
         reply = Reply(asyncio.get_running_loop(), 1, Owner("a", is_batch))
-        service.submit_numbers(reply, requests(50)[0], LAST)
+        service.submit(requests(50)[0], LAST, reply)
         await reply.answer()
 
     try:

@@ -28,7 +28,7 @@ def ask(llm, *asked):
     async def answers():
         replies = [Reply(asyncio.get_running_loop(), 1) for _ in asked]
         for reply, (requests, readout) in zip(replies, asked, strict=True):
-            llm.engine.submit_numbers(reply, requests, readout)
+            llm.engine.submit(requests, readout, reply)
         return [await reply.answer() for reply in replies]
 
     return asyncio.run(answers())
@@ -148,7 +148,7 @@ def test_numbers_that_are_cancelled_in_the_middle_leave_nothing(folder, kind, mo
 
         async def leave():
             reply = Reply(asyncio.get_running_loop(), 1)
-            llm.engine.submit_numbers(reply, requests, Readout(kind))
+            llm.engine.submit(requests, Readout(kind), reply)
             await asyncio.to_thread(entered.wait)
             llm.engine.cancel(reply)
 

@@ -149,7 +149,7 @@ def test_rows_that_are_kept_are_read_after_the_visit_that_is_asked_for(model):
     async def answers():
         replies = [Reply(asyncio.get_running_loop(), 1) for _ in ASKED]
         for reply, exits in zip(replies, ASKED, strict=True):
-            llm.engine.submit_numbers(reply, [as_request(t) for t in token_lists], Readout("every", exits=exits))
+            llm.engine.submit([as_request(t) for t in token_lists], Readout("every", exits=exits), reply)
         return [await reply.answer() for reply in replies]
 
     for found, exits in zip(asyncio.run(answers()), ASKED, strict=True):

@@ -113,7 +113,7 @@ def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm
 
     async def ask():
         reply = Reply(asyncio.get_running_loop(), 1)
-        service.submit_numbers(reply, live, LAST)
+        service.submit(live, LAST, reply)
         return await reply.answer()
 
     before = service.pace
