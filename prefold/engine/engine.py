@@ -19,16 +19,14 @@ from ..text import Tokenizer
 from ..types import Exits, Generated, Readout, Request, Result, Sharing, Stats
 from ..worker.protocol import Worker
 from .calls import serve
-from .choice import SharingChoice
 from .generate import Generator, check_sharing
 from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
-from .probes import Probes, ProbeWindows, last_rows
 from .replies import Reply, events_of
 from .requests import Answer
 from .samples import TextPiece
-from .stream import run_stream
+from .stream import Probes, ProbeWindows, SharingChoice, last_rows, run_stream
 
 P = TypeVar("P")
 

@@ -25,14 +25,13 @@ from ..schedule.parts import EnginePart, hooks, make_scheduler
 from ..text import Tokenizer
 from ..types import GenerationStats, Owner, Readout, Request, Sharing
 from ..worker.protocol import Worker
-from .flight import Flight
-from .messages import is_known, message_of
+from .messages import Flight, is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .pace import Pace
 from .requests import Answer, Maker, OpenRequest, Reader
 from .samples import OnText
-from .step_rows import StepRows
+from .step_size import StepRows
 
 
 class Generator:

@@ -1,7 +1,8 @@
 """What an engine's thread does: it makes steps while anything waits for them.
 
 Requests and cancellations come from any thread, and are taken in before a step is planned. What a step gives leaves
-once, after the step: in one call into each event loop, and in one entry of the queue of each thread that waits.
+once, after the step: in one call into each event loop, and in one entry of the queue of each thread that waits. Where a
+step fails, the requests that it fails for are found, so that the others can go on.
 """
 
 from __future__ import annotations
@@ -21,12 +22,10 @@ from ..schedule.generate_step import NOBODY
 from ..schedule.parts import EnginePart
 from ..text import Tokenizer
 from ..types import Owner, Readout, Request, Result, Stats
-from .fault import find_fault
 from .generate import Generator
 from .meter import Meter
 from .pace import Pace
-from .reading import Reading
-from .replies import Reply, send
+from .replies import Reading, Reply, send
 from .thread import CLOSED, EngineThread
 
 T = TypeVar("T")
@@ -64,7 +63,7 @@ class EngineLoop:
     """Steps an engine while anything waits for it, and sleeps while nothing does.
 
     The thread begins with the first request. A step that raises an error ends the requests that it fails for (see
-    `fault.py`), and the thread goes on. It does not keep the engine: it ends with it. A subclass has the attributes
+    `find_fault`), and the thread goes on. It does not keep the engine: it ends with it. A subclass has the attributes
     meter, parts, and `make_generator`.
 
     failure  of the last step, where no request alone could be at fault, and when that was (failed_at); None after a
@@ -392,3 +391,45 @@ def _note_begun(replies: Any) -> None:
     for reply in replies:
         if reply.begun_at is None:
             reply.begun_at = now
+
+
+def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
+    """Returns {key of an open request: the error of a step that worked for it alone}, after a step has raised `error`.
+
+    The open requests run in halves, and halves of these, until each step that fails works for one of them. All are open
+    afterwards; those at fault should be ended before the next step. Where no request can be at fault, because the
+    worker is gone or memory is too small for a single row, all are returned at once.
+    """
+    generator.take_in()
+    keys = generator.open_keys
+    if isinstance(error, (RankError, OutOfMemoryError)):
+        return dict.fromkeys(keys, error)
+    found: dict[int, Exception] = {}
+    with generator.undisturbed():  # else whoever comes would be a suspect, too, and the search might never end
+        generator.hold(*keys)
+        groups: list[Sequence[int]] = [keys]
+        while groups:
+            group = groups.pop()
+            generator.release(*group)
+            try:
+                _advance(generator, group)
+            except Exception as failure:
+                group = [key for key in group if key in generator.open_keys]
+                if len(group) == 1:
+                    found[group[0]] = failure
+                else:
+                    half = len(group) // 2
+                    groups += [part for part in (group[:half], group[half:]) if part]
+            generator.hold(*generator.open_keys)
+        generator.release()
+    return found
+
+
+def _advance(generator: Generator, group: Sequence[int]) -> None:
+    """Makes steps until each request of the group that runs has one token more."""
+    before = generator.progress(group)
+    while generator.step():
+        running = {sequence.key for sequence in generator.scheduler.running}
+        now = generator.progress(key for key in group if key in running)
+        if all(count is None or before[key] is None or count > before[key] for key, count in now.items()):
+            return

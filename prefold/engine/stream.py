@@ -1,9 +1,14 @@
-"""Numeric runs: windows of requests become steps of one row stream, and every request gets its result."""
+"""Numeric runs: windows of requests become steps of one row stream, and every request gets its result.
+
+A window that shares little is computed as with sharing "full" or "off", by what both were measured to take.
+Windows of which only last rows are read may be read in the slots of the KV store instead.
+"""
 
 from __future__ import annotations
 
 import _thread
 import itertools
+import threading
 import time
 import weakref
 from collections import deque
@@ -21,12 +26,11 @@ from ..schedule.parts import hooks
 from ..schedule.prefill import PlannedStep, PrefillScheduler
 from ..schedule.steps import StepResult
 from ..stream import Window
-from ..types import Readout, Result, Sharing
+from ..types import Readout, Request, Result, Sharing
 from ..worker.protocol import Ticket, Worker
-from .choice import SharingChoice
 from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
-from .requests import adapter_number, check_first
+from .requests import adapter_number, can_probe, check_first, no_readout
 
 T = TypeVar("T")
 
@@ -276,3 +280,141 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
         # Nobody makes anything of a run that is over.
         while thread is not None and made.get() is not None:
             pass
+
+
+# How much less a step counts than the one after it.
+KEPT = 0.9
+# The part of the time that may be lost by trying the way that seems to take longer, and windows between two tries.
+LOST, BETWEEN = 0.01, 16
+
+
+class SharingChoice:
+    """A SharingChoice says how a window is computed: one whose unique tokens are at most the threshold share of its
+    tokens with "full"; another with "full" too, until "off" has been measured to take less time for all of its tokens
+    than "full" for the unique ones.
+
+    Now and then the other way is tried, so seldom that by all that is known it costs at most LOST of the time. It may
+    be asked from any thread.
+    """
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+        self._sums: dict[Sharing, tuple[float, float]] = {"full": (0.0, 0.0), "off": (0.0, 0.0)}  # (rows, seconds)
+        self._windows, self._tried_at = 0, -BETWEEN
+        self._spent = self._lost = 0.0  # seconds that windows should have taken, and that tries should have cost
+        self._lock = threading.Lock()
+
+    def choose(self, unique: int, tokens: int) -> Sharing:
+        """Returns how a window is computed that has so many unique tokens, of so many."""
+        if unique <= self.threshold * tokens:
+            return "full"
+        with self._lock:
+            self._windows += 1
+            full, off = self._seconds("full", unique), self._seconds("off", tokens)
+            if full is None:
+                return "full"
+            if off is None:  # a row as long as with the other
+                off = max(full, full * tokens / unique)
+            self._spent += min(full, off)
+            better, other = ("off", "full") if off < full else ("full", "off")
+            lost = self._lost + abs(full - off)
+            if self._windows - self._tried_at < BETWEEN or lost > LOST * self._spent:
+                return better  # type: ignore[return-value]
+            self._lost, self._tried_at = lost, self._windows
+            return other  # type: ignore[return-value]
+
+    def note(self, sharing: Sharing, rows: int, seconds: float) -> None:
+        """Takes note of a step of a window that shares little."""
+        with self._lock:
+            before = self._sums[sharing]
+            self._sums[sharing] = KEPT * before[0] + rows, KEPT * before[1] + seconds
+
+    def _seconds(self, sharing: Sharing, rows: int) -> float | None:
+        total, seconds = self._sums[sharing]
+        return seconds / total * rows if total else None
+
+
+Probes = Iterator[list[tuple[tuple[Window, int], Request]] | None]
+
+
+class ProbeWindows:
+    """Parts windows into those of which last rows are read, of prompts of at most `slots` tokens, and all others.
+
+    has_ended  whether there are no more of either
+    """
+
+    def __init__(self, windows: Iterable[Window | None], readout: Readout, slots: int):
+        self.has_ended = False
+        self._windows, self._readout, self._slots = iter(windows), readout, slots
+        self._next: Window | None = None  # was taken, and is of the other kind
+        self._was_parted = False  # whether some of the window that was taken last went to the slots
+        self._put_off: dict[Window, list[int]] = {}  # with the places of the requests that the slots had no room for
+
+    def probes(self) -> Probes:
+        """Yields the requests of each window, tagged (window, place in it), and None for None, until others come."""
+        while not (self.has_ended or self._put_off):
+            window = self._take()
+            if window is None:
+                if not self.has_ended:
+                    yield None
+                continue
+            fits = self._fits(window)
+            if fits.all():
+                yield _tagged(window)
+                continue
+            self._was_parted = bool(fits.any())
+            self._next = window.take(np.flatnonzero(~fits)) if self._was_parted else window
+            if self._was_parted:
+                yield _tagged(window.take(np.flatnonzero(fits)))
+            return
+
+    def put_off(self, window: Window, number: int) -> None:
+        """Takes back a request of a window for which the slots have no room after all: it is one of the others."""
+        self._put_off.setdefault(window, []).append(number)
+
+    def others(self) -> Iterator[Window]:
+        """Yields the others, one after the other, until there is none."""
+        while (window := self._take()) is not None:
+            if self._fits(window).any():
+                self._next = window
+                break
+            yield window
+        put_off, self._put_off = self._put_off, {}
+        for window, numbers in put_off.items():
+            yield window.take(np.array(sorted(numbers)))
+
+    def _take(self) -> Window | None:
+        window, self._next = self._next, None
+        if window is None:
+            try:
+                window = next(self._windows)
+            except StopIteration:
+                self.has_ended = True
+            if window is not None and self._was_parted:
+                # What it has in common with the one before may be the path of a prompt that went to the slots.
+                window = replace(window, common=0)
+            self._was_parted = False
+        return window
+
+    def _fits(self, window: Window) -> np.ndarray:
+        """Returns which requests of a window are read at last rows and have room in the slots, bool [B]."""
+        is_probe = can_probe(self._readout, np.diff(window.target_offsets))
+        return (np.diff(window.offsets) <= self._slots) & is_probe
+
+
+def _tagged(window: Window) -> list[tuple[tuple[Window, int], Request]]:
+    return [((window, number), window.request(number)) for number in range(window.num_requests)]
+
+
+def last_rows(windows: Iterable[Window | None], readout: Readout) -> Probes:
+    """Yields what ProbeWindows yields, of windows of which all are read at last rows.
+
+    Raises InputError for a read-out of other rows: where rows leave, there are none of these.
+    """
+    for window in windows:
+        if window is None:
+            yield None
+            continue
+        if not can_probe(readout, np.diff(window.target_offsets)):
+            raise no_readout(readout)
+        yield _tagged(window)

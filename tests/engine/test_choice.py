@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefold.engine.choice import SharingChoice
+from prefold.engine.stream import SharingChoice
 
 
 def run(full, off, share, *, windows=400, steps=4, tokens=10_000, noise=0.0, choice=None):

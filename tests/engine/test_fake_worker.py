@@ -17,7 +17,7 @@ from fake_worker import FakeWorker, Ticket, expected
 
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.engine.fault import find_fault
+from prefold.engine.loop import find_fault
 from prefold.errors import InputError, OutOfMemoryError
 from prefold.schedule.steps import SlotResult, SlotStep
 from prefold.types import Readout, Request, Sampling

@@ -12,8 +12,7 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.engine.pace import Pace
-from prefold.engine.reading import Reading
-from prefold.engine.replies import Reply
+from prefold.engine.replies import Reading, Reply
 from prefold.engine.thread import EngineThread
 from prefold.schedule.fair import FairAdmission
 from prefold.types import Owner, Readout, Request, Result
