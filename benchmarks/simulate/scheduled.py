@@ -55,10 +55,9 @@ class ScheduledEngine(RowEngine):
 
     def _step(self) -> Stretch | None:
         scheduler = self.scheduler
-        scheduler.max_batch_rows = self.max_batch_rows
-        for _, error in scheduler.admit():
+        for _, error in scheduler.admit(self.max_batch_rows):
             raise error
-        step = scheduler.plan()
+        step = scheduler.plan(self.max_batch_rows)
         if step is None:
             return None
         message = step.message

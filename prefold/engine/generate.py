@@ -307,13 +307,13 @@ class Generator:
         self._rows.before_admission(is_idle=not self._open and not self._flights)
         self.take_in()
         with self._change():
-            for key, error in self.scheduler.admit():
+            for key, error in self.scheduler.admit(self._rows.most):
                 if key in self._open:
                     self._tell(self._open[key], error)  # type: ignore[index]
             self._rows.before_plan()
             for before_plan in self._before_plan:
                 self._fail(before_plan(self.scheduler, self._open))
-            step = self.scheduler.plan()
+            step = self.scheduler.plan(self._rows.most)
         moved = bool(self._flights) or step is not None or any(part.is_waiting for part in self._parts)
         if self._flights and (step is None or not is_known(step, self._readers(step))):
             self._land()  # to be planned anew, with the tokens that it cannot do without

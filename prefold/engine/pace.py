@@ -103,30 +103,31 @@ class Pace:
         """Takes note that there is an interactive request."""
         self._live_at = self._clock()
 
-    def settle(self, scheduler: Sequences, most: int) -> None:
-        """Says how many rows the scheduler's next step may have, at most `most`, and how many of batches."""
+    def settle(self, scheduler: Sequences, most: int) -> int:
+        """Returns how many rows the scheduler's next step may have, at most `most`, and tells the policy how many of
+        batches."""
         policy, now = self.admission, self._clock()
         passed, self._settled_at = now - self._settled_at, now
         num_live = policy.num_running(batch=False)
         if num_live or policy.num_waiting(batch=False):
             self._live_at = now
         policy.lends = not self._is_lately(now)
-        scheduler.max_batch_rows = most
         if self._step_seconds is not None and self._is_lately(now):
             rows = num_live + LEAST_ROWS
-            scheduler.max_batch_rows = min(most, max(rows, self.times.rows_within(self._step_seconds)))
+            most = min(most, max(rows, self.times.rows_within(self._step_seconds)))
         if not policy.num_running(batch=True):
             policy.batch_rows, policy.batch_first, self._due = None, False, 0.0
-            return
+            return most
         policy.batch_rows, policy.batch_first = self._batch_rows(scheduler, num_live, now), False
         if policy.batch_rows:
             self._due = 0.0
-            return
+            return most
         self._due += self.batch_share * passed
         # As little at a time as nobody notices, and no less: a step costs much more than another row of it.
         if self._due > LENGTHENED * (self.times.seconds_of(1) or ALONE_SECONDS):
             policy.batch_rows, policy.batch_first = self.times.more_rows(self._due), True
             self._due = 0.0
+        return most
 
     def _batch_rows(self, scheduler: Sequences, num_live: int, now: float) -> int:
         if not num_live:

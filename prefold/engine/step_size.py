@@ -156,7 +156,7 @@ class StepSize:
 
 
 class StepRows:
-    """A StepRows tells a scheduler before each step how many rows it may have, and takes note of what the step took.
+    """A StepRows says before each step how many rows it may have, and takes note of what the step took.
 
     A pace says how many, where there is one. Without a pace it is as many as were found to be fast (`learns`), or as
     many as there are. It is never more than the budget.
@@ -164,21 +164,23 @@ class StepRows:
     budget  the most rows of a step
     learns  whether steps without a pace may be smaller than the budget
     pace    of requests that live readers and batches share an engine for; None: there is none
+    most    the most rows of the next step
     """
 
     def __init__(self, scheduler: Any, budget: StepBudget, *, learns: bool):
         self._scheduler, self._budget = scheduler, budget
         self._size = StepSize() if learns else None
         self.pace: Pace | None = None
+        self.most = budget.rows
         self._is_unpaced = False  # whether the pace says nothing for now
 
     def reset(self) -> None:
         """Lets steps have as many rows as the budget, until somebody says otherwise."""
-        self._scheduler.max_batch_rows = self._budget.rows
+        self.most = self._budget.rows
 
     def shrink(self) -> None:
         """Takes note that the budget is smaller than it was."""
-        self._scheduler.max_batch_rows = min(self._scheduler.max_batch_rows, self._budget.rows)
+        self.most = min(self.most, self._budget.rows)
 
     @contextmanager
     def unpaced(self) -> Iterator[None]:
@@ -206,12 +208,12 @@ class StepRows:
         if self._speaks is None:
             scheduler, budget = self._scheduler, self._budget
             waiting, running = scheduler.num_waiting, len(scheduler.running)
-            scheduler.max_batch_rows = self._size.rows(budget.rows, waiting, running, least=budget.least)
+            self.most = self._size.rows(budget.rows, waiting, running, least=budget.least)
 
     def before_plan(self) -> None:
         """Says how many rows the next step may have, where a pace does."""
         if (pace := self._speaks) is not None:
-            pace.settle(self._scheduler, self._budget.rows)
+            self.most = pace.settle(self._scheduler, self._budget.rows)
 
     def note(self, step: GenerateStep, seconds: float, done: Sequence[Running]) -> None:
         """Takes note of what a step took. done: the sequences that ended with it."""

@@ -145,9 +145,8 @@ class _StreamRun:
             follows = sharing == "full"  # the others leave no path
             told = None if choice is None else partial(choice.note, sharing)
             results = _WindowResults(window, self._readout, lengths, told)
-            while (planned := scheduler.plan()) is not None:
+            while (planned := scheduler.plan(self._budget.rows)) is not None:  # it falls when memory runs out
                 scheduler.commit(planned)
-                scheduler.max_batch_rows = self._budget.rows  # of the next: it falls when memory runs out
                 prepared = self._worker.prepare(planned.message)
                 self._meter.add(seconds={"plan": time.perf_counter() - started})
                 yield _Prepared(scheduler, results, planned, prepared)

@@ -123,8 +123,9 @@ class VisitScheduler(Sequences[Routed]):
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
-    def admit(self) -> list[tuple[Hashable, InputError]]:
-        """Admits as many of the waiting sequences as there is room for, and settles the rows of the next step.
+    def admit(self, most: int | None = None) -> list[tuple[Hashable, InputError]]:
+        """Admits as many of the waiting sequences as there is room for, and settles the rows of the next step, at most
+        so many (None: `max_batch_rows`).
 
         Returns the requests that can never run, each with its error; they have been ended.
         """
@@ -136,7 +137,7 @@ class VisitScheduler(Sequences[Routed]):
             self.cache.expire()
         self._admit()
         while self.running:
-            self._draft = self._drafting.draft(self.waiting, self.running, self.max_batch_rows)
+            self._draft = self._drafting.draft(self.waiting, self.running, most or self.max_batch_rows)
             if not self._draft.is_empty or not self._slots.is_short:
                 break  # where slots are not short, the policy gives rows to nobody who runs
             # Nobody can go on: somebody makes room.
@@ -151,7 +152,7 @@ class VisitScheduler(Sequences[Routed]):
         self._draft = None
         self._decoding.withdraw()
 
-    def plan(self) -> VisitPlan | None:
+    def plan(self, most: int | None = None) -> VisitPlan | None:
         """Returns the step that `admit` settled; changes nothing. None where there is none, or one has begun."""
         if self._draft is None or self._draft.is_empty or self._begun is not None:
             return None

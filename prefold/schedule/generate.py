@@ -41,7 +41,7 @@ class GenerateScheduler(Sequences[Running]):
     """A GenerateScheduler decides what each step of continuous batching over one trie computes.
 
     pool            the slots of the KV store
-    max_batch_rows  the most rows of a step
+    max_batch_rows  the most rows of a step, where a step's own limit is not given
     max_running     the most sequences that run at once; never more than the rows of a step
     cache           the options by which rows of ended sequences are kept; None: they are freed at once
     clock           returns the time in seconds, for the cache
@@ -111,8 +111,10 @@ class GenerateScheduler(Sequences[Running]):
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
-    def admit(self) -> list[tuple[Hashable, InputError]]:
+    def admit(self, most: int | None = None) -> list[tuple[Hashable, InputError]]:
         """Admits as many of the waiting sequences as there is room for, and makes room for those that run to grow.
+
+        most  the most rows of the next step; None: `max_batch_rows`
 
         Returns the requests that can never run, each with its error; they have been ended.
         """
@@ -121,19 +123,21 @@ class GenerateScheduler(Sequences[Running]):
             self.cache.expire()
         self._grow_tails(failed)
         if self._has_room():
-            self._admit(failed)
+            self._admit(failed, self.max_batch_rows if most is None else most)
         return failed
 
-    def plan(self) -> GenerateStep | None:
-        """Returns the next step of the sequences that were admitted; changes nothing.
+    def plan(self, most: int | None = None) -> GenerateStep | None:
+        """Returns the next step of the sequences that were admitted; changes nothing. most: its most rows; None:
+        `max_batch_rows`.
 
         None where no sequence runs, or none may have rows now, or one has no slot for its next row before a step that
         has begun is committed.
         """
         if not self.running or not self._has_room():
             return None
+        most = self.max_batch_rows if most is None else most
         for running in self._by_route() if self._has_routes else (self.running,):
-            draft = self.waiting.draft(running, Draft(self.max_batch_rows, self._held))
+            draft = self.waiting.draft(running, Draft(most, self._held))
             if draft.takes or draft.again:
                 step, route = lay_out(draft), next(iter(running)).route
                 return step if route is None else replace(step, message=replace(step.message, route=route))
@@ -233,7 +237,7 @@ class GenerateScheduler(Sequences[Running]):
                 elif not self._release_waiting(sequence):
                     failed.append(self._fail(sequence))
 
-    def _admit(self, failed: list[tuple[Hashable, InputError]]) -> None:
+    def _admit(self, failed: list[tuple[Hashable, InputError]], most: int) -> None:
         kind, pending = None, 0  # the rows of a step that come before those of another sequence of this kind
         batches = True
         while (sequence := self.waiting.first(self, batches=batches)) is not None:
@@ -244,7 +248,7 @@ class GenerateScheduler(Sequences[Running]):
                 if sequence.owner.is_batch is not kind:
                     kind, before = sequence.owner.is_batch, self.waiting.before(sequence, self.running)
                     pending = len(before) + self._pending_rows(before)
-                fits = pending < self.max_batch_rows and (not is_full or self._make_way(sequence))
+                fits = pending < most and (not is_full or self._make_way(sequence))
             rows = self._start(sequence, failed) if fits else None
             if rows is not None:
                 pending += rows

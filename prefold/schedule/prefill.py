@@ -85,10 +85,11 @@ class PrefillScheduler:
         self._last_rows = self._last_row[self._order]
         self._target_rows, self._targets = self._rows_of_targets()
 
-    def plan(self) -> PlannedStep | None:
-        """Returns the next step, or None when every row has been committed. Changes nothing."""
-        start = self._position
-        return None if start >= self.trie.num_rows else self.step(start, self._cut(start))
+    def plan(self, most: int | None = None) -> PlannedStep | None:
+        """Returns the next step, or None when every row has been committed. Changes nothing. most: its most rows; None:
+        `max_batch_rows`."""
+        start, most = self._position, self.max_batch_rows if most is None else most
+        return None if start >= self.trie.num_rows else self.step(start, self._clear(start, self._cut(start, most)))
 
     def commit(self, step: PlannedStep) -> None:
         """Advances behind `step`. Raises ValueError where it is not the step that `plan` returned last."""
@@ -152,9 +153,6 @@ class PrefillScheduler:
         )
         return PlannedStep(start, stop, message, self._order[first:last], done_reads, targets)
 
-    def _cut(self, start: int) -> int:
-        return self._clear(start, self._cut_anywhere(start))
-
     def _clear(self, start: int, cut: int) -> int:
         """Returns `cut`; where it falls into a span, the first row of that span, or the row behind it where that is
         `start`."""
@@ -170,21 +168,21 @@ class PrefillScheduler:
         first = np.concatenate((np.arange(path), self._span[start:stop] - start + path))
         return None if np.array_equal(first, np.arange(len(first))) else first
 
-    def _cut_anywhere(self, start: int) -> int:
+    def _cut(self, start: int, most: int) -> int:
         remaining = self.trie.num_rows - start
-        if remaining <= self.max_batch_rows:
+        if remaining <= most:
             if self.sharing == "full":
                 return self.trie.num_rows
         elif self.sharing == "full":
             # Steps of equal size: a last step of a few rows would run far below the machine's speed.
-            steps = -(-remaining // self.max_batch_rows)
+            steps = -(-remaining // most)
             return start + -(-remaining // steps)
         offsets = self._offsets
         sequence = int(np.searchsorted(offsets, start, side="right")) - 1
         if start > offsets[sequence]:  # within an over-long prompt: its chunks run alone
-            return min(start + self.max_batch_rows, int(offsets[sequence + 1]))
-        whole = int(offsets[np.searchsorted(offsets, start + self.max_batch_rows, side="right") - 1])
-        return whole if whole > start else start + self.max_batch_rows
+            return min(start + most, int(offsets[sequence + 1]))
+        whole = int(offsets[np.searchsorted(offsets, start + most, side="right") - 1])
+        return whole if whole > start else start + most
 
     def _needed_after(self, keys: np.ndarray, stop: int) -> np.ndarray:
         """Returns which keys rows from `stop` on see; behind the window's last row, which the next window may see."""

@@ -23,7 +23,7 @@ class Sequences(Generic[S]):
     pool            the slots of the KV store
     tree            the trie of all rows
     cache           what rows of ended sequences are kept in; None: they are freed at once
-    max_batch_rows  the most rows of a step
+    max_batch_rows  the most rows of a step, where a step's own limit is not given
     max_running     the most sequences that run at once; never more than the rows of a step
     slot_bytes      the bytes of one slot, for the statistics
     slots_per_row   the most slots that a row may need

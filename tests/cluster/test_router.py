@@ -351,7 +351,6 @@ def test_rows_that_are_kept_below_rows_to_come(computed):
     """A prompt goes on from a text that ends while few of the prompt's own rows are computed, or none."""
     replica, router = Replica(np.random.default_rng(0), 60, True, 1 << 16), Router()
     scheduler, prompt = replica.scheduler, np.array([*range(8), 20, 21], np.int32)
-    scheduler.max_batch_rows = 3
     router.join("a")
 
     def compare() -> None:
@@ -364,11 +363,11 @@ def test_rows_that_are_kept_below_rows_to_come(computed):
     for number in range(8):
         if computed and number == 6:
             scheduler.submit("prompt", prompt, limit=1)
-        step = scheduler.admit() or scheduler.plan()
+        step = scheduler.admit(3) or scheduler.plan(3)
         scheduler.begin(step)
         if not computed and number == 7:
             scheduler.submit("prompt", prompt, limit=1)
-            scheduler.admit()
+            scheduler.admit(3)
         scheduler.commit(step, [2 + number], [number == 7])
         compare()
     (running,) = scheduler.running

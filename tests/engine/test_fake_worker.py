@@ -179,13 +179,13 @@ def test_a_fault_is_found_though_its_steps_fail_while_the_books_are_changed():
     generator, tries = engine.generator, []
     plan = generator.scheduler.plan
 
-    def fails_for_1():
+    def fails_for_1(most):
         tries.append(1)
         if len(tries) > 100:
             pytest.fail("the search does not end")
         if any(sequence.key == 1 for sequence in generator.scheduler.running):
             raise RuntimeError("made up")
-        return plan()
+        return plan(most)
 
     generator.scheduler.plan = fails_for_1
     with pytest.raises(RuntimeError, match="made up") as caught:

@@ -28,7 +28,7 @@ class Machine:
         policy = FairAdmission(batch_share=options.get("batch_share", 0.02))
         self.scheduler = GenerateScheduler(SlotPool(100_000), max_batch_rows=2048, max_running=64)
         self.scheduler.admit_by(policy)
-        self.pace = Pace(policy, clock=lambda: self.now, **options)
+        self.pace, self.most = Pace(policy, clock=lambda: self.now, **options), 2048
         self.steps, self.first, self.ended, self._number = [], {}, [], 0
 
     def seconds_of(self, rows):
@@ -42,10 +42,11 @@ class Machine:
         return self._number
 
     def step(self):
-        assert not self.scheduler.admit()
-        self.pace.settle(self.scheduler, 2048)
-        self.scheduler.check()
-        step = self.scheduler.plan()
+        assert not self.scheduler.admit(self.most)
+        self.most = self.pace.settle(self.scheduler, 2048)
+        if len(self.steps) % 16 == 0:  # it takes long: there are many slots
+            self.scheduler.check()
+        step = self.scheduler.plan(self.most)
         if step is None:
             self.now += 0.001
             return

@@ -392,3 +392,15 @@ def test_who_waits_for_room_does_not_empty_the_cache():
     scheduler.cancel("runs")
     assert not scheduler.admit() and not scheduler.num_waiting
     scheduler.check()
+
+
+def test_a_step_has_at_most_as_many_rows_as_it_is_planned_with():
+    """Neither limit stays: the next step has its own."""
+    scheduler = GenerateScheduler(SlotPool(200), max_batch_rows=64, max_running=8)
+    for key in range(3):
+        scheduler.submit(key, np.array([key, *range(10, 29)], np.int32), limit=1)
+    assert not scheduler.admit(30)
+    assert len(scheduler.running) == 2, "the third would wait for room in a step"
+    assert [scheduler.plan(most).num_rows for most in (30, 7)] == [30, 7]
+    assert scheduler.plan().num_rows == 40
+    assert not scheduler.admit() and scheduler.plan().num_rows == 60
