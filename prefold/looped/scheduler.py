@@ -124,8 +124,7 @@ class VisitScheduler(Sequences[Routed]):
     # ------------------------------------------------------------------------------------------ plan and commit
 
     def admit(self, most: int | None = None) -> list[tuple[Hashable, InputError]]:
-        """Admits as many of the waiting sequences as there is room for, and settles the rows of the next step, at most
-        so many (None: `max_batch_rows`).
+        """Admits waiting sequences while there is room, and settles the next step, of `most` rows or fewer.
 
         Returns the requests that can never run, each with its error; they have been ended.
         """
