@@ -67,7 +67,7 @@ def test_numbers_of_a_batch_and_texts_are_in_the_same_steps(kept, client, llm, m
             return start(message, *more)
         steps.append(message)
         if len(steps) == 2:  # the batch waits until the engine has the request for a text
-            until(lambda: any(one.request.sampling for one in llm.engine.generator._new.copy()))
+            until(lambda: any(new.request.sampling for new in llm.engine.generator._new.copy()))
         return start(message, *more)
 
     monkeypatch.setattr(type(llm.engine), "max_batch_rows", 32)
