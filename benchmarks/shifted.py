@@ -34,7 +34,7 @@ from common import read_jsonl, table
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.shifted.chunks import ShiftedReuse
+from prefold.shifted.options import ShiftedReuse
 from prefold.shifted.verify import TOP
 from prefold.types import Generated, Request, Sampling
 from prefold.worker.local import LocalWorker

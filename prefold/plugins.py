@@ -21,8 +21,10 @@ from .errors import CheckpointError
 
 ROOMS = ("images", "looped", "shifted")
 VARIABLE = "PREFOLD_PLUGINS"
-# What `prefold verify --reuse NAME` measures, by its name: a module with its `options`, their `names`, and `run`.
-MEASUREMENTS: dict[str, str] = {}
+# What `prefold verify --reuse NAME` measures, by its name: a package whose module `options` has the options of the
+# command line and their `names`, and whose `verify` runs it. Help is printed without what a room imports, so the table
+# is here.
+MEASUREMENTS = {"shifted": "prefold.shifted"}
 _loaded: set[str] = set()
 _lock = RLock()  # a plugin may load a model itself
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import click
 
-from ..plugins import MEASUREMENTS, load_plugins
+from ..plugins import MEASUREMENTS
 from .options import all_of, engine_options, number, sample_options
 
-load_plugins()  # rooms have measurements of their own
-_MEASUREMENTS = {name: import_module(place) for name, place in MEASUREMENTS.items()}
+_OPTIONS = {name: import_module(f"{package}.options") for name, package in MEASUREMENTS.items()}
 
 
 @click.command(short_help="Measure what sharing and precision do to results.")
@@ -26,10 +25,8 @@ _MEASUREMENTS = {name: import_module(place) for name, place in MEASUREMENTS.item
                  help="Fail (status 1) if sharing, or reuse, moves a value by more than X."),
 )  # fmt: skip
 @engine_options
-@click.option(
-    "--reuse", type=click.Choice(list(_MEASUREMENTS)), help="Measure this kind of reuse, in place of sharing."
-)
-@all_of(*(option for measurement in _MEASUREMENTS.values() for option in measurement.options))
+@click.option("--reuse", type=click.Choice(list(MEASUREMENTS)), help="Measure this kind of reuse, in place of sharing.")
+@all_of(*(option for measurement in _OPTIONS.values() for option in measurement.options))
 def verify(**o: Any) -> None:
     """Run a sample of a job shared and unshared, and in float32, and print how far the results are apart.
 
@@ -48,14 +45,14 @@ def verify(**o: Any) -> None:
     from ..records.lines import plain
     from .input import draw, open_input
 
-    for kind, measurement in _MEASUREMENTS.items():
+    for kind, measurement in _OPTIONS.items():
         for name in measurement.names if kind != o["reuse"] else ():
             if o[name] is not None:
                 raise click.UsageError(f"--{name.replace('_', '-')} is for --reuse {kind}")
     input = open_input(o["task"], o["input"], o)
     rows = islice(input.source.records(input.adapter.columns), o["limit"])
     if o["reuse"] is not None:
-        _MEASUREMENTS[o["reuse"]].run(o, input, rows)
+        import_module(f"{MEASUREMENTS[o['reuse']]}.verify").run(o, input, rows)
         return
     sample = draw(input, rows, o["sample"], o["seed"])
     if "generate" in sample.works and o["tolerance"] is not None:

@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..plugins import MEASUREMENTS
 from ..schedule.parts import SETTLERS, EnginePart, add_engine_part
 from ..worker.protocol import WorkerPart, add_part
-
-MEASUREMENTS["shifted"] = "prefold.shifted.verify"
 
 
 @SETTLERS.append

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cache.tree import Node, RadixTree
-from ..errors import InputError
 from ..prefix import MEDIA_BASE
+from .options import ShiftedReuse
 
 # Of so many places where a block was met, the one with the longest chunk is taken.
 TRIES = 4
@@ -31,37 +31,6 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 Key = tuple[bytes, int]  # the images before a block, digested, and the hash of the block
-
-
-@dataclass(frozen=True, slots=True)
-class ShiftedReuse:
-    """A ShiftedReuse says which chunks of text are reused at other positions than they were computed at.
-
-    min_tokens   the fewest tokens of a chunk; it has more than `recompute` in any case
-    recompute    how many of the first rows of each chunk are computed anew; 0: none
-    max_matches  the most chunks of a prompt
-    min_share    the chunks of a prompt are reused where they are at least this part (0 to 1) of its tokens that no
-                 exact prefix holds
-    window       chunks are looked for among so many tokens behind the exact prefix
-    trial        whether this is for measuring, so that no bound of `prefold verify` need have been met
-
-    Raises InputError for values out of range.
-    """
-
-    min_tokens: int = 64
-    recompute: int = 64
-    max_matches: int = 64
-    min_share: float = 0.25
-    window: int = 8192
-    trial: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("min_tokens", 2), ("recompute", 0), ("max_matches", 1), ("window", 2)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"{name} is {value!r}", field=name, remedy=f"give a whole number, {least} or more")
-        if not 0 <= self.min_share <= 1:
-            raise InputError(f"min_share is {self.min_share}", field="min_share", remedy="give 0 to 1")
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..cache import CacheOptions
 from ..errors import InputError
-from .chunks import ShiftedReuse
+from .options import ShiftedReuse
 
 FORMAT = "prefold drift 1"
 T = TypeVar("T", "Bound", "Drift", ShiftedReuse)

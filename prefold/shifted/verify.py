@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -16,40 +16,11 @@ import click
 from ..errors import InputError, JobError
 from ..model_options import CacheOptions
 from ..types import Generated, Request, Sampling
-from .chunks import ShiftedReuse
 from .measured import Bound, Drift, Measured
+from .options import SETTINGS, ShiftedReuse
 
 # Of each prompt so many likeliest first tokens are compared.
 TOP = 20
-# {option: (setting of ShiftedReuse, the least it may be (None: it is a share), what it is)}
-SETTINGS: dict[str, tuple[str, int | None, str]] = {
-    "cache_reuse": ("min_tokens", 16, "With --reuse: the fewest tokens of a chunk."),
-    "cache_reuse_recompute": ("recompute", 0, "The first rows of each chunk that are computed anew."),
-    "cache_reuse_max_matches": ("max_matches", 1, "The most chunks of a prompt."),
-    "cache_reuse_min_overlap": (
-        "min_share", None, "The least part of a prompt, behind its exact prefix, that chunks must cover."
-    ),
-    "cache_reuse_window": ("window", 2, "Tokens behind the exact prefix among which chunks are sought."),
-}  # fmt: skip
-_DEFAULTS = {field.name: field.default for field in fields(ShiftedReuse)}
-
-
-def _option(name: str) -> Any:
-    setting, least, doc = SETTINGS[name]
-    kind = click.FloatRange(0, 1) if least is None else click.IntRange(least)
-    metavar, flag = "SHARE" if least is None else "N", f"--{name.replace('_', '-')}"
-    return click.option(flag, type=kind, metavar=metavar, help=f"{doc}  [default: {_DEFAULTS[setting]}]")
-
-
-# Its options of the command line, and the parameters that have them.
-options = (
-    *map(_option, SETTINGS),
-    click.option("--max-changed", type=click.FloatRange(0, 1), metavar="SHARE",
-                 help="With --reuse: the part of first choices that may change.  [default: 0.01]"),
-    click.option("-o", "--output", metavar="FILE",
-                 help="With --reuse: the file that is written, which --cache-reuse-shifted takes."),
-)  # fmt: skip
-names = (*SETTINGS, "max_changed", "output")
 
 
 def run(o: dict[str, Any], input: Any, rows: Iterable[Any]) -> None:

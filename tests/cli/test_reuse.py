@@ -12,9 +12,8 @@ from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.errors import InputError
 from prefold.integrations.shared import split_options
-from prefold.shifted.chunks import ShiftedReuse
 from prefold.shifted.measured import Bound, Drift, Measured
-from prefold.shifted.verify import SETTINGS
+from prefold.shifted.options import SETTINGS, ShiftedReuse
 
 PARTS = [f"{'abcdef'[i] * 3} passage number {i} says this and that of {'xyzuvw'[i]}. " for i in range(6)]
 NUMBERS = ("verify", "in.jsonl", "--task", "embed", "--prompt", "prompt")

@@ -11,7 +11,7 @@ from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.errors import InputError, PrefoldError
 
-MAX_TOKENS = 14
+MAX_TOKENS = 24
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -140,13 +140,13 @@ def test_texts_that_end_an_output_are_bounded(server, stop):
 
 def test_the_first_failure_ends_a_request(server, monkeypatch):
     """The first prompt is never answered."""
-    generate = RequestHandler._generate
+    submit = RequestHandler._submit
 
-    def begin(self, works, replies, *more):
-        generate(self, works[:1], replies[:1], *more)
+    def begin(self, requests, readout, replies, **options):
+        submit(self, requests[:1], readout, replies[:1], **options)
         replies[1].loop.call_soon_threadsafe(replies[1].put, [InputError("made up", remedy="none")])
 
-    monkeypatch.setattr(RequestHandler, "_generate", begin)
+    monkeypatch.setattr(RequestHandler, "_submit", begin)
     asked = {"prompt": ["the yes", "no"], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
     with httpx.Client(base_url=server.url, timeout=60) as client:
         monkeypatch.setattr(server.state.handler.engine, "_answer", lambda reply, answer: None)

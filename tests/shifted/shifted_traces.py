@@ -10,7 +10,7 @@ from prefold.cache import CacheOptions, SlotPool
 from prefold.cache.events import CacheReporter
 from prefold.prefix import MEDIA_BASE, SPAN_BASE
 from prefold.schedule.generate_step import GenerateStep
-from prefold.shifted.chunks import ShiftedReuse
+from prefold.shifted.options import ShiftedReuse
 from prefold.shifted.scheduler import Moved, ShiftingScheduler
 from tests.schedule.traces import CheckedStore, next_token
 

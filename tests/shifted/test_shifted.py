@@ -16,7 +16,7 @@ from prefold.cache import CacheOptions
 from prefold.engine import GenerateOptions
 from prefold.errors import InputError
 from prefold.schedule.steps import MakeStore, SlotStep
-from prefold.shifted.chunks import ShiftedReuse
+from prefold.shifted.options import ShiftedReuse
 from prefold.shifted.steps import MoveRows
 from prefold.types import Readout
 from prefold.worker.local import LocalWorker

@@ -11,7 +11,8 @@ from shifted_traces import IMAGES, ShiftedStore, Trace
 
 from prefold.cache import CacheOptions, SlotPool
 from prefold.schedule.fair import FairAdmission
-from prefold.shifted.chunks import MOST_IN_VAIN, ShiftedReuse
+from prefold.shifted.chunks import MOST_IN_VAIN
+from prefold.shifted.options import ShiftedReuse
 from prefold.shifted.scheduler import Moved, ShiftingScheduler
 from tests.schedule.traces import expected, next_token
 
