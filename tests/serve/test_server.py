@@ -401,6 +401,7 @@ def test_one_request_that_steps_fail_for(llm, poisoned):
             thread.start()
         for thread in threads:
             thread.join()
+        ask(good[0])  # several that fail at once could mean that every step fails, until one does not
         assert httpx.get(f"{server.url}/health").status_code == 200
     assert [one.status_code for p in prompts if "Q" in p for one in found[p]] == [500] * 8
     assert [found[p][0].json()["choices"][0]["text"] for p in good] == texts
