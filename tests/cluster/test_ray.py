@@ -273,7 +273,7 @@ def test_what_there_is_no_room_for_is_said_at_once(alone):
         lines_ = list(iter(job.stderr.readline, ""))
     at = next(number for number, line in enumerate(lines_) if "were asked for" in line)
     assert "99 replicas of 1 CPU each were asked for, and the cluster has" in lines_[at] and "start now" in lines_[at]
-    assert not any("records" in line for line in lines_[:at]), "it is said before anything is computed"
+    assert not any("rows" in line for line in lines_[:at]), "it is said before anything is computed"
     assert job.returncode == 3 and "of 99 at the end" in "".join(lines_[at:])
     assert_same(alone, "embed.jsonl", "many.jsonl")
 
