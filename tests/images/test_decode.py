@@ -235,6 +235,14 @@ def test_files_of_an_item_have_an_allowance_together():
             decoder.decode(data, "a", Allowance(1))
 
 
+def test_nothing_is_decoded_where_nothing_is_left_of_the_allowance(monkeypatch):
+    """However quick the process is: it is not asked."""
+    with Decoder() as decoder:
+        monkeypatch.setattr(decoder._helper, "ask", lambda *_: pytest.fail("the process was asked"))
+        with pytest.raises(InputError, match="'c' and the images before it"):
+            decoder.decode(file_of(PICTURE, "PNG"), "c", Allowance(0))
+
+
 def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
     for name in ("json", "struct", "PIL"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('this is not what was meant')")
