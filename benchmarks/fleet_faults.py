@@ -223,11 +223,10 @@ def replicas(rows: int, model: str, seeds: int) -> list[dict[str, Any]]:
     class Late(RayReplicas):
         """The second one comes when much is done."""
 
-        def _ask(self, name: str) -> None:
-            if name == self.names[0]:
-                super()._ask(name)
-            else:
-                threading.Timer(8.0, super()._ask, (name,)).start()
+        def _host(self, name: str) -> Any:
+            if name != self.names[0]:
+                time.sleep(8.0)
+            return super()._host(name)
 
     def run(name: str, fault: Any, seed: int, patience: float = 300.0, kind: type[RayReplicas] = RayReplicas) -> None:
         rng = random.Random(seed)

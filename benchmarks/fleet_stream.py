@@ -54,16 +54,14 @@ class Watched(RayReplicas):
         self.steps: list[tuple[str, float, float, StepInfo]] = []
         self.answered: list[float] = []
         self.ready: dict[str, float] = {}
-        self._late = late or {}
+        self._late, self._first = late or {}, threading.Event()
 
     def start(self, tell: Any) -> None:
         def heard(name: str, event: Any) -> None:
             now = time.perf_counter()
             if isinstance(event, ReplicaReady):
                 self.ready[name] = now
-                late, self._late = self._late, {}
-                for other, seconds in late.items():
-                    threading.Timer(seconds, super(Watched, self)._ask, (other,)).start()
+                self._first.set()
             if isinstance(event, ReplicaReport):
                 self.steps += [(name, now - s.started, now - s.started + s.seconds, s) for s in event.steps]
                 self.answered += [now] * len(event.answers)
@@ -71,9 +69,11 @@ class Watched(RayReplicas):
 
         super().start(heard)
 
-    def _ask(self, name: str) -> None:
-        if name not in self._late:
-            super()._ask(name)
+    def _host(self, name: str) -> Any:
+        if name in self._late:
+            self._first.wait()
+            time.sleep(self._late.pop(name))
+        return super()._host(name)
 
 
 def fleet_of(late: dict[str, float] | None = None, **options: Any) -> tuple[Fleet, Watched]:

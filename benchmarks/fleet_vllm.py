@@ -76,7 +76,7 @@ def in_process(prompts: list[np.ndarray], output: int, model: str, repeats: int)
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from prefold.cluster.fleet import Fleet
-    from prefold.cluster.hosts import LocalReplicas
+    from prefold.cluster.hosts import Replicas
     from prefold.cluster.vllm_host import VllmHost
 
     given = options(prompts, output)
@@ -110,7 +110,7 @@ def in_process(prompts: list[np.ndarray], output: int, model: str, repeats: int)
 
     plain = loop.run_until_complete(opened())
     runs: dict[str, list[dict[str, float]]] = {"plain vLLM": [], "vLLM in our order": []}
-    with closing(Fleet(LocalReplicas({"this machine": make}))) as fleet:
+    with closing(Fleet(Replicas({"this machine": make}))) as fleet:
         through_fleet(fleet, prompts[:8], output)
         loop.run_until_complete(all_at_once(prompts[:8]))
         for _ in range(repeats):

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from .hosts import Host
-    from .replicas import Replicas
+    from .hosts import Host, Replicas
 
 __all__ = ["BACKENDS", "Backend", "backend_named", "backend_names"]
 
@@ -57,7 +56,7 @@ class Backend:
     def host(self, model: str, options: Options) -> Host:
         """Returns a replica from the inside, in the process that computes."""
         from ..llm import LLM
-        from .hosts import ReplicaHost, facts_of
+        from .native_host import ReplicaHost, facts_of
 
         llm = LLM(model, **options)
         return ReplicaHost(llm, facts_of(llm))
@@ -66,10 +65,10 @@ class Backend:
         self, o: Options, options: Options, *, checkpoint: Any, tokenizer: Any, notify: Callable[[str], None]
     ) -> Replicas:
         """Returns the replicas of a job without Ray: one in this process. options: those for `host`."""
-        from .hosts import LocalReplicas
+        from .hosts import Replicas
 
         name = self.where.removeprefix("in ") or "prefold"
-        return LocalReplicas({name: lambda: self.host(o["model"], options)})
+        return Replicas({name: lambda: self.host(o["model"], options)})
 
 
 # By name: a backend, or where it lies. --url asks for that of its name, --backend for all others.

@@ -22,14 +22,14 @@ from ..stream import LiveInput, Spool, Window, Windows
 from ..stream.order import unique_tokens
 from ..text import Tokenizer
 from ..types import Generated, GenerationStats, Readout, Request, Sharing, Stats
+from .hosts import Replicas
 from .leases import LeaseBook
 from .offline import OfflineSource, offline_source
 from .online import OnlineSource
 from .policies import Policy
-from .replicas import ReplicaEvent, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, Replicas, RunCall, in_words
+from .replicas import ReplicaEvent, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, RunCall, in_words
 
 _TICK, _ONLINE_TICK = 0.25, 0.02
-_KILL_AGAIN = 60.0  # seconds after which one that was killed and is still there is killed once more
 _AT_ONCE = 64  # events that are taken before new leases are sent
 
 
@@ -216,7 +216,7 @@ class FleetRun:
         self._input: LiveInput | None = None
         self._begun: dict[str, _Done] = {}
         self._pictures = None if fleet.media is None else fleet.media.for_replicas()
-        self._killed: dict[str, float] = {}  # when those were killed that hung, and of which no `ReplicaLost` came yet
+        self._killed: set[str] = set()  # those that hung, and of which no `ReplicaLost` came yet
         is_warm_start = isinstance(source, LiveInput) and source.rest is not None
         self.call = call = replace(call, online=isinstance(source, LiveInput) and not is_warm_start)
         # Whether rows of prompts are counted here; replicas count them where not all are known beforehand.
@@ -388,7 +388,7 @@ class FleetRun:
 
     def _lose(self, name: str, lost: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
         self._count_loss(self._begun.pop(name, None))
-        self._killed.pop(name, None)
+        self._killed.discard(name)
         if self._pictures is not None:
             self._pictures.lose(name)
         for tag in self.book.lose(name, died=lost.died):
@@ -397,14 +397,10 @@ class FleetRun:
             yield tag, InputError(message, remedy=remedy, code="replicas_lost")
 
     def _kill_hung(self) -> None:
-        now = time.monotonic()
-        for name in self.book.hung(now):
-            killed = self._killed.get(name)
-            if killed is None:
+        for name in self.book.hung(time.monotonic()):
+            if name not in self._killed:
+                self._killed.add(name)
                 self.fleet.notify(f"{name} has done nothing for {self.fleet.patience:.0f} s and is killed")
-            # Ray takes some seconds, and may have started another meanwhile, which must not be killed too.
-            if killed is None or now - killed > _KILL_AGAIN:
-                self._killed[name] = now
                 self.fleet.replicas.kill(name)
 
     # ------------------------------------------------------------------------------------------------ counting

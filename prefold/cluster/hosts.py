@@ -1,4 +1,4 @@
-"""Replicas from the inside, which run what they are given and report what came of it, and those of this process."""
+"""Replicas from the inside: a host runs what it is given and reports what came of it, and a thread listens to it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
-from dataclasses import Field, fields, replace
-from functools import partial
-from queue import Empty, SimpleQueue
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..cache import CacheEvents, CacheReporter
-from ..checkpoint.identity import model_identity
 from ..engine.meter import StepInfo
 from ..errors import InputError, JobError
 from ..stream import Window
-from ..stream.window import shared_by
-from ..types import GenerationStats, Request, Stats
+from ..types import Request, Stats
 from .replicas import (
     LONGEST_WAIT,
     RESTARTS,
@@ -31,10 +25,8 @@ from .replicas import (
     ReplicaLost,
     ReplicaReady,
     ReplicaReport,
-    Replicas,
     RunCall,
     in_words,
-    place_of,
     requests_of,
 )
 
@@ -205,214 +197,16 @@ class AsyncHost(Host):
             self._changed.notify()
 
 
-# A replica whose device computes ahead ends its engine's run when no lease has come for so long: only then the last
-# step's results are taken.
-_IDLE_SECONDS = 0.05
+class Replicas:
+    """The replicas of a fleet, each a host that a thread makes and listens to.
 
-
-class _HostRun:
-    """One run on its way: its call, the windows that wait, and how many requests are under way."""
-
-    def __init__(self, call: RunCall):
-        self.call = call
-        self.windows: SimpleQueue[Window | None] = SimpleQueue()
-        self.has_ended = False
-        self.open = 0
-        self._last: tuple[Any, bytes] = (None, b"")  # adapter and salt, and tokens, of the last request
-
-    def give(self, window: Window) -> None:
-        """Takes in a window, which goes on with the path that the one before leaves as far as they share it."""
-        (before, last), namespace = self._last, (window.adapter, window.salt)
-        common = shared_by(last, window.tokens[: window.offsets[1]].tobytes()) if before == namespace else 0
-        self._last = namespace, window.tokens[window.offsets[-2] :].tobytes()
-        self.windows.put(replace(window, common=common))
-
-    def end(self) -> None:
-        self.has_ended = True
-        self.windows.put(None)
-
-    def taken(self, *, in_slots: bool, timeout: float | None) -> Iterator[Window | None]:
-        """Yields windows as they come, until the run ends. In slots it yields None where no window is there while
-        requests are running; a row stream ends when no window has come for `timeout` seconds."""
-        while not self.has_ended:
-            try:
-                window = self.windows.get(block=not (in_slots and self.open), timeout=None if in_slots else timeout)
-            except Empty:
-                if not in_slots:
-                    return
-                yield None
-                continue
-            if window is None:
-                return
-            self.open += window.num_requests
-            yield window
-
-
-class ReplicaHost(Host):
-    """Runs what it is given on the engine of an LLM (or of another object with an `engine`)."""
-
-    def __init__(self, llm: Any, facts: ReplicaFacts):
-        super().__init__()
-        self.facts = facts
-        self._engine, self._tokenizer = llm.engine, getattr(llm, "tokenizer", None)
-        self._counted = self._engine.stats + Stats()
-        inputs = getattr(llm, "images", None)
-        self._pictures = None if inputs is None else inputs.from_driver()
-        self._runs: SimpleQueue[_HostRun | None] = SimpleQueue()
-        self._run: _HostRun | None = None
-        self._tells_anew = False
-        threading.Thread(target=self._work, name="prefold-replica", daemon=True).start()
-
-    def begin(self, call: RunCall) -> None:
-        self.end()
-        if self._pictures is not None:
-            self._pictures.clear()
-        self._run = _HostRun(call)
-        self._runs.put(self._run)
-
-    def hold(self, pictures: list[Any], gone: list[int]) -> None:
-        assert self._pictures is not None, "the model takes text alone"
-        self._pictures.hold(pictures, gone)
-
-    def give(self, windows: list[Window]) -> None:
-        if self._run is not None:
-            for window in windows:
-                self._run.give(window if self._pictures is None else self._pictures.own(window))
-
-    def end(self) -> None:
-        if self._run is not None:
-            self._run.end()
-            self._run = None
-
-    def retell(self) -> None:
-        self._tells_anew = True
-
-    def close(self) -> None:
-        self.end()
-        self._runs.put(None)
-
-    def _complete(self, report: ReplicaReport) -> None:
-        if report.steps or report.answers:
-            # The engine's own counters are not reset: a step that is on its way would count into the old ones.
-            counted, self._counted = self._counted, self._engine.stats + Stats()
-            report.stats = _since(self._counted, counted)
-
-    def _work(self) -> None:
-        while (run := self._runs.get()) is not None:
-            try:
-                self._serve(run)
-            except BaseException as error:
-                self._fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-                return
-
-    def _serve(self, run: _HostRun) -> None:
-        call, engine = run.call, self._engine
-        how: dict[str, Any] = {"sharing": call.sharing, "on_step": self._step, "stopping": lambda: run.has_ended}
-        if call.readout.kind != "tokens":
-            how["max_batch_rows"] = call.max_batch_rows
-        depth = getattr(getattr(engine, "worker", None), "facts", None)
-        timeout = None if getattr(depth, "depth", 1) == 1 else _IDLE_SECONDS
-        with self._cache_watched(call.online and call.in_slots and call.sharing == "full"):
-            while not run.has_ended:
-                windows = run.taken(in_slots=call.in_slots, timeout=timeout)
-                if call.readout.kind == "tokens":
-                    results = engine.generate(windows, self._tokenizer if call.text else None, **how)
-                else:
-                    results = engine.run(windows, call.readout, cache_prefill=call.in_slots or None, **how)
-                with closing(results):
-                    for tag, answer in results:
-                        run.open -= 1
-                        with self._changed:
-                            self._report.answers.append((*place_of(tag), answer))
-                            self._changed.notify()
-                        if run.has_ended:
-                            return
-
-    @contextmanager
-    def _cache_watched(self, wanted: bool) -> Iterator[None]:
-        """Returns a context within which reports tell what the cache holds, where that is wanted. The reporter belongs
-        to the engine's thread, as the cache does."""
-        if not (wanted and self.facts.reports_cache):
-            yield
-            return
-        engine = self._engine
-        reporter: CacheReporter = engine.look(lambda books: CacheReporter(books.tree, epoch=time.time_ns()))
-        self._tells_anew = True  # the driver that began this run knows of nothing
-        try:
-            with engine.meter.heard_by(partial(self._tell_cache, reporter)):
-                yield
-        finally:
-            engine.call(reporter.close)
-
-    def _tell_cache(self, reporter: CacheReporter, step: StepInfo) -> None:
-        events = reporter.snapshot() if self._tells_anew else reporter.drain()
-        self._tells_anew = False
-        if events is None:
-            return
-        if self._pictures is not None:
-            events = self._pictures.told(events)
-        with self._changed:
-            self._report.events = _joined(self._report.events, events)
-
-    def _step(self, step: StepInfo) -> None:
-        with self._changed:
-            self._report.steps.append(step)
-            self._changed.notify()
-
-
-def _joined(before: CacheEvents | None, events: CacheEvents) -> CacheEvents:
-    """Returns all events, where the later ones follow; otherwise the later ones, which begin anew."""
-    if before is None or events.first != before.first + len(before.events):
-        return events
-    return replace(before, events=before.events + events.events)
-
-
-def _since(now: Stats, before: Stats) -> Stats:
-    """Returns what was counted between two times; of peaks those until now."""
-    counts = _difference(now, before, fields(now)[:-2])
-    seconds = {part: spent - before.seconds.get(part, 0.0) for part, spent in now.seconds.items()}
-    generation = now.generation
-    if generation is not None and before.generation is not None:
-        generation = GenerationStats(**_difference(generation, before.generation, fields(generation)))
-    return Stats(**counts, seconds=seconds, generation=generation)
-
-
-def _difference(now: object, before: object, of: Sequence[Field[Any]]) -> dict[str, int]:
-    names = [field.name for field in of]
-    return {n: getattr(now, n) - (0 if n.endswith("_peak") else getattr(before, n)) for n in names}
-
-
-def facts_of(llm: Any) -> ReplicaFacts:
-    """Returns what a replica says of an LLM."""
-    import torch
-
-    from .. import __version__
-
-    identity = {
-        "prefold": __version__,
-        "torch": torch.__version__,
-        "weights": model_identity(llm.checkpoint)["digest"],
-        "dtype": str(llm.dtype).removeprefix("torch."),
-        "adapters": ", ".join(llm.engine.adapters),
-    }
-    engine = llm.engine
-    generation = engine.options.generation
-    return ReplicaFacts(
-        identity,
-        engine.max_batch_rows,
-        generation.max_running,
-        dtype=identity["dtype"],
-        cache_rows=engine.worker.kv_slots(generation.kv_memory, engine.worker.facts.slot_bytes),
-        reports_cache=True,
-        reserves_output=generation.reserve_output,
-    )
-
-
-class LocalReplicas(Replicas):
-    """Replicas with a thread each.
-
-    makes   makes the host of each, in its thread; again where it was killed
+    makes   makes the host of each, by name; again where it was killed, or has failed
     killed  why a host is lost that was killed
+
+    After `start` they are told of by `tell(name, event)`, from any thread: ReplicaReady, then reports, and ReplicaLost
+    when one is gone; and ReplicaReady again when it is back. What was asked of a replica reaches it in that order.
+    A fleet takes a replica for hung when none of its reports has shown progress for too long. No method but `close`
+    waits for a replica.
     """
 
     def __init__(self, makes: Mapping[str, Callable[[], Host]], *, killed: str = "it was killed"):
@@ -425,20 +219,24 @@ class LocalReplicas(Replicas):
         self._threads: list[threading.Thread] = []
 
     def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
+        """Begins to make the hosts."""
         self._tell = tell
         for name in self.names:
-            self._threads.append(threading.Thread(target=self._serve, args=(name,), name="prefold-local", daemon=True))
+            self._threads.append(threading.Thread(target=self._serve, args=(name,), name="prefold-host", daemon=True))
             self._threads[-1].start()
 
     def order(self, name: str, method: str, *arguments: Any) -> None:
+        """Calls `begin`, `hold`, `give`, `end` or `retell` of the host of a replica that is ready."""
         if (host := self._hosts.get(name)) is not None:
             getattr(host, method)(*arguments)
 
     def kill(self, name: str) -> None:
+        """Ends a replica that hangs, or has failed. `ReplicaLost` follows."""
         with self._lock:
             self._hosts.pop(name, None)  # the thread that serves it sees that, and ends it
 
     def close(self) -> None:
+        """Ends all replicas."""
         with self._lock:
             self.is_closed = True
             self._hosts.clear()
@@ -447,39 +245,43 @@ class LocalReplicas(Replicas):
 
     def _serve(self, name: str) -> None:
         """Makes a host and passes on its reports; makes another where it was killed, or has failed."""
-        while not self.is_closed:
+        host: Host | None = None
+        returns = True
+        while returns and not self.is_closed:
             try:
-                host = self._makes[name]()
-            except Exception as error:
-                self._tell(name, ReplicaLost(_after("it cannot start: ", error)))
-                return
-            with self._lock:
-                if not self.is_closed:
-                    self._hosts[name] = host
-            reason = self._killed
-            try:
+                if host is None:
+                    host = self._makes[name]()
                 self._pass_on(name, host)
+                down = ReplicaDown(self._killed)
+            except ReplicaDown as error:
+                down = error
             except Exception as error:
-                reason = _after("it cannot report: ", error)
+                what = "start" if host is None else "report"
+                down = ReplicaDown(f"it cannot {what}: {in_words(error)}", returns=host is not None)
+            self._restarts[name] -= 1
+            returns = down.returns and self._restarts[name] >= 0
             self._hosts.pop(name, None)
-            try:
-                host.close()
-            except Exception as error:
-                reason += f", and did not end as it should: {in_words(error)}"
+            reason = str(down)
+            if host is not None and (down.died or not returns or self.is_closed):
+                try:
+                    host.close()
+                except Exception as error:
+                    reason += f", and did not end as it should: {in_words(error)}"
+                host = None
             if not self.is_closed:
-                self._restarts[name] -= 1
-                self._tell(name, ReplicaLost(reason, returns=self._restarts[name] >= 0))
-                if self._restarts[name] < 0:
-                    return
+                self._tell(name, ReplicaLost(reason, returns, down.died))
 
     def _pass_on(self, name: str, host: Host) -> None:
-        """Tells that a host is ready, and of its reports until it is killed."""
-        if not self.is_closed:
-            self._tell(name, ReplicaReady(host.facts))
+        """Tells that a host is ready, and of its reports until it is killed. Raises ReplicaDown where it is lost."""
+        with self._lock:
+            if self.is_closed:
+                return
+            self._hosts[name] = host
+        self._tell(name, ReplicaReady(host.facts))
         while self._hosts.get(name) is host:
             report = host.report(LONGEST_WAIT)
             if self._hosts.get(name) is not host:
-                break
+                return
             if report.answers:
                 self._restarts[name] = RESTARTS
             down = report.failure if isinstance(report.failure, ReplicaDown) else None
@@ -487,7 +289,3 @@ class LocalReplicas(Replicas):
             self._tell(name, report)
             if down is not None:
                 raise down
-
-
-def _after(words: str, error: Exception) -> str:
-    return in_words(error) if isinstance(error, ReplicaDown) else words + in_words(error)

@@ -25,7 +25,7 @@ from ..errors import InputError, JobError, MissingExtraError
 from ..text import Tokenizer
 from ..types import Request, Stats
 from .backends import Backend
-from .hosts import AsyncHost, LocalReplicas
+from .hosts import AsyncHost, Replicas
 from .http_bodies import (
     NOT_OPENAIS,
     RowError,
@@ -148,7 +148,7 @@ class HttpHost(AsyncHost):
         if name not in contexts and served_name(name) in contexts:
             name = served_name(name)
         if contexts and name not in contexts:
-            raise ReplicaDown(f"it has no model {name!r}; those it has: {', '.join(contexts)}")
+            raise ReplicaDown(f"it has no model {name!r}; those it has: {', '.join(contexts)}", returns=False)
         known = [length for length in (self._o.context, contexts.get(name)) if length is not None]
         return name, min(known, default=None) if self._o.takes_ids else None
 
@@ -159,7 +159,8 @@ class HttpHost(AsyncHost):
                 response = await self._client.get("/v1/models", timeout=_LOOK)
                 self._o.has_answered = True
                 if response.status_code in (401, 403):
-                    raise ReplicaDown(f"{_REFUSALS[response.status_code]}: {_message_of(response)}")
+                    words = f"{_REFUSALS[response.status_code]}: {_message_of(response)}"
+                    raise ReplicaDown(words, returns=False)
                 if response.status_code < 500 and response.status_code != 429:
                     return response
                 reason = f"it answers {response.status_code}"
@@ -168,7 +169,7 @@ class HttpHost(AsyncHost):
             longest = self._o.patience if self._o.has_answered else min(self._o.patience, _UNANSWERED)
             left = longest - (time.monotonic() - started)
             if left < 0:
-                raise ReplicaDown(reason)
+                raise ReplicaDown(reason, returns=False)
             if not is_told:
                 self._o.notify(f"{self._url}: {reason}; it is asked again for {longest:.0f} s")
                 is_told = True
@@ -406,7 +407,7 @@ def _jittered(pause: float) -> float:
 _HUNG = "it has answered nothing for too long; where an answer takes longer, give more --patience"
 
 
-class HttpReplicas(LocalReplicas):
+class HttpReplicas(Replicas):
     """Servers, each a replica.
 
     urls     of the servers, with or without /v1

@@ -1,28 +1,18 @@
-"""Replicas on Ray: each is an actor, whose process holds a model of its own. Ray places, starts and restarts them."""
+"""Replicas on Ray: each is an actor, whose process holds a model of its own. Ray places and starts them."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import JobError, MissingExtraError, PrefoldError
 from ..plugins import add_plugins, plugins
 from .backends import backend_named
-from .replicas import (
-    LONGEST_WAIT,
-    RESTARTS,
-    ReplicaEvent,
-    ReplicaFacts,
-    ReplicaLost,
-    ReplicaReady,
-    ReplicaReport,
-    Replicas,
-)
+from .hosts import Replicas
+from .replicas import ReplicaDown, ReplicaFacts, ReplicaReport
 
 try:
     import ray
@@ -30,8 +20,7 @@ try:
 except ImportError:
     raise MissingExtraError("ray", "ray", "a fleet on Ray") from None
 
-_POLL = 0.25
-_PAUSE = 2.0  # seconds before a replica that has died is asked for again
+_POLL = 0.25  # seconds after which a thread looks whether its replica is still wanted
 _SHOWN_NODES = 4  # in a message
 _DOUBT = 15.0  # seconds after which a replica that does not answer is taken for dead
 
@@ -42,17 +31,13 @@ class _Actor:
 
     def __init__(self) -> None:
         self._host: Any = None
-        self._life = uuid.uuid4().hex
-
-    def life(self) -> str:
-        """Returns the name of this process: one that was started anew has another."""
-        return self._life
 
     def load(self, model: str, options: dict[str, Any], backend: str, own: list[str]) -> ReplicaFacts:
+        """Loads the model, if it is not there, and ends what runs on it."""
         add_plugins(own)
         if self._host is None:
             self._host = backend_named(backend).host(model, options)
-        self._host.end()  # where only the connection was lost, the process has its model still
+        self._host.end()
         return self._host.facts
 
     def order(self, method: str, *arguments: Any) -> None:
@@ -62,20 +47,71 @@ class _Actor:
         return self._host.report(wait)
 
 
-@dataclass(slots=True)
-class _RayMember:
-    """An actor, as it is known here.
+class _ActorHost:
+    """Asks a replica's actor, as its host here.
 
-    life    name of the process that loads the model, or has it; None: it is not known
-    doubt   since when it is not known whether that process lives, and why; None: there is no doubt
-    ask_at  when it is asked again which process it is
+    load      what `_Actor.load` takes
+    stopping  whether the replica is not wanted any more
     """
 
-    handle: Any
-    restarts: int = RESTARTS
-    life: str | None = None
-    doubt: tuple[float, Exception] | None = None
-    ask_at: float | None = None
+    def __init__(self, actor: Any, load: Sequence[Any], stopping: Callable[[], bool]):
+        self._actor, self._load, self._stopping = actor, load, stopping
+        self._pending: Any = None  # the report that is waited for
+
+    @property
+    def facts(self) -> ReplicaFacts:
+        """Returns what the replica says of itself, when its model is there."""
+        return self._loaded()
+
+    def order(self, method: str, *arguments: Any) -> None:
+        self._actor.order.options(concurrency_group="orders").remote(method, *arguments)
+
+    def report(self, wait: float) -> ReplicaReport:
+        """Returns what the actor reports; an empty report where it takes longer."""
+        if self._pending is None:
+            self._pending = self._actor.report.options(concurrency_group="reports").remote(wait)
+        if not ray.wait([self._pending], timeout=2 * wait)[0]:
+            return ReplicaReport()
+        pending, self._pending = self._pending, None
+        try:
+            return self._get("report", pending)
+        except ActorUnavailableError as error:
+            self._loaded(time.monotonic() + _DOUBT)
+            raise ReplicaDown(_first_lines(error), died=False) from None
+
+    def close(self) -> None:
+        ray.kill(self._actor)
+
+    def _loaded(self, deadline: float | None = None) -> ReplicaFacts:
+        """Returns the actor's facts when it has loaded the model. Where it cannot be reached that may be the connection
+        alone: it is asked again, until the deadline, or for a while. Behind the orders that it was sent before, so that
+        these are over."""
+        while not self._stopping():
+            pending = self._actor.load.options(concurrency_group="orders").remote(*self._load)
+            try:
+                while not ray.wait([pending], timeout=_POLL)[0]:
+                    if self._stopping() or (deadline is not None and time.monotonic() > deadline):
+                        raise ReplicaDown("it does not answer")
+                return self._get("load", pending)
+            except ActorUnavailableError as error:
+                deadline = time.monotonic() + _DOUBT if deadline is None else deadline
+                if time.monotonic() > deadline:
+                    raise ReplicaDown(_first_lines(error)) from None
+                time.sleep(_POLL)
+        raise ReplicaDown("it is not wanted any more")
+
+    def _get(self, what: str, reference: Any) -> Any:
+        """Returns what a method of the actor has returned. Raises ActorUnavailableError where it is not known whether
+        its process lives, ReplicaDown where it does not, or the method has failed."""
+        try:
+            return ray.get(reference)
+        except ActorUnavailableError:
+            raise
+        except RayActorError as error:
+            raise ReplicaDown(_first_lines(error)) from None
+        except (RayError, PrefoldError) as error:
+            cause = getattr(error, "cause", None) or error
+            raise ReplicaDown(f"it cannot {what}: {_first_lines(cause)}", returns=False) from None
 
 
 class RayReplicas(Replicas):
@@ -106,10 +142,6 @@ class RayReplicas(Replicas):
     ):
         self._model, self._options, self._backend = model, dict(options), backend
         self._connected = not ray.is_initialized()
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._members: dict[str, _RayMember] = {}
-        self._pending: dict[Any, tuple[str, str]] = {}  # what is waited for: reference to (name, what)
         if self._connected:
             try:
                 ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
@@ -118,14 +150,37 @@ class RayReplicas(Replicas):
                 named = address or os.environ.get("RAY_ADDRESS")
                 where = f"there is no Ray cluster at {named}" if named else "Ray does not start on this machine"
                 raise JobError(f"{where}: {_first_lines(error) or type(error).__name__}") from None
-        needs = self._needs(count)
-        count = self._check_room(count, needs, notify)
-        self.names = [f"replica {number}" for number in range(1, count + 1)]
-        actor = ray.remote(
-            num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_restarts=-1, max_task_retries=0,
+        try:
+            needs = self._needs(count)
+            count = self._check_room(count, needs, notify)
+        except JobError:
+            self._disconnect()
+            raise
+        self._actor = ray.remote(
+            num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_restarts=0, max_task_retries=0,
             concurrency_groups={"orders": 1, "reports": 1},
         )(_Actor)  # fmt: skip
-        self._members = {name: _RayMember(actor.remote()) for name in self.names}
+        names = [f"replica {number}" for number in range(1, count + 1)]
+        super().__init__({name: partial(self._host, name) for name in names})
+
+    def _host(self, name: str) -> Any:
+        """Returns the host of a replica's new actor."""
+        load = self._model, self._options, self._backend, plugins()
+        return _ActorHost(self._actor.remote(), load, lambda: self.is_closed)
+
+    def order(self, name: str, method: str, *arguments: Any) -> None:
+        host: Any = self._hosts.get(name)
+        if host is not None:
+            host.order(method, *arguments)
+
+    def close(self) -> None:
+        super().close()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._connected:
+            self._connected = False
+            ray.shutdown()
 
     def _needs(self, count: int | None) -> dict[str, int]:
         """Returns the CPUs and GPUs of a replica, and sets its threads."""
@@ -150,123 +205,12 @@ class RayReplicas(Replicas):
                           for node in nodes[:_SHOWN_NODES])  # fmt: skip
         resources += "; ..." if len(nodes) > _SHOWN_NODES else ""
         if fits < 1 and len(nodes) == 1:
-            self.close()
             raise JobError(f"a replica needs {each}, and the machine has {resources}; ask for less, or name a cluster")
         if fits < (count or 1):
             message = f"{count or 1} replicas of {each} each were asked for, and the cluster has {resources}"
             message += " on its nodes" if len(nodes) > 1 else ""
             notify(f"{message}: {fits} start now" + ("" if fits else ", none before there is a node with room for one"))
         return max(1, fits) if count is None else count
-
-    def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
-        self._tell = tell
-        for name in self.names:
-            self._ask(name)
-        self._thread = threading.Thread(target=self._pump, name="prefold-ray", daemon=True)
-        self._thread.start()
-
-    def _ask(self, name: str) -> None:
-        method = self._members[name].handle.life.options(concurrency_group="orders")
-        self._pending[method.remote()] = (name, "life")
-
-    def _report(self, name: str) -> None:
-        method = self._members[name].handle.report.options(concurrency_group="reports")
-        self._pending[method.remote(LONGEST_WAIT)] = (name, "report")
-
-    def order(self, name: str, method: str, *arguments: Any) -> None:
-        self._members[name].handle.order.options(concurrency_group="orders").remote(method, *arguments)
-
-    def kill(self, name: str) -> None:
-        ray.kill(self._members[name].handle, no_restart=self._members[name].restarts < 1)
-
-    def close(self) -> None:
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join(5)
-        for member in self._members.values():
-            ray.kill(member.handle)
-        self._members = {}
-        if self._connected:
-            self._connected = False
-            ray.shutdown()
-
-    def _pump(self) -> None:
-        """Waits for what replicas say, and tells of it."""
-        while not self._closing.is_set():
-            if not self._pending:
-                self._closing.wait(_POLL)
-                self._look_at_the_clock()
-                continue
-            done, _ = ray.wait(list(self._pending), num_returns=1, timeout=_POLL)
-            if done:
-                done, _ = ray.wait(list(self._pending), num_returns=len(self._pending), timeout=0)
-            for reference in done:
-                name, what = self._pending.pop(reference)
-                try:
-                    self._take(name, what, ray.get(reference))
-                except RayActorError as error:
-                    self._doubt(name, what, error)
-                except (RayError, PrefoldError) as error:
-                    cause = getattr(error, "cause", None) or error
-                    self._members[name].restarts = 0
-                    ray.kill(self._members[name].handle)
-                    self._tell(name, ReplicaLost(f"it cannot {what}: {_first_lines(cause)}"))
-            self._look_at_the_clock()
-
-    def _look_at_the_clock(self) -> None:
-        now = time.monotonic()
-        for name, member in self._members.items():
-            if member.ask_at is not None and now > member.ask_at:
-                member.ask_at = None
-                self._ask(name)
-            if member.doubt is not None and now - member.doubt[0] > _DOUBT:
-                self._lose(name, member.doubt[1], died=True)
-
-    def _take(self, name: str, what: str, answer: Any) -> None:
-        member = self._members[name]
-        if what == "life":
-            self._found(name, answer)
-            return
-        if what == "load":
-            answer = ReplicaReady(answer)
-        elif answer.answers:
-            member.restarts = RESTARTS
-        self._tell(name, answer)
-        self._report(name)
-
-    def _doubt(self, name: str, what: str, error: Exception) -> None:
-        """Asks a replica whose answer did not come whether its process is the same as before; where Ray is about to
-        start another, until that one answers."""
-        member = self._members[name]
-        now = time.monotonic()
-        if not isinstance(error, ActorUnavailableError):
-            self._lose(name, error, died=True)
-            member.ask_at = now + _PAUSE if member.restarts >= 0 else None
-        elif what == "life":
-            member.ask_at = now + _POLL
-        else:
-            member.doubt = now, error
-            self._ask(name)
-
-    def _found(self, name: str, life: str) -> None:
-        """Loads the model in the process that has answered. What it did not answer before is lost, and so is its model
-        where the process is another."""
-        member = self._members[name]
-        died = member.life is not None and member.life != life
-        if member.doubt is not None:
-            self._lose(name, member.doubt[1], died=died)
-        if member.restarts >= 0:
-            member.life = life
-            load = member.handle.load.remote(self._model, self._options, self._backend, plugins())
-            self._pending[load] = (name, "load")
-
-    def _lose(self, name: str, error: Exception, *, died: bool) -> None:
-        member = self._members[name]
-        member.restarts, member.doubt, member.life = member.restarts - 1, None, None
-        returns = member.restarts >= 0
-        self._tell(name, ReplicaLost(_first_lines(error), returns, died))
-        if not returns:
-            ray.kill(member.handle)
 
 
 def _first_lines(error: BaseException) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +119,11 @@ class ReplicaLost:
 
 
 class ReplicaDown(Exception):
-    """Says why a replica cannot be reached, or used: what it had is lost."""
+    """Says why a replica cannot be reached, or used: what it had is lost. The others are as of ReplicaLost."""
+
+    def __init__(self, reason: str, *, returns: bool = True, died: bool = True):
+        super().__init__(reason)
+        self.returns, self.died = returns, died
 
 
 def in_words(error: BaseException) -> str:
@@ -130,33 +133,6 @@ def in_words(error: BaseException) -> str:
 
 
 ReplicaEvent = ReplicaReady | ReplicaReport | ReplicaLost
-
-
-class Replicas(ABC):
-    """The replicas of a fleet, each known by its name. None of the methods waits for a replica.
-
-    After `start` they are told of by `tell(name, event)`, from any thread: ReplicaReady, then reports, and ReplicaLost
-    when one is gone; and ReplicaReady again when it is back. What was asked of a replica reaches it in that order.
-    A fleet takes a replica for hung when none of its reports has shown progress for too long.
-    """
-
-    names: Sequence[str] = ()
-
-    @abstractmethod
-    def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
-        """Begins to load the models."""
-
-    @abstractmethod
-    def order(self, name: str, method: str, *arguments: Any) -> None:
-        """Calls `begin`, `hold`, `give`, `end` or `retell` of the host of a replica that is ready."""
-
-    @abstractmethod
-    def kill(self, name: str) -> None:
-        """Kills a replica that hangs, or has failed. `ReplicaLost` follows."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends all replicas."""
 
 
 def cannot_ask(whom: str, what: str, without: str) -> InputError:

@@ -18,8 +18,8 @@ from prefold.cache import CacheOptions
 from prefold.cache.events import CacheEvents, Cleared, Removed, RowsStored
 from prefold.cluster import fleet as fleet_module
 from prefold.cluster.fleet import Fleet, FleetRun
-from prefold.cluster.hosts import facts_of
 from prefold.cluster.leases import LeaseBook
+from prefold.cluster.native_host import facts_of
 from prefold.cluster.offline import LeaseOptions, OfflineSource, offline_source
 from prefold.cluster.online import OnlineSource
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReport, RunCall

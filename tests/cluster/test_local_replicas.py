@@ -12,7 +12,7 @@ import pytest
 from prefold.cache import CacheEvents
 from prefold.cache.events import Cleared
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.hosts import LocalReplicas
+from prefold.cluster.hosts import Replicas
 from prefold.cluster.replicas import RESTARTS, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, place_of
 from prefold.stream import Spool
 from prefold.types import Generated, Request, Sampling
@@ -53,7 +53,7 @@ def test_a_host_that_fails_as_it_reports_or_ends_is_lost_and_made_anew(fails, re
         made.append(Host("" if made else fails))
         return made[-1]
 
-    replicas = LocalReplicas({"this machine": make})
+    replicas = Replicas({"this machine": make})
     replicas.events = SimpleQueue()
     with closing(replicas):
         replicas.start(lambda name, event: replicas.events.put(event))
@@ -68,7 +68,7 @@ def test_a_host_that_fails_as_it_reports_or_ends_is_lost_and_made_anew(fails, re
 
 def test_a_host_that_fails_each_time_is_given_up():
     made = []
-    replicas = LocalReplicas({"this machine": lambda: made.append(1) or Host("report close")})
+    replicas = Replicas({"this machine": lambda: made.append(1) or Host("report close")})
     replicas.events = SimpleQueue()
     with closing(replicas):
         replicas.start(lambda name, event: replicas.events.put(event))
@@ -125,7 +125,7 @@ def test_a_host_whose_cache_changes_is_at_work_though_nothing_ends(changes, monk
 
     notes = []
     with (
-        closing(Fleet(LocalReplicas({"this machine": lambda: Slow("")}), patience=1.0, notify=notes.append)) as fleet,
+        closing(Fleet(Replicas({"this machine": lambda: Slow("")}), patience=1.0, notify=notes.append)) as fleet,
         Spool() as spool,
     ):
         clock.fleet = fleet

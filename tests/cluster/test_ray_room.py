@@ -18,7 +18,7 @@ def room(monkeypatch):
     def found(nodes, count=None, **options):
         monkeypatch.setattr(ray_replicas, "_nodes", lambda: nodes)
         replicas, notes = RayReplicas.__new__(RayReplicas), []
-        replicas._options, replicas.close = options, lambda: None
+        replicas._options = options
         needs = replicas._needs(count)
         return needs["GPU"] or needs["CPU"], replicas._check_room(count, needs, notes.append), notes
 

@@ -21,7 +21,7 @@ from tiny import tiny_checkpoint
 
 from prefold.cli import main
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.hosts import LocalReplicas
+from prefold.cluster.hosts import Replicas
 from prefold.errors import FleetError, InputError, JobError
 from prefold.stream import Spool
 from prefold.types import Grammar, Readout, Request, Sampling
@@ -48,7 +48,7 @@ def run(fleet, spool):
 
 
 def test_requests_come_in_order_and_a_bounded_number_at_a_time(engines):
-    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40, 30, 50]) as spool:
+    with closing(Fleet(Replicas({"this machine": host}))) as fleet, filled([40, 30, 50]) as spool:
         found = run(fleet, spool)
         again = run(fleet, spool)
     (engine,) = engines
@@ -64,7 +64,7 @@ def test_requests_come_in_order_and_a_bounded_number_at_a_time(engines):
 
 
 def test_what_is_left_is_taken_back(engines):
-    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40]) as spool:
+    with closing(Fleet(Replicas({"this machine": host}))) as fleet, filled([40]) as spool:
         answers = fleet.generate(spool.windows(max_tokens=500), None)
         next(answers)
         engines[0].release.clear()
@@ -75,7 +75,7 @@ def test_what_is_left_is_taken_back(engines):
 
 def test_nobody_waits_for_an_engine_that_is_shut_down(engines):
     """Whoever did would take its end for a crash."""
-    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40]) as spool:
+    with closing(Fleet(Replicas({"this machine": host}))) as fleet, filled([40]) as spool:
         answers = fleet.generate(spool.windows(max_tokens=500), None)
         next(answers)
         engines[0].release.clear()
@@ -95,7 +95,7 @@ def test_nobody_waits_for_an_engine_that_is_shut_down(engines):
 
 
 def test_a_prompt_that_is_refused_is_an_error_of_that_record(engines):
-    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40, 98]) as spool:
+    with closing(Fleet(Replicas({"this machine": host}))) as fleet, filled([40, 98]) as spool:
         found = run(fleet, spool)
     errors = [one for one in found.values() if isinstance(one, InputError)]
     assert len(found) == 60 and len(errors) == 30
@@ -110,7 +110,7 @@ def test_sampling_that_is_refused_is_an_error_of_that_record(engines, monkeypatc
                 raise ValueError("n must be 1 when using greedy sampling")
 
     monkeypatch.setattr(sys.modules["vllm"], "SamplingParams", Params)
-    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40], 9, temperature=0.0) as spool:
+    with closing(Fleet(Replicas({"this machine": host}))) as fleet, filled([40], 9, temperature=0.0) as spool:
         spool.add(Request(np.array([40], np.int32), sampling=Sampling(temperature=0.0, n=2)), b"two")
         found = run(fleet, spool)
     assert len(engines) == 1 and not fleet.losses
@@ -121,7 +121,7 @@ def test_sampling_that_is_refused_is_an_error_of_that_record(engines, monkeypatc
 
 def test_an_engine_that_dies_is_made_anew_and_who_kills_two_is_given_up(engines):
     notes = []
-    with closing(Fleet(LocalReplicas({"this machine": host}), notify=notes.append)) as fleet, filled([40], 30) as spool:
+    with closing(Fleet(Replicas({"this machine": host}), notify=notes.append)) as fleet, filled([40], 30) as spool:
         spool.add(Request(np.array([99, 1], np.int32), sampling=Sampling(max_tokens=5)), b"poison")
         found = run(fleet, spool)
     assert len(found) == 31 and len(engines) == 3
@@ -132,14 +132,14 @@ def test_an_engine_that_dies_is_made_anew_and_who_kills_two_is_given_up(engines)
 
 def test_what_cannot_start_says_why(engines, monkeypatch):
     with (
-        closing(Fleet(LocalReplicas({"this machine": lambda: host(block=3)}))) as fleet,
+        closing(Fleet(Replicas({"this machine": lambda: host(block=3)}))) as fleet,
         filled([40]) as spool,
         pytest.raises(FleetError, match="knows no option 'block'"),
     ):
         run(fleet, spool)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with (
-        closing(Fleet(LocalReplicas({"this machine": host}))) as fleet,
+        closing(Fleet(Replicas({"this machine": host}))) as fleet,
         filled([40]) as spool,
         pytest.raises(FleetError, match=r"pip install 'prefold\[vllm\]'"),
     ):
@@ -148,7 +148,7 @@ def test_what_cannot_start_says_why(engines, monkeypatch):
 
 def test_numbers_are_not_asked_of_it(engines):
     with (
-        closing(Fleet(LocalReplicas({"this machine": host}))) as fleet,
+        closing(Fleet(Replicas({"this machine": host}))) as fleet,
         filled([40]) as spool,
         pytest.raises(JobError, match="generates text here, and was asked for 'last'"),
     ):
@@ -166,7 +166,7 @@ def test_numbers_are_not_asked_of_it(engines):
     ],
 )
 def test_what_it_lacks_is_an_error_of_that_record(engines, given, field):
-    with closing(Fleet(LocalReplicas({"this machine": host}))) as fleet, filled([40], 3, **given) as spool:
+    with closing(Fleet(Replicas({"this machine": host}))) as fleet, filled([40], 3, **given) as spool:
         spool.add(Request(np.array([40], np.int32), adapter="mine", sampling=Sampling(max_tokens=5)), b"adapter")
         spool.add(Request(np.array([40, 1 << 30], np.int32), sampling=Sampling(max_tokens=5)), b"image")
         text = field == "grammar"
@@ -247,7 +247,7 @@ def test_vllm_itself_gives_what_our_engine_gives_and_tells_of_its_blocks(model, 
 
     made, told = [], []
 
-    class Told(LocalReplicas):
+    class Told(Replicas):
         def start(self, tell):
             def both(name, event):
                 if getattr(event, "events", None) is not None:

@@ -13,7 +13,7 @@ from tiny_vision import FAMILIES, tiny_vision
 from prefold import LLM
 from prefold.cache.events import CacheEvents, Cleared, RowsStored
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.hosts import ReplicaHost, facts_of
+from prefold.cluster.native_host import ReplicaHost, facts_of
 from prefold.cluster.offline import order_windows
 from prefold.cluster.replicas import RunCall, tag_of
 from prefold.errors import InputError

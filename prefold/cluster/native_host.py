@@ -1,0 +1,223 @@
+"""The replica whose engine is prefold's own: it runs what it is given on an LLM, and reports what came of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import Field, fields, replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ..cache import CacheEvents, CacheReporter
+from ..checkpoint.identity import model_identity
+from ..engine.meter import StepInfo
+from ..stream import Window
+from ..stream.window import shared_by
+from ..types import GenerationStats, Stats
+from .hosts import Host
+from .replicas import ReplicaFacts, ReplicaReport, RunCall, place_of
+
+# A replica whose device computes ahead ends its engine's run when no lease has come for so long: only then the last
+# step's results are taken.
+_IDLE_SECONDS = 0.05
+
+
+class _HostRun:
+    """One run on its way: its call, the windows that wait, and how many requests are under way."""
+
+    def __init__(self, call: RunCall):
+        self.call = call
+        self.windows: SimpleQueue[Window | None] = SimpleQueue()
+        self.has_ended = False
+        self.open = 0
+        self._last: tuple[Any, bytes] = (None, b"")  # adapter and salt, and tokens, of the last request
+
+    def give(self, window: Window) -> None:
+        """Takes in a window, which goes on with the path that the one before leaves as far as they share it."""
+        (before, last), namespace = self._last, (window.adapter, window.salt)
+        common = shared_by(last, window.tokens[: window.offsets[1]].tobytes()) if before == namespace else 0
+        self._last = namespace, window.tokens[window.offsets[-2] :].tobytes()
+        self.windows.put(replace(window, common=common))
+
+    def end(self) -> None:
+        self.has_ended = True
+        self.windows.put(None)
+
+    def taken(self, *, in_slots: bool, timeout: float | None) -> Iterator[Window | None]:
+        """Yields windows as they come, until the run ends. In slots it yields None where no window is there while
+        requests are running; a row stream ends when no window has come for `timeout` seconds."""
+        while not self.has_ended:
+            try:
+                window = self.windows.get(block=not (in_slots and self.open), timeout=None if in_slots else timeout)
+            except Empty:
+                if not in_slots:
+                    return
+                yield None
+                continue
+            if window is None:
+                return
+            self.open += window.num_requests
+            yield window
+
+
+class ReplicaHost(Host):
+    """Runs what it is given on the engine of an LLM (or of another object with an `engine`)."""
+
+    def __init__(self, llm: Any, facts: ReplicaFacts):
+        super().__init__()
+        self.facts = facts
+        self._engine, self._tokenizer = llm.engine, getattr(llm, "tokenizer", None)
+        self._counted = self._engine.stats + Stats()
+        inputs = getattr(llm, "images", None)
+        self._pictures = None if inputs is None else inputs.from_driver()
+        self._runs: SimpleQueue[_HostRun | None] = SimpleQueue()
+        self._run: _HostRun | None = None
+        self._tells_anew = False
+        threading.Thread(target=self._work, name="prefold-replica", daemon=True).start()
+
+    def begin(self, call: RunCall) -> None:
+        self.end()
+        if self._pictures is not None:
+            self._pictures.clear()
+        self._run = _HostRun(call)
+        self._runs.put(self._run)
+
+    def hold(self, pictures: list[Any], gone: list[int]) -> None:
+        assert self._pictures is not None, "the model takes text alone"
+        self._pictures.hold(pictures, gone)
+
+    def give(self, windows: list[Window]) -> None:
+        if self._run is not None:
+            for window in windows:
+                self._run.give(window if self._pictures is None else self._pictures.own(window))
+
+    def end(self) -> None:
+        if self._run is not None:
+            self._run.end()
+            self._run = None
+
+    def retell(self) -> None:
+        self._tells_anew = True
+
+    def close(self) -> None:
+        self.end()
+        self._runs.put(None)
+
+    def _complete(self, report: ReplicaReport) -> None:
+        if report.steps or report.answers:
+            # The engine's own counters are not reset: a step that is on its way would count into the old ones.
+            counted, self._counted = self._counted, self._engine.stats + Stats()
+            report.stats = _since(self._counted, counted)
+
+    def _work(self) -> None:
+        while (run := self._runs.get()) is not None:
+            try:
+                self._serve(run)
+            except BaseException as error:
+                self._fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+                return
+
+    def _serve(self, run: _HostRun) -> None:
+        call, engine = run.call, self._engine
+        how: dict[str, Any] = {"sharing": call.sharing, "on_step": self._step, "stopping": lambda: run.has_ended}
+        if call.readout.kind != "tokens":
+            how["max_batch_rows"] = call.max_batch_rows
+        depth = getattr(getattr(engine, "worker", None), "facts", None)
+        timeout = None if getattr(depth, "depth", 1) == 1 else _IDLE_SECONDS
+        with self._cache_watched(call.online and call.in_slots and call.sharing == "full"):
+            while not run.has_ended:
+                windows = run.taken(in_slots=call.in_slots, timeout=timeout)
+                if call.readout.kind == "tokens":
+                    results = engine.generate(windows, self._tokenizer if call.text else None, **how)
+                else:
+                    results = engine.run(windows, call.readout, cache_prefill=call.in_slots or None, **how)
+                with closing(results):
+                    for tag, answer in results:
+                        run.open -= 1
+                        with self._changed:
+                            self._report.answers.append((*place_of(tag), answer))
+                            self._changed.notify()
+                        if run.has_ended:
+                            return
+
+    @contextmanager
+    def _cache_watched(self, wanted: bool) -> Iterator[None]:
+        """Returns a context within which reports tell what the cache holds, where that is wanted. The reporter belongs
+        to the engine's thread, as the cache does."""
+        if not (wanted and self.facts.reports_cache):
+            yield
+            return
+        engine = self._engine
+        reporter: CacheReporter = engine.look(lambda books: CacheReporter(books.tree, epoch=time.time_ns()))
+        self._tells_anew = True  # the driver that began this run knows of nothing
+        try:
+            with engine.meter.heard_by(partial(self._tell_cache, reporter)):
+                yield
+        finally:
+            engine.call(reporter.close)
+
+    def _tell_cache(self, reporter: CacheReporter, step: StepInfo) -> None:
+        events = reporter.snapshot() if self._tells_anew else reporter.drain()
+        self._tells_anew = False
+        if events is None:
+            return
+        if self._pictures is not None:
+            events = self._pictures.told(events)
+        with self._changed:
+            self._report.events = _joined(self._report.events, events)
+
+    def _step(self, step: StepInfo) -> None:
+        with self._changed:
+            self._report.steps.append(step)
+            self._changed.notify()
+
+
+def _joined(before: CacheEvents | None, events: CacheEvents) -> CacheEvents:
+    """Returns all events, where the later ones follow; otherwise the later ones, which begin anew."""
+    if before is None or events.first != before.first + len(before.events):
+        return events
+    return replace(before, events=before.events + events.events)
+
+
+def _since(now: Stats, before: Stats) -> Stats:
+    """Returns what was counted between two times; of peaks those until now."""
+    counts = _difference(now, before, fields(now)[:-2])
+    seconds = {part: spent - before.seconds.get(part, 0.0) for part, spent in now.seconds.items()}
+    generation = now.generation
+    if generation is not None and before.generation is not None:
+        generation = GenerationStats(**_difference(generation, before.generation, fields(generation)))
+    return Stats(**counts, seconds=seconds, generation=generation)
+
+
+def _difference(now: object, before: object, of: Sequence[Field[Any]]) -> dict[str, int]:
+    names = [field.name for field in of]
+    return {n: getattr(now, n) - (0 if n.endswith("_peak") else getattr(before, n)) for n in names}
+
+
+def facts_of(llm: Any) -> ReplicaFacts:
+    """Returns what a replica says of an LLM."""
+    import torch
+
+    from .. import __version__
+
+    identity = {
+        "prefold": __version__,
+        "torch": torch.__version__,
+        "weights": model_identity(llm.checkpoint)["digest"],
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "adapters": ", ".join(llm.engine.adapters),
+    }
+    engine = llm.engine
+    generation = engine.options.generation
+    return ReplicaFacts(
+        identity,
+        engine.max_batch_rows,
+        generation.max_running,
+        dtype=identity["dtype"],
+        cache_rows=engine.worker.kv_slots(generation.kv_memory, engine.worker.facts.slot_bytes),
+        reports_cache=True,
+        reserves_output=generation.reserve_output,
+    )
