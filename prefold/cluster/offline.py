@@ -1,14 +1,15 @@
 """The source of a job that is read: its requests in their sorted order, divided in segments.
 
 Each replica has a segment of the order and takes small leases off its front, so that only requests that have not begun
-are moved when others run out of work: then the end of the slowest replica's segment is stolen.
+are moved when others run out of work: then the end of the slowest replica's segment is stolen. What is left for
+replicas that have not come is one segment too, however many are expected.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -44,10 +45,9 @@ class LeaseOptions:
 
 @dataclass(slots=True)
 class _Replica:
-    """A replica's segment, which waits for it until it is ready; and cost and seconds of its work, of late."""
+    """A replica's segment; and cost and seconds of its work, of late."""
 
-    segment: list[Segment] = field(default_factory=list)
-    is_ready: bool = False
+    segment: Segment | None = None
     done: float = 0.0
     seconds: float = 0.0
     measured: float = 0.0  # when they were added up last
@@ -57,7 +57,7 @@ class OfflineSource(Source):
     """Holds the requests of a sorted order; a place is the request's place there.
 
     cost        of the requests, in their order
-    expected    replicas that are there or shall come; the order is cut into a segment for each
+    expected    replicas that are there or shall come: each gets an equal share of the order when it joins
     options     called with the facts of the first replica: how large leases are
     order       reads the requests; None: there is nothing to be sent
     max_tokens  of a window
@@ -76,15 +76,11 @@ class OfflineSource(Source):
         self._num_left = cost.num_prompts
         self._options_by, self._options = options, LeaseOptions()
         self._max_tokens = max_tokens
-        self._replicas = {name: _Replica() for name in expected}
+        self._absent = set(expected)
+        # Under "" lies, in one piece, what is left for those that have not come.
+        self._replicas = {"": _Replica(_or_none(Segment(0, cost.num_prompts)))}
         self._free: list[Segment] = []  # of no replica
         self._under_way: dict[int, tuple[bytes, int]] = {}  # tag and counted tokens of what was sent
-        if self._replicas:
-            segments = cost.cut(0, cost.num_prompts, [1.0] * len(self._replicas))
-            for replica, segment in zip(self._replicas.values(), segments, strict=True):
-                replica.segment = [segment] if segment.start < segment.stop else []
-        elif cost.num_prompts:
-            self._free = [Segment(0, cost.num_prompts)]
 
     @property
     def num_left(self) -> int:
@@ -97,14 +93,20 @@ class OfflineSource(Source):
         return _num_rows(self.order)
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
-        if not any(entry.is_ready for entry in self._replicas.values()):
+        if len(self._replicas) == 1:
             self._options = self._options_by(facts)
-        entry = self._replicas.setdefault(replica, _Replica())
-        entry.is_ready, entry.measured = True, now
+        self._replicas[replica] = entry = _Replica(measured=now)
+        left = self._replicas[""]
+        if replica in self._absent and left.segment is not None:
+            shares = [1.0, len(self._absent) - 1.0]
+            entry.segment, left.segment = map(_or_none, self.cost.cut(*left.segment, shares))
+        self._absent.discard(replica)
 
     def leave(self, replica: str) -> None:
-        if (entry := self._replicas.pop(replica, None)) is not None:
-            self._free += entry.segment
+        self._absent.discard(replica)
+        entry = self._replicas.pop(replica, None)
+        if entry is not None and entry.segment is not None:
+            self._free.append(entry.segment)
 
     # ------------------------------------------------------------------------------------------------- leaving
 
@@ -113,39 +115,42 @@ class OfflineSource(Source):
         ready = {name: one for name, one in self._replicas.items() if name in takers}
         mean = self._mean_speed()
         for name, replica in ready.items():
-            if replica.segment or not self._wants(name):
+            if replica.segment is not None or not self._wants(name):
                 continue
             if self._free:
                 self._free.sort(key=lambda segment: self.cost.of(*segment))
-                replica.segment = [self._free.pop()]
+                replica.segment = self._free.pop()
             else:
                 self._steal(name, mean)
         for name, replica in ready.items():
-            while replica.segment and self._wants(name):
-                start, stop = replica.segment[0]
+            while replica.segment is not None and self._wants(name):
+                start, stop = replica.segment
                 end = self.cost.reach(start, stop, self._size(replica, mean))
-                replica.segment[:1] = [Segment(end, stop)] if end < stop else []
+                replica.segment = _or_none(Segment(end, stop))
                 if not self._open(name):
                     replica.measured = now
                 yield name, range(start, end)
 
     def _steal(self, thief: str, mean: float) -> None:
         """Cuts what the slowest has not begun in two, so that both end at the same time."""
-        mine = self._replicas[thief]
-        others = [name for name, one in self._replicas.items() if name != thief and one.segment]
+        mine, others = self._replicas[thief], {}
+        for name, replica in self._replicas.items():
+            if name != thief and replica.segment is not None:
+                left = self._open_cost(name) + self.cost.of(*replica.segment)
+                others[name] = left / self._speed(replica, mean)
         if not others:
             return
-        slowest = max(others, key=lambda name: self._left(name) / self._speed(self._replicas[name], mean))
+        slowest = max(others, key=lambda name: others[name])
         victim = self._replicas[slowest]
-        *before, last = victim.segment
-        busy = [self._open_cost(slowest) + sum(self.cost.of(*s) for s in before), self._open_cost(thief)]
-        kept, stolen = self.cost.cut(*last, [self._speed(victim, mean), self._speed(mine, mean)], busy=busy)
+        assert victim.segment is not None
+        speeds = [self._speed(victim, mean), self._speed(mine, mean)]
+        busy = [self._open_cost(slowest), self._open_cost(thief)]
+        kept, stolen = self.cost.cut(*victim.segment, speeds, busy=busy)
         if stolen.start == stolen.stop or self.cost.of(*stolen) < self._options.least:
-            if victim.is_ready or self._open(thief):
+            if slowest or self._open(thief):
                 return
-            kept, stolen = Segment(last.start, last.start), last  # it is not known when its owner comes
-        victim.segment = [*before, kept] if kept.start < kept.stop else before
-        mine.segment = [stolen]
+            kept, stolen = Segment(0, 0), victim.segment  # it is not known when any of those will come
+        victim.segment, mine.segment = _or_none(kept), stolen
         self.steals += 1
 
     def windows(self, lease: Lease) -> list[Window]:
@@ -208,16 +213,13 @@ class OfflineSource(Source):
     def _open_cost(self, name: str) -> float:
         return sum(self.cost.own(place) for one in self._open(name) for place in one.left)
 
-    def _left(self, name: str) -> float:
-        return self._open_cost(name) + sum(self.cost.of(*segment) for segment in self._replicas[name].segment)
-
     def _size(self, replica: _Replica, mean: float) -> float:
         """Returns the cost of a replica's next lease: small before anything is measured, and near the end."""
         o = self._options
         if not (replica.done > 0 and replica.seconds > 0):
             return o.least
-        left = sum(self.cost.of(*segment) for segment in replica.segment)
-        return max(o.least, min(o.most, self._speed(replica, mean) * o.seconds, left / 4))
+        assert replica.segment is not None
+        return max(o.least, min(o.most, self._speed(replica, mean) * o.seconds, self.cost.of(*replica.segment) / 4))
 
 
 def offline_source(windows: Windows, call: RunCall, row_cost: RowCost, expected: Iterable[str]) -> OfflineSource:
@@ -249,6 +251,10 @@ def order_windows(order: Order, places: Sequence[int], *, max_tokens: int) -> li
     """Returns the windows of an order's requests at some places, which ascend."""
     requests = chain.from_iterable(order.read(start, stop) for start, stop in _ranges_of(places))
     return list(cut_into_windows(requests, max_tokens=max_tokens, is_sorted=True))
+
+
+def _or_none(segment: Segment) -> Segment | None:
+    return segment if segment.start < segment.stop else None
 
 
 def _num_rows(order: Order) -> int:

@@ -96,7 +96,7 @@ def _unsent(source: Source, sent: set[int]) -> list[int]:
         unsent = [*(waiting.payload for waiting in source.window.waiting()), *source._late]
         return [number for prompt in unsent for number in prompt.left]
     assert isinstance(source, OfflineSource)
-    segments = [*source._free, *(segment for replica in source._replicas.values() for segment in replica.segment)]
+    segments = [*source._free, *(one.segment for one in source._replicas.values() if one.segment is not None)]
     assert all(0 <= start < stop <= source.cost.num_prompts for start, stop in segments)
     return [place for start, stop in segments for place in range(start, stop)]
 

@@ -272,6 +272,19 @@ def test_work_goes_on_while_a_replica_loads_and_goes_to_it_when_it_is_there():
     assert max(fleet.times.values()) < 1.05 * (cost.total + 50 + 100 * late) / 200
 
 
+def test_replicas_that_do_not_come_cost_few_cuts():
+    rng = np.random.default_rng(2)
+    cost = stream_cost(rng, 5000)
+    leases = book_of(cost, [f"r{number}" for number in range(99)], LeaseOptions(seconds=2, least=50))
+    fleet = FakeFleet(leases, {"r1": 100.0, "r7": 100.0}, checks=False)
+    for name in fleet.speeds:
+        fleet.at(0.0, "join", name)
+    fleet.run()
+    assert steals(leases) < 20
+    last, ideal = ended(fleet)
+    assert last < 1.05 * ideal
+
+
 @pytest.mark.parametrize("speeds", [(1, 3), (1, 20)])
 def test_one_division_by_speeds_is_enough(speeds):
     """What has not begun is cut so that both end together: nothing is left to be divided many times more."""
