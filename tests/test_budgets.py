@@ -33,7 +33,7 @@ BUDGETS = {
     "records": (1813, 1750),
     "report": (755, 700),
     "job": (2392, 2050),
-    "cluster": (4690, 3500),
+    "cluster": (4630, 3500),
     "serve": (4501, 3900),
     "simulate": (1225, 1150),
     "integrations": (1020, 800),
