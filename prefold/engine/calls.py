@@ -13,8 +13,11 @@ from ..text import Tokenizer
 from ..types import Owner, Readout, Request
 from .loop import EngineLoop
 from .meter import StepInfo
+from .replies import Handle
 from .requests import Answer
 from .samples import TextPiece
+
+TOKENS = Readout("tokens")
 
 
 class _Mailbox:
@@ -22,21 +25,31 @@ class _Mailbox:
 
     def __init__(self) -> None:
         # One piece, written in C: an interrupt of the thread that waits leaves no lock of it closed.
-        self._came: SimpleQueue[Sequence[tuple[int | None, Any]]] = SimpleQueue()
-
-    def put(self, events: Sequence[tuple[int | None, Any]]) -> None:
-        """Takes (key, what came of it), and (None, StepInfo) of steps."""
-        self._came.put(events)
+        self.came: SimpleQueue[tuple[_Call | None, Sequence[Any]]] = SimpleQueue()
 
     def note(self, step: StepInfo) -> None:
         """Takes note of a step."""
-        self._came.put([(None, step)])
+        self.came.put((None, [step]))
 
-    def take(self) -> Iterator[tuple[int | None, Any]]:
-        """Yields what has come, and waits where nothing has."""
-        yield from self._came.get()
-        while not self._came.empty():
-            yield from self._came.get()
+    def take(self) -> Iterator[tuple[_Call | None, Any]]:
+        """Yields (call, what came of it), and (None, StepInfo) of steps, and waits where nothing has come."""
+        while True:
+            call, events = self.came.get()
+            for event in events:
+                yield call, event
+            if self.came.empty():
+                return
+
+
+class _Call(Handle):
+    """A _Call stands for one request of a thread that waits at a mailbox. tag: by which the thread knows the request"""
+
+    def __init__(self, mailbox: _Mailbox, tag: Hashable, owner: Owner):
+        super().__init__(owner=owner)
+        self.tag, self._came = tag, mailbox.came
+
+    def put(self, events: Sequence[Any], at: float = 0.0) -> None:
+        self._came.put((self, events))
 
 
 def serve(
@@ -48,8 +61,8 @@ def serve(
     stopping: Callable[[], bool] | None = None,
     on_step: Callable[[StepInfo], None] | None = None,
     is_again: Callable[[Any], bool] = lambda tag: False,
-    readout: Readout | None = None,
-    sharing: bool | None = None,
+    readout: Readout = TOKENS,
+    share: bool | None = None,
     text: bool = False,
     owner: Owner = NOBODY,
     failed: Callable[[Exception], InputError] | None = None,
@@ -65,13 +78,13 @@ def serve(
               None: nothing stops this
     on_step   called after every step of the engine, in this thread
     is_again  of a tag: whether its request is a further read of a prompt that another request counts
+    owner     for whom the requests run
     failed    returns the answer of a request that steps fail for, where that is the request's own fault; None: the
               error is raised
 
-    The others are as for `EngineLoop.add`. Raises the error of steps that fail for one of the requests.
+    The others are as for `EngineLoop.submit`. Raises the error of steps that fail for one of the requests.
     """
-    mailbox, open, left = _Mailbox(), dict[int, Hashable](), iter(windows)
-    how: dict[str, Any] = {"readout": readout, "sharing": sharing, "text": text, "owner": owner}
+    mailbox, open, left = _Mailbox(), dict[_Call, None](), iter(windows)
     more = True
     # Of each step of the engine a thread is told that has something to do after it; others sleep on.
     with engine.meter.heard_by(mailbox.note if stopping is not None or on_step is not None else None):
@@ -85,28 +98,31 @@ def serve(
                     if window is None:
                         break
                     for tag, request in window:
-                        key = engine.new_key()
-                        open[key] = tag  # before it is known elsewhere: whatever happens, it is ended
-                        engine.add(mailbox, key, request, tokenizer, again=is_again(tag), **how)
+                        call = _Call(mailbox, tag, owner)
+                        open[call] = None  # before it is known elsewhere: whatever happens, it is ended
+                        how: dict[str, Any] = {"text": text, "share": share, "again": is_again(tag), "wakes": False}
+                        engine.submit([request], readout, call, tokenizer, **how)
                 engine.check_open()
                 if len(open) > before:
                     engine.wake()  # only now, so that all that were taken in are in one step
                 if not open:
                     continue
                 with closing(mailbox.take()) as came:
-                    for key, what in came:
-                        if key is None:
+                    for call, event in came:
+                        if call is None:
                             if on_step is not None:
-                                on_step(what)
-                        elif isinstance(what, tuple):
-                            yield open[key], what
-                        elif isinstance(what, Exception) and not isinstance(what, InputError):
-                            if failed is None or isinstance(what, PrefoldError):
-                                raise what
-                            yield open.pop(key), failed(what)
+                                on_step(event)
+                        elif isinstance(event, TextPiece):
+                            yield call.tag, event
+                        elif isinstance(event, Exception) and not isinstance(event, InputError):
+                            if failed is None or isinstance(event, PrefoldError):
+                                raise event
+                            del open[call]
+                            yield call.tag, failed(event)
                         else:
-                            yield open.pop(key), what
+                            del open[call]
+                            yield call.tag, event[0] if readout.kind != "tokens" and isinstance(event, list) else event
                 if stopping is not None and stopping():
                     return
         finally:
-            engine.cancel_keys(*open)
+            engine.cancel(*open)

@@ -18,7 +18,7 @@ from ..stream import Window
 from ..text import Tokenizer
 from ..types import Exits, Generated, Readout, Request, Result, Sharing, Stats
 from ..worker.protocol import Worker
-from .calls import serve
+from .calls import TOKENS, serve
 from .generate import Generator, check_sharing
 from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
@@ -162,7 +162,7 @@ class Engine(EngineLoop):
 
         put_off  takes a request that the store has no room for, since what is pinned stays; None: it has an error
         """
-        asked: dict[str, Any] = {"stopping": how["stopping"], "readout": readout, "sharing": shares}
+        asked: dict[str, Any] = {"stopping": how["stopping"], "readout": readout, "share": shares}
         asked["most"] = self.options.generation.max_running
         probes = serve(self, windows, is_again=lambda tag: bool(tag[0].twins[tag[1]]), **asked)
         with closing(probes) as answers:
@@ -170,9 +170,8 @@ class Engine(EngineLoop):
                 assert isinstance(result, Result | InputError)
                 if put_off is not None and isinstance(result, InputError) and result.code == "kv_memory":
                     put_off(window, number)
+                    self.meter.add(requests=-1)  # the stream counts it
                     continue
-                if not window.twins[number]:
-                    self.meter.add(requests=1)
                 yield window.tags[number], result
 
     def make_generator(self) -> Generator:
@@ -219,7 +218,7 @@ class Engine(EngineLoop):
         """
         sharing = sharing or self.sharing
         check_sharing(sharing)
-        how: dict[str, Any] = {"stopping": stopping, "on_step": on_step, "sharing": sharing == "full"}
+        how: dict[str, Any] = {"stopping": stopping, "on_step": on_step, "share": sharing == "full"}
         how["most"] = self.options.generation.max_running
         yield from serve(self, self._requests(windows), tokenizer, **how)  # type: ignore[misc]
 
@@ -238,7 +237,7 @@ class Engine(EngineLoop):
         """
         reply = Reply(asyncio.get_running_loop(), len(request.tokens))
         try:
-            await asyncio.to_thread(self.submit, [request], Readout("tokens"), reply, tokenizer, text=text)
+            await asyncio.to_thread(self.submit, [request], TOKENS, reply, tokenizer, text=text)
             async with aclosing(events_of([reply])) as events:
                 async for _, event in events:
                     yield event
@@ -250,5 +249,4 @@ class Engine(EngineLoop):
             if window is None:
                 yield None
                 continue
-            self.meter.add(requests=window.num_requests)
             yield [(tag, window.request(number)) for number, tag in enumerate(window.tags)]

@@ -14,18 +14,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..cache import RadixCache
 from ..errors import OutOfMemoryError, PrefoldError, RankError
-from ..schedule.generate_step import NOBODY
 from ..schedule.parts import EnginePart
 from ..text import Tokenizer
-from ..types import Owner, Readout, Request, Result, Stats
+from ..types import Readout, Request, Result, Stats
 from .generate import Generator
 from .meter import Meter
 from .pace import Pace
-from .replies import Reading, Reply, send
+from .replies import Handle, Reading, send
 from .thread import CLOSED, EngineThread
 
 T = TypeVar("T")
@@ -34,13 +33,6 @@ T = TypeVar("T")
 WHOLE = (RankError, OutOfMemoryError)
 # After so many steps that failed one after the other, and for no request that could be found, all that run is ended.
 MOST_IN_VAIN = 3
-
-
-class Sink(Protocol):
-    """A Sink takes what comes of requests, in the engine's thread, once after each step."""
-
-    def put(self, events: Sequence[Any]) -> None:
-        """Takes events in their order. It neither waits nor raises anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,54 +72,16 @@ class EngineLoop:
         self.failed_at = 0.0
         self.pace: Pace | None = None
         self._generator: Generator | None = None
-        self._replies: dict[Reply, Any] = {}  # those that have no answer yet
-        self._live: dict[Reply, None] = {}  # those of them that are no batch's
-        self._unbegun: dict[int, Reply] = {}  # by the keys of requests for which no step has worked yet
-        self._out: dict[Sink | Reply, list[Any]] = {}
+        self._handles: dict[Handle, Any] = {}  # those that have no answer yet
+        self._live: dict[Handle, None] = {}  # those of them that are no batch's
+        self._unbegun: dict[int, Handle] = {}  # by the keys of requests for which no step has worked yet
+        self._out: dict[Handle, list[Any]] = {}
         self._lock = threading.Lock()  # of making the generator
         self._in_vain = 0  # steps that failed since one did not, or a request was found at fault
         self._thread = EngineThread(self)
         self._end = weakref.finalize(self, self._thread.close)
 
     # -------------------------------------------------------------------------------------------------- any thread
-
-    def add(
-        self,
-        sink: Sink,
-        key: int,
-        request: Request,
-        tokenizer: Tokenizer | None = None,
-        *,
-        readout: Readout | None = None,
-        sharing: bool | None = None,
-        text: bool = False,
-        again: bool = False,
-        owner: Owner = NOBODY,
-    ) -> None:
-        """Takes a request; (key, piece of its text) and last (key, answer) come to the sink, once the thread is woken.
-        May take long, where a grammar is to be compiled.
-
-        key   from `new_key`
-        text  whether the text is wanted piece by piece
-
-        The others are as for `Generator.add`. An answer is an exception where steps fail for the request.
-        """
-
-        def put(what: Any) -> None:
-            self._post(sink, (key, what))
-
-        how: dict[str, Any] = {"readout": readout, "sharing": sharing, "owner": owner, "again": again}
-        self.generator.add(request, tokenizer, put, put if text else None, key=key, **how)
-
-    def new_key(self) -> int:
-        """Returns a key for a request that no other request of this engine has."""
-        return self.generator.new_key()
-
-    def cancel_keys(self, *keys: int) -> None:
-        """Ends what is still there of these requests before the next step."""
-        if keys:
-            self.generator.cancel(*keys)
-            self.wake()
 
     def call(self, function: Callable[[], T]) -> T:
         """Returns what a function returns, or raises what it raises. The engine's thread calls it, between steps."""
@@ -141,49 +95,68 @@ class EngineLoop:
         self,
         requests: Sequence[Request],
         readout: Readout,
-        reply: Reply,
+        handle: Handle,
         tokenizer: Tokenizer | None = None,
         *,
         text: bool = False,
-        share: bool = True,
+        share: bool | None = None,
+        again: bool = False,
+        wakes: bool = True,
     ) -> None:
-        """Takes the requests that a reply waits for, which `cancel` ends. May take long, where a grammar is compiled,
-        or where numbers are read of many tokens: requests are sorted for that.
+        """Takes requests; what comes of them is put into their handle, and `cancel` ends them. May take long, where a
+        grammar is compiled, or where numbers are read of many tokens: requests are sorted for that.
 
         The answer is a Result of each request, or where the read-out is of "tokens" the samples of the one request
         there is. It is an exception where a request cannot run, or steps fail for it.
 
         text   of tokens: whether pieces of the text are wanted as they come
-        share  of tokens: whether the prompt may be shared with others', now or later
+        share  of a request alone: whether it shares rows with others, now or later; None: as the engine's options say
+        again  of a request alone: whether it is a further read of a prompt that another request counts
+        wakes  whether a step may begin at once; otherwise `wake` lets it, when more requests are there
         """
-        generator = self.generator
-        self._open(reply)
-        if readout.kind == "tokens":
-            (request,) = requests
-            key = generator.new_key()
-            reply.keys.append(key)
-            self._unbegun[key] = reply
-            self.meter.add(requests=1)
-            how: dict[str, Any] = {"sharing": None if share else False, "key": key, "owner": reply.owner}
-            on_text = partial(self._post, reply) if text else None
-            generator.add(request, tokenizer, partial(self._answer, reply), on_text, **how)
+        self._handles[handle] = None
+        if not handle.owner.is_batch:
+            self._live[handle] = None
+        if len(requests) == 1:
+            self.meter.add(requests=int(not again))
+            how: dict[str, Any] = {"tokenizer": tokenizer, "sharing": share, "again": again}
+            if readout.kind == "tokens":
+                how["on_text"] = partial(self._post, handle) if text else None
+                self._enter(handle, requests[0], partial(self._answer, handle), **how)
+            else:
+                self._enter(handle, requests[0], partial(self._read_alone, handle), readout=readout, **how)
         else:
-            reading = Reading(reply, requests, readout, rows=self.max_batch_rows, shares=generator.sharing)  # type: ignore[attr-defined]
+            reading = Reading(handle, requests, readout, rows=self.max_batch_rows, shares=self.generator.sharing)
             self.meter.add(requests=reading.again.count(False))
             self.post(self._feed, reading)
-        self.wake()
+        if wakes:
+            self.wake()
         if self._thread.is_closed:
-            self._answer(reply, PrefoldError(CLOSED))
-        if reply.is_cancelled:  # before its requests were there
-            self._forget(reply)
-            self.cancel_keys(*reply.keys)
+            self._answer(handle, PrefoldError(CLOSED))
+        if handle.is_cancelled:  # before its requests were there
+            self._end_requests(handle)
 
-    def cancel(self, reply: Reply) -> None:
-        """Ends what a reply waits for before the next step. The reply is read no more."""
-        reply.is_cancelled = True
-        if reply in self._replies:
-            self._forget(reply)
-            self.cancel_keys(*reply.keys)
+    def cancel(self, *handles: Handle) -> None:
+        """Ends what the handles wait for before the next step. They get nothing more."""
+        for handle in handles:
+            handle.is_cancelled = True
+            if handle in self._handles:
+                self._end_requests(handle)
+
+    def _enter(
+        self, handle: Handle, request: Request, on_done: Callable[[Any], None], *, tokenizer: Any = None, **how: Any
+    ) -> None:
+        """Adds one of the requests of a handle to the generator."""
+        key = self.generator.new_key()
+        handle.keys.append(key)
+        self._unbegun[key] = handle
+        self.generator.add(request, tokenizer, on_done, key=key, owner=handle.owner, **how)
+
+    def _end_requests(self, handle: Handle) -> None:
+        self._forget(handle)
+        if handle.keys:
+            self.generator.cancel(*handle.keys)
+            self.wake()
 
     @property
     def generator(self) -> Generator:
@@ -236,9 +209,9 @@ class EngineLoop:
         self._thread.wake()
 
     @property
-    def replies(self) -> list[Reply]:
+    def handles(self) -> list[Handle]:
         """Returns those that have no answer yet."""
-        return list(self._replies)
+        return list(self._handles)
 
     def close_loop(self) -> None:
         """Ends the thread. Requests that have no answer yet are answered with an error."""
@@ -261,58 +234,55 @@ class EngineLoop:
 
         return call
 
-    def _open(self, reply: Reply) -> None:
-        self._replies[reply] = None
-        if not reply.owner.is_batch:
-            self._live[reply] = None
-
-    def _forget(self, reply: Reply) -> None:
-        self._replies.pop(reply, None)
-        self._live.pop(reply, None)
-        for key in reply.keys:
+    def _forget(self, handle: Handle) -> None:
+        self._handles.pop(handle, None)
+        self._live.pop(handle, None)
+        for key in handle.keys:
             self._unbegun.pop(key, None)
 
-    def _post(self, sink: Sink | Reply, event: Any) -> None:
+    def _post(self, handle: Handle, event: Any) -> None:
         if self._thread.is_current:
-            self._out.setdefault(sink, []).append(event)
+            self._out.setdefault(handle, []).append(event)
         else:  # of a request that could not even be entered
-            send({sink: [event]})
+            send({handle: [event]})
 
     # -------------------------------------------------------------------------------------------------- this thread
 
-    def _answer(self, reply: Reply, answer: Any) -> None:
-        if reply in self._replies:
-            self._forget(reply)
-            self._post(reply, answer)
-            if isinstance(answer, Exception) and len(reply.keys) > 1:
-                self.generator.cancel(*reply.keys)
-            if self.pace is not None and not reply.owner.is_batch:
+    def _answer(self, handle: Handle, answer: Any) -> None:
+        if handle in self._handles:
+            self._forget(handle)
+            self._post(handle, answer)
+            if isinstance(answer, Exception) and len(handle.keys) > 1:
+                self.generator.cancel(*handle.keys)
+            if self.pace is not None and not handle.owner.is_batch:
                 self.pace.note_live()
 
     def _feed(self, reading: Reading) -> None:
         """Adds requests of a reading, while it is wanted, and there is room beside those that are open."""
-        reply, generator = reading.reply, self.generator
-        while reply in self._replies and (number := reading.next()) is not None:
-            key = generator.new_key()
-            reply.keys.append(key)
-            self._unbegun[key] = reply
-            on_done = partial(self._read, reading, number)
-            how: dict[str, Any] = {"owner": reply.owner, "again": reading.again[number]}
-            generator.add(reading.requests[number], None, on_done, readout=reading.readout, key=key, **how)
-        if reply.is_cancelled:  # perhaps before these were there
-            self._forget(reply)
-            generator.cancel(*reply.keys)
+        handle = reading.handle
+        while handle in self._handles and (number := reading.next()) is not None:
+            how: dict[str, Any] = {"readout": reading.readout, "again": reading.again[number]}
+            self._enter(handle, reading.requests[number], partial(self._read, reading, number), **how)
+        if handle.is_cancelled:  # perhaps before these were there
+            self._end_requests(handle)
 
     def _read(self, reading: Reading, number: int, answer: Any) -> None:
-        """Takes what was read of one request."""
+        """Takes what was read of one request of several."""
         if not isinstance(answer, Result):
-            self._answer(reading.reply, answer)
+            self._answer(reading.handle, answer)
             return
-        _note_begun([reading.reply])
+        _note_begun([reading.handle])
         if reading.book(number, answer):
-            self._answer(reading.reply, reading.results)
+            self._answer(reading.handle, reading.results)
         else:
             self._feed(reading)
+
+    def _read_alone(self, handle: Handle, answer: Any) -> None:
+        """Takes what was read of a request that was submitted alone."""
+        if isinstance(answer, Result):
+            _note_begun([handle])
+            answer = [answer]
+        self._answer(handle, answer)
 
     def work(self) -> None:
         """Works until there is nothing to do."""
@@ -362,9 +332,9 @@ class EngineLoop:
     def end_all(self, error: Exception) -> None:
         """Answers all that wait with an error of this thread that is no step's: what it left half done is not known."""
         self.note_failure(error)
-        for reply in self.replies:
-            reply.is_cancelled = True  # what is left of it on its way here
-            self._answer(reply, error)
+        for handle in self.handles:
+            handle.is_cancelled = True  # what is left of it on its way here
+            self._answer(handle, error)
         if self._generator is not None:
             with suppress(Exception):
                 self._generator.end_all(error)
@@ -380,7 +350,7 @@ class EngineLoop:
             unbegun = self._unbegun
             keys = [one.key for one in self._generator.scheduler.running if one.key in unbegun]
             popped = [unbegun.pop(key, None) for key in dict.fromkeys(keys)]  # others are forgetting theirs
-            _note_begun([reply for reply in popped if reply is not None])
+            _note_begun([handle for handle in popped if handle is not None])
         out, self._out = self._out, {}
         if out:
             send(out)
@@ -388,9 +358,9 @@ class EngineLoop:
 
 def _note_begun(replies: Any) -> None:
     now = time.perf_counter()
-    for reply in replies:
-        if reply.begun_at is None:
-            reply.begun_at = now
+    for handle in replies:
+        if handle.begun_at is None:
+            handle.begun_at = now
 
 
 def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:

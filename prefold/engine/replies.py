@@ -1,4 +1,4 @@
-"""What comes of requests, for readers that wait in event loops: texts, and numbers that are read together."""
+"""What comes of requests, for those that wait for it: texts, and numbers that are read together."""
 
 from __future__ import annotations
 
@@ -19,27 +19,46 @@ from .requests import together
 from .samples import TextPiece
 
 
-class Reply:
-    """What comes of one request, or of numbers that are read together, for one reader in an event loop: pieces of
-    texts, and last the answer.
+class Handle:
+    """A Handle stands for requests that were submitted together: what comes of them is put here, and it cancels them.
+
+    tokens      of their prompts
+    owner       for whom they run
+    samples     how many texts are generated of a prompt
+    begun_at    time.perf_counter() of the first step that worked for them; None: they wait
+    keys        by which the generator knows the requests
+    loop        the event loop in which `put` is called; None: the engine's thread calls it
+    """
+
+    loop: asyncio.AbstractEventLoop | None = None
+
+    def __init__(self, tokens: int = 0, owner: Owner = NOBODY, samples: int = 1):
+        self.tokens, self.owner, self.samples = tokens, owner, samples
+        self.begun_at: float | None = None
+        self.keys: list[int] = []
+        self.is_cancelled = False
+
+    def put(self, events: Sequence[Any], at: float = 0.0) -> None:
+        """Takes pieces of texts, and last the answer, that came at that time.perf_counter(): all that a step gave. It
+        neither waits nor raises anything."""
+        raise NotImplementedError
+
+
+class Reply(Handle):
+    """A Reply is read in an event loop.
 
     Pieces that nobody has taken are joined: a reader that is slow holds no more than the texts themselves.
 
-    tokens      of its prompts
-    owner       for whom it runs
-    samples     how many texts are generated of the prompt
-    begun_at    time.perf_counter() of the first step that worked for it; None: it waits
-    keys        by which the generator knows what it was asked
     pieces      that nobody has taken yet, by sample
     gaps        seconds between two pieces of one sample as they came, which nobody has taken yet
     ring        is called where there is something new
     """
 
+    loop: asyncio.AbstractEventLoop
+
     def __init__(self, loop: asyncio.AbstractEventLoop, tokens: int, owner: Owner = NOBODY, samples: int = 1):
-        self.loop, self.tokens, self.owner, self.samples = loop, tokens, owner, samples
-        self.begun_at: float | None = None
-        self.keys: list[int] = []
-        self.is_cancelled = False
+        super().__init__(tokens, owner, samples)
+        self.loop = loop
         self.pieces: dict[int, TextPiece] = {}
         self.gaps: list[float] = []
         self._came = asyncio.Event()
@@ -48,7 +67,6 @@ class Reply:
         self._put_at: dict[int, float] = {}  # when the last piece of each sample came
 
     def put(self, events: Sequence[Any], at: float = 0.0) -> None:
-        """Takes pieces and answers that came at that time.perf_counter(); called in the reader's event loop."""
         for event in events:
             if isinstance(event, TextPiece):
                 if event.sample in self._put_at:
@@ -115,23 +133,23 @@ def _joined(one: TextPiece, more: TextPiece) -> TextPiece:
     return TextPiece(one.sample, one.text + more.text, one.tokens + more.tokens, more.count)
 
 
-def send(out: Mapping[Any, Sequence[Any]]) -> None:
-    """Hands every reply its events, in one call into each event loop, and every other sink its own at once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Reply, Sequence[Any]]]] = {}
-    for sink, events in out.items():
-        if isinstance(sink, Reply):
-            by_loop.setdefault(sink.loop, []).append((sink, events))
-        else:
-            sink.put(events)
+def send(out: Mapping[Handle, Sequence[Any]]) -> None:
+    """Hands every handle its events; those of an event loop in one call into it."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Handle, Sequence[Any]]]] = {}
     now = time.perf_counter()
+    for handle, events in out.items():
+        if handle.loop is not None:
+            by_loop.setdefault(handle.loop, []).append((handle, events))
+        else:
+            handle.put(events, now)
     for loop, mail in by_loop.items():
         with suppress(RuntimeError):  # its loop is closed, and nobody reads there any more
             loop.call_soon_threadsafe(_hand_out, mail, now)
 
 
-def _hand_out(mail: Sequence[tuple[Reply, Sequence[Any]]], at: float) -> None:
-    for reply, events in mail:
-        reply.put(events, at)
+def _hand_out(mail: Sequence[tuple[Handle, Sequence[Any]]], at: float) -> None:
+    for handle, events in mail:
+        handle.put(events, at)
 
 
 # As many requests of a reading are open as fill so many steps: what comes later waits for no more than these.
@@ -139,22 +157,22 @@ STEPS_OPEN = 2
 
 
 class Reading:
-    """A Reading is what is read for one reply. All but its making is done by the engine's thread.
+    """A Reading is what is read of several requests together. All but its making is done by the engine's thread.
 
-    reply     that the results are for
+    handle    that the results are for
     requests  of which numbers are read
     readout   what is read of each
     results   of the requests, as far as they are there
     again     of each request, whether it is a further read of the prompt before it
     """
 
-    def __init__(self, reply: Reply, requests: Sequence[Request], readout: Readout, *, rows: int, shares: bool):
+    def __init__(self, handle: Handle, requests: Sequence[Request], readout: Readout, *, rows: int, shares: bool):
         """May take long, where there are many tokens: they are sorted, so that neighbours share the most.
 
         rows    the most rows of a step
         shares  whether requests share rows
         """
-        self.reply, self.requests = reply, requests
+        self.handle, self.requests = handle, requests
         self.readout = together(readout, (0 if one.targets is None else len(one.targets) for one in requests))
         self.again = [False, *(_are_twins(*pair) for pair in pairwise(requests))]
         self.results: list[Result | None] = [None] * len(requests)

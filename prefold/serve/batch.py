@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 
 from ..api.body import TaskOrder
-from ..engine.calls import serve
+from ..engine.calls import TOKENS, serve
 from ..engine.engine import Engine
 from ..engine.requests import together
 from ..errors import InputError, JobError
@@ -47,7 +47,7 @@ from ..records.identity import file_identity, is_gzip
 from ..records.record import Source, error_text
 from ..stream import Window
 from ..text import Tokenizer
-from ..types import Owner, Readout, Request, Result, Sharing
+from ..types import Owner, Readout, Result, Sharing
 from .handler import RequestHandler
 from .keys import Keys, Tenant
 from .limits import check_samples, check_texts
@@ -462,19 +462,19 @@ class Lane:
         A request whose step fails is (tag, InputError) too. Raises what no request is at fault for: RankError and
         OutOfMemoryError."""
         upcoming = ((window, i) for window in windows for i in range(window.num_requests))
-        return self._in_slots(upcoming, tokenizer, stopping)
+        return self._in_slots(upcoming, tokenizer, stopping, TOKENS)
 
     def _in_slots(
         self,
         upcoming: Iterator[tuple[Window, int]],
         tokenizer: Tokenizer | None,
         stopping: Callable[[], bool],
-        readout: Readout | None = None,
+        readout: Readout,
     ) -> Iterator[tuple[bytes, Any]]:
         """Yields what becomes of requests in the slots of the KV store: of their texts, or of what is read of them."""
         answers = serve(
             self._engine,
-            self._counted(upcoming),
+            ([((window, number), window.request(number))] for window, number in upcoming),
             tokenizer,
             most=self._engine.options.generation.max_running,
             stopping=stopping,
@@ -486,11 +486,6 @@ class Lane:
         with closing(answers):  # type: ignore[type-var]
             for (window, number), answer in answers:
                 yield window.tags[number], answer
-
-    def _counted(self, upcoming: Iterator[tuple[Window, int]]) -> Iterator[list[tuple[tuple[Window, int], Request]]]:
-        for window, number in upcoming:
-            self._engine.meter.add(requests=int(not window.twins[number]))
-            yield [((window, number), window.request(number))]
 
     def run(
         self, windows: Iterable[Window], readout: Readout, *, stopping: Callable[[], bool], on_step: Any = None

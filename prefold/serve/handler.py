@@ -244,7 +244,8 @@ class RequestHandler:
                 try:
                     asked = [work.requests for work in works]
                     asked = asked if is_text else [list(chain.from_iterable(asked))]
-                    begin = partial(self._submit, asked, task.readout, replies, text=text, share=order.share)
+                    how = {"text": text, "share": None if order.share else False}
+                    begin = partial(self._submit, asked, task.readout, replies, **how)
                     begin() if is_short else await self.in_pool(order.owner, begin)
                     yield task, works, replies
                 finally:
@@ -257,7 +258,7 @@ class RequestHandler:
                 self._metrics.queue.observe(reply.begun_at - started)
 
     def _submit(
-        self, asked: Sequence[Sequence[Request]], readout: Readout, replies: Sequence[Reply], **options: bool
+        self, asked: Sequence[Sequence[Request]], readout: Readout, replies: Sequence[Reply], **options: Any
     ) -> None:
         for requests, reply in zip(asked, replies, strict=True):
             if not reply.is_cancelled:

@@ -127,7 +127,7 @@ def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypa
             await a.answer()
 
     asyncio.run(ask())
-    assert failed and not service.replies
+    assert failed and not service.handles
     until_idle(service)
     service.look(lambda books: books.check())
 

@@ -156,4 +156,4 @@ def test_numbers_that_are_cancelled_in_the_middle_leave_nothing(folder, kind, mo
         until_idle(llm.engine)
         assert len(steps) < 20
         assert llm.engine.look(lambda books: (books.check(), books.pool.used_slots)[1]) == 0
-        assert not llm.engine.replies
+        assert not llm.engine.handles

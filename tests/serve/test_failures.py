@@ -98,7 +98,7 @@ def test_an_error_of_the_thread_itself_is_told_and_does_not_end_it(llm, monkeypa
             assert httpx.post(server.url + path, json=body, timeout=60).status_code == 500
             assert health(server)[0] == 503
         assert httpx.post(server.url + path, json=body, timeout=60).status_code == 200
-        assert health(server) == (200, "") and not service.replies
+        assert health(server) == (200, "") and not service.handles
 
 
 def test_a_cancellation_between_two_looks_does_not_end_the_thread(llm, monkeypatch):
