@@ -74,12 +74,16 @@ def make_app(state: AppState) -> Direct:
     async def wrong_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.url.path
-        if error.status_code == 405:
-            refusal = Refusal(405, f"{path!r:.200} does not take {request.method}", code="method_not_allowed")
-        else:
-            remedy = "see docs/serving.md for the paths"
-            refusal = Refusal(error.status_code, f"there is no {path!r:.200}", remedy=remedy, code="not_found")
-        refusal.headers.update(error.headers or {})
+        try:
+            state.tenant_of(request.headers)
+            if error.status_code == 405:
+                refusal = Refusal(405, f"{path!r:.200} does not take {request.method}", code="method_not_allowed")
+            else:
+                remedy = "see docs/serving.md for the paths"
+                refusal = Refusal(error.status_code, f"there is no {path!r:.200}", remedy=remedy, code="not_found")
+            refusal.headers.update(error.headers or {})
+        except Refusal as unknown:
+            refusal = unknown
         dialect = next((one.dialect for one in entries if one.dialect.paths.match(path)), OPENAI)
         return dialect.refuse(state, refusal)
 

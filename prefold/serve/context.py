@@ -172,11 +172,7 @@ class Entry:
 
         async def answer(request: Request) -> Response:
             try:
-                tenant = state.keys.tenant(request.headers)
-                if tenant is None:
-                    message, remedy = "the key is missing or unknown", "send Authorization: Bearer KEY"
-                    headers = {"www-authenticate": "Bearer"}
-                    raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=headers)
+                tenant = state.tenant_of(request.headers)
                 request.scope["tenant"] = tenant.name  # for the access log
                 if self.admin and not tenant.admin:
                     message, remedy = "this is for admins", "use the key of an admin"

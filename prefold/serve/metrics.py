@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .state import AppState
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
-_log = logging.getLogger("prefold.serve")
+log = logging.getLogger("prefold.serve")
 
 
 disable_created_metrics()  # series of the times at which others began
@@ -78,7 +78,7 @@ class Metrics:
 
     def log(self, error: Exception) -> None:
         """Writes an error of the server to its log, without anything of the request."""
-        _log.error("a request failed", exc_info=error)
+        log.error("a request failed", exc_info=error)
 
     def text(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""

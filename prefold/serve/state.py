@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +12,8 @@ from ..errors import InputError, PrefoldError, RankError, UnsupportedModelError
 from .batches import Batches
 from .handler import RequestHandler
 from .http import Bodies, Refusal
-from .keys import Keys
-from .metrics import Metrics
+from .keys import Keys, Tenant
+from .metrics import Metrics, log
 from .options import ServeOptions
 from .store import Store
 
@@ -104,6 +105,15 @@ class AppState:
         message = f"the model {name!r:.100} is not served here"
         raise Refusal(404, message, param="model", remedy=remedy, code="model_not_found")
 
+    def tenant_of(self, headers: Mapping[str, str]) -> Tenant:
+        """Returns the tenant whose key the headers of a request hold. Raises Refusal (401) where there is none."""
+        tenant = self.keys.tenant(headers)
+        if tenant is None:
+            message, remedy = "the key is missing or unknown", "send Authorization: Bearer KEY"
+            wanted = {"www-authenticate": "Bearer"}
+            raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=wanted)
+        return tenant
+
     def handler_for_requests(self) -> RequestHandler:
         """Returns the handler. Raises Refusal (503) while there is none, or no more requests are taken."""
         if self.status == "ready" and self.handler is not None:
@@ -114,12 +124,14 @@ class AppState:
         raise Refusal(503, message, remedy="send the request again later", code="unavailable", headers=headers)
 
     def refusal(self, error: Exception) -> tuple[Refusal, str]:
-        """Returns the Refusal that stands for an error, and its message for clients. Errors that are nobody's fault are
-        written to the log, and those that name a path of this machine."""
+        """Returns the Refusal that stands for an error, and its message for clients. Errors of the server are written
+        to the log, and the messages that name a path of this machine."""
         refusal = as_refusal(error)
         message = str(refusal) if self.handler is None else self.handler.public(str(refusal))
-        if message != str(refusal) or (refusal.status >= 500 and refusal is not error):
+        if refusal.status >= 500 and refusal is not error:
             self.metrics.log(error)
+        elif message != str(refusal):
+            log.warning("a request was refused: %s", refusal)
         return refusal, message
 
 

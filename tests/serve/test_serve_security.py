@@ -58,6 +58,9 @@ def test_every_path_asks_for_a_key_and_some_for_an_admins(locked):
             status = client.request(method, path, headers=OTHER, content=b"{}").status_code
             assert (status == 403) == (path in ADMINS), (method, path, status)
             assert client.request(method, path, headers=ADMIN, content=b"{}").status_code not in (401, 403)
+        for method, path, status in (("GET", "/nowhere", 404), ("PUT", "/v1/models", 405), ("GET", "/embed", 405)):
+            assert client.request(method, path).status_code == 401, path
+            assert client.request(method, path, headers=OTHER).status_code == status, path
 
 
 def test_what_others_keep_is_not_there(locked):
@@ -83,7 +86,7 @@ def test_pages_of_other_origins_get_nothing(locked):
         headers = asks | ADMIN
         answers += [client.request(*one, headers=headers, content=b"{}") for one in paths_of(locked)]
         answers += [client.get(path, headers=asks) for path in sorted(OPEN)]
-        assert answers[0].status_code == 405
+        assert answers[0].status_code == 401
         assert not [one.url for one in answers for name in one.headers if name.startswith("access-control")]
         for path in ("/", "/docs"):
             found = client.get(path).headers
