@@ -14,20 +14,6 @@ PrefoldError
 
 from __future__ import annotations
 
-__all__ = [
-    "CheckpointError",
-    "FleetError",
-    "ForkedError",
-    "InputError",
-    "JobError",
-    "MissingExtraError",
-    "OutOfMemoryError",
-    "PrefoldError",
-    "RankError",
-    "UnsupportedModelError",
-    "record_error",
-]
-
 
 class PrefoldError(Exception):
     """PrefoldError is the base of every error that prefold raises on purpose."""

@@ -11,26 +11,6 @@ import numpy as np
 from .options import Grammar, LoopedOptions, SamplerOptions
 from .stats import GenerationStats, Jsonable, Stats
 
-__all__ = [
-    "SHARING_MODES",
-    "Exits",
-    "Generated",
-    "GenerationStats",
-    "Grammar",
-    "Jsonable",
-    "Medium",
-    "Owner",
-    "Readout",
-    "Request",
-    "Result",
-    "Sampling",
-    "Share",
-    "Sharing",
-    "Stats",
-    "TokenLogprobs",
-    "within",
-]
-
 Sharing = Literal["full", "mlp", "off"]
 SHARING_MODES: tuple[Sharing, ...] = ("full", "mlp", "off")
 # Fields of Exits that options are called by too; to the others' names they put "exit_".

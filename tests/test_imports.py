@@ -140,7 +140,7 @@ def test_public_names():
     assert dir(prefold) == sorted(prefold.__all__)
     for name in prefold.__all__:
         assert getattr(prefold, name).__name__ == name if name != "__version__" else prefold.__version__
-    assert {name for name in prefold.errors.__all__ if name[0].isupper()} <= set(prefold.__all__)
+    assert {name for name in vars(prefold.errors) if name[0].isupper()} <= set(prefold.__all__)
     with pytest.raises(AttributeError):
         prefold.nothing  # noqa: B018
 

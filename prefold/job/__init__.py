@@ -11,6 +11,3 @@ from .flow import Job, run_beside
 from .output import OutputOptions, open_output
 from .plan import JobPlan, plan_job
 from .run import Interrupted, Summary, run_job
-
-__all__ = ["Interrupted", "Job", "JobPlan", "OutputOptions", "Summary", "TableForm"]
-__all__ += ["open_output", "plan_job", "run_beside", "run_job"]

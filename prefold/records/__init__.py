@@ -12,18 +12,3 @@ from .formats import TableOptions
 from .record import FORMATS, Parsed, Record, RecordAdapter, Source
 from .source import open_source, open_sources
 from .tables import Columns, TableAdapter
-
-__all__ = [
-    "FORMATS",
-    "Columns",
-    "OpenAIBatch",
-    "Parsed",
-    "Record",
-    "RecordAdapter",
-    "Source",
-    "TableAdapter",
-    "TableOptions",
-    "Template",
-    "open_source",
-    "open_sources",
-]

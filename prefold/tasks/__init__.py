@@ -13,25 +13,3 @@ from .make import TASKS, generation_settings, make_task
 from .rerank import RerankItem, RerankTask
 from .score import ScoreItem, ScoreTask
 from .sentence import EmbedSettings, embed_settings
-
-__all__ = [
-    "TASKS",
-    "ClassifyHeadTask",
-    "ClassifyItem",
-    "ClassifyTask",
-    "EmbedItem",
-    "EmbedSettings",
-    "EmbedTask",
-    "GenerateItem",
-    "GenerateTask",
-    "Inputs",
-    "RerankItem",
-    "RerankTask",
-    "ScoreItem",
-    "ScoreTask",
-    "Task",
-    "Work",
-    "embed_settings",
-    "generation_settings",
-    "make_task",
-]

@@ -15,17 +15,3 @@ from .prompts import (
     rerank_prompt,
 )
 from .tokenizer import Tokenizer
-
-__all__ = [
-    "EMBED_INSTRUCTION",
-    "RERANK_INSTRUCTION",
-    "ChatTemplates",
-    "FewShotPrompt",
-    "Filled",
-    "RerankPrompt",
-    "Tokenizer",
-    "instructed_query",
-    "load_tokenizer",
-    "rerank_prompt",
-    "tokenizer_or_none",
-]
