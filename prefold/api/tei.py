@@ -9,7 +9,8 @@ import numpy as np
 from msgspec import Meta
 
 from ..errors import InputError
-from ..tasks.classify import sigmoids, softmax
+from ..tasks.base import sigmoid
+from ..tasks.classify import softmax
 from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, TaskOrder, Word, doc
 
 Sent = Mapping[str, Any]
@@ -19,7 +20,7 @@ _TYPES: dict[int | str, tuple[int, str]] = {
     "empty": (400, "Empty"), "invalid_json": (400, "Validation"), "unsupported_model": (424, "Backend"),
 }  # fmt: skip
 # What huggingface_hub calls the functions that make scores of logits.
-_FUNCTIONS = {"sigmoid": sigmoids, "softmax": softmax, "none": np.asarray}
+_FUNCTIONS = {"sigmoid": sigmoid, "softmax": softmax, "none": np.asarray}
 Direction = Word("Direction", {"Left": "Left", "Right": "Right"})
 Function = Word("Function", {name: name for name in _FUNCTIONS})
 Inputs = Annotated[Any, doc("A text, or texts.", **TEXT_OR_TEXTS)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # In a checkpoint that has a tower too: what stands before the names of the text model, and of the tower. Versions of
 # transformers wrote them in several ways.
@@ -79,6 +79,36 @@ GPT2 = Names(
         "mlp.c_proj": ("mlp.down_proj",),
     },
     transposed=True,  # transformers' Conv1D
+)
+GGUF = Names(
+    prefix="",
+    lists={"blk": 0},
+    parts={
+        "token_embd": ("embed_tokens",),
+        "output_norm": ("norm",),
+        "output": ("lm_head",),
+        "attn_norm": ("input_layernorm",),
+        "attn_q": ("self_attn.q_proj",),
+        "attn_k": ("self_attn.k_proj",),
+        "attn_v": ("self_attn.v_proj",),
+        "attn_output": ("self_attn.o_proj",),
+        "attn_q_norm": ("self_attn.q_norm",),
+        "attn_k_norm": ("self_attn.k_norm",),
+        "ffn_norm": ("post_attention_layernorm",),
+        "ffn_gate": ("mlp.gate_proj",),
+        "ffn_up": ("mlp.up_proj",),
+        "ffn_down": ("mlp.down_proj",),
+    },
+)
+# Of models that norm attention's and the MLP's results too, before they are added.
+GGUF_OUT_NORMS = replace(
+    GGUF,
+    parts=GGUF.parts
+    | {
+        "post_attention_norm": ("post_attention_layernorm",),
+        "ffn_norm": ("pre_feedforward_layernorm",),
+        "post_ffw_norm": ("post_feedforward_layernorm",),
+    },
 )
 OURO = Names(
     parts={

@@ -7,6 +7,7 @@ results up to floating-point rounding; those by PyTorch alone are differentiable
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,44 +65,26 @@ class Ops:
         return ACTIVATIONS[activation](gate) * up
 
 
-class CompiledOps(Ops):
-    """A CompiledOps computes the operations by the compiled kernels, for float32 and bfloat16 on a CPU. No
-    gradients."""
+class FusedOps(Ops):
+    """A FusedOps computes the operations by kernels that write into what they are given. No gradients.
 
-    def __init__(self, compiled: kernels.Kernels):
-        self._compiled = compiled
+    kernels: our compiled ones, for float32 and bfloat16 on a CPU, or those of `ops_triton`, on a GPU
+    """
+
+    def __init__(self, kernels: Any):
+        self._kernels = kernels
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return x, self._compiled.add_rms_norm(x, delta, weight, eps)
+        return x, self._kernels.add_rms_norm(x, delta, weight, eps)
 
     def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
         if not cos_sin.shape[1]:
             return super().rope(x, cos_sin, norm_weight, eps)
-        self._compiled.rope(x, cos_sin, norm_weight, eps)
+        self._kernels.rope(x, cos_sin, norm_weight, eps)
         return x
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        return self._compiled.gate_mul(gate_up, activation)
-
-
-class TritonOps(Ops):
-    """A TritonOps computes the operations by Triton's kernels, on a GPU. No gradients."""
-
-    def __init__(self) -> None:
-        from . import ops_triton
-
-        self._fused = ops_triton
-
-    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return self._fused.add_rms_norm(x, delta, weight, eps)
-
-    def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        if not cos_sin.shape[1]:
-            return super().rope(x, cos_sin, norm_weight, eps)
-        return self._fused.rope(x, cos_sin, norm_weight, eps)
-
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        return self._fused.gate(gate_up, activation)
+        return self._kernels.gate_mul(gate_up, activation)
 
 
 PYTORCH = Ops()
@@ -117,9 +100,11 @@ def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
     if torch.is_grad_enabled() or (device.type in AUTOCAST and torch.is_autocast_enabled(device.type)):
         return PYTORCH
     if device.type == "cpu" and dtype in kernels.DTYPES and (compiled := kernels.load()):
-        return CompiledOps(compiled)
+        return FusedOps(compiled)
     if runs_triton(device) and dtype in TRITON_DTYPES:
-        return TritonOps()
+        from . import ops_triton
+
+        return FusedOps(ops_triton)
     return PYTORCH
 
 

@@ -11,8 +11,8 @@ HEADS = 16  # worked on at once
 WIDTH = 1024
 
 
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns x + delta, written into x, and its RMS norm; arguments as for `Ops.add_rms_norm`."""
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Writes x + delta into x, and returns its RMS norm; arguments as for `Ops.add_rms_norm`."""
     rows, hidden = x.shape
     out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     if rows:
@@ -21,11 +21,11 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
             x, x if delta is None else delta, weight, out, x.stride(0), 0 if delta is None else delta.stride(0), eps,
             HIDDEN=hidden, PADDED=size, ADD=delta is not None, num_warps=4 if size <= 2048 else 8,
         )  # fmt: skip
-    return x, out
+    return out
 
 
-def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
-    """Returns x turned by its rotary positions, in place; arguments as for `Ops.rope`."""
+def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> None:
+    """Turns x by its rotary positions, in place; arguments as for `Ops.rope`."""
     rows, heads, dim = x.shape
     block = min(HEADS, triton.next_power_of_2(heads))
     if rows:
@@ -34,10 +34,9 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> 
             HALF=dim // 2, PADDED=triton.next_power_of_2(dim // 2), BLOCK=block, NORM=norm_weight is not None,
             num_warps=4,
         )  # fmt: skip
-    return x
 
 
-def gate(gate_up: Tensor, activation: str) -> Tensor:
+def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
     """Returns activation(gate) * up, [rows, width]; arguments as for `Ops.gate`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)

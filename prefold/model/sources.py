@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
 from .config import ModelConfig
+from .names import GGUF, GGUF_OUT_NORMS
 
 
 class TensorSource(Protocol):
@@ -178,34 +179,14 @@ class GGUFSource:
     """
 
     BLOCK = 1 << 20  # numbers dequantised at once: 4 MiB of float32, which caches hold and malloc gives back
-    TOP: ClassVar = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
-    LAYER: ClassVar = {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    # Where attention's and the MLP's results are normed too, before they are added.
-    OUT_NORMS: ClassVar = {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
     IGNORED = ("rope_freqs.weight",)  # part of the config
 
     def __init__(self, file: GGUFFile, config: ModelConfig):
         self.file = file
-        self.roles = self.LAYER | (self.OUT_NORMS if config.out_norms else {})
+        names = GGUF_OUT_NORMS if config.out_norms else GGUF
         self.norm_offset = config.norm_offset  # already added to what is stored
         self.permuted_heads = self._permuted_heads(config)
-        self._stored = {self._name(stored): stored for stored in file.tensors if stored not in self.IGNORED}
+        self._stored = {names.of_tensor(stored)[0]: stored for stored in file.tensors if stored not in self.IGNORED}
         self.shapes = {name: file.tensors[stored].shape for name, stored in self._stored.items()}
 
     def _permuted_heads(self, config: ModelConfig) -> dict[str, int]:
@@ -213,16 +194,6 @@ class GGUFSource:
         if self.file.metadata.get("general.architecture") != "llama":
             return {}
         return {"q_proj": config.heads, "k_proj": config.kv_heads}
-
-    def _name(self, stored: str) -> str:
-        part, _, kind = stored.rpartition(".")
-        if part in self.TOP:
-            return f"{self.TOP[part]}.{kind}"
-        if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", part):
-            number, role = match.groups()
-            if role in self.roles:
-                return f"layers.{number}.{self.roles[role]}.{kind}"
-        return stored  # unknown: reported under its own name
 
     def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
         stored, shape = self._stored[name], self.shapes[name]

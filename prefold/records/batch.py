@@ -16,7 +16,7 @@ from typing import Any
 from ..api import ENDPOINTS, KINDS, openai_error, response_body
 from ..api.body import renamed
 from ..errors import InputError, record_error
-from .fields import check_utf8
+from ..text.valid import valid_text
 from .lines import error_object
 from .record import Parsed, Record, TextSet
 
@@ -162,7 +162,7 @@ def _custom_id(data: dict[str, Any]) -> str | int:
         what = "is missing" if custom_id is None else "is not a text"
         remedy = "give each line a custom_id of its own"
         raise InputError(f"custom_id {what}", field="custom_id", remedy=remedy, code="invalid_line")
-    return check_utf8(custom_id, "custom_id")
+    return valid_text(custom_id, "custom_id")
 
 
 def _request(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:

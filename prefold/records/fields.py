@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import InputError, JobError
 from ..text.prompts import Filled
+from ..text.valid import valid_text
 
 # The deepest nesting of a record. Code that walks a record by recursion must not reach the end of Python's stack.
 MAX_DEPTH = 200
@@ -57,17 +58,6 @@ def is_empty(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and value != value)
 
 
-def check_utf8(text: str, field: str) -> str:
-    """Returns the text. Raises InputError where UTF-8 cannot hold it."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            message = f"{field!r} is not valid UTF-8 at character {error.start}"
-            raise InputError(message, field=field, remedy="re-encode it as UTF-8", code="invalid_utf8") from None
-    return text
-
-
 def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
     """Returns a text as it is, and a number, date or time written out. Raises InputError for anything else.
 
@@ -80,7 +70,7 @@ def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
         remedy = "give it a text, drop the record, or take it as an empty text with --empty keep"
         raise InputError(f"{field!r} is {what}", field=field, remedy=remedy, code=code)
     if isinstance(value, str):
-        return check_utf8(value, field)
+        return valid_text(value, field)
     if isinstance(value, (int, float, Decimal, date, time)) and not isinstance(value, bool):
         return str(value)
     kind = type(value).__name__

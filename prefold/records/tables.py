@@ -9,7 +9,8 @@ from typing import Any
 
 from ..errors import InputError, JobError, record_error
 from ..text.media import Pictured
-from .fields import Template, as_text, check_utf8, is_empty, lookup, parse_cell
+from ..text.valid import valid_text
+from .fields import Template, as_text, is_empty, lookup, parse_cell
 from .lines import error_object, plain
 from .record import Parsed, Record
 
@@ -188,7 +189,7 @@ class TableAdapter:
                 remedy = "give it a text or a whole number"
                 message = f"the id in column {columns.id!r} is {value!r:.100}"
                 raise InputError(message, field=columns.id, remedy=remedy, code="wrong_type")
-            meta["id"] = check_utf8(value, columns.id) if isinstance(value, str) else value
+            meta["id"] = valid_text(value, columns.id) if isinstance(value, str) else value
         if columns.keep or columns.keep_all:
             every = data if columns.keep_all else ()
             kept = {self.kept_name(name): plain(data[name]) for name in every if not name == "id" == columns.id}

@@ -379,10 +379,16 @@ class Task:
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
         """Returns a Work for each item, or the InputError of an item that is wrong."""
-        return self.inputs.prepare(items, self._plan)
+        return self.inputs.prepare(
+            items, lambda item, batch: self._plan(as_item(self.item_type, self._named(item)), batch)
+        )
+
+    def _named(self, item: Any) -> Any:
+        """Returns an item that is given without names as one with them: a text stands for the first field."""
+        return item if isinstance(item, (self.item_type, Mapping)) else self.item_type(item)
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
-        """Checks an item and adds its texts to a batch; returns a function that makes its Work once that is encoded."""
+        """Checks an item of `item_type`, adds its texts to a batch and returns what makes its Work once that is encoded."""
         raise NotImplementedError
 
     def finish(self, note: Any, results: Sequence[Any]) -> dict[str, Any]:
@@ -447,6 +453,12 @@ def check_count(value: Any, field: str, *, least: int = 1) -> int:
     if value < least:
         raise InputError(f"{field!r} is {value}", field=field, remedy=remedy, code="out_of_range")
     return int(value)
+
+
+def sigmoid(x: Any) -> Any:
+    """Returns 1 / (1 + exp(-x)) of a number or each number of an array, without overflow."""
+    z = np.exp(-np.abs(x))
+    return np.where(np.asarray(x) >= 0, 1.0, z) / (1.0 + z)
 
 
 TRIES = 16

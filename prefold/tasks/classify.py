@@ -21,7 +21,7 @@ from ..text.media import Picture, with_notes
 from ..text.prompts import CONTENT_FREE
 from ..text.valid import valid_text
 from ..types import Readout, Request, Result
-from .base import Inputs, Task, Text, TextBatch, Work, as_item, cut_end, level, work_of
+from .base import Inputs, Task, Text, TextBatch, Work, cut_end, level, sigmoid, work_of
 from .score import PairOfIds, add_joint, add_pair, leading_ids
 
 
@@ -112,7 +112,6 @@ class ClassifyTask(Task):
         return task
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
-        item = as_item(ClassifyItem, item if isinstance(item, (ClassifyItem, Mapping)) else ClassifyItem(item))
         if self.calibrate and item.adapter not in (None, self.inputs.adapter):
             message = f"the labels were calibrated with {self.inputs.adapter or 'no adapter'}, not {item.adapter!r}"
             raise InputError(message, field="adapter", remedy="calibrate with one adapter for all texts")
@@ -221,7 +220,6 @@ class ClassifyHeadTask(Task):
         self.readout = Readout("head")
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
-        item = as_item(ClassifyItem, item if isinstance(item, (ClassifyItem, Mapping)) else ClassifyItem(item))
         seen: list[Picture] = []
         if isinstance(item.text, (tuple, list)) and [*map(type, item.text)] == [str, str]:
             maker = self._plan_pair(item.text, batch)
@@ -264,7 +262,7 @@ class ClassifyHeadTask(Task):
 
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
         logits = np.asarray(results[0].values, dtype=np.float64)
-        probabilities = sigmoids(logits) if self.multi_label else softmax(logits)
+        probabilities = sigmoid(logits) if self.multi_label else softmax(logits)
         line = {
             "label": self.labels[int(np.argmax(logits))],
             "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
@@ -272,12 +270,6 @@ class ClassifyHeadTask(Task):
             "num_tokens": note["tokens"],
         }
         return with_notes(line, note)
-
-
-def sigmoids(logits: np.ndarray) -> np.ndarray:
-    """Returns the sigmoid of each value, without overflow."""
-    values: np.ndarray = 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
-    return values
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from ..text import Filled, Tokenizer, instructed_query
 from ..text.media import Picture, Pictured, with_notes
 from ..text.valid import valid_text
 from ..types import Readout, Request, Result
-from .base import Inputs, Task, TextBatch, Work, as_item, check_count, work_of
+from .base import Inputs, Task, TextBatch, Work, check_count, work_of
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 
 
@@ -102,7 +102,6 @@ class EmbedTask(Task):
         return value
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
-        item = as_item(EmbedItem, item if isinstance(item, (EmbedItem, Mapping)) else EmbedItem(item))
         dimensions = None if item.dimensions is None else self._dimensions(item.dimensions)
         many = is_list_of_texts(item.text)
         texts = list(item.text) if many else [item.text]

@@ -19,7 +19,7 @@ from ..text.chat import THINK
 from ..text.grammar import example_of
 from ..text.media import Chat, Picture, Pictured, all_images, chat_of, refuse_images, too_long, with_notes
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
-from .base import TRUNCATE, Inputs, Task, TextBatch, Work, as_item, columns_of, cut_columns, cut_end, work_of
+from .base import TRUNCATE, Inputs, Task, TextBatch, Work, columns_of, cut_columns, cut_end, work_of
 from .conversations import Conversations, GenerateItem, as_tools, has_images, is_cut, plain_message
 from .sampling import format_grammar, sampling_from
 from .score import leading_ids
@@ -84,8 +84,14 @@ class GenerateTask(Task):
         logprobs = None if top is None else (TokenLogprobs(0.0, ((0, 0.0),) * top),)
         return self.finish({"tokens": 0}, [[Generated((0,), output, "stop", logprobs=logprobs)] * self.sampling.n])
 
+    def _named(self, item: Any) -> Any:
+        """Returns an item: a bare prompt or a list of messages becomes a GenerateItem, and other values stay as they
+        are."""
+        if isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping):
+            return GenerateItem(messages=item)
+        return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray, Pictured)) else item
+
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
-        item = as_item(GenerateItem, _named(item))
         if isinstance(item.prompt, Pictured) and item.images is None:
             item = replace(item, prompt=item.prompt.text, images=item.prompt.images)
         sampling = self._items_sampling(item.sampling) if item.sampling else self.sampling
@@ -339,14 +345,6 @@ class GenerateTask(Task):
         tokenizer = self.inputs.tokenizer
         named = {} if tokenizer is None else {"token": tokenizer.decode([token])}
         return {"id": token, **named, "logprob": logprob}
-
-
-def _named(item: Any) -> Any:
-    """Returns an item: a bare prompt or a list of messages becomes a GenerateItem, and other values stay as they
-    are."""
-    if isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping):
-        return GenerateItem(messages=item)
-    return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray, Pictured)) else item
 
 
 def _plain_ids(request: Request) -> list[int]:

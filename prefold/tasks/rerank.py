@@ -16,7 +16,7 @@ from ..text.media import Picture, check_cut, with_notes
 from ..text.prompts import fields_of, fill
 from ..text.valid import valid_text, wrong_type
 from ..types import Readout, Request, Result
-from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, as_item, check_count, encoded, part_of, work_of
+from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, check_count, encoded, part_of, sigmoid, work_of
 from .embed import is_list_of_texts
 from .sentence import PairSettings
 
@@ -90,8 +90,15 @@ class RerankTask(Task):
         self.truncate = options.truncate
         self.readout = Readout("logits", word_ids(inputs, options.words)) if settings is None else Readout("head")
 
+    def _named(self, item: Any) -> Any:
+        """Returns an item: a pair becomes a RerankItem, and other values stay as they are."""
+        if isinstance(item, (tuple, list)) and len(item) == 2:
+            query, value = item
+            several = is_list_of_texts(value) or (isinstance(value, (list, tuple)) and len(value) == 0)
+            return RerankItem(query, documents=value) if several else RerankItem(query, document=value)
+        return item
+
     def _plan(self, item: Any, batch: TextBatch) -> Any:
-        item = as_item(RerankItem, _named(item))
         seen: list[Picture] = []
         query = self.inputs.bounded(self.inputs.said(item.query, "query", seen), "query", remedy=QUERY_TOO_LONG)
         wanted = self.instruction if item.instruction is None else item.instruction
@@ -179,7 +186,7 @@ class RerankTask(Task):
 
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
         margins = [self._margin(result) for result in results]
-        scores = margins if self.raw_scores else [sigmoid(margin) for margin in margins]
+        scores = margins if self.raw_scores else sigmoid(np.array(margins)).tolist()
         if not note.get("list"):
             return with_notes({"score": scores[0], "num_tokens": note["tokens"]}, note)
         # Documents are ordered by the margin, since far from zero the sigmoid rounds different margins to one score.
@@ -192,12 +199,6 @@ class RerankTask(Task):
     def _margin(self, result: Result) -> float:
         values = result.values
         return float(values[0]) if self.readout.kind == "head" else float(values[0]) - float(values[1])
-
-
-def sigmoid(x: float) -> float:
-    """Returns 1 / (1 + exp(-x)), without overflow."""
-    z = float(np.exp(-abs(x)))
-    return 1.0 / (1.0 + z) if x >= 0 else z / (1.0 + z)
 
 
 def word_id(tokenizer: Tokenizer, word: str) -> int:
@@ -221,15 +222,6 @@ def word_ids(inputs: Inputs, words: Sequence[str]) -> tuple[int, int]:
         raise InputError(message, field="words", remedy="give two different ones")
     inputs.check_ids(np.array((yes, no)), "words")
     return yes, no
-
-
-def _named(item: Any) -> Any:
-    """Returns an item: a pair becomes a RerankItem, and other values stay as they are."""
-    if isinstance(item, (tuple, list)) and len(item) == 2:
-        query, value = item
-        several = is_list_of_texts(value) or (isinstance(value, (list, tuple)) and len(value) == 0)
-        return RerankItem(query, documents=value) if several else RerankItem(query, document=value)
-    return item
 
 
 def _documents(item: RerankItem) -> tuple[list[Any], list[str]]:

@@ -18,7 +18,7 @@ from ..text import Filled, Tokenizer
 from ..text.media import ImageIds, Picture, check_cut, notes_of, with_notes
 from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
-from .base import Inputs, Task, Text, TextBatch, Work, as_item, check_count, encoded
+from .base import Inputs, Task, Text, TextBatch, Work, check_count, encoded
 
 CONTINUATION_TOO_LONG = "shorten it, since truncation cuts the prompt only"
 PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
@@ -70,8 +70,17 @@ class ScoreTask(Task):
             self.prefix_token = inputs.tokenizer.eos_id if inputs.tokenizer.bos_id is None else inputs.tokenizer.bos_id
         self.readout = Readout("logprobs")
 
+    def _named(self, item: Any) -> Any:
+        """Returns an item: a pair or a bare text becomes a ScoreItem. A list of numbers is a text in token ids."""
+        if isinstance(item, (str, np.ndarray)):
+            return ScoreItem(text=item)
+        if isinstance(item, (list, tuple)) and len(item) == 2 and not isinstance(item[0], (int, np.integer)):
+            return ScoreItem(prompt=item[0], continuation=item[1])
+        if isinstance(item, (list, tuple)):
+            return ScoreItem(text=item)
+        return item
+
     def _plan(self, item: Any, batch: TextBatch) -> Any:
-        item = as_item(ScoreItem, _named(item))
         seen: list[Picture] = []
         if item.text is not None:
             if item.prompt is not None or item.continuation is not None:
@@ -241,14 +250,3 @@ def rolling_stretches(
         stop = min(done + size, ids.size)
         yield ids[stop - size - 1 : stop - 1], ids[done:stop]
         done = stop
-
-
-def _named(item: Any) -> Any:
-    """Returns an item: a pair or a bare text becomes a ScoreItem. A list of numbers is a text in token ids."""
-    if isinstance(item, (str, np.ndarray)):
-        return ScoreItem(text=item)
-    if isinstance(item, (list, tuple)) and len(item) == 2 and not isinstance(item[0], (int, np.integer)):
-        return ScoreItem(prompt=item[0], continuation=item[1])
-    if isinstance(item, (list, tuple)):
-        return ScoreItem(text=item)
-    return item

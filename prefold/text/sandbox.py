@@ -25,7 +25,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InputError
-from .valid import is_unicode
 
 
 def write(name: str, source: str, values: Mapping[str, Any]) -> str:
@@ -49,8 +48,7 @@ def write(name: str, source: str, values: Mapping[str, Any]) -> str:
         if values.get("tools") and "tools" not in variables:
             values = {**values, "messages": with_tools(values["messages"], values["tools"])}
         text = _write(template, values)
-        if not is_unicode(text):
-            raise ValueError("it wrote half of a surrogate pair, which is not valid Unicode")
+        text.encode()  # raises where a template writes half of a surrogate pair
     return text
 
 

@@ -11,15 +11,6 @@ def wrong_type(value: object, field: str, wanted: str, remedy: str) -> InputErro
     return InputError(message, field=field, remedy=remedy, code="wrong_type")
 
 
-def is_unicode(text: str) -> bool:
-    """Returns whether UTF-8 can hold `text`: whether it has no half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def check_said(text: str, field: str, *, blank: bool = False) -> None:
     """Raises InputError for a text that is empty, and for one of white space alone, unless `blank` texts are taken.
 

@@ -24,7 +24,7 @@ def both(on_triton, monkeypatch):  # noqa: F811
         from prefold.model import ops_triton
 
         used = []
-        for name in ("add_rms_norm", "gate", "rope"):
+        for name in ("add_rms_norm", "gate_mul", "rope"):
             kernel = getattr(ops_triton, name)
             monkeypatch.setattr(ops_triton, name, lambda *a, kernel=kernel: used.append(1) or kernel(*a))
         with torch.inference_mode():

@@ -13,7 +13,7 @@ from tiny import tiny_checkpoint
 from prefold import LLM
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.tasks import RerankItem, make_task
-from prefold.tasks.rerank import sigmoid
+from prefold.tasks.base import sigmoid
 from prefold.text import RERANK_INSTRUCTION
 from prefold.types import Readout
 
