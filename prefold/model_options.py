@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, fields
+from numbers import Real
 from os import PathLike
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from .errors import InputError
-from .options import check_options, check_values, is_a, option, wrong_value
+from .options import check_options, check_values, option, wrong_value
 
 T = TypeVar("T")
 
@@ -177,9 +178,8 @@ class StepOptions(_Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         threshold, name = self.sharing_threshold, "sharing_threshold"
-        if threshold != "auto" and not (is_a(float, threshold) and 0 < threshold <= 1):
-            remedy = 'give "auto", or a number above 0 and at most 1'
-            raise InputError(f"{name} is {threshold!r}", field=name, remedy=remedy)
+        if threshold != "auto" and not (isinstance(threshold, Real) and threshold is not True and 0 < threshold <= 1):
+            raise wrong_value(name, threshold, 'give "auto", or a number above 0 and at most 1')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
+from math import isfinite
+from numbers import Real
 from operator import attrgetter
 from textwrap import fill
 from typing import Any, ClassVar, Literal, TypeVar
@@ -265,18 +267,13 @@ def check_values(options: object, declared: Iterable[Field[Any]]) -> None:
     """Raises InputError for a value of one of these options that its declaration does not allow."""
     for entry in declared:
         value, kind = getattr(options, entry.name), kind_of(entry)
-        allowed, least, most, above = (entry.metadata[name] for name in ("one_of", "least", "most", "above"))
+        allowed = entry.metadata["one_of"]
         if allowed and not any(type(value) is type(each) and value == each for each in allowed):
             raise wrong_value(entry.name, value, f"use one of {', '.join(repr(each) for each in allowed)}")
         if allowed or kind is None or (value is None and entry.default is None):
             continue
-        if not is_a(kind, value):
-            wanted = {bool: "True or False", str: "a text", int: "a whole number", float: "a number"}[kind]
-            raise wrong_value(entry.name, value, f"give {wanted}", "wrong_type")
-        enough = least is None or (value > least if above else value >= least)
-        if not enough or not (most is None or value <= most):  # what is no number is neither
-            remedy = f"give more than {least}" if above else f"give {least} or more"
-            raise wrong_value(entry.name, value, remedy if most is None else f"{remedy}, at most {most}")
+        limits = {name: entry.metadata[name] for name in ("least", "most", "above")}
+        object.__setattr__(options, entry.name, checked(kind, value, entry.name, **limits, quoted=False))
 
 
 def wrong_value(name: str, value: object, remedy: str, code: str = "invalid_input") -> InputError:
@@ -284,11 +281,42 @@ def wrong_value(name: str, value: object, remedy: str, code: str = "invalid_inpu
     return InputError(f"{name} is {value!r:.80}", field=name, remedy=remedy, code=code)
 
 
-def is_a(kind: type, value: Any) -> bool:
-    """Returns whether a value is a `kind`; a NumPy integer is a whole number, and True is none."""
-    if kind in (int, float):
-        return hasattr(value, "__index__" if kind is int else "__float__") and not isinstance(value, bool)
-    return isinstance(value, kind)
+_WORDS: dict[type, str] = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}
+
+
+def checked(
+    kind: type,
+    value: Any,
+    field: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: bool = False,
+    quoted: bool = True,
+) -> Any:
+    """Returns a value as a bool, str, int or float, `kind`. Raises InputError for a value of another type, or out of
+    bounds.
+
+    A whole number may come as 5.0, as out of a table, and numbers may be NumPy's. above: `least` itself is not allowed.
+    quoted: whether the message quotes the field, which may then be renamed.
+    """
+    wanted = "give " + _WORDS[kind]
+    if least is not None:
+        wanted += f", more than {least}" if above else f", {least} or more"
+    wanted += "" if most is None else f", at most {most}"
+    name, is_bool = repr(field) if quoted else field, type(value).__name__ in ("bool", "bool_")  # NumPy's too
+    if kind is str or kind is bool:
+        fits = isinstance(value, str) if kind is str else is_bool
+    else:
+        fits = isinstance(value, Real) and not is_bool and (kind is float or value == value // 1)
+    if not fits:
+        raise InputError(f"{name} is {value!r:.200}", field=field, remedy=wanted, code="wrong_type")
+    value = value if kind is str else kind(value)  # a text may be more than a str
+    # What is no number is within no bounds.
+    low = least is None or (value > least if above else value >= least)
+    if not low or not (most is None or value <= most) or (kind is float and not isfinite(value)):
+        raise InputError(f"{name} is {value!r:.200}", field=field, remedy=wanted, code="out_of_range")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

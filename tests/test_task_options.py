@@ -135,7 +135,12 @@ class MadeUp(ModelOptions):
 
 @pytest.mark.parametrize(
     ("given", "remedy"),
-    [(0, "give more than 0, at most 1"), (1.5, "at most 1"), (float("nan"), "at most 1"), ("1", "give a number")],
+    [
+        (0, "give a number, more than 0, at most 1"),
+        (1.5, "at most 1"),
+        (float("nan"), "at most 1"),
+        ("1", "give a number"),
+    ],
 )
 def test_a_new_option_of_a_model_is_checked_as_it_is_declared(given, remedy):
     assert MadeUp(share=1).share == 1

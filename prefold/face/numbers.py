@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, Unpack, cast, overload
 import numpy as np
 
 from ..errors import InputError
-from ..tasks.base import check_count
+from ..options import checked
 from ..tasks.run import finish_items
 from .arguments import Text, Vector, as_items, as_texts, check_errors, first_error, pair_up
 from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
@@ -96,7 +96,7 @@ class NumericTasks(TaskRunner):
             what = "one text" if single else "empty"
             raise InputError(f"documents is {what}", field="documents", remedy="give a list of texts")
         if top_n is not None:
-            check_count(top_n, "top_n")  # before anything is computed
+            checked(int, top_n, "top_n", least=1)  # before anything is computed
         progress = options.pop("progress", False)
         call = CallForm("documents", back=check_errors(errors), progress=progress)
         task: Any = self.task("rerank", **options)

@@ -388,7 +388,8 @@ class Task:
         return item if isinstance(item, (self.item_type, Mapping)) else self.item_type(item)
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
-        """Checks an item of `item_type`, adds its texts to a batch and returns what makes its Work once that is encoded."""
+        """Checks an item of `item_type` and adds its texts to a batch; returns a function that makes its Work once the
+        batch is encoded."""
         raise NotImplementedError
 
     def finish(self, note: Any, results: Sequence[Any]) -> dict[str, Any]:
@@ -442,17 +443,6 @@ def cut_end(ids: np.ndarray, over: int, field: str, *, left: bool = False) -> np
     kept = ids[over:] if left else ids[: ids.size - over]
     check_cut(ids, kept, field)
     return kept
-
-
-def check_count(value: Any, field: str, *, least: int = 1) -> int:
-    """Returns `value`, a whole number of at least `least`. Raises InputError for any other value."""
-    remedy = f"give a whole number from {least}"
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        message = f"{field!r} is {value!r}, not a whole number"
-        raise InputError(message, field=field, remedy=remedy, code="wrong_type")
-    if value < least:
-        raise InputError(f"{field!r} is {value}", field=field, remedy=remedy, code="out_of_range")
-    return int(value)
 
 
 def sigmoid(x: Any) -> Any:

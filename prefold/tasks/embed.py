@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
-from ..options import EmbedOptions
+from ..options import EmbedOptions, checked
 from ..text import Filled, Tokenizer, instructed_query
 from ..text.media import Picture, Pictured, with_notes
 from ..text.valid import valid_text
 from ..types import Readout, Request, Result
-from .base import Inputs, Task, TextBatch, Work, check_count, work_of
+from .base import Inputs, Task, TextBatch, Work, work_of
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 
 
@@ -93,7 +93,7 @@ class EmbedTask(Task):
         return ("" if name is None else prompts[name]), ""
 
     def _dimensions(self, value: Any) -> int:
-        value = check_count(value, "dimensions")
+        value = checked(int, value, "dimensions", least=1)
         config = self.inputs.config
         if config is not None and value > config.hidden:
             message = f"'dimensions' is {value}; the model's vectors have {config.hidden}"

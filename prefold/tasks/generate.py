@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..options import GenerationOptions
+from ..options import GenerationOptions, checked
 from ..prefix import MEDIA_BASE
 from ..text import Filled
 from ..text.chat import THINK
@@ -98,8 +98,8 @@ class GenerateTask(Task):
         # A prompt is too long for the max_tokens that was asked for, but never for a default.
         is_limited = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
         beside = {
-            "salt": _of_type(self.salt if item.salt is None else item.salt, "salt", str),
-            "priority": _of_type(self.priority if item.priority is None else item.priority, "priority", int),
+            "salt": checked(str, self.salt if item.salt is None else item.salt, "salt"),
+            "priority": checked(int, self.priority if item.priority is None else item.priority, "priority"),
         }
         item = self._bounded(item)
         seen = self._seen(item)
@@ -353,11 +353,3 @@ def _plain_ids(request: Request) -> list[int]:
         message, remedy = "the prompt has images, whose rows are no tokens of the vocabulary", "leave it out"
         raise InputError(message, field="with_ids", remedy=remedy, code="unsupported")
     return request.tokens.tolist()  # type: ignore[no-any-return]
-
-
-def _of_type(value: Any, field: str, kind: type) -> Any:
-    """Returns the value of a field. Raises InputError where it is no `kind`; True and False are no numbers."""
-    if not isinstance(value, kind) or isinstance(value, bool):
-        remedy = "give a text" if kind is str else "give a whole number"
-        raise InputError(f"{field!r} is {value!r}", field=field, remedy=remedy, code="wrong_type")
-    return value

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..options import RerankOptions
+from ..options import RerankOptions, checked
 from ..text import RERANK_INSTRUCTION, Filled, RerankPrompt, Tokenizer, rerank_prompt
 from ..text.media import Picture, check_cut, with_notes
 from ..text.prompts import fields_of, fill
 from ..text.valid import valid_text, wrong_type
 from ..types import Readout, Request, Result
-from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, check_count, encoded, part_of, sigmoid, work_of
+from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, encoded, part_of, sigmoid, work_of
 from .embed import is_list_of_texts
 from .sentence import PairSettings
 
@@ -106,8 +106,12 @@ class RerankTask(Task):
         if self.pair and item.instruction is not None:
             message = "the checkpoint reads query and document as they are, without an instruction"
             raise InputError(message, field="instruction", remedy="leave it out, or give a template")
-        top_n = None if item.top_n is None else check_count(item.top_n, "top_n")
-        most = None if item.max_tokens_per_doc is None else check_count(item.max_tokens_per_doc, "max_tokens_per_doc")
+        top_n = None if item.top_n is None else checked(int, item.top_n, "top_n", least=1)
+        most = (
+            None
+            if item.max_tokens_per_doc is None
+            else checked(int, item.max_tokens_per_doc, "max_tokens_per_doc", least=1)
+        )
         documents, names = _documents(item)
         makers = []
         for value, name in zip(documents, names, strict=True):
@@ -130,7 +134,7 @@ class RerankTask(Task):
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
         """Returns one item made of several that have one document each and the same query, so that they are ranked
         together."""
-        top_n = None if top_n is None else check_count(top_n, "top_n")
+        top_n = None if top_n is None else checked(int, top_n, "top_n", least=1)
         return work_of([request for work in works for request in work.requests], list=True, top_n=top_n)
 
     def _first(self, document: Text, most: int, name: str) -> Text:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields, replace
 from difflib import get_close_matches
 from functools import partial
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import InputError
-from ..options import LoopedOptions, SamplerOptions, kind_of
+from ..options import LoopedOptions, SamplerOptions, checked, kind_of
 from ..text.grammar import check_grammar
 from ..text.valid import valid_text
 from ..types import Grammar, Sampling
@@ -107,39 +105,8 @@ def format_grammar(value: Any) -> dict[str, Any] | None:
     )
 
 
-def _wrong(value: Any, field: str, wanted: str, code: str = "wrong_type") -> InputError:
-    return InputError(f"{field!r} is {value!r:.200}", field=field, remedy=f"give {wanted}", code=code)
-
-
-def _whole(value: Any, field: str, *, least: int | None = None, most: int | None = None) -> int:
-    wanted = "a whole number" + (f" from {least}" if least is not None else "")
-    wanted += f" to {most}" if most is not None else ""
-    # A whole number that was computed, or read from a table, may come as 5.0.
-    if isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) and value == value // 1:
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise _wrong(value, field, wanted)
-    if (least is not None and value < least) or (most is not None and value > most):
-        raise _wrong(value, field, wanted, "out_of_range")
-    return int(value)
-
-
-def _number(value: Any, field: str, *, least: float = -math.inf, most: float = math.inf, above: bool = False) -> float:
-    """Returns the number `value`, in [least, most], or in (least, most] when `above`. Raises InputError."""
-    wanted = "a number" + (f" {'above' if above else 'from'} {least:g}" if least > -math.inf else "")
-    wanted += f" to {most:g}" if most < math.inf else ""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
-        raise _wrong(value, field, wanted)
-    value = float(value)
-    if not math.isfinite(value) or not least <= value <= most or (above and value == least):
-        raise _wrong(value, field, wanted, "out_of_range")
-    return value
-
-
-def _bool(value: Any, field: str) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise _wrong(value, field, "true or false")
-    return bool(value)
+def _wrong(value: Any, field: str, wanted: str) -> InputError:
+    return InputError(f"{field!r} is {value!r:.200}", field=field, remedy=f"give {wanted}", code="wrong_type")
 
 
 def _listed(value: Any) -> list[Any]:
@@ -160,7 +127,7 @@ def _stop_ids(value: Any, field: str, *, vocab_size: int | None) -> tuple[int, .
 
 
 def _token(value: Any, field: str, vocab_size: int | None) -> int:
-    return _whole(value, field, least=0, most=None if vocab_size is None else vocab_size - 1)
+    return checked(int, value, field, least=0, most=None if vocab_size is None else vocab_size - 1)
 
 
 def _logit_bias(value: Any, field: str, *, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
@@ -179,7 +146,7 @@ def _logit_bias(value: Any, field: str, *, vocab_size: int | None) -> tuple[tupl
         except ValueError:
             raise _wrong(token, field, "token ids as its names") from None
         number = _token(number, field, vocab_size)
-        biases[number] = biases.get(number, 0.0) + _number(bias, field, least=-100, most=100)
+        biases[number] = biases.get(number, 0.0) + checked(float, bias, field, least=-100, most=100)
     return tuple(biases.items())
 
 
@@ -219,7 +186,7 @@ def _json(value: Any, field: str) -> str:
 def _route(value: Any, field: str) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
         raise _wrong(value, field, "a list of blocks")
-    return tuple(_whole(block, field, least=0) for block in value)
+    return tuple(checked(int, block, field, least=0) for block in value)
 
 
 def _choice(value: Any, field: str) -> str:
@@ -230,17 +197,14 @@ def _choice(value: Any, field: str) -> str:
 
 def _check_of(option: Field[Any]) -> Callable[[Any, str], Any]:
     """Returns what checks and converts the values of an option, by its type and bounds."""
-    if kind_of(option) is bool:
-        return _bool
-    bounds = {name: option.metadata[name] for name in ("least", "most") if option.metadata[name] is not None}
-    if kind_of(option) is float:
-        return partial(_number, **bounds, above=option.metadata["above"])
-    return partial(_whole, **bounds)
+    return partial(
+        checked, kind_of(option) or int, **{name: option.metadata[name] for name in ("least", "most", "above")}
+    )
 
 
 _CHECKS = {option.name: _check_of(option) for option in (*fields(SamplerOptions), *fields(LoopedOptions))}
 _CHECKS |= {
-    "top_k": lambda value, field: max(0, _whole(value, field, least=-1)),
+    "top_k": lambda value, field: max(0, checked(int, value, field, least=-1)),
     "exit_visits": _route,
     "route": _route,
 }

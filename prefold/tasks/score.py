@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..options import ScoreOptions
+from ..options import ScoreOptions, checked
 from ..text import Filled, Tokenizer
 from ..text.media import ImageIds, Picture, check_cut, notes_of, with_notes
 from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
-from .base import Inputs, Task, Text, TextBatch, Work, check_count, encoded
+from .base import Inputs, Task, Text, TextBatch, Work, encoded
 
 CONTINUATION_TOO_LONG = "shorten it, since truncation cuts the prompt only"
 PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
@@ -65,7 +65,7 @@ class ScoreTask(Task):
         self.inputs = inputs
         self.truncate = options.truncate
         wanted = options.prefix_token
-        self.prefix_token = None if wanted is None else check_count(wanted, "prefix_token", least=0)
+        self.prefix_token = None if wanted is None else checked(int, wanted, "prefix_token", least=0)
         if wanted is None and inputs.tokenizer is not None:
             self.prefix_token = inputs.tokenizer.eos_id if inputs.tokenizer.bos_id is None else inputs.tokenizer.bos_id
         self.readout = Readout("logprobs")

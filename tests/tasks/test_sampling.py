@@ -119,7 +119,7 @@ def test_the_least_repetition_penalty_is_named():
     """float32 takes smaller ones for 0, which would end an answer before its first token."""
     with pytest.raises(InputError) as caught:
         made(repetition_penalty=1e-46)
-    assert "from 1e-30" in caught.value.remedy and made(repetition_penalty=1e-30).repetition_penalty == 1e-30
+    assert "1e-30 or more" in caught.value.remedy and made(repetition_penalty=1e-30).repetition_penalty == 1e-30
 
 
 @pytest.mark.parametrize(

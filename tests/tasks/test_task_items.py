@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from task_inputs import FakeCheckpoint, tokenizer
 
 from prefold.errors import InputError, JobError
+from prefold.options import checked
 from prefold.tasks import EmbedItem, RerankItem, Work, make_task
-from prefold.tasks.base import Inputs, TextBatch, as_item, attempt, check_count
+from prefold.tasks.base import Inputs, TextBatch, as_item, attempt
 from prefold.types import Request
 
 TOK = tokenizer()
@@ -120,12 +121,12 @@ def test_items_from_mappings():
         assert (error.field, error.code) == (field, code)
 
 
-@pytest.mark.parametrize("value", [True, 1.0, "3", None, 0, -2])
+@pytest.mark.parametrize("value", [True, 1.5, "3", None, 0, -2])
 def test_counts(value):
     with pytest.raises(InputError):
-        check_count(value, "n")
-    assert check_count(np.int64(3), "n") == 3
-    assert check_count(0, "n", least=0) == 0
+        checked(int, value, "n", least=1)
+    assert checked(int, np.int64(3), "n") == checked(int, 3.0, "n") == 3
+    assert checked(int, 0, "n", least=0) == 0
 
 
 def test_pieces_join_texts_and_keep_ids():
