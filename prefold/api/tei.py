@@ -9,8 +9,7 @@ import numpy as np
 from msgspec import Meta
 
 from ..errors import InputError
-from ..tasks.base import sigmoid
-from ..tasks.classify import softmax
+from ..tasks.classify import sigmoid, softmax
 from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, TaskOrder, Word, doc
 
 Sent = Mapping[str, Any]
