@@ -17,7 +17,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from ..cluster.fleet import Fleet
@@ -28,6 +28,7 @@ from ..plugins import add_plugins, plugins
 from ..stream import Feed, LiveInput
 from ..tasks import make_task
 from ..tasks.run import calibrated, calibrated_by, draw_seed, finish, finish_items, results_of, run_items, with_seed
+from ..types import Readout
 
 # What is both, such as a seed, is a task's.
 LLM_OPTIONS = {"tokenizer", *ModelOptions.__dataclass_fields__}
@@ -141,7 +142,7 @@ class RayModel(Model):
         key = json.dumps([model, options, replicas], sort_keys=True, default=str)
         front = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_AT_ONCE)(_Front)
         named = front.options(name=f"prefold-{zlib.crc32(key.encode()):08x}", get_if_exists=True)
-        self._actor = named.remote(_OnRay(model, dict(options), replicas, plugins()))
+        self._actor = named.remote(partial(_open_on_ray, model, dict(options), replicas, plugins()))
 
     def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
         return self._ray.get(self._actor.run_many.remote(name, dict(options), list(items)))
@@ -155,58 +156,40 @@ class RayModel(Model):
         return self._ray.get(self._actor.stats.remote())
 
 
-@dataclass(frozen=True)
-class _OnRay:
-    """Makes the fleet of a model, and what makes its tasks. own: plugins of the driver."""
+def _open_on_ray(model: str, options: dict[str, Any], count: int, own: Sequence[str]) -> tuple[Fleet, Make]:
+    """Returns the fleet of a model, and what makes its tasks. own: plugins of the driver."""
+    from ..cluster.ray_replicas import RayReplicas
 
-    model: str
-    options: dict[str, Any]
-    replicas: int
-    own: Sequence[str]
-
-    def __call__(self) -> tuple[Fleet, Make]:
-        from ..cluster.ray_replicas import RayReplicas
-
-        add_plugins(self.own)
-        make, media = self.tasks()
-        replicas = RayReplicas(self.model, {"threads": 1} | self.options, count=self.replicas, notify=_notify)
-        sharing = self.options.get("sharing", "auto")
-        return Fleet(replicas, sharing="full" if sharing == "auto" else sharing, notify=_notify, media=media), make
-
-    def tasks(self) -> tuple[Make, Any]:
-        """Returns what makes the tasks, and what gives their images ids; None for a model that takes text alone."""
-        from ..checkpoint import resolve
-        from ..model import config_from
-        from ..text import tokenizer_or_none
-
-        options = dict(self.options)
-        tokenizer = options.pop("tokenizer", None)
-        o = model_options(options)
-        known = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
-        checkpoint = resolve(self.model, weights=False, **known)
-        tokenizer = tokenizer_or_none(checkpoint) if tokenizer is None else tokenizer
-        images = None
-        if o.images.tower:
-            config = config_from(checkpoint.config)
-            images = config.image_inputs(checkpoint, tokenizer, hosts=o.images.allow_media_host)
-        beside = {"adapters": tuple(o.adapters or ()), "images": images}
-
-        def make(name: str, options: Mapping[str, Any]) -> Any:
-            return make_task(name, checkpoint, tokenizer, dict(options), **beside)
-
-        return make, None if images is None else images.table
+    add_plugins(own)
+    make, media = tasks_of(model, options)
+    replicas = RayReplicas(model, {"threads": 1} | options, count=count, notify=_notify)
+    sharing = options.get("sharing", "auto")
+    return Fleet(replicas, sharing="full" if sharing == "auto" else sharing, notify=_notify, media=media), make
 
 
-class _Lane:
-    """The requests of one readout on their way to the fleet, which runs one readout at a time."""
+def tasks_of(model: str, options: Mapping[str, Any]) -> tuple[Make, Any]:
+    """Returns what makes the tasks of a model that runs elsewhere, and what gives their images ids; None for a model
+    that takes text alone."""
+    from ..checkpoint import resolve
+    from ..model import config_from
+    from ..text import tokenizer_or_none
 
-    def __init__(self, task: Any, is_urgent: Callable[[_Lane], bool]):
-        self.task = task
-        self.feed = Feed(is_urgent=lambda: is_urgent(self))
+    options = dict(options)
+    tokenizer = options.pop("tokenizer", None)
+    o = model_options(options)
+    known = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
+    checkpoint = resolve(model, weights=False, **known)
+    tokenizer = tokenizer_or_none(checkpoint) if tokenizer is None else tokenizer
+    images = None
+    if o.images.tower:
+        config = config_from(checkpoint.config)
+        images = config.image_inputs(checkpoint, tokenizer, hosts=o.images.allow_media_host)
+    beside = {"adapters": tuple(o.adapters or ()), "images": images}
 
-    @property
-    def waits(self) -> bool:
-        return self.feed.since is not None
+    def make(name: str, options: Mapping[str, Any]) -> Any:
+        return make_task(name, checkpoint, tokenizer, dict(options), **beside)
+
+    return make, None if images is None else images.table
 
 
 class _Front:
@@ -218,11 +201,12 @@ class _Front:
         self._opened.set_running_or_notify_cancel()  # so that no caller can cancel it
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._numbers = itertools.count()
-        self._lanes: list[_Lane] = []
+        # A task of each read-out, and the requests: the fleet runs those of one read-out at a time.
+        self._lanes: dict[Readout, tuple[Any, Feed]] = {}
         self._answers: dict[bytes, Future[Any]] = {}  # of requests without an answer, by tag
         self._failure: Exception | None = None
         self._changed = threading.Condition()
-        self._began = 0.0  # when the run of a lane did
+        self._began = 0.0  # when the run did
         threading.Thread(target=self._drive, name="prefold-front", daemon=True).start()
 
     # ---------------------------------------------------------------------------------------- calls of others
@@ -255,9 +239,9 @@ class _Front:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            lane = next((one for one in self._lanes if one.task.readout == task.readout), None)
-            if lane is None:
-                self._lanes.append(lane := _Lane(task, self._is_over))
+            if task.readout not in self._lanes:
+                self._lanes[task.readout] = task, Feed(is_urgent=partial(self._is_over, task.readout))
+            _, feed = self._lanes[task.readout]
             for number, work in enumerate(works):
                 reads, answers = [], []
                 for part, request in enumerate([] if isinstance(work, InputError) else work.requests):
@@ -268,7 +252,7 @@ class _Front:
                     self._answers[tag] = answer
                     reads.append((with_seed(request, seed, number, part), tag))
                 if reads:
-                    lane.feed.put(reads)
+                    feed.put(reads)
                 out.append(answers)
             self._changed.notify()
         return out
@@ -276,7 +260,7 @@ class _Front:
     # ------------------------------------------------------------------------------------------ in the thread
 
     def _drive(self) -> None:
-        """Runs the requests of one lane after the other, as long as the actor lives."""
+        """Runs the requests of one read-out after the other, as long as the actor lives."""
         try:
             opened = self._open()
             self._opened.set_result(opened)
@@ -286,30 +270,30 @@ class _Front:
         fleet, _ = opened
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: any(lane.waits for lane in self._lanes))
-                lane = next(lane for lane in self._lanes if lane.waits)
-                self._lanes.remove(lane)  # the others come first next time
-                self._lanes.append(lane)
+                readout = self._changed.wait_for(self._waiting)[0]
+                task, feed = self._lanes[readout] = self._lanes.pop(readout)  # the others come first next time
             self._began = time.monotonic()
             try:
-                for tag, answer in results_of(fleet, lane.task, LiveInput(lane.feed, _WINDOW)):  # type: ignore[arg-type]
+                for tag, answer in results_of(fleet, task, LiveInput(feed, _WINDOW)):  # type: ignore[arg-type]
                     self._answers.pop(tag).set_result(answer)
             except Exception as error:
                 self._fail(error)
 
-    def _is_over(self, lane: _Lane) -> bool:
-        """Returns whether the run of a lane should come to its end, as another lane waits. Otherwise it goes on, though
-        nothing is asked: only a run hears of replicas."""
-        others = any(other.waits for other in tuple(self._lanes) if other is not lane)
-        return others and time.monotonic() - self._began > _TURN
+    def _waiting(self) -> list[Readout]:
+        return [readout for readout, (_, feed) in tuple(self._lanes.items()) if feed.since is not None]
+
+    def _is_over(self, readout: Readout) -> bool:
+        """Returns whether the run of a read-out should come to its end, as requests of another wait. Otherwise it goes
+        on, though nothing is asked: only a run hears of replicas."""
+        return time.monotonic() - self._began > _TURN and any(other != readout for other in self._waiting())
 
     def _fail(self, error: Exception) -> None:
         """Ends all calls that wait with an error, and where no replica is left all that come."""
         reason = error if isinstance(error, PrefoldError) else JobError(f"the fleet has failed: {error!r}")
         with self._changed:
             self._failure = reason if isinstance(error, FleetError) else None
-            for lane in self._lanes:
-                while lane.feed.take() is not None:
+            for _, feed in self._lanes.values():
+                while feed.take() is not None:
                     pass
             answers, self._answers = self._answers, {}
         for answer in answers.values():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefold.cluster.block_events import BlockEvents
 from prefold.cluster.leases import LeaseBook, Source
 from prefold.cluster.offline import OfflineSource
 from prefold.cluster.online import OnlineSource
 from prefold.cluster.policies import policy_named
 from prefold.cluster.prefixes import Place, PrefixIndex
 from prefold.cluster.router import Prompt, Router
+from prefold.cluster.vllm_host import BlockEvents
 
 
 def places_of(index: PrefixIndex) -> list[Place]:

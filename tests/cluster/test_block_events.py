@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefold.cluster.block_events import BlockEvents
 from prefold.cluster.router import Router
+from prefold.cluster.vllm_host import BlockEvents
 from tests.cluster.checks import check_blocks
 
 from .fakes import held_by

@@ -175,7 +175,7 @@ def test_tasks_are_made_without_the_weights(tmp_path, sees):
     folder = tiny_vision(tmp_path) if sees else tiny_checkpoint(tmp_path, "llama")
     for file in Path(folder).glob("*.safetensors"):
         file.write_bytes(b"")
-    make, media = shared._OnRay(str(folder), {"adapters": {"fr": "nowhere"}, "dtype": "float32"}, 2, ()).tasks()
+    make, media = shared.tasks_of(str(folder), {"adapters": {"fr": "nowhere"}, "dtype": "float32"})
     task = make("generate", {"max_tokens": 3})
     good, other = task.prepare([{"prompt": "a", "adapter": "fr"}, {"prompt": "a", "adapter": "de"}])
     assert good.requests[0].adapter == "fr" and isinstance(other, InputError)
