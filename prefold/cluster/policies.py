@@ -25,9 +25,9 @@ class Standing:
     waits           float64 [R]: seconds until the replica has done what it was sent
     starts          float64 [R]: seconds until it begins with what it is sent next
     prefill_seconds float64 [R]: seconds for one row of a prompt
-    requests        int64 [R]: requests that it was sent and that have not ended
-    total           int64 [R]: requests that it was ever sent
-    held            int64 [R]: rows in its cache
+    requests        float64 [R]: requests that it was sent and that have not ended
+    total           float64 [R]: requests that it was ever sent
+    held            float64 [R]: rows in its cache
     capacity        float64 [R]: rows that fit; infinite where unknown
     """
 

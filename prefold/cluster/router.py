@@ -15,10 +15,12 @@ import numpy as np
 
 from ..cache.events import CacheEvent, CacheEvents, Cleared, Cut, Removed, RowsStored
 from ..errors import InputError
-from .policies import BestStart, Policy, Standing
+from .policies import BestStart, Forgetful, Policy, Standing
 from .prefixes import EstimatedCache, Place, PrefixIndex, token_bytes
 
 _FEW = 16  # outputs that have ended, before their mean is believed
+# What a Standing has of each replica, beside what this holds of the prompt.
+_COLUMNS = ("waits", "starts", "prefill_seconds", "requests", "total", "held", "capacity")
 _FORGET = 0.98  # of what was measured, at each measurement: the last 50 count
 
 
@@ -149,11 +151,6 @@ class ReplicaLoad:
         return prefill * speed.prefill + decode * speed.decode
 
 
-# What policies look at of each replica, besides what it holds of a prompt (see `Standing`).
-_ROW = np.dtype([("allowed", bool), ("waits", float), ("starts", float), ("prefill_seconds", float),
-                 ("requests", np.int64), ("total", np.int64), ("held", np.int64), ("capacity", float)])  # fmt: skip
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Prompt:
     """What the router looks at of a request.
@@ -211,7 +208,6 @@ class Router:
         self._members: dict[Hashable, _Member] = {}
         self._numbers: list[_Member | None] = []
         self._outputs = Outputs()
-        self._grow(0)
 
     # -------------------------------------------------------------------------------------------------- replicas
 
@@ -233,12 +229,10 @@ class Router:
         number = next((i for i, one in enumerate(self._numbers) if one is None), len(self._numbers))
         if number == len(self._numbers):
             self._numbers.append(None)
-            self._grow(number + 1)
         estimate = None if reports else EstimatedCache(*(() if capacity is None else (capacity,)))
         room = np.inf if capacity is None else float(capacity)
         member = _Member(name, number, ReplicaLoad(speed or Speed(), self._outputs), room, estimate)
         self._numbers[number] = self._members[name] = member
-        self._note(member)
 
     def leave(self, name: Hashable) -> list[Hashable]:
         """A replica is there no more; returns the keys of the requests that it was sent and that have not ended."""
@@ -248,7 +242,6 @@ class Router:
             self.index.unsend(self.in_flight.pop(key).place, member.number)
         self._forget(member)
         self._numbers[member.number] = None
-        self._columns["allowed"][member.number] = False
         return lost
 
     def load(self, name: Hashable) -> ReplicaLoad:
@@ -279,7 +272,6 @@ class Router:
             member.is_whole = True
         except KeyError:  # it follows something that was not told
             member.is_whole = False
-        self._columns["held"][member.number] = member.held
         return member.is_whole
 
     def _apply(self, member: _Member, event: CacheEvent) -> None:
@@ -325,7 +317,7 @@ class Router:
 
     def seconds_to_wait(self, replica: Hashable) -> float:
         """Returns how long a replica needs for what it was sent and has not done."""
-        return float(self._columns["waits"][self._members[replica].number])
+        return self._members[replica].load.seconds
 
     def _matched(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
         rows = np.zeros(len(self._numbers), np.int64)
@@ -346,7 +338,7 @@ class Router:
 
         among  those that may get it; None: all
         """
-        standing = self._standing(prompt, among)
+        standing = self._standing(prompt, self._members if among is None else among)
         if not standing.allowed.any():
             return None
         member = self._numbers[self.policy.choose(standing)]
@@ -358,25 +350,22 @@ class Router:
         if key in self.in_flight:
             raise InputError(f"the request {key!r} was sent already", field="key", remedy="give each its own key")
         member = self._members[replica]
-        standing = self._standing(prompt, None)
-        self.policy.sent(standing, member.number)
-        matched = int(standing.matched[member.number])
+        if not isinstance(self.policy, Forgetful):
+            self.policy.sent(self._standing(prompt, self._members), member.number)
         tokens, held = token_bytes(prompt.tokens), 0
+        matched = int(self._matched(prompt.namespace, tokens)[member.number])
         if member.estimate is not None:
             held = int(self._matched(prompt.namespace, tokens, with_coming=False)[member.number])
         place = self.index.enter(self.index.root(prompt.namespace), tokens)
         self.index.send(place, member.number)
         sent = Sent(replica, prompt, matched, place, held)
         self.in_flight[key] = sent
-        member.load.send(standing.rows - matched, prompt.limit)
-        self._note(member)
+        member.load.send(len(prompt.tokens) - matched, prompt.limit)
         return sent
 
     def worked(self, replica: Hashable, prefill_rows: int, decode_rows: int, seconds: float) -> None:
         """A replica has computed these rows, in so many seconds. Where that is not told, load falls as requests end."""
-        member = self._members[replica]
-        member.load.work(prefill_rows, decode_rows, seconds)
-        self._note(member)
+        self._members[replica].load.work(prefill_rows, decode_rows, seconds)
 
     def end(self, key: Hashable, *, output_rows: int | None = None, cached_rows: int | None = None) -> Sent:
         """A request has ended.
@@ -398,7 +387,6 @@ class Router:
         self.index.unsend(sent.place, member.number)
         computed = 0 if output_rows is None else rows - (sent.matched if cached_rows is None else cached_rows)
         member.load.end((rows - sent.matched, prompt.limit), (computed, output_rows or 0))
-        self._note(member)
         return sent
 
     def expected_output(self, limit: int) -> int:
@@ -406,33 +394,21 @@ class Router:
         that have ended."""
         return self._outputs.expected(limit)
 
-    # -------------------------------------------------------------------------------------------------- arrays
-
-    def _standing(self, prompt: Prompt, among: Collection[Hashable] | None) -> Standing:
-        tokens = token_bytes(prompt.tokens)
-        columns = self._columns
-        if among is not None:
-            allowed = np.zeros(len(self._numbers), bool)
-            allowed[[self._members[name].number for name in among]] = True
-            columns = columns | {"allowed": allowed}
+    def _standing(self, prompt: Prompt, among: Collection[Hashable]) -> Standing:
+        tokens, members = token_bytes(prompt.tokens), self._numbers
+        rows = np.zeros((len(members), len(_COLUMNS)))
+        for member in filter(None, members):
+            load = member.load
+            starts = load.seconds_to_start(member.capacity)
+            totals = load.requests, load.total, member.held, member.capacity
+            rows[member.number] = load.seconds, starts, load.speed.prefill, *totals
         return Standing(
             rows=len(prompt.tokens),
             prefix=tokens if prompt.prefix is None else tokens[: 4 * prompt.prefix],
+            allowed=np.array([member is not None and member.name in among for member in members], bool),
             matched=self._matched(prompt.namespace, tokens),
-            **columns,
+            **dict(zip(_COLUMNS, rows.T, strict=True)),
         )
-
-    def _grow(self, size: int) -> None:
-        table = np.zeros(size, _ROW)
-        if size > 1:
-            table[:-1] = self._table
-        self._table, self._columns = table, {name: table[name] for name in _ROW.names or ()}
-
-    def _note(self, member: _Member) -> None:
-        load = member.load
-        starts = load.seconds_to_start(member.capacity)
-        row = (True, load.seconds, starts, load.speed.prefill, load.requests, load.total, member.held, member.capacity)
-        self._table[member.number] = row
 
 
 def _bits(mask: int) -> list[int]:

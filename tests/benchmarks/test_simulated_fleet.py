@@ -116,7 +116,7 @@ def test_a_fleet_learns_how_fast_its_replicas_are_and_how_much_they_hold():
         feeder = Streamed(cost, count=60, slots=700, requests=requests, learns=learns)
         feeder.joined(0, engine, 0.0)
         told.append(feeder.router.load(0).speed)
-        assert feeder.router._table["capacity"][0] == 700
+        assert feeder.router._members[0].capacity == 700
     assert told[0] == told[2] == Speed() and told[1].prefill == cost.prefill_seconds
 
 
