@@ -18,7 +18,7 @@ from typing import Any
 from ..engine.meter import StepInfo
 from ..errors import FleetError, InputError, JobError
 from ..prefix import RowCost
-from ..stream import LiveInput, Spool, Window, Windows
+from ..stream import LiveInput, Spool, Windows
 from ..stream.order import unique_tokens
 from ..text import Tokenizer
 from ..types import Generated, GenerationStats, Readout, Request, Sharing, Stats
@@ -289,15 +289,14 @@ class FleetRun:
     def _send(self) -> None:
         if self._input is not None:
             self._take_in(self._input)
+        order = self.fleet.replicas.order
         for lease in self.book.send(time.monotonic()):
-            self._give(lease.replica, lease.source.windows(lease))
-
-    def _give(self, name: str, windows: list[Window]) -> None:
-        if self._pictures is not None:
-            windows, fresh, gone = self._pictures.send(name, windows)
-            if fresh or gone:
-                self.fleet.replicas.order(name, "hold", fresh, gone)
-        self.fleet.replicas.order(name, "give", windows)
+            windows = lease.source.windows(lease)
+            if self._pictures is not None:
+                windows, fresh, gone = self._pictures.send(lease.replica, windows)
+                if fresh or gone:
+                    order(lease.replica, "hold", fresh, gone)
+            order(lease.replica, "give", windows)
 
     def _take_in(self, source: LiveInput) -> None:
         """Moves what has come into the window; where nothing comes any more, begins with the rest."""

@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..options import not_sent, sent_names
 from ..prefix import MEDIA_BASE
 from ..text import Tokenizer, tokenizer_or_none
-from ..types import Exits, Generated, Readout, Request, Result, Sampling, Stats
+from ..types import Generated, Readout, Request, Result, Sampling, Stats
 from .replicas import cannot_ask, generation_stats
 
 # What a text begins with that stands for a conversation: the rest of it is JSON {"messages": ...}. The chat template of
@@ -65,8 +65,7 @@ def generation_body(
     knows_all  whether the server knows NOT_OPENAIS; if not, they are sent only where they are not the default
     """
     sampling = request.sampling or Sampling()
-    _check(sampling, with_text)
-    _check_ids(request)
+    _check([request], sampling, with_text)
     always = (*_ALWAYS, *NOT_OPENAIS) if knows_all else _ALWAYS
     values = {name: getattr(sampling, name) for name in (*_ALWAYS, *NOT_OPENAIS, *_WHERE_SET)}
     body: dict[str, Any] = {"model": request.adapter or model}
@@ -118,31 +117,22 @@ def _conversation(text: str) -> dict[str, Any]:
     return conversation
 
 
-def _check(sampling: Sampling, with_text: bool) -> None:
-    """Raises InputError for what is asked and no server gives."""
-    lacks = None
-    if sampling.logprobs is not None:
-        lacks = "logprobs"
-    elif sampling.grammar is not None and sampling.grammar.kind not in ("json_schema", "json"):
-        lacks = sampling.grammar.kind
-    elif not with_text:
-        lacks = "tokens without text"
-    if lacks is not None:
-        raise _lacks(lacks)
-    for name in not_sent(sampling):
-        raise _lacks(name)
-
-
-def _check_exits(exits: Exits | None) -> None:
-    """Raises InputError for exits and routes of a looped model."""
-    for name in () if exits is None else exits.given:
-        raise _lacks(name)
-
-
-def _check_ids(request: Request) -> None:
-    """Raises InputError for a prompt with rows that are no tokens of text."""
-    if len(request.tokens) and int(request.tokens.max()) >= MEDIA_BASE:
-        raise _lacks("image")
+def _check(requests: Sequence[Request], asks: Sampling | Readout, with_text: bool = True) -> None:
+    """Raises InputError for what is asked and no server gives: images, and what `asks` says of exits, routes and
+    tokens."""
+    for request in requests:
+        if len(request.tokens) and int(request.tokens.max()) >= MEDIA_BASE:
+            raise _lacks("image")
+    if isinstance(asks, Readout):
+        lacks = [] if asks.exits is None else list(asks.exits.given)
+    elif asks.logprobs is not None:
+        lacks = ["logprobs"]
+    elif asks.grammar is not None and asks.grammar.kind not in ("json_schema", "json"):
+        lacks = [asks.grammar.kind]
+    else:
+        lacks = [*([] if with_text else ["tokens without text"]), *not_sent(asks)]
+    for what in lacks:
+        raise _lacks(what)
 
 
 def _lacks(what: str) -> InputError:
@@ -193,9 +183,7 @@ def embedding_bodies(
 ) -> list[tuple[str, dict[str, Any]]]:
     """Returns (path, body) for the vectors of some prompts of one adapter: OpenAI's, and TEI's, which knows no
     adapters, for a server that lacks that."""
-    _check_exits(readout.exits)
-    for request in requests:
-        _check_ids(request)
+    _check(requests, readout)
     adapter = requests[0].adapter
     assert all(request.adapter == adapter for request in requests)
     model = adapter or model
@@ -219,7 +207,7 @@ def embeddings_of(answer: Any, count: int) -> list[Result]:
 def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple[str, dict[str, Any]]]:
     """Returns (path, body) of the completions whose prompts' log-probabilities hold what is read of a request, as vLLM
     gives them: of its targets one, whose prompt ends with the last target; of logits one for each of the ids."""
-    _check_exits(readout.exits)
+    _check([request], readout)
     if readout.kind == "logits":
         ends: Sequence[int] = readout.ids
     else:

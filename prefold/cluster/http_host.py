@@ -11,7 +11,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from ..checkpoint import served_name
 from ..errors import InputError, JobError, MissingExtraError
 from ..text import Tokenizer
 from ..types import Request, Stats
-from .backends import Backend
+from .backends import Backend, Options
 from .hosts import AsyncHost, Replicas
 from .http_bodies import (
     NOT_OPENAIS,
@@ -420,8 +420,7 @@ class HttpReplicas(Replicas):
 
     def __init__(self, urls: Sequence[str], model: str, tokenizer: Tokenizer | None, **options: Any):
         for url in urls:
-            _check_url(url)
-        _check_key()
+            _check(url)
         served = ServedModel(model, tokenizer, **options)
         names = [url.rstrip("/").removesuffix("/v1") for url in urls]
         super().__init__(
@@ -429,23 +428,20 @@ class HttpReplicas(Replicas):
         )
 
 
-def _check_url(url: str) -> None:
-    """Raises InputError for what is not the URL of a server."""
+def _check(url: str) -> None:
+    """Raises InputError for what is not the URL of a server, and for a key that no header can hold, which it does not
+    say."""
     name: str | None = None
     try:
         parts = urlsplit(url)
         name = parts.hostname
-        is_one = parts.scheme in ("http", "https") and name and not parts.username and parts.port != 0
+        is_url = parts.scheme in ("http", "https") and name and not parts.username and parts.port != 0
         httpx.URL(url)
     except (ValueError, httpx.InvalidURL):  # such as a port that is none
-        is_one = False
-    if not is_one:
+        is_url = False
+    if not is_url:
         remedy = f"write http://HOST:PORT; a key belongs into the environment, as {API_KEY}"
         raise InputError(f"{name or url!r} is not the URL of a server", field="url", remedy=remedy)
-
-
-def _check_key() -> None:
-    """Raises InputError for a key that no header can hold; it does not say it."""
     key = os.environ.get(API_KEY, "")
     if not (key.isascii() and key.isprintable()):
         remedy = "set it to the key alone, without line ends"
@@ -459,21 +455,15 @@ class _Servers(Backend):
     takes = frozenset({"tokenizer"})
     on_ray = False
 
-    def refusal(self, o: Mapping[str, Any]) -> str:
+    def refusal(self, o: Options) -> str:
         pooling = "--pooling cannot be asked of a server, which pools as its model does; leave it out"
         return pooling if o.get("pooling") else ""
 
-    def options(self, o: Mapping[str, Any], llm: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, o: Options, llm: Options, own: Options) -> dict[str, Any]:
         return {} if o.get("max_running") is None else {"most": o["max_running"]}
 
     def replicas(
-        self,
-        o: Mapping[str, Any],
-        options: Mapping[str, Any],
-        *,
-        checkpoint: Any,
-        tokenizer: Any,
-        notify: Callable[[str], None],
+        self, o: Options, options: Options, *, checkpoint: Any, tokenizer: Any, notify: Callable[[str], None]
     ) -> HttpReplicas:
         how = {"takes_ids": not is_of_bytes(tokenizer), "context": context_of(checkpoint), "patience": o["patience"]}
         return HttpReplicas(o["url"], o["model"], tokenizer, notify=notify, **how, **options)

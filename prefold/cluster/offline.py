@@ -60,6 +60,7 @@ class OfflineSource(Source):
     expected    replicas that are there or shall come: each gets an equal share of the order when it joins
     options     called with the facts of the first replica: how large leases are
     order       reads the requests; None: there is nothing to be sent
+    num_rows    rows of the stream that they make
     max_tokens  of a window
     """
 
@@ -70,9 +71,10 @@ class OfflineSource(Source):
         options: Callable[[ReplicaFacts], LeaseOptions],
         *,
         order: Order | None = None,
+        num_rows: int = 0,
         max_tokens: int = 1 << 20,
     ):
-        self.cost, self.order, self.steals = cost, order, 0
+        self.cost, self.order, self.num_rows, self.steals = cost, order, num_rows, 0
         self._num_left = cost.num_prompts
         self._options_by, self._options = options, LeaseOptions()
         self._max_tokens = max_tokens
@@ -85,12 +87,6 @@ class OfflineSource(Source):
     @property
     def num_left(self) -> int:
         return self._num_left
-
-    @property
-    def num_rows(self) -> int:
-        """Returns the rows of the stream that the requests make."""
-        assert self.order is not None
-        return _num_rows(self.order)
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
         if len(self._replicas) == 1:
@@ -155,9 +151,9 @@ class OfflineSource(Source):
 
     def windows(self, lease: Lease) -> list[Window]:
         assert self.order is not None
-        windows = order_windows(self.order, lease.places, max_tokens=self._max_tokens)
+        requests = chain.from_iterable(self.order.read(start, stop) for start, stop in _ranges_of(lease.places))
         tagged, at = [], 0
-        for window in windows:
+        for window in cut_into_windows(requests, max_tokens=self._max_tokens, is_sorted=True):
             own = lease.places[at : (at := at + window.num_requests)]
             counted = np.where(window.twins, 0, np.diff(window.offsets)).tolist()
             self._under_way.update(zip(own, zip(window.tags, counted, strict=True), strict=True))
@@ -231,11 +227,12 @@ def offline_source(windows: Windows, call: RunCall, row_cost: RowCost, expected:
     expected  replicas that are there or shall come
     """
     order = windows.order()
+    rows = int((order.lengths - order.shared).sum(dtype=np.int64))
     outputs = _expected_outputs(order) if call.readout.kind == "tokens" and len(order) else None
     cost = StreamCost(order.lengths, order.shared, row_cost, outputs=outputs)
 
     def options(facts: ReplicaFacts) -> LeaseOptions:
-        row = cost.total / max(1, _num_rows(order))
+        row = cost.total / max(1, rows)
         most = row * windows.max_tokens
         if call.readout.kind == "tokens":
             running = facts.max_running
@@ -244,21 +241,11 @@ def offline_source(windows: Windows, call: RunCall, row_cost: RowCost, expected:
         step = row * (call.max_batch_rows or facts.max_rows)
         return LeaseOptions(least=step / 4, most=most, waiting=facts.at_once, begun=(1 << 30, 2 * step))
 
-    return OfflineSource(cost, expected, options, order=order, max_tokens=windows.max_tokens)
-
-
-def order_windows(order: Order, places: Sequence[int], *, max_tokens: int) -> list[Window]:
-    """Returns the windows of an order's requests at some places, which ascend."""
-    requests = chain.from_iterable(order.read(start, stop) for start, stop in _ranges_of(places))
-    return list(cut_into_windows(requests, max_tokens=max_tokens, is_sorted=True))
+    return OfflineSource(cost, expected, options, order=order, num_rows=rows, max_tokens=windows.max_tokens)
 
 
 def _or_none(segment: Segment) -> Segment | None:
     return segment if segment.start < segment.stop else None
-
-
-def _num_rows(order: Order) -> int:
-    return int(order.lengths.sum(dtype=np.int64) - order.shared.sum(dtype=np.int64))
 
 
 def _expected_outputs(order: Order) -> np.ndarray:

@@ -30,7 +30,7 @@ from ..options import not_sent, sent_names
 from ..prefix import MEDIA_BASE
 from ..stream.window import shared_by
 from ..types import Generated, Request, Sampling, Stats, TokenLogprobs
-from .backends import Backend
+from .backends import Backend, Options
 from .hosts import AsyncHost
 from .replicas import ReplicaFacts, ReplicaReport, RunCall, cannot_ask, generation_stats
 
@@ -503,19 +503,19 @@ class _Vllm(Backend):
     where = "in vLLM"
     takes = frozenset({"backend_option", "tokenizer"})
 
-    def refusal(self, o: Mapping[str, Any]) -> str:
+    def refusal(self, o: Options) -> str:
         what = "--adapter" if o.get("adapter") else "--sharing mlp" if o["sharing"] == "mlp" else ""
         return what and f"vLLM cannot be asked for {what}; leave it out, or leave out --backend vllm"
 
-    def tokenizer(self, o: Mapping[str, Any]) -> str | None:
+    def tokenizer(self, o: Options) -> str | None:
         return o.get("tokenizer") or o["model"]
 
-    def options(self, o: Mapping[str, Any], llm: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, o: Options, llm: Options, own: Options) -> dict[str, Any]:
         place = {name: llm[name] for name in ("device", "threads", "tensor_parallel") if name in llm}
         engine = {theirs: o[ours] for ours, theirs in _NAMES.items() if o.get(ours) is not None}
         return place | {"engine": engine | own, "caching": o["sharing"] != "off"}
 
-    def host(self, model: str, options: Mapping[str, Any]) -> VllmHost:
+    def host(self, model: str, options: Options) -> VllmHost:
         return VllmHost(model, options["engine"], caching=options["caching"])
 
 
