@@ -33,10 +33,10 @@ BUDGETS = {
     "records": (1789, 1750),
     "report": (755, 700),
     "job": (2389, 2050),
-    "cluster": (4630, 3500),
+    "cluster": (4558, 3500),
     "serve": (4501, 3900),
     "simulate": (1225, 1150),
-    "integrations": (1020, 800),
+    "integrations": (1003, 800),
     "cli": (2875, 2500),
 }
 
