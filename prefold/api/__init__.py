@@ -1,10 +1,33 @@
-"""Reads and writes wire formats: the bodies of OpenAI-style requests become items, and results become responses.
+"""Reads and writes wire formats: the bodies of requests become items of tasks, and the tasks' results become responses.
 
-`endpoints.py` says which URL is answered by which task. Nothing here imports torch, or knows of files or sockets.
+Each body is a struct (see `body.py`), which says what it asks of its task and how the response is made. Here is which
+URLs a line of a batch may name, and which body is sent there. Nothing imports torch, or knows of files or sockets.
 """
 
 from __future__ import annotations
 
-from .endpoints import ENDPOINTS, KINDS, TASKS, RequestKind, openai_error, response_body
+from .body import Batchable
+from .completions import Chat, Completion
+from .numbers import Embeddings, Rerank, Scoring
+from .responses import Responses
 
-__all__ = ["ENDPOINTS", "KINDS", "TASKS", "RequestKind", "openai_error", "response_body"]
+__all__ = ["ENDPOINTS", "KINDS", "TASKS"]
+
+# {name of a kind of requests, which the job keeps with each line: its body}
+KINDS: dict[str, type[Batchable]] = {
+    "embeddings": Embeddings, "rerank": Rerank, "score": Scoring, "chat": Chat, "completion": Completion,
+    "response": Responses,
+}  # fmt: skip
+# {URL: the kind of request that it takes}
+ENDPOINTS = {
+    "/v1/embeddings": "embeddings",
+    "/v1/score": "score",
+    "/score": "score",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/rerank": "rerank",
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/responses": "response",
+}
+TASKS = tuple(dict.fromkeys(KINDS[kind].task for kind in ENDPOINTS.values()))

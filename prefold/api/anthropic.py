@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from .answers import Events, GrowingText
 from .body import Body as RequestBody
-from .body import Ignored, Model, TaskOrder, doc, doc_of_option
-from .completions import Chat, chat_body, read_chat
+from .body import Ignored, Model, Served, TaskOrder, doc, doc_of_option
+from .completions import Chat, chat_body
 
 Body = dict[str, Any]
 _TYPES = {
@@ -120,37 +120,34 @@ class CountTokens(RequestBody, kw_only=True):
         "output_config": 'give {"format": {"type": "json_schema", "schema": {...}}}',
     }
 
+    def order(self, served: Served) -> TaskOrder:
+        """Returns what a conversation asks of its task. Raises InputError."""
+        chat: Body = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
+        chat["stop"] = self.stop_sequences
+        chat["messages"] = [new for message in self.messages for new in _messages(message)]
+        if self.system:
+            chat["messages"].insert(0, {"role": "system", "content": _text(self.system)})
+        chat["tools"] = [_tool(tool) for tool in self.tools] or None
+        if self.output_config is not None and self.output_config.format is not None:
+            format = {"schema": self.output_config.format.schema}
+            chat["response_format"] = {"type": "json_schema", "json_schema": format}
+        if (choice := self.tool_choice) is not None:
+            named = {"type": "function", "function": {"name": choice.name}}
+            chat["tool_choice"] = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
+            chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        (item,), meta = Chat.of(chat).read({})
+        is_format = meta.get("format") == "response_format"
+        fields = {"stop": "stop_sequences", "grammar": "output_config.format" if is_format else "tools"}
+        how = {"model": served.model, "id": served.id}
+        events = MessageEvents(meta, **how) if self.stream else None
+        items = [item | {"with_reasoning": False}]
+        return TaskOrder("generate", items, partial(message_body, meta, **how), fields=fields, events=events)
+
 
 class Message(CountTokens, kw_only=True):
     """Continues a conversation."""
 
     max_tokens: Annotated[Any, doc("The most tokens of the answer.", "integer", minimum=1)]
-
-
-def read_message(body: CountTokens, model: str, id: str) -> TaskOrder:
-    """Returns what a conversation asks. Raises InputError. model, id: of the response."""
-    chat: Body = {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p", "top_k")} | {
-        "stop": body.stop_sequences
-    }
-    chat["messages"] = [new for message in body.messages for new in _messages(message)]
-    if body.system:
-        chat["messages"].insert(0, {"role": "system", "content": _text(body.system)})
-    chat["tools"] = [_tool(tool) for tool in body.tools] or None
-    if body.output_config is not None and body.output_config.format is not None:
-        format = {"schema": body.output_config.format.schema}
-        chat["response_format"] = {"type": "json_schema", "json_schema": format}
-    if (choice := body.tool_choice) is not None:
-        named = {"type": "function", "function": {"name": choice.name}}
-        chat["tool_choice"] = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
-        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    ((item,), meta) = read_chat(Chat.of(chat), {})
-    fields = {"stop": "stop_sequences", "grammar": "tools"}
-    if meta.get("format") == "response_format":
-        fields["grammar"] = "output_config.format"
-    make, events = partial(message_body, meta, model=model, id=id), None
-    if body.stream:
-        events = MessageEvents(meta, model=model, id=id)
-    return TaskOrder("generate", [item | {"with_reasoning": False}], make, fields=fields, events=events)
 
 
 def _text(content: str | list[TextBlock]) -> str:
@@ -196,7 +193,7 @@ def _tool(tool: Tool) -> Body:
 # ----------------------------------------------------------------------------------------------------- responses
 
 
-def message_body(meta: Body, results: list[Body], *, model: str, id: str) -> Body:
+def message_body(meta: Body, results: Sequence[Body], *, model: str, id: str) -> Body:
     """Returns the response to a request, by the result of its one item."""
     (choice,), (result,) = chat_body(meta, results)["choices"], results
     message = choice["message"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 import msgspec
@@ -125,6 +126,56 @@ def _parts(kind: type[Body]) -> tuple[list[str], dict[str, type[Body]]]:
     return [one.encode_name for one in fields if one.required], nested
 
 
+@dataclass(frozen=True)
+class TaskOrder:
+    """A TaskOrder is what one request asks of a task.
+
+    task       the task's name
+    items      its items
+    make       (the task's result of each item) -> the body of the response
+    options    of the task, for this request
+    fields     {name of a field of the task's items: what the request calls it}, where they differ
+    share      whether prompts may be shared with others', now or later
+    echo       what is read of prompts that are scored beside their continuations
+    readout    what is read in place of what the task reads; None: what the task reads
+    events     makes the events in which the response is sent; None: it is sent whole
+
+    What a server adds: the `owner` for whom it is, the size of the body in `num_bytes`, the `namespace` within which
+    alone a prefix is shared, and whether the engine `computes` it, or only its prompts are wanted.
+    """
+
+    task: str
+    items: Sequence[Any]
+    make: Callable[[list[dict[str, Any]]], Any] = list
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
+    share: bool = True
+    echo: Any = None
+    readout: Readout | None = None
+    events: Any = None
+    owner: Owner = NOBODY
+    num_bytes: int = 0
+    namespace: str = ""
+    computes: bool = True
+
+
+@dataclass(frozen=True)
+class Served:
+    """Served is what an order depends on besides its body.
+
+    llm           that answers
+    model, id     the model's name in the response, and what makes the response's id different from all others
+    fingerprint   the system_fingerprint of texts
+    max_logprobs  how many of the most likely tokens may be listed at most
+    """
+
+    llm: Any
+    model: str = ""
+    id: str = ""
+    fingerprint: str = ""
+    max_logprobs: int = 0
+
+
 class Settings(Body, kw_only=True):
     """Settings are the fields that all requests to OpenAI's and vLLM's paths have."""
 
@@ -159,6 +210,60 @@ class Settings(Body, kw_only=True):
         # A text goes on at its end, so that it is the beginning of its prompt that is left out.
         cut = {"truncate": "left" if task == "generate" else True}
         return cut if limit < 0 else cut | {"max_length": limit}
+
+
+class Batchable(Settings, kw_only=True):
+    """A Batchable is the body of a request that may be a line of a batch too.
+
+    task    the name of the task that answers it
+    fields  {name of a field of the task's items: what the request calls it}, where they differ
+    prefix  what the response's id begins with; None: it has neither id nor time
+    """
+
+    task: ClassVar[str]
+    fields: ClassVar[Mapping[str, str]] = {}
+    prefix: ClassVar[str | None] = None
+
+    def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns (items of the task, what the response needs, which JSON can hold). Raises InputError.
+
+        defaults  {field of Sampling: value}, in place of OpenAI's own
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def made(cls, meta: Mapping[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the response without its id, time, model and usage."""
+        raise NotImplementedError
+
+    @classmethod
+    def usage(cls, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns how many tokens were read and made, by the result of each item."""
+        tokens = sum(result["num_tokens"] for result in results)
+        return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+    @classmethod
+    def response(
+        cls, meta: Mapping[str, Any], results: Sequence[dict[str, Any]], *, model: str, id: str
+    ) -> dict[str, Any]:
+        """Returns the response. model: its name there; id: what is put behind the prefix of the response's id."""
+        head = {} if cls.prefix is None else {"id": cls.prefix + id, "created": int(time.time())}
+        return head | cls.made(meta, results) | {"model": model, "usage": cls.usage(results)}
+
+    @classmethod
+    def fields_of(cls, meta: Mapping[str, Any]) -> Mapping[str, str]:
+        """Returns what the request calls the fields of the task's items. meta: what the response needs."""
+        return cls.fields | ({"grammar": meta["format"]} if "format" in meta else {})
+
+    def order(self, served: Served) -> TaskOrder:
+        """Returns what the request asks of its task. Raises InputError."""
+        return self.ordered(served, *self.read({}))
+
+    def ordered(self, served: Served, items: Sequence[Any], meta: dict[str, Any], **more: Any) -> TaskOrder:
+        """Returns the order of these items. meta: what the response needs; more: of the order."""
+        make = partial(self.response, meta, model=served.model, id=served.id)
+        options, fields = self.options(self.task), self.fields_of(meta)
+        return TaskOrder(self.task, items, make, options, fields, self.cache_prompt, **more)
 
 
 def converted(
@@ -215,36 +320,3 @@ def renamed(field: str | None, names: Mapping[str, str]) -> str | None:
     if name.partition(".")[0] == "grammar":
         return names.get("grammar", name)
     return field and names.get(name, name) + bracket + index
-
-
-@dataclass(frozen=True)
-class TaskOrder:
-    """A TaskOrder is what one request asks of a task.
-
-    task       the task's name
-    items      its items
-    make       (the task's result of each item) -> the body of the response
-    options    of the task, for this request
-    fields     {name of a field of the task's items: what the request calls it}, where they differ
-    share      whether prompts may be shared with others', now or later
-    echo       what is read of prompts that are scored beside their continuations
-    readout    what is read in place of what the task reads; None: what the task reads
-    events     makes the events in which the response is sent; None: it is sent whole
-
-    What a server adds: the `owner` for whom it is, the size of the body in `num_bytes`, the `namespace` within which
-    alone a prefix is shared, and whether the engine `computes` it, or only its prompts are wanted.
-    """
-
-    task: str
-    items: Sequence[Any]
-    make: Callable[[list[dict[str, Any]]], Any] = list
-    options: Mapping[str, Any] = field(default_factory=dict)
-    fields: Mapping[str, str] = field(default_factory=dict)
-    share: bool = True
-    echo: Any = None
-    readout: Readout | None = None
-    events: Any = None
-    owner: Owner = NOBODY
-    num_bytes: int = 0
-    namespace: str = ""
-    computes: bool = True

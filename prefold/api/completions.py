@@ -6,7 +6,8 @@ value asks for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Annotated, Any, ClassVar
@@ -17,8 +18,20 @@ import msgspec
 from ..errors import InputError
 from ..options import http_names
 from ..tasks.sampling import format_grammar
-from .answers import calls_in, parted, read_tools
-from .body import IDS, OBJECTS, TEXT_OR_TEXTS, Body, Ignored, Settings, Word, doc, doc_of_option
+from .answers import ChoiceText, Events, calls_in, parted, read_tools
+from .body import (
+    IDS,
+    OBJECTS,
+    TEXT_OR_TEXTS,
+    Batchable,
+    Body,
+    Ignored,
+    Served,
+    TaskOrder,
+    Word,
+    doc,
+    doc_of_option,
+)  # fmt: skip
 from .numbers import Prompts
 
 # OpenAI's defaults where they differ from those of Sampling. max_tokens None: until the model's context is full.
@@ -39,6 +52,14 @@ Effort = Word("Effort", {name: name for name in ("none", "minimal", "low", "medi
 Tools = Annotated[Any, doc("Functions that the model may call.", **OBJECTS)]
 ToolChoice = Annotated[Any, doc("auto, none, required, or a function.", "string")]
 _LOGPROB = itemgetter("logprob")
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+Result = dict[str, Any]
+
+
+def openai_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Result]:
+    """Returns (status, body) of an error in OpenAI's form."""
+    kind = _ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code or None}}
 
 
 # ------------------------------------------------------------------------------------------- requests
@@ -52,7 +73,7 @@ class StreamOptions(Body):
     include_obfuscation: Ignored = None
 
 
-class Streamed(Settings, kw_only=True):
+class Streamed(Batchable, kw_only=True):
     """Streamed is a body whose answer may be sent piece by piece."""
 
     stream: Annotated[bool, doc("Whether the answer is sent as server-sent events.")] = False
@@ -65,19 +86,21 @@ class Streamed(Settings, kw_only=True):
     prompt_cache_retention: Ignored = None
     store: Ignored = None
 
-    batch: ClassVar = Settings.batch | {
+    task = "generate"
+    fields: ClassVar = {"stop_ids": "stop_token_ids", "salt": "cache_salt", "with_ids": "return_token_ids"}
+    batch: ClassVar = Batchable.batch | {
         "stream": ((False,), "leave it out, since a batch answers with whole responses")
     }
 
-    @property
-    def usage(self) -> tuple[bool, bool]:
-        """Returns whether a last chunk has the usage, and whether every chunk has the usage so far. Raises
-        InputError."""
+    @classmethod
+    def usage(cls, results: Sequence[Result]) -> Result:
+        return usage_of(results)
+
+    def check_stream_options(self) -> None:
+        """Raises InputError for options of a stream where none is asked for."""
         if self.stream_options is not None and not self.stream:
             message, remedy = "'stream_options' is given without 'stream'", 'give "stream": true'
             raise InputError(message, field="stream_options", remedy=remedy)
-        options = self.stream_options or StreamOptions()
-        return options.include_usage, options.continuous_usage_stats
 
 
 def sampled(parameters: Iterable[str]) -> Any:
@@ -125,6 +148,24 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         "functions": "use tools",
     }
     missing = ("{} is missing", "give it")
+    may_be_empty = True
+
+    def order(self, served: Served) -> TaskOrder:
+        echo = read_echo(self, most=served.max_logprobs)
+        self.check_stream_options()
+        items, meta = self.read({})
+        meta["system_fingerprint"] = served.fingerprint
+        if echo is not None and echo.listed is not None:
+            meta["prompt_logprobs"] = echo.listed
+        if echo is not None and echo.text:
+            meta |= {"echo": [item["prompt"] for item in items], "echo_logprobs": echo.logprobs, "llm": served.llm}
+        events = None
+        if self.stream:
+            samples = items[0]["sampling"].get("n") or 1
+            options = self.stream_options or StreamOptions()
+            events = Chunks(type(self), meta, options, model=served.model, id=served.id, samples=samples)
+        is_scored = echo is not None and echo.top is not None
+        return self.ordered(served, items, meta, echo=echo if is_scored else None, events=events)
 
     def sampling(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Returns the sampling options, and notes in `meta` which parameter asks for a form of the answer."""
@@ -166,8 +207,42 @@ class Chat(Generating):
     reasoning_effort: Effort | None = None
     include_reasoning: Annotated[bool, doc("false: the reasoning of a model that thinks is left out.")] = True
 
+    prefix = "chatcmpl-"
+    fields: ClassVar = Generating.fields | {"logprobs": "top_logprobs"}
     unsupported: ClassVar = Generating.unsupported | {"add_special_tokens": (False,), "echo": (False,)}
-    may_be_empty = True
+
+    def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        tools, calls, grammar = read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        item: dict[str, Any] = {"messages": self.messages, "tools": tools}
+        names = (
+            "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+        )  # fmt: skip
+        item |= {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.reasoning_effort is not None:
+            # What is wrong with the object itself, the task says.
+            own, effort = item.get("chat_template_kwargs", {}), self.reasoning_effort.value
+            item["chat_template_kwargs"] = {"reasoning_effort": effort, **own} if isinstance(own, Mapping) else own
+        meta: dict[str, Any] = {} if self.include_reasoning else {"hides_reasoning": True}
+        sampling = {**CHAT_DEFAULTS, **defaults, **self.sampling(meta)}
+        if calls is not None:
+            meta["calls"] = calls
+        # A response_format is of the message's text, and an answer that must be a call has none.
+        if grammar is not None:
+            if meta.get("format", "response_format") != "response_format":
+                message = f"{meta['format']} and tool_choice exclude each other"
+                raise InputError(message, field="tool_choice", remedy="give one of them")
+            sampling["grammar"], meta["format"] = grammar, "tools"
+        if self.logprobs:
+            sampling["logprobs"] = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise InputError("top_logprobs needs logprobs", field="top_logprobs", remedy='give "logprobs": true')
+        # An answer that a grammar makes is of that form from its beginning on.
+        item["with_reasoning"] = "grammar" not in sampling
+        return [item | {"sampling": sampling} | self.beside], meta
+
+    @classmethod
+    def made(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
+        return chat_body(meta, results)
 
 
 class Completion(Generating, kw_only=True):
@@ -178,54 +253,42 @@ class Completion(Generating, kw_only=True):
     logprobs: Annotated[Any, doc("How many most likely tokens are listed.", "integer", minimum=0)] = None
     echo: Annotated[bool, doc("Whether choices, and their log-probabilities, begin with the prompt.")] = False
 
+    prefix = "cmpl-"
     unsupported: ClassVar = Generating.unsupported | {"add_special_tokens": (True,)}
-    may_be_empty = True
 
+    def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        prompt, meta = self.prompt, dict[str, Any]()
+        if prompt == []:
+            raise InputError("prompt is an empty list", field="prompt", remedy="give it", code="missing_field")
+        prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], (str, list)) else [prompt]
+        sampling = {**COMPLETION_DEFAULTS, **defaults, **self.sampling(meta)}
+        if self.logprobs is not None:
+            sampling["logprobs"] = self.logprobs
+        return [{"prompt": each, "sampling": sampling, **self.beside} for each in prompts], meta
 
-def read_chat(body: Chat, defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns one item of the task, and what the response needs.
-
-    defaults: {field of Sampling: value}, in place of OpenAI's own. Raises InputError.
-    """
-    tools, calls, grammar = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    item: dict[str, Any] = {"messages": body.messages, "tools": tools}
-    names = ("documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-    item |= {name: value for name in names if (value := getattr(body, name)) is not None}
-    if body.reasoning_effort is not None:
-        # What is wrong with the object itself, the task says.
-        own, effort = item.get("chat_template_kwargs", {}), body.reasoning_effort.value
-        item["chat_template_kwargs"] = {"reasoning_effort": effort, **own} if isinstance(own, Mapping) else own
-    meta: dict[str, Any] = {} if body.include_reasoning else {"hides_reasoning": True}
-    sampling = {**CHAT_DEFAULTS, **defaults, **body.sampling(meta)}
-    if calls is not None:
-        meta["calls"] = calls
-    if grammar is not None:  # a response_format is of the message's text, and an answer that must be a call has none
-        if meta.get("format", "response_format") != "response_format":
-            message = f"{meta['format']} and tool_choice exclude each other"
-            raise InputError(message, field="tool_choice", remedy="give one of them")
-        sampling["grammar"], meta["format"] = grammar, "tools"
-    if body.logprobs:
-        sampling["logprobs"] = body.top_logprobs or 0
-    elif body.top_logprobs:
-        raise InputError("top_logprobs needs logprobs", field="top_logprobs", remedy='give "logprobs": true')
-    # An answer that a grammar makes is of that form from its beginning on.
-    item["with_reasoning"] = "grammar" not in sampling
-    return [item | {"sampling": sampling} | body.beside], meta
-
-
-def read_completion(body: Completion, defaults: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns an item of the task for each prompt, and what the response needs.
-
-    defaults: {field of Sampling: value}, in place of OpenAI's own. Raises InputError.
-    """
-    prompt, meta = body.prompt, dict[str, Any]()
-    if prompt == []:
-        raise InputError("prompt is an empty list", field="prompt", remedy="give it", code="missing_field")
-    many = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
-    sampling = {**COMPLETION_DEFAULTS, **defaults, **body.sampling(meta)}
-    if body.logprobs is not None:
-        sampling["logprobs"] = body.logprobs
-    return [{"prompt": p, "sampling": sampling, **body.beside} for p in (prompt if many else [prompt])], meta
+    @classmethod
+    def made(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
+        """Returns the response to a request with one prompt or several; the samples of each follow each other."""
+        choices: list[Result] = []
+        for place, result in enumerate(results):
+            for choice in choices_of(result):
+                text, entries = choice.get("text"), choice.get("logprobs")
+                if "echo" in meta:
+                    prompt = meta["echo"][place]
+                    if not isinstance(prompt, str):
+                        prompt = meta["llm"].tokenizer.decode(prompt, skip_special=False)
+                    text = prompt + (text or "")
+                    if entries is not None:
+                        count = meta["echo_logprobs"]
+                        entries = [*(each | {"top": each["top"][:count]} for each in result["prompt"]), *entries]
+                logprobs = None if entries is None else completion_logprobs(entries)
+                head = {"index": len(choices), "text": text, "logprobs": logprobs}
+                if "prompt_logprobs" in meta:
+                    head["prompt_logprobs"] = prompt_logprobs(result["prompt"], meta["prompt_logprobs"])
+                if "prompt_ids" in result:
+                    head |= {"token_ids": choice["tokens"], "prompt_token_ids": result["prompt_ids"]}
+                choices.append(head | _ending(choice))
+        return {"object": "text_completion", "choices": choices} | _fingerprint(meta)
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
@@ -252,10 +315,10 @@ def _response_format(value: Any) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------ responses
 
 
-def chat_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+def chat_body(meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
     """Returns the response to a chat request, without its id, time, model and usage."""
     choices, (result,) = [], results
-    for index, choice in enumerate(_choices(result)):
+    for index, choice in enumerate(choices_of(result)):
         logprobs = chat_logprobs(choice["logprobs"]) if "logprobs" in choice else None
         content, thought, ending = choice.get("text"), "", _ending(choice)
         if "thinks" in result and content:
@@ -275,33 +338,9 @@ def chat_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, 
         told["prompt_logprobs"] = prompt_logprobs(result["prompt"], meta["prompt_logprobs"])
     if "prompt_ids" in result:
         told["prompt_token_ids"] = result["prompt_ids"]
-        for made, choice in zip(choices, _choices(result), strict=True):
+        for made, choice in zip(choices, choices_of(result), strict=True):
             made["token_ids"] = choice["tokens"]
     return {"object": "chat.completion", "choices": choices} | told
-
-
-def completion_body(meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the response to a request with one prompt or several, without its id, time, model and usage.
-
-    The samples of each prompt follow each other.
-    """
-    choices: list[dict[str, Any]] = []
-    for place, result in enumerate(results):
-        for choice in _choices(result):
-            text, entries = choice.get("text"), choice.get("logprobs")
-            if "echo" in meta:
-                text = meta["echo"][place] + (text or "")
-                if entries is not None:
-                    count = meta["echo_logprobs"]
-                    entries = [*(one | {"top": one["top"][:count]} for one in result["prompt"]), *entries]
-            logprobs = None if entries is None else completion_logprobs(entries)
-            head = {"index": len(choices), "text": text, "logprobs": logprobs}
-            if "prompt_logprobs" in meta:
-                head["prompt_logprobs"] = prompt_logprobs(result["prompt"], meta["prompt_logprobs"])
-            if "prompt_ids" in result:
-                head |= {"token_ids": choice["tokens"], "prompt_token_ids": result["prompt_ids"]}
-            choices.append(head | _ending(choice))
-    return {"object": "text_completion", "choices": choices} | _fingerprint(meta)
 
 
 def reasoning_of(thought: str) -> dict[str, str]:
@@ -313,7 +352,7 @@ def _fingerprint(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {name: meta[name] for name in ("system_fingerprint",) if name in meta}
 
 
-def usage_of(results: list[dict[str, Any]]) -> dict[str, Any]:
+def usage_of(results: Sequence[Result]) -> Result:
     """Returns how many tokens the prompts have, and how many were generated."""
     prompt, generated, cached = (
         sum(result[name] for result in results) for name in ("num_tokens", "num_generated", "cached_tokens")
@@ -321,7 +360,7 @@ def usage_of(results: list[dict[str, Any]]) -> dict[str, Any]:
     details = {"cached_tokens": cached}
     if approximate := sum(result.get("approximate_tokens", 0) for result in results):
         details["approximate_tokens"] = approximate
-    choices = [choice for result in results if "thinks" in result for choice in _choices(result)]
+    choices = [choice for result in results if "thinks" in result for choice in choices_of(result)]
     thought = sum(choice["reasoning_tokens"] for choice in choices)
     made = {"completion_tokens_details": {"reasoning_tokens": thought}} if choices else {}
     return made | {
@@ -332,7 +371,8 @@ def usage_of(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _choices(result: dict[str, Any]) -> list[dict[str, Any]]:
+def choices_of(result: Result) -> list[Result]:
+    """Returns the samples of a result: itself where there is one."""
     return result.get("choices") or [result]
 
 
@@ -372,9 +412,6 @@ def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[s
         "top_logprobs": top,
         "text_offset": offsets[: len(tokens)],
     }
-
-
-Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -428,10 +465,10 @@ def read_echo(body: Any, *, most: int) -> Echo | None:
     return Echo(text, logprobs, listed, is_all)
 
 
-def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[Entry | None]:
+def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[Result | None]:
     """Returns the log-probabilities of a prompt's tokens as vLLM has them: those of each token and of the most likely
     ones, by their ids; null for the first token, before which there is nothing."""
-    found: list[Entry | None] = []
+    found: list[Result | None] = []
     for entry in entries:
         if entry["logprob"] is None:
             found.append(None)
@@ -444,3 +481,125 @@ def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[En
             }
         )
     return found
+
+
+# ------------------------------------------------------------------------------------------------ in pieces
+
+
+class _Choice:
+    """What was sent of one choice. prompt: what the task notes of its prompt; how: how calls are found."""
+
+    def __init__(self, prompt: Result, how: Mapping[str, Any] | None):
+        self.prompt, self.text = prompt, ChoiceText(prompt.get("thinks"), how)
+        self.ids: list[int] = []  # of its tokens so far
+        self.num_ids: int | None = None  # those that were sent
+        self.num_logprobs = self.num_letters = 0  # tokens whose log-probabilities were sent, and their letters
+
+
+class Chunks(Events):
+    """Makes the chunks of one response.
+
+    kind     Chat or Completion
+    options  whether a last chunk says how many tokens there were, and whether every chunk how many there are so far
+    samples  choices of each prompt
+    """
+
+    is_named, mark = False, b"data: [DONE]\n\n"
+
+    def __init__(
+        self, kind: type[Generating], meta: Result, options: StreamOptions, *, model: str, id: str, samples: int
+    ):
+        self._kind, self._meta, self._options = kind, meta, options
+        self._samples, self._chat = samples, issubclass(kind, Chat)
+        name = "chat.completion.chunk" if self._chat else "text_completion"
+        self._head = {"id": f"{kind.prefix}{id}", "object": name, "created": int(time.time()), "model": model}
+        self._head |= _fingerprint(meta)
+        self._choices: list[_Choice] = []
+        self._results: dict[int, Result] = {}
+        self._input_tokens = 0
+        self._made: dict[int, dict[int, int]] = {}  # {item: {sample: tokens}}
+
+    def begin(self, prompts: list[Result]) -> Iterator[Result]:
+        self._input_tokens = sum(prompt["tokens"] for prompt in prompts)
+        how = self._meta.get("calls")
+        self._choices = [_Choice(prompt, how) for prompt in prompts for _ in range(self._samples)]
+        for index, choice in enumerate(self._choices if self._chat else ()):
+            ids = {"prompt_token_ids": choice.prompt["ids"]} if "ids" in choice.prompt else {}
+            yield self._chunk(index, {"role": "assistant", "content": ""}) | ids
+
+    def piece(self, item: int, sample: int, text: str, tokens: list[Result], count: int) -> Iterator[Result]:
+        self._made.setdefault(item, {})[sample] = count
+        index = item * self._samples + sample
+        choice = self._choices[index]
+        if "ids" in choice.prompt:
+            choice.ids += [token["id"] for token in tokens]
+        thought, text = choice.text.add(text)
+        if thought and "hides_reasoning" not in self._meta:
+            yield self._with_ids(self._chunk(index, reasoning_of(thought)), choice)
+        if text:
+            chunk = self._chunk(index, {"content": text} if self._chat else text)
+            # Where text was kept back, it is not known which tokens are in it.
+            if tokens and "logprob" in tokens[0] and "calls" not in self._meta and "thinks" not in choice.prompt:
+                chunk["choices"][0]["logprobs"] = self._logprobs(choice, tokens)
+            yield self._with_ids(chunk, choice)
+
+    def end(self, item: int, result: Result) -> Iterator[Result]:
+        self._results[item] = result
+        self._made[item] = {0: result["num_generated"]}
+        # Log-probabilities have been told with their tokens, but for the last.
+        for sample, made in enumerate(self._kind.made(self._meta, [_bare(result)])["choices"]):
+            index = item * self._samples + sample
+            choice, message = self._choices[index], made["message"] if self._chat else {"content": made["text"]}
+            thought, rest = choice.text.rest(message)
+            choice.ids = made.get("token_ids", [])
+            delta: Any = ({"content": rest} if rest else {}) if self._chat else rest
+            chunk = self._with_ids(self._chunk(index, delta), choice)
+            (ended,) = chunk["choices"]
+            if thought:
+                ended["delta"] |= reasoning_of(thought)
+            if "tool_calls" in message:
+                ended["delta"]["tool_calls"] = [{"index": i} | call for i, call in enumerate(message["tool_calls"])]
+            ended |= {name: made[name] for name in ("finish_reason", "stop_reason")}
+            if tokens := choices_of(result)[sample].get("logprobs", ())[choice.num_logprobs :]:
+                ended["logprobs"] = self._logprobs(choice, list(tokens))
+            yield chunk
+
+    def last(self) -> Iterator[Result]:
+        if self._options.include_usage:
+            usage = usage_of([self._results[item] for item in sorted(self._results)])
+            yield self._head | {"choices": [], "usage": usage}
+
+    def failed(self, status: int, message: str, code: str, param: str | None) -> Result:
+        return openai_error(status, message, code, param)[1]
+
+    def _with_ids(self, chunk: Result, choice: _Choice) -> Result:
+        """Returns a chunk, with the ids of a choice's tokens that have not been sent, where they are asked for. A
+        chat's prompt stands in the chunk that begins it, that of a text in its first."""
+        if "ids" in choice.prompt:
+            if not self._chat and choice.num_ids is None:
+                chunk["choices"][0]["prompt_token_ids"] = choice.prompt["ids"]
+            chunk["choices"][0]["token_ids"] = choice.ids[choice.num_ids or 0 :]
+            choice.num_ids = len(choice.ids)
+        return chunk
+
+    def _logprobs(self, choice: _Choice, tokens: list[Result]) -> Result:
+        """Returns the log-probabilities of tokens that follow those that were sent."""
+        letters = choice.num_letters
+        choice.num_logprobs += len(tokens)
+        choice.num_letters += sum(len(one.get("token", "")) for one in tokens)
+        return chat_logprobs(tokens) if self._chat else completion_logprobs(tokens, letters)
+
+    def _chunk(self, index: int, content: Any) -> Result:
+        choice = {"index": index, "delta" if self._chat else "text": content, "logprobs": None, "finish_reason": None}
+        chunk = self._head | {"choices": [choice]}
+        if self._options.continuous_usage_stats:
+            made = sum(count for samples in self._made.values() for count in samples.values())
+            counts = {"prompt_tokens": self._input_tokens, "completion_tokens": made}
+            return chunk | {"usage": counts | {"total_tokens": self._input_tokens + made}}
+        return chunk | ({"usage": None} if self._options.include_usage else {})
+
+
+def _bare(result: Result) -> Result:
+    """Returns a result without the log-probabilities of its tokens."""
+    bare = {name: value for name, value in result.items() if name != "logprobs"}
+    return bare | {"choices": [_bare(one) for one in bare["choices"]]} if "choices" in bare else bare

@@ -4,7 +4,7 @@ response with its output items, whole or in events."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct
@@ -12,8 +12,8 @@ from msgspec import Struct
 from ..errors import InputError
 from ..options import SamplerOptions, http_names
 from .answers import ChoiceText, Events
-from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, converted, doc
-from .completions import Chat, Effort, Streamed, ToolChoice, Tools, chat_body, read_chat, sampled, usage_of
+from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, Served, TaskOrder, converted, doc
+from .completions import Chat, Effort, Streamed, ToolChoice, Tools, chat_body, sampled, usage_of
 
 Body = dict[str, Any]
 
@@ -70,8 +70,47 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         "metadata": METADATA_REMEDY,
         "input": "give a text or a list of items",
     }
+    prefix = "resp_"
+    fields: ClassVar = Chat.fields | {"messages": "input", "max_tokens": "max_output_tokens"}
     missing = ("{} is missing", "give a text or a list of items")
     may_be_empty = True
+
+    def order(self, served: Served) -> TaskOrder:
+        self.check_stream_options()
+        items, meta = self.read({})
+        events = ResponseEvents(meta, model=served.model, id=served.id) if self.stream else None
+        return self.ordered(served, items, meta, events=events)
+
+    def read(self, defaults: Mapping[str, Any]) -> tuple[list[Body], Body]:
+        chat: Body = {name: getattr(self, name) for name in _SAME}
+        chat["messages"] = list(_messages(self.input))
+        if self.instructions is not None:
+            chat["messages"].insert(0, {"role": "system", "content": self.instructions})
+        chat["max_completion_tokens"] = self.max_output_tokens
+        if self.tools:
+            chat["tools"] = [_tool(each) for each in converted(self.tools, list[Function], "tools", remedies=_REMEDIES)]
+        choice = self.tool_choice
+        named = isinstance(choice, Mapping) and choice.get("type") == "function"
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if named else choice
+        if self.text is not None:
+            chat["response_format"] = _format(converted(self.text, Text, "text", remedies=_REMEDIES).format)
+        if self.reasoning is not None:
+            chat["reasoning_effort"] = converted(self.reasoning, Reasoning, "reasoning", remedies=_REMEDIES).effort
+        if _LOGPROBS in self.include or self.top_logprobs:
+            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        try:
+            items, meta = Chat.of(chat).read(defaults)
+        except InputError as wrong:
+            name, bracket, rest = (wrong.field or "").partition("[")
+            raise wrong.renamed(_NAMES.get(name, name) + bracket + rest) from None
+        if "format" in meta:
+            meta["format"] = _NAMES.get(meta["format"], meta["format"])
+        said = {name: value for name in _SAID if (value := getattr(self, name)) is not None}
+        return items, meta | {"asked": said, "metadata": self.metadata or {}}
+
+    @classmethod
+    def response(cls, meta: Mapping[str, Any], results: Sequence[Body], *, model: str, id: str) -> Body:
+        return responses_body({**meta, "id": id}, results) | {"model": model}
 
 
 class Part(Struct):
@@ -127,38 +166,6 @@ _REMEDIES = {
     " {...}}",
     "reasoning": 'give {"effort": ...}',
 }
-
-
-def read_responses(body: Responses, defaults: Mapping[str, Any]) -> tuple[list[Body], Body]:
-    """Returns one item of the task, and what the response needs. Raises InputError.
-
-    defaults: {field of Sampling: value}, in place of OpenAI's own
-    """
-    chat: Body = {name: getattr(body, name) for name in _SAME}
-    chat["messages"] = list(_messages(body.input))
-    if body.instructions is not None:
-        chat["messages"].insert(0, {"role": "system", "content": body.instructions})
-    chat["max_completion_tokens"] = body.max_output_tokens
-    if body.tools:
-        chat["tools"] = [_tool(one) for one in converted(body.tools, list[Function], "tools", remedies=_REMEDIES)]
-    choice = body.tool_choice
-    named = isinstance(choice, Mapping) and choice.get("type") == "function"
-    chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if named else choice
-    if body.text is not None:
-        chat["response_format"] = _format(converted(body.text, Text, "text", remedies=_REMEDIES).format)
-    if body.reasoning is not None:
-        chat["reasoning_effort"] = converted(body.reasoning, Reasoning, "reasoning", remedies=_REMEDIES).effort
-    if _LOGPROBS in body.include or body.top_logprobs:
-        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    try:
-        items, meta = read_chat(Chat.of(chat), defaults)
-    except InputError as wrong:
-        name, bracket, rest = (wrong.field or "").partition("[")
-        raise wrong.renamed(_NAMES.get(name, name) + bracket + rest) from None
-    if "format" in meta:
-        meta["format"] = _NAMES.get(meta["format"], meta["format"])
-    said = {name: value for name in _SAID if (value := getattr(body, name)) is not None}
-    return items, meta | {"asked": said, "metadata": body.metadata or {}}
 
 
 def _messages(value: Any) -> Iterator[Body]:
@@ -241,7 +248,7 @@ def _format(format: Format | None) -> Body | None:
 # ------------------------------------------------------------------------------------------------------ responses
 
 
-def responses_body(meta: Body, results: list[Body]) -> Body:
+def responses_body(meta: Body, results: Sequence[Body]) -> Body:
     """Returns the response, but for the model; `meta["id"]` makes its id, and those of its output items."""
     (choice,) = chat_body(meta, results)["choices"]
     message, id = choice["message"], meta["id"]

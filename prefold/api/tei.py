@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from msgspec import Meta
 
-from ..errors import InputError
+from ..errors import InputError, UnsupportedModelError
 from ..tasks.classify import sigmoid, softmax
-from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, TaskOrder, Word, doc
+from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, Served, TaskOrder, Word, doc
+from .numbers import labels_of, vectors_in
 
-Sent = Mapping[str, Any]
+Results = Sequence[dict[str, Any]]
 # What TEI answers with: {status, or code, of a refusal: (status, error_type)}
 _TYPES: dict[int | str, tuple[int, str]] = {
     429: (429, "Overloaded"), 500: (424, "Backend"), 503: (503, "Unhealthy"), 400: (422, "Validation"),
@@ -39,9 +40,11 @@ class Truncation(Body, kw_only=True):
     truncation_direction: Direction = Direction.Right
 
     @property
-    def cut(self) -> dict[str, Any]:
-        """Returns the task's option for it."""
-        return {"truncate": self.truncation_direction.lower()} if self.truncate else {}
+    def options(self) -> dict[str, Any]:
+        """Returns the task's options for it, and for the prompt of the checkpoint that the body names."""
+        name = getattr(self, "prompt_name", None)
+        cut = {"truncate": self.truncation_direction.lower()} if self.truncate else {}
+        return cut if name is None else cut | {"prompt_name": name}
 
 
 class Prompted(Truncation):
@@ -55,6 +58,13 @@ class TeiEmbed(Truncation):
     normalize: Annotated[bool, doc("Whether vectors are scaled to length 1.")] = True
     prompt_name: PromptName = None
     dimensions: Annotated[Any, doc("The vectors' first so many numbers.", "integer", minimum=1)] = None
+
+    def order(self, served: Served) -> TaskOrder:
+        """Returns what asks for a vector of each input. Raises UnsupportedModelError."""
+        options = {"normalize": self.normalize, **self.options}
+        items = [{"text": self.inputs, "dimensions": self.dimensions}]
+        order = TaskOrder("embed", items, lambda results: vectors_in(*results), options, {"text": "inputs"})
+        return vectors_of(order, served)
 
 
 class TeiEmbedAll(Truncation):
@@ -73,6 +83,20 @@ class TeiRerank(Truncation):
     return_text: Annotated[bool, doc("Whether each result holds its text.")] = False
     top_n: Annotated[Any, doc("How many of the best texts are answered.", "integer", minimum=1)] = None
 
+    def order(self, served: Served) -> TaskOrder:
+        """Returns what asks for a score of each text, the best first."""
+        options: dict[str, Any] = {"raw_scores": self.raw_scores}
+        if self.truncate:
+            options["truncate"] = "left" if self.truncation_direction == "Left" else True
+
+        def make(results: Results) -> Any:
+            (result,) = results
+            entries = [{"index": i, "score": result["scores"][i]} for i in result["order"]]
+            return [each | {"text": self.texts[each["index"]]} for each in entries] if self.return_text else entries
+
+        item = {"query": self.query, "documents": self.texts, "top_n": self.top_n}
+        return TaskOrder("rerank", [item], make, options, {"documents": "texts"})
+
 
 class Parameters(Body):
     top_k: Annotated[int, Meta(ge=1)] | None = None
@@ -85,6 +109,43 @@ class TeiPredict(Truncation):
     inputs: Annotated[Any, doc("A text, a pair of texts, or a list of lists of one text or two.", **TEXT_OR_TEXTS)]
     raw_scores: Annotated[bool, doc("Scores before they are made probabilities.")] = False
     parameters: Parameters | None = None
+
+    def order(self, served: Served) -> TaskOrder:
+        """Returns what asks how likely the labels of the classification head are. Raises InputError,
+        UnsupportedModelError.
+
+        With "parameters", as huggingface_hub sends it, a text is answered as a list of one.
+        """
+        inputs, parameters = self.inputs, self.parameters or Parameters()
+        many = isinstance(inputs, list) and all(isinstance(each, list) for each in inputs)
+        texts: list[Any] = []
+        for i, each in enumerate(inputs if many else [inputs]):
+            pair = [each] if isinstance(each, str) else each
+            if not isinstance(pair, list) or len(pair) not in (1, 2) or not all(isinstance(text, str) for text in pair):
+                name = f"inputs[{i}]" if many else "inputs"
+                message = f"{name!r} is neither a text nor a pair of texts"
+                remedy = "give a text, [text, text], or a list of [text] and [text, text]"
+                raise InputError(message, field=name, remedy=remedy, code="wrong_type")
+            texts.append(pair[0] if len(pair) == 1 else tuple(pair))
+        function = parameters.function_to_apply or (Function.none if self.raw_scores else None)
+        if self.raw_scores and function != "none":
+            message, remedy = "'raw_scores' and 'function_to_apply' exclude each other", "give one of them"
+            raise InputError(message, field="function_to_apply", remedy=remedy)
+
+        def labels(result: dict[str, Any]) -> Any:
+            scores = result["probabilities"]
+            if function:
+                values = _FUNCTIONS[function.value](np.array([*result["logits"].values()]))
+                scores = dict(zip(scores, values.tolist(), strict=True))
+            best = sorted(scores.items(), key=lambda pair: -pair[1])[: parameters.top_k]
+            return [{"score": value, "label": label} for label, value in best]
+
+        def make(results: Results) -> Any:
+            lists = [labels(result) for result in results]
+            return lists if many or self.parameters is not None else lists[0]
+
+        items = [{"text": text} for text in texts]
+        return labels_of(TaskOrder("classify", items, make, self.options, {"text": "inputs"}), served)
 
 
 class Sentences(Body):
@@ -103,6 +164,18 @@ class TeiSimilarity(Body):
         "parameters": "leave it out",
     }
 
+    def order(self, served: Served) -> TaskOrder:
+        """Returns what asks for the cosine of the angle between a sentence and each of several. Raises
+        UnsupportedModelError."""
+
+        def make(results: Results) -> Any:
+            vectors = np.stack([result["embedding"] for result in results])
+            return vectors[1:] @ vectors[0]
+
+        options = {"normalize": True, **(self.parameters or Prompted()).options}
+        items = [{"text": text} for text in (self.inputs.source_sentence, *self.inputs.sentences)]
+        return vectors_of(TaskOrder("embed", items, make, options, {"text": "inputs"}), served)
+
 
 class TeiTokenize(Body):
     """Returns the tokens of texts, with their places."""
@@ -119,85 +192,8 @@ class TeiDecode(Body):
     skip_special_tokens: bool = True
 
 
-def read_embed(sent: Sent) -> TaskOrder:
-    """Returns what /embed asks: a vector of each input. Raises InputError."""
-    body = TeiEmbed.of(sent)
-    options = {"normalize": body.normalize, **body.cut}
-    if body.prompt_name is not None:
-        options["prompt_name"] = body.prompt_name
-
-    def make(results: list[dict[str, Any]]) -> Any:
-        (result,) = results
-        return result["embeddings"] if "embeddings" in result else [result["embedding"]]
-
-    return TaskOrder("embed", [{"text": body.inputs, "dimensions": body.dimensions}], make, options, {"text": "inputs"})
-
-
-def read_texts_rerank(sent: Sent) -> TaskOrder:
-    """Returns what /rerank asks: a score of each text, the best first. Raises InputError."""
-    body = TeiRerank.of(sent)
-    options: dict[str, Any] = {"raw_scores": body.raw_scores}
-    if body.truncate:
-        options["truncate"] = "left" if body.truncation_direction == "Left" else True
-
-    def make(results: list[dict[str, Any]]) -> Any:
-        (result,) = results
-        entries = [{"index": i, "score": result["scores"][i]} for i in result["order"]]
-        return [one | {"text": body.texts[one["index"]]} for one in entries] if body.return_text else entries
-
-    item = {"query": body.query, "documents": body.texts, "top_n": body.top_n}
-    return TaskOrder("rerank", [item], make, options, {"documents": "texts"})
-
-
-def read_predict(sent: Sent) -> TaskOrder:
-    """Returns what /predict asks: how likely the labels of the classification head are. Raises InputError.
-
-    Inputs are a text, a pair of texts, or a list of lists of one text or two each. With "parameters", as
-    huggingface_hub sends it, a text is answered as a list of one.
-    """
-    body = TeiPredict.of(sent)
-    inputs, parameters = body.inputs, body.parameters or Parameters()
-    many = isinstance(inputs, list) and all(isinstance(one, list) for one in inputs)
-    texts: list[Any] = []
-    for i, one in enumerate(inputs if many else [inputs]):
-        pair = [one] if isinstance(one, str) else one
-        if not isinstance(pair, list) or len(pair) not in (1, 2) or not all(isinstance(text, str) for text in pair):
-            name = f"inputs[{i}]" if many else "inputs"
-            message = f"{name!r} is neither a text nor a pair of texts"
-            remedy = "give a text, [text, text], or a list of [text] and [text, text]"
-            raise InputError(message, field=name, remedy=remedy, code="wrong_type")
-        texts.append(pair[0] if len(pair) == 1 else tuple(pair))
-    function = parameters.function_to_apply or (Function.none if body.raw_scores else None)
-    if body.raw_scores and function != "none":
-        message, remedy = "'raw_scores' and 'function_to_apply' exclude each other", "give one of them"
-        raise InputError(message, field="function_to_apply", remedy=remedy)
-
-    def make(results: list[dict[str, Any]]) -> Any:
-        found = []
-        for result in results:
-            scores = result["probabilities"]
-            if function:
-                values = _FUNCTIONS[function.value](np.array([*result["logits"].values()]))
-                scores = dict(zip(scores, values.tolist(), strict=True))
-            best = sorted(scores.items(), key=lambda pair: -pair[1])[: parameters.top_k]
-            found.append([{"score": value, "label": label} for label, value in best])
-        return found if many or body.parameters is not None else found[0]
-
-    return TaskOrder("classify", [{"text": text} for text in texts], make, body.cut, {"text": "inputs"})
-
-
-def read_similarity(sent: Sent) -> TaskOrder:
-    """Returns what /similarity asks: the cosine of the angle between a sentence and each of several. Raises
-    InputError."""
-    body = TeiSimilarity.of(sent)
-    parameters = body.parameters or Prompted()
-    options = {"normalize": True, **parameters.cut}
-    if parameters.prompt_name is not None:
-        options["prompt_name"] = parameters.prompt_name
-
-    def make(results: list[dict[str, Any]]) -> Any:
-        vectors = np.stack([result["embedding"] for result in results])
-        return vectors[1:] @ vectors[0]
-
-    items = [{"text": text} for text in (body.inputs.source_sentence, *body.inputs.sentences)]
-    return TaskOrder("embed", items, make, options, {"text": "inputs"})
+def vectors_of(order: TaskOrder, served: Served) -> TaskOrder:
+    """Returns what asks for vectors. Raises UnsupportedModelError for a model that by TEI's rule makes none."""
+    if served.llm.config.num_labels is not None:
+        raise UnsupportedModelError("the model has a classification head and is no embedding model; use /predict")
+    return order

@@ -1,4 +1,4 @@
-"""Reads and writes OpenAI batch lines: requests to the URLs of `api/endpoints.py`, one a line, each with a custom_id.
+"""Reads and writes OpenAI batch lines: requests to the URLs of `api.ENDPOINTS`, one a line, each with a custom_id.
 
 A line that cannot be sent anywhere (bad JSON, a custom_id that is missing or was used before, an unknown url) is
 answered with an error and a null response; a line whose body is refused, with a response of status 400 that holds
@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..api import ENDPOINTS, KINDS, openai_error, response_body
+from ..api import ENDPOINTS, KINDS
 from ..api.body import renamed
+from ..api.completions import openai_error
 from ..errors import InputError, record_error
 from ..text.valid import valid_text
 from .lines import error_object
@@ -125,11 +126,12 @@ class OpenAIBatch:
 
     def items(self, kind: str, body: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Returns the task's items that a body asks for, and what the response needs. Raises InputError."""
-        return KINDS[kind].read(body, self.sampling)
+        return KINDS[kind].of(body, in_batch=True).read(self.sampling)
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
         model = meta.get("model", self.served)
-        body = response_body(meta["kind"], meta | self._about, results, model=model, id=self._digest(number))
+        made = KINDS[meta["kind"]].response
+        body = made(meta | self._about, results, model=model, id=self._digest(number))
         add_usage(self.usage, body.get("usage") or {})
         return self._response(number, meta["id"], 200, body)
 
@@ -140,7 +142,7 @@ class OpenAIBatch:
             line_id = f"batch_req_{self._digest(number)}"
             return {"id": line_id, "custom_id": custom_id, "response": None, "error": details}
         if "kind" in meta:
-            error = error.renamed(renamed(error.field, KINDS[meta["kind"]].names(meta)))
+            error = error.renamed(renamed(error.field, KINDS[meta["kind"]].fields_of(meta)))
         status, body = openai_error(_STATUS.get(error.code, 400), str(error), error.code, error.field)
         return self._response(number, custom_id, status, body)
 

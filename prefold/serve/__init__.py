@@ -4,7 +4,7 @@ run           binds, loads, serves, drains; protocol: limits on connections and 
 app           puts the dialects together with health, and describes them in OpenAPI
 state         the server's state, what a dialect is, and the way from a request to its handler
 context       what dialects do alike: one request, whole answers and answers in events
-dialects      which path of OpenAI, vLLM, Anthropic, Cohere is answered how; tei, files: the same of theirs
+dialects      which path of OpenAI, vLLM, Anthropic, Cohere, TEI is answered how; files: of OpenAI's files and batches
 handler       RequestHandler: bodies become items of tasks, tasks' requests go to the engine, results become responses
 backpressure  who is let in, and threads for which tenants take turns
 limits        what a request may not bring, and what the event loop does itself

@@ -21,8 +21,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..api import KINDS
 from ..api.body import TaskOrder
+from ..api.completions import Chat, Completion
 from ..cache.tree import RadixTree
 from ..errors import InputError
 from ..report.page import with_drawing
@@ -193,8 +193,8 @@ async def place(context: RequestContext, *, compute: bool) -> Response:
         if context.tenant is None:
             message, remedy = f"there is no tenant {name!r:.100}", "name one of the file of keys"
             raise InputError(message, field="tenant", remedy=remedy, code="unknown_tenant")
-    kind = "chat" if "messages" in body else "completion"
-    items, _ = KINDS[kind].read({**body, "max_tokens": 1, "temperature": 0}, {})
+    kind = Chat if "messages" in body else Completion
+    items, _ = kind.of({**body, "max_tokens": 1, "temperature": 0}, in_batch=True).read({})
     order = context.order(TaskOrder("generate", items))
     if compute:
         await unless_gone(context.request, context.handler.answer(order))

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
-from . import admin, dialects, files, tei
+from . import admin, dialects, files
 from .admin import page_response, page_text
 from .context import Entry, RequestContext
 from .dialects import OPENAI
@@ -27,7 +27,7 @@ from .http import Hosts, Refusal, json_response
 from .state import AppState
 
 LAG_SECONDS = 0.5  # between two looks at the event loop
-DIALECTS = (dialects, files, tei, admin)  # files of entries; of two with one path the first counts
+DIALECTS = (dialects, files, admin)  # files of entries; of two with one path the first counts
 
 
 class Direct:

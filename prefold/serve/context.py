@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..api.body import Body, TaskOrder, renamed
+from ..api.body import Body, Served, TaskOrder, renamed
 from ..errors import InputError
 from ..tasks.base import TRUNCATE
 from .handler import RequestHandler, event_bytes
@@ -45,6 +45,12 @@ class RequestContext:
     def handler(self) -> RequestHandler:
         """Returns what answers. Raises Refusal (503) while no requests are taken."""
         return self.state.handler_for_requests()
+
+    @property
+    def served(self) -> Served:
+        """Returns what an order depends on besides its body, which has been read."""
+        handler = self.handler
+        return Served(handler.llm, self.model, self.id, handler.fingerprint, self.state.options.max_logprobs)
 
     async def read(self, *, computes: bool = True) -> None:
         """Reads the body. Raises Refusal, ClientGone.

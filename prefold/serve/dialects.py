@@ -1,37 +1,39 @@
-"""The dialects of OpenAI, vLLM, Anthropic and Cohere, whose bodies are read and written by `api/`."""
+"""The dialects of OpenAI, vLLM, Anthropic, Cohere and TEI, whose bodies are read and written by `api/`."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
+from functools import cache
 from typing import Annotated, Any
 
 from starlette.responses import Response
 
-from ..api import ENDPOINTS, KINDS, openai_error, response_body
-from ..api.anthropic import CountTokens, Message, anthropic_error, read_message
-from ..api.body import IDS, Body, Model, TaskOrder, doc
-from ..api.completions import Chat, Completion, Generating, Streamed, read_echo
-from ..api.endpoints import Chunks
-from ..api.numbers import (
-    Classify,
-    CohereEmbed,
-    Pooling,
-    Rerank,
-    cohere_error,
-    read_classify,
-    read_cohere_embed,
-    read_pooling,
-)
-from ..api.responses import ResponseEvents, Responses, read_responses
-from ..api.tei import TeiRerank, TeiTokenize, read_texts_rerank
+from .. import __version__
+from ..api import ENDPOINTS, KINDS
+from ..api.anthropic import CountTokens, Message, anthropic_error
+from ..api.body import IDS, Body, Model, doc
+from ..api.completions import Chat, Completion, Generating, openai_error
+from ..api.numbers import Classify, CohereEmbed, Pooling, Rerank, cohere_error
+from ..api.responses import Responses
+from ..api.tei import (
+    TeiDecode,
+    TeiEmbed,
+    TeiEmbedAll,
+    TeiPredict,
+    TeiRerank,
+    TeiSimilarity,
+    TeiTokenize,
+    tei_error,
+)  # fmt: skip
 from ..errors import InputError
 from ..text.valid import valid_text
-from . import tei
+from ..types import Readout
 from .context import Dialect, Entry, Handle, RequestContext
 from .http import Refusal, json_response
+from .limits import most_tokens, too_many_tokens
 
 OPENAI = Dialect("openai", openai_error, truncate='"truncate_prompt_tokens": -1')
 COHERE = Dialect(
@@ -41,6 +43,9 @@ COHERE = Dialect(
     paths=re.compile(r"/v2/|/v1/(embed|chat|tokenize|detokenize|classify|summarize|generate)(-jobs)?$"),
 )
 ANTHROPIC = Dialect("anthropic", anthropic_error, paths=re.compile(r"/v1/(messages|complete)(/|$)"))
+TEI = Dialect(
+    "tei", tei_error, truncate='"truncate": true', paths=re.compile(r"/(embed\w*|predict|similarity|decode)$")
+)
 
 
 _NOT_TOKENIZED = Generating.unsupported | {"stream": (False,), "echo": (False,), "prompt_logprobs": ()}
@@ -71,49 +76,39 @@ class Detokenize(Body, kw_only=True):
     tokens: Annotated[Any, doc("Token ids.", **IDS)]
 
 
-async def answer_kind(context: RequestContext, kind: str) -> Response:
-    """Returns the response to a body of one of the kinds that `api/endpoints.py` knows."""
-    found, llm = KINDS[kind], context.handler.llm
-    body = found.body.of(context.body)
-    echo = read_echo(body, most=context.state.options.max_logprobs) if isinstance(body, Generating) else None
-    usage = body.usage if isinstance(body, Streamed) else None
-    items, meta = found.items(body, {})
-    how: dict[str, Any] = {"model": context.model, "id": context.id}
-    events = None
-    if found.task == "generate":
-        meta["system_fingerprint"] = context.handler.fingerprint
-        if body.stream and kind == "response":
-            events = ResponseEvents(meta, **how)
-        elif body.stream:
-            samples = items[0]["sampling"].get("n") or 1
-            events = Chunks(kind, meta, **how, usage=usage, samples=samples)
-    if echo is not None:
-        meta |= {} if echo.listed is None else {"prompt_logprobs": echo.listed}
-        if echo.text:
+def taking(kind: type[Body], **more: Any) -> Handle:
+    """Returns what answers requests with bodies of one kind. more: for their `order`."""
 
-            def texts() -> list[str]:
-                prompts = [item["prompt"] for item in items]
-                return [one if isinstance(one, str) else tei.decoded(llm, [one], "prompt", False)[0] for one in prompts]
+    async def handle(context: RequestContext) -> Response:
+        return await context.answer(kind.of(context.body).order(context.served, **more))  # type: ignore[attr-defined]
 
-            meta |= {"echo": await context.without_engine(texts), "echo_logprobs": echo.logprobs}
-        echo = None if echo.top is None else echo
-    make, fields = partial(response_body, kind, meta, **how), found.names(meta)
-    options = body.options(found.task)
-    order = TaskOrder(found.task, items, make, options, fields, body.cache_prompt, echo, events=events)
-    return await context.answer(order)
+    return handle
 
 
-def handle_kind(kind: str) -> Handle:
-    """Returns what answers requests of one kind."""
-    return partial(answer_kind, kind=kind)
+def post(dialect: Dialect, path: str, kind: type[Body], **more: Any) -> Entry:
+    """Returns the entry of a path that takes bodies of one kind."""
+    return Entry(dialect, "POST", path, taking(kind, **more), (kind,))
 
 
 async def rerank(context: RequestContext) -> Response:
     """Answers /rerank: TEI's with `texts`, else vLLM's, Cohere's and Jina's."""
     if "texts" in context.body:  # whose form a refusal has, only the body says
-        context.request.scope["dialect"] = tei.TEI
-        return await context.answer(read_texts_rerank(context.body))
-    return await answer_kind(context, "rerank")
+        context.request.scope["dialect"] = TEI
+        return await taking(TeiRerank)(context)
+    return await taking(Rerank)(context)
+
+
+async def by_body(context: RequestContext) -> Response:
+    """Answers a request to the server's address itself, as its body and the model ask."""
+    kind: type[Body] = TeiEmbed
+    if "texts" in context.body:
+        kind = TeiRerank
+    elif isinstance(context.body.get("inputs"), dict):
+        kind = TeiSimilarity
+    # huggingface_hub's text_classification sends parameters
+    elif context.handler.llm.config.num_labels is not None or "parameters" in context.body:
+        kind = TeiPredict
+    return await taking(kind)(context)
 
 
 async def models(context: RequestContext) -> Response:
@@ -141,26 +136,14 @@ def entries(context: RequestContext) -> list[dict[str, Any]]:
     ]
 
 
-async def classify(context: RequestContext) -> Response:
-    """Answers vLLM's /classify: the labels of a classification head."""
-    order = read_classify(Classify.of(context.body), context.model, context.id)
-    return await context.answer(tei.labels_of(order, context.handler.llm))
-
-
-async def pooling(context: RequestContext) -> Response:
-    """Answers vLLM's /pooling: vectors, or what a classification head gives."""
-    task = "embed" if context.handler.llm.config.num_labels is None else "classify"
-    return await context.answer(read_pooling(Pooling.of(context.body), context.model, context.id, task))
-
-
 async def tokenize(context: RequestContext) -> Response:
     """Answers /tokenize: TEI's with `inputs`, else vLLM's, the ids of a prompt or of a conversation."""
     if "inputs" in context.body:
-        context.request.scope["dialect"] = tei.TEI
-        return await tei.tokenize(context)
-    kind, llm = "chat" if "messages" in context.body else "completion", context.handler.llm
-    body = (TokenizeChat if kind == "chat" else TokenizePrompt).of({**context.body, "max_tokens": 1})
-    items, _ = KINDS[kind].items(body, {})
+        context.request.scope["dialect"] = TEI
+        return await tokenize_inputs(context)
+    kind, llm = TokenizeChat if "messages" in context.body else TokenizePrompt, context.handler.llm
+    body = kind.of({**context.body, "max_tokens": 1})
+    items, _ = body.read({})
     if isinstance(body, TokenizePrompt):
         prompt, options = valid_text(body.prompt, "prompt"), body.options("generate")
         ids = await context.without_engine(lambda: prompt_ids(llm, prompt, body.add_special_tokens, options))
@@ -168,7 +151,7 @@ async def tokenize(context: RequestContext) -> Response:
         message, remedy = "'add_special_tokens' is true", "leave it out, as the chat template has its own"
         raise InputError(message, field="add_special_tokens", remedy=remedy, code="unsupported")
     else:
-        (ids,) = await context.tokens(TaskOrder("generate", items, options=body.options("generate")))
+        (ids,) = await context.tokens(body.ordered(context.served, items, {}))
     names = await context.without_engine(lambda: llm.tokenizer.token_names(ids)) if body.return_token_strs else None
     counted = {"count": len(ids), "max_model_len": llm.config.max_positions, "tokens": ids}
     return json_response(counted | {"token_strs": names})
@@ -180,7 +163,7 @@ def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any])
     special  whether to add what the tokenizer puts around a text
     options  of the task that truncate_prompt_tokens asks for: the last tokens are kept, and the special ones
     """
-    ids, _ = tei.located(llm, prompt, "prompt")
+    ids, _ = located(llm, prompt, "prompt")
     around = (llm.tokenizer.prefix_ids.tolist(), llm.tokenizer.suffix_ids.tolist()) if special else ([], [])
     if options:
         most = options.get("max_length", llm.config.max_positions) - sum(map(len, around))
@@ -191,55 +174,146 @@ def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any])
 async def count_input(context: RequestContext) -> Response:
     """Answers with how many tokens the prompt of a response's input has."""
     body = Responses.of(context.body)
-    items, _ = read_responses(body, {})
-    fields = KINDS["response"].names({})
-    (ids,) = await context.tokens(TaskOrder("generate", items, options=body.options("generate"), fields=fields))
+    (ids,) = await context.tokens(body.ordered(context.served, *body.read({})))
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 async def detokenize(context: RequestContext) -> Response:
     """Answers vLLM's /detokenize: the text of token ids."""
     ids, llm = Detokenize.of(context.body).tokens, context.handler.llm
-    (text,) = await context.without_engine(lambda: tei.decoded(llm, [ids], "tokens", False))
+    (text,) = await context.without_engine(lambda: decoded(llm, [ids], "tokens", False))
     return json_response({"prompt": text})
-
-
-async def message(context: RequestContext) -> Response:
-    """Answers Anthropic's messages: a conversation."""
-    order = read_message(Message.of(context.body), context.model, context.id)
-    return await context.answer(order)
 
 
 async def count_tokens(context: RequestContext) -> Response:
     """Answers with how many tokens the prompt of a conversation has."""
-    (ids,) = await context.tokens(read_message(CountTokens.of(context.body), context.model, context.id))
+    (ids,) = await context.tokens(CountTokens.of(context.body).order(context.served))
     return json_response({"input_tokens": len(ids)})
 
 
-def embed(types: list[str] | None) -> Handle:
-    """Returns what answers Cohere's /v1/embed or /v2/embed. types: the embedding_types of a body without."""
+async def embed_all(context: RequestContext) -> Response:
+    """Answers with the hidden state after the final norm at every token of each text, not scaled."""
+    most = context.state.options.max_texts
+    TeiEmbedAll.of(context.body)
+    order = TeiEmbed.of({**context.body, "normalize": False}).order(context.served)
+    texts = await context.tokens(order)
+    if (count := sum(map(len, texts))) > most:
+        message, remedy = f"'inputs' has {count} tokens", f"send at most {most} at once"
+        raise InputError(message, field="inputs", remedy=remedy, code="too_many")
+    items, options = [{"text": ids} for ids in texts], {"normalize": False}
 
-    async def handle(context: RequestContext) -> Response:
-        prompts = context.handler.llm.task("embed").settings.prompts
-        return await context.answer(read_cohere_embed(context.body, context.id, prompts, types))
+    def make(results: list[dict[str, Any]]) -> Any:
+        return [result["embedding"] for result in results]
 
-    return handle
+    every = replace(order, items=items, options=options, make=make, readout=Readout("every"))
+    return await context.answer(every)
+
+
+async def tokenize_inputs(context: RequestContext) -> Response:
+    """Answers /tokenize with `inputs`: the tokens of each text, with their place in it."""
+    body, llm = TeiTokenize.of(context.body), context.handler.llm
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    if body.prompt_name is not None:
+        before = llm.task("embed", prompt_name=body.prompt_name).before
+        texts = [before + valid_text(text, "inputs") for text in texts]
+    return await context.without_engine(lambda: json_response(tokenized(llm, texts, body.add_special_tokens)))
+
+
+def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, Any]]]:
+    """Returns the tokens of each text as TEI writes them; a special one that was added has no place in the text.
+    Raises InputError."""
+    tokenizer, count, found = llm.tokenizer, 0, []
+    is_special = cache(lambda id: tokenizer.decode([id], skip_special=True) == "" != tokenizer.decode([id]))
+    before, behind = (
+        [{"id": id, "text": tokenizer.decode([id]), "special": True, "start": None, "stop": None} for id in ids]
+        for ids in ((tokenizer.prefix_ids.tolist(), tokenizer.suffix_ids.tolist()) if special else ([], []))
+    )
+    for text in texts:
+        ids, spans = located(llm, text, "inputs", count)
+        count += len(ids)
+        own = [
+            {"id": id, "text": text[start:stop], "special": is_special(id), "start": start, "stop": stop}
+            for id, (start, stop) in zip(ids, spans, strict=True)
+        ]
+        found.append([*before, *own, *behind])
+    return found
+
+
+def located(llm: Any, text: Any, field: str, count: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
+    """Returns (the tokens of a text, where each lies in it), without special ones. Raises InputError, naming `field`,
+    for what is no text, and for too many tokens, with `count` that there are already."""
+    tokenizer, left = llm.tokenizer, most_tokens(llm) - count
+    if tokenizer.is_longer(valid_text(text, field), left):
+        raise too_many_tokens(llm, field)
+    ids, spans = tokenizer.located(text)
+    if len(ids) > left:
+        raise too_many_tokens(llm, field)
+    return ids, spans
+
+
+async def decode(context: RequestContext) -> Response:
+    """Answers /decode: the text of each list of ids."""
+    body = TeiDecode.of(context.body)
+    ids, skip = body.ids, body.skip_special_tokens
+    lists = ids if isinstance(ids, list) and isinstance(ids[0], list) else [ids]
+    return json_response(await context.without_engine(lambda: decoded(context.handler.llm, lists, "ids", skip)))
+
+
+def decoded(llm: Any, lists: list[Any], field: str, skip: bool) -> list[str]:
+    """Returns the texts of lists of token ids. Raises InputError, naming `field`, for what is no list of them, and for
+    too many."""
+    most = llm.config.vocab_size
+    if sum(len(ids) for ids in lists if isinstance(ids, list)) > most_tokens(llm):
+        raise too_many_tokens(llm, field)
+    for ids in lists:
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < most for i in ids):
+            message, remedy = f"{field!r} is not a list of token ids", f"give whole numbers from 0 below {most}"
+            raise InputError(message, field=field, remedy=remedy, code="wrong_type")
+    texts: list[str] = llm.tokenizer.decode_batch(lists, skip_special=skip)
+    return texts
+
+
+async def info(context: RequestContext) -> Response:
+    """Answers with what the server runs, and its limits."""
+    llm, state = context.handler.llm, context.state
+    labels = list(llm.config.labels)
+    if llm.config.num_labels is None:
+        kind: dict[str, Any] = {"embedding": {"pooling": f"{llm.task('embed').settings.pooling}_token"}}
+    else:
+        names = {str(i): label for i, label in enumerate(labels)}
+        ids = {"id2label": names, "label2id": {label: int(i) for i, label in names.items()}}
+        kind = {"reranker" if llm.config.num_labels == 1 else "classifier": ids}
+    return json_response({
+        "model_id": state.names[0], "served_model_name": state.names[0], "model_sha": None,
+        "model_dtype": str(llm.dtype).removeprefix("torch."), "model_type": kind,
+        "max_concurrent_requests": state.options.max_waiting_requests,
+        "max_input_length": llm.config.max_positions, "max_batch_tokens": llm.engine.max_batch_rows,
+        "max_batch_requests": None, "max_client_batch_size": state.options.max_texts, "auto_truncate": False,
+        "tokenization_workers": 4, "version": __version__, "sha": None, "docker_label": None,
+    })  # fmt: skip
 
 
 # Of two entries of one path the first counts: /v2/rerank is vLLM's too, and its errors are Cohere's.
 ENTRIES = [
-    Entry(COHERE, "POST", "/v1/embed", embed(None), (CohereEmbed,)),
-    Entry(COHERE, "POST", "/v2/embed", embed(["float"]), (CohereEmbed,)),
-    Entry(COHERE, "POST", "/v2/rerank", handle_kind("rerank"), (Rerank,)),
+    post(COHERE, "/v1/embed", CohereEmbed),
+    post(COHERE, "/v2/embed", CohereEmbed, default=["float"]),
+    post(COHERE, "/v2/rerank", Rerank),
     Entry(OPENAI, "GET", "/v1/models", models),
     Entry(OPENAI, "GET", "/v1/models/{name:path}", model),
     Entry(OPENAI, "POST", "/rerank", rerank, (Rerank, TeiRerank), computes=False),
-    *(Entry(OPENAI, "POST", path, handle_kind(kind), (KINDS[kind].body,)) for path, kind in ENDPOINTS.items()),
+    *(post(OPENAI, path, KINDS[kind]) for path, kind in ENDPOINTS.items()),
     Entry(OPENAI, "POST", "/tokenize", tokenize, (TokenizePrompt, TokenizeChat, TeiTokenize), computes=False),
     Entry(OPENAI, "POST", "/detokenize", detokenize, (Detokenize,), computes=False),
-    Entry(OPENAI, "POST", "/classify", classify, (Classify,)),
-    Entry(OPENAI, "POST", "/pooling", pooling, (Pooling,)),
+    post(OPENAI, "/classify", Classify),
+    post(OPENAI, "/pooling", Pooling),
     Entry(OPENAI, "POST", "/v1/responses/input_tokens", count_input, (Responses,), computes=False),
-    Entry(ANTHROPIC, "POST", "/v1/messages", message, (Message,)),
+    post(ANTHROPIC, "/v1/messages", Message),
     Entry(ANTHROPIC, "POST", "/v1/messages/count_tokens", count_tokens, (CountTokens,), computes=False),
+    post(TEI, "/embed", TeiEmbed),
+    Entry(TEI, "POST", "/embed_all", embed_all, (TeiEmbedAll,)),
+    post(TEI, "/predict", TeiPredict),
+    post(TEI, "/similarity", TeiSimilarity),
+    Entry(TEI, "POST", "/decode", decode, (TeiDecode,), computes=False),
+    Entry(TEI, "POST", "/", by_body, (TeiEmbed, TeiPredict, TeiSimilarity, TeiRerank)),
+    Entry(TEI, "GET", "/info", info),
 ]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from prefold.api import KINDS
 from prefold.api.answers import Parting, parted
-from prefold.api.completions import chat_body
-from prefold.api.endpoints import Chunks
-from prefold.api.responses import ResponseEvents, responses_body
+from prefold.api.completions import Chat, Chunks, StreamOptions, chat_body
+from prefold.api.responses import ResponseEvents, Responses, responses_body
 from prefold.errors import InputError
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -41,7 +39,7 @@ def result_of(text: str, opened: bool, reason: str = "stop") -> dict:
 
 
 def chat_of(**body):
-    return KINDS["chat"].read({"messages": [{"role": "user", "content": "hi"}], **body}, {})
+    return Chat.of({"messages": [{"role": "user", "content": "hi"}], **body}).read({})
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -58,7 +56,7 @@ def test_chats_whole_and_streamed(text, opened, thought, answer, hidden):
     assert {name: message[name] for name in message if name.startswith("reasoning")} == fields
     assert message["content"] == (answer or None)
     assert ("tool_calls" in message) == (CALL in text)
-    made = Chunks("chat", meta, model="m", id="1", usage=(True, False), samples=1)
+    made = Chunks(Chat, meta, StreamOptions(include_usage=True), model="m", id="1", samples=1)
     chunks = [*made.begin([{"tokens": 3, "thinks": opened}])]
     for i, letter in enumerate(text):
         chunks += made.piece(0, 0, letter, [{"id": 5}], i + 1)
@@ -84,7 +82,7 @@ def test_what_a_grammar_makes_holds_no_reasoning():
     ("Yes.", "stop", ["message"]),
 ])  # fmt: skip
 def test_responses_whole_and_in_events(text, reason, kinds):
-    _, meta = KINDS["response"].read({"input": "hi", "tools": [{"type": "function", "name": "f"}]}, {})
+    _, meta = Responses.of({"input": "hi", "tools": [{"type": "function", "name": "f"}]}).read({})
     result = result_of(text, False, reason)
     whole = responses_body(meta | {"id": "1"}, [result])
     assert [item["type"] for item in whole["output"]] == kinds
@@ -123,9 +121,9 @@ def test_reasoning_goes_back_to_the_message_that_it_was_of():
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "c", "output": "5"}
     said = {"role": "assistant", "content": "a"}
-    (item,), _ = KINDS["response"].read(
-        {"input": [thought, call, output, thought, said, thought, {"role": "user", "content": "b"}]}, {}
-    )
+    (item,), _ = Responses.of(
+        {"input": [thought, call, output, thought, said, thought, {"role": "user", "content": "b"}]}
+    ).read({})
     first, told, second, left, user = item["messages"]
     assert first["reasoning_content"] == "hm" and first["tool_calls"][0]["id"] == "c"
     assert (told["role"], second) == ("tool", said | {"reasoning_content": "hm"})
@@ -133,8 +131,8 @@ def test_reasoning_goes_back_to_the_message_that_it_was_of():
         {"role": "assistant", "content": "", "reasoning_content": "hm"},
         {"role": "user", "content": "b"},
     )
-    (bare,), _ = KINDS["response"].read(
-        {"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}, said]}, {}
+    (bare,), _ = Responses.of({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}, said]}).read(
+        {}
     )
     assert bare["messages"] == [said]
 
@@ -144,7 +142,7 @@ def test_how_much_is_to_be_thought_is_a_variable_of_the_template():
     assert item["chat_template_kwargs"] == {"reasoning_effort": "low"}
     (item,), _ = chat_of(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "none", "x": 1})
     assert item["chat_template_kwargs"] == {"reasoning_effort": "none", "x": 1}
-    (item,), _ = KINDS["response"].read({"input": "hi", "reasoning": {"effort": "high", "summary": "auto"}}, {})
+    (item,), _ = Responses.of({"input": "hi", "reasoning": {"effort": "high", "summary": "auto"}}).read({})
     assert item["chat_template_kwargs"] == {"reasoning_effort": "high"}
     with pytest.raises(InputError, match="'reasoning_effort' is 'much'; give one of none, minimal, low"):
         chat_of(reasoning_effort="much")

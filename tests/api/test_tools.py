@@ -7,11 +7,11 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from prefold.api import KINDS
 from prefold.api.answers import GrowingText, calls_in, grammar_of_calls, read_tools
-from prefold.api.anthropic import Message, message_body, read_message
-from prefold.api.completions import chat_body
-from prefold.api.responses import responses_body
+from prefold.api.anthropic import Message, message_body
+from prefold.api.body import Served
+from prefold.api.completions import Chat, chat_body
+from prefold.api.responses import Responses, responses_body
 from prefold.errors import InputError
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}}
@@ -93,17 +93,17 @@ RESPONSES = {"input": "hi", "tools": [{"type": "function", "name": name} for nam
 
 
 def chat_calls(body):
-    _, meta = KINDS["chat"].read({"messages": MESSAGES, "tools": [F, G]} | body, {})
+    _, meta = Chat.of({"messages": MESSAGES, "tools": [F, G]} | body).read({})
     return [call["function"]["name"] for call in chat_body(meta, [TWO])["choices"][0]["message"]["tool_calls"]]
 
 
 def message_calls(body):
-    meta = read_message(Message.of(ANTHROPIC | body), "m", "1").make.args[0]
+    meta = Message.of(ANTHROPIC | body).order(Served(None, "m", "1")).make.args[0]
     return [block["name"] for block in message_body(meta, [TWO], model="m", id="1")["content"]]
 
 
 def response_calls(body):
-    _, meta = KINDS["response"].read(RESPONSES | body, {})
+    _, meta = Responses.of(RESPONSES | body).read({})
     found = responses_body(meta | {"id": "1"}, [TWO])
     assert found["parallel_tool_calls"] == body.get("parallel_tool_calls", True)
     return [item["name"] for item in found["output"]]
@@ -136,5 +136,5 @@ def test_at_most_one_call_where_that_is_asked(calls, alone):
 )
 def test_what_is_wrong(body, field):
     with pytest.raises(InputError) as caught:
-        KINDS["chat"].read({"messages": MESSAGES, **body}, {})
+        Chat.of({"messages": MESSAGES, **body}).read({})
     assert caught.value.field == field

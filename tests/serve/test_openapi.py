@@ -69,13 +69,13 @@ def test_every_path_is_described_once(server):
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_the_parameters_are_those_that_are_read(server, kind):
-    body = KINDS[kind].body
+    body = KINDS[kind]
     schema = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"][body.__name__]
     for name in schema.get("required", []):
         with pytest.raises(InputError):
-            KINDS[kind].read({key: value for key, value in GOOD[kind].items() if key != name}, {})
+            body.of({key: value for key, value in GOOD[kind].items() if key != name}).read({})
     for name in [*schema["properties"], "no_such"]:
-        assert not is_refused(lambda body: KINDS[kind].read(body, {}), GOOD[kind] | {name: None})
+        assert not is_refused(lambda sent: body.of(sent).read({}), GOOD[kind] | {name: None})
         assert is_refused(body.of, GOOD[kind] | {name: ODD}) is (name == "no_such"), name
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,10 +18,10 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.api import ENDPOINTS, KINDS
-from prefold.api.anthropic import Message, read_message
-from prefold.api.body import TaskOrder
-from prefold.api.numbers import Classify, Pooling, read_classify, read_cohere_embed, read_pooling
-from prefold.api.tei import read_embed, read_predict, read_similarity, read_texts_rerank
+from prefold.api.anthropic import Message
+from prefold.api.body import Served
+from prefold.api.numbers import Classify, CohereEmbed, Pooling
+from prefold.api.tei import TeiEmbed, TeiPredict, TeiRerank, TeiSimilarity
 from prefold.errors import InputError
 
 CHAT = [{"role": "user", "content": "is it the one? yes or no"}]
@@ -153,12 +154,10 @@ DOCS = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 # [(paths, the fields that change nothing there)]
 IGNORED = re.findall(r"^\| (`/[^|]+) \| ([^|]+) \|$", DOCS.partition("change nothing")[2], re.M)
 READERS = {
-    "/v1/messages": lambda body: repr(read_message(Message.of(body), "", "")),
-    "/v1/embed": lambda body: read_cohere_embed(body, "", ("query", "document")),
-    "/v2/embed": lambda body: read_cohere_embed(body, "", ("query", "document"), ["float"]),
-    "/embed": read_embed, "/embed_all": read_embed, "/predict": read_predict, "/rerank of texts": read_texts_rerank,
-    "/similarity": read_similarity, "/classify": lambda body: read_classify(body, "", ""),
-    "/pooling": lambda body: read_pooling(body, "", "", "embed"),
+    "/v1/messages": (Message, {}), "/v1/embed": (CohereEmbed, {}), "/v2/embed": (CohereEmbed, {"default": ["float"]}),
+    "/embed": (TeiEmbed, {}), "/embed_all": (TeiEmbed, {}), "/predict": (TeiPredict, {}),
+    "/rerank of texts": (TeiRerank, {}), "/similarity": (TeiSimilarity, {}), "/classify": (Classify, {}),
+    "/pooling": (Pooling, {}),
 }  # fmt: skip
 # What a task gives of an item.
 MADE = {
@@ -179,22 +178,32 @@ def client(tmp_path_factory):
         yield made
 
 
+def served_by(labels: int | None) -> Served:
+    """What answers, of a model with so many labels."""
+    settings = SimpleNamespace(prompts=("query", "document"))
+    task = SimpleNamespace(settings=settings)
+    return Served(SimpleNamespace(config=SimpleNamespace(num_labels=labels), task=lambda name: task))
+
+
 def what_is_asked(route: str, body: dict) -> str:
     """What is read of a body, and what is made of an answer to it; nothing where the server alone reads it. Raises
     InputError."""
     if route in ENDPOINTS:
-        kind = KINDS[ENDPOINTS[route]]
-        asked = kind.body.of(body)
-        streamed = (asked.stream, asked.usage) if kind.task == "generate" else ()
-        return repr((streamed, asked.options(kind.task), asked.cache_prompt, kind.items(asked, {})))
+        asked = KINDS[ENDPOINTS[route]].of(body)
+        streamed = ()
+        if asked.task == "generate":
+            asked.check_stream_options()
+            streamed = (asked.stream, asked.stream_options)
+        return repr((streamed, asked.options(asked.task), asked.cache_prompt, asked.read({})))
     if route not in READERS:
         return ""
     options: Any = None
+    kind, more = READERS[route]
+    asked = kind.of(body)
     if route in ("/classify", "/pooling"):
-        body = (Classify if route == "/classify" else Pooling).of(body)
-        options = body.options("embed"), body.cache_prompt
-    asked = READERS[route](body)
-    if not isinstance(asked, TaskOrder):
+        options = asked.options("embed"), asked.cache_prompt
+    asked = asked.order(served_by(2 if route in ("/predict", "/classify") else None), **more)
+    if route == "/v1/messages":
         return repr(asked)
     made = re.sub("'created': [0-9]+", "", repr(asked.make([MADE] * len(asked.items))))
     return repr((options, asked.items, asked.options, made))
