@@ -7,11 +7,11 @@ URLs a line of a batch may name, and which body is sent there. Nothing imports t
 from __future__ import annotations
 
 from .body import Batchable
-from .completions import Chat, Completion
+from .completions import Chat, Completion, openai_error
 from .numbers import Embeddings, Rerank, Scoring
 from .responses import Responses
 
-__all__ = ["ENDPOINTS", "KINDS", "TASKS"]
+__all__ = ["ENDPOINTS", "KINDS", "TASKS", "openai_error"]
 
 # {name of a kind of requests, which the job keeps with each line: its body}
 KINDS: dict[str, type[Batchable]] = {

@@ -121,42 +121,6 @@ def _call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
     return (call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
-class GrowingText:
-    """Gives a text out as it grows, but for what may be a function call.
-
-    how   how calls are found; None: there are none
-    said  how many of its letters were given out
-    """
-
-    def __init__(self, how: Mapping[str, Any] | None):
-        self._how, self._text, self.said = how, "", 0
-
-    def add(self, text: str) -> str:
-        """Returns what can be given out now that the text goes on with `text`."""
-        if self._how is None:
-            self.said += len(text)
-            return text
-        self._text += text
-        found = self._text[self.said : self._settled()]
-        self.said += len(found)
-        return found
-
-    def rest(self, text: str) -> str:
-        """Returns what is left to give out of the whole text, from which calls have been taken."""
-        return text[self.said :]
-
-    def _settled(self) -> int:
-        """Returns how many letters of the text so far can be no part of a call."""
-        text = self._text
-        if self._how is None or self._how["forced"] or text.lstrip()[:1] in ("{", ""):
-            return 0
-        start = text.find(_OPEN)
-        if start >= 0:
-            return len(text[:start].rstrip())
-        held = next((n for n in range(len(_OPEN), 0, -1) if text.endswith(_OPEN[:n])), 0)
-        return len(text[: len(text) - held].rstrip())
-
-
 _THINK_OPEN, _THINK_CLOSE = THINK
 
 
@@ -216,26 +180,40 @@ def parted(text: str, opened: bool) -> tuple[str, str]:
 class ChoiceText:
     """A ChoiceText gives the text of one choice out as it grows: its reasoning, and what of the rest can be no call.
 
-    thinks       whether the prompt ends with <think>; None: there is no reasoning
-    how          how calls are found; None: there are none
-    num_thought  letters of the reasoning that were given out
+    thinks  whether the prompt ends with <think>; None: there is no reasoning
+    how     how calls are found; None: there are none
     """
 
     def __init__(self, thinks: bool | None, how: Mapping[str, Any] | None):
-        self._parting, self._text = None if thinks is None else Parting(thinks), GrowingText(how)
-        self.num_thought = 0
+        self._parting, self._how, self._text = None if thinks is None else Parting(thinks), how, ""
+        self._num_thought = self._num_sent = 0  # letters that were given out, of the reasoning and of the text
 
     def add(self, text: str) -> tuple[str, str]:
         """Returns (reasoning, text) that can be given out now that the text goes on with `text`."""
         thought = ""
         if self._parting is not None:
             thought, text = self._parting.add(text)
-            self.num_thought += len(thought)
-        return thought, self._text.add(text)
+            self._num_thought += len(thought)
+        if self._how is not None:
+            self._text += text
+            text = self._text[self._num_sent : self._settled(self._how)]
+        self._num_sent += len(text)
+        return thought, text
 
     def rest(self, message: Mapping[str, Any]) -> tuple[str, str]:
         """Returns (reasoning, text) that is left to give out of the whole message, as a chat has it."""
-        return message.get("reasoning", "")[self.num_thought :], self._text.rest(message["content"] or "")
+        return message.get("reasoning", "")[self._num_thought :], (message["content"] or "")[self._num_sent :]
+
+    def _settled(self, how: Mapping[str, Any]) -> int:
+        """Returns how many letters of the text so far can be no part of a call."""
+        text = self._text
+        if how["forced"] or text.lstrip()[:1] in ("{", ""):
+            return 0
+        start = text.find(_OPEN)
+        if start >= 0:
+            return len(text[:start].rstrip())
+        held = next((n for n in range(len(_OPEN), 0, -1) if text.endswith(_OPEN[:n])), 0)
+        return len(text[: len(text) - held].rstrip())
 
 
 class Events:

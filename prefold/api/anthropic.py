@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct
 
-from .answers import Events, GrowingText
+from .answers import ChoiceText, Events
 from .body import Body as RequestBody
 from .body import Ignored, Model, Served, TaskOrder, doc, doc_of_option
 from .completions import Chat, chat_body
@@ -227,7 +227,7 @@ class MessageEvents(Events):
 
     def __init__(self, meta: Body, *, model: str, id: str):
         self._meta, self._model, self._id = meta, model, id
-        self._text, self._has_text = GrowingText(meta.get("calls")), False
+        self._text, self._has_text = ChoiceText(None, meta.get("calls")), False
 
     def begin(self, prompts: list[Body]) -> Iterator[Body]:
         usage = {"input_tokens": prompts[0]["tokens"], "output_tokens": 0}
@@ -235,12 +235,12 @@ class MessageEvents(Events):
         yield {"type": "message_start", "message": _head(self._model, self._id) | empty}
 
     def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
-        yield from self._send(self._text.add(text))
+        yield from self._send(self._text.add(text)[1])
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
         whole = message_body(self._meta, [result], model=self._model, id=self._id)
         text = next((block["text"] for block in whole["content"] if block["type"] == "text"), "")
-        yield from self._send(self._text.rest(text))
+        yield from self._send(self._text.rest({"content": text})[1])
         if self._has_text:
             yield {"type": "content_block_stop", "index": 0}
         uses = [block for block in whole["content"] if block["type"] == "tool_use"]

@@ -296,10 +296,8 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
         return None
     given = {k: v for k, v in value.items() if v not in (None, False)} if isinstance(value, dict) else {}
     if len(given) != 1 or not given.keys() <= _STRUCTURED.keys():
-        message, remedy = (
-            f"structured_outputs has {', '.join(given) or 'nothing'}",
-            f"give one of {', '.join(_STRUCTURED)}",
-        )
+        message = f"structured_outputs has {', '.join(given) or 'nothing'}"
+        remedy = f"give one of {', '.join(_STRUCTURED)}"
         raise InputError(message, field="structured_outputs", remedy=remedy)
     ((kind, inner),) = given.items()
     return {_STRUCTURED[kind]: inner}

@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..api import ENDPOINTS, KINDS
+from ..api import ENDPOINTS, KINDS, openai_error
 from ..api.body import renamed
-from ..api.completions import openai_error
 from ..errors import InputError, record_error
 from ..text.valid import valid_text
 from .lines import error_object
@@ -130,8 +129,7 @@ class OpenAIBatch:
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
         model = meta.get("model", self.served)
-        made = KINDS[meta["kind"]].response
-        body = made(meta | self._about, results, model=model, id=self._digest(number))
+        body = KINDS[meta["kind"]].response(meta | self._about, results, model=model, id=self._digest(number))
         add_usage(self.usage, body.get("usage") or {})
         return self._response(number, meta["id"], 200, body)
 

@@ -433,7 +433,8 @@ def _digest(text: str) -> str:
 
 
 class Lane:
-    """An engine for one job: `run` and `generate` as `Engine` has them, called from the job's thread.
+    """An engine for one job: `run` and `generate` as `Engine` has them, called from the job's thread, in the slots of
+    the KV store. A request whose step fails has an InputError; what no request is at fault for is raised.
 
     owner  for whom the job is run
     """
@@ -450,6 +451,16 @@ class Lane:
     def sharing(self) -> Sharing:
         return self._engine.sharing
 
+    def run(
+        self, windows: Iterable[Window], readout: Readout, *, stopping: Callable[[], bool], on_step: Any = None
+    ) -> Iterator[tuple[bytes, Result | InputError]]:
+        """Yields (tag, result) of every request, as the steps that end them come in; (tag, InputError) of one that
+        cannot be read."""
+        left = iter(windows)
+        if (first := next(left, None)) is not None:
+            readout = together(readout, np.diff(first.target_offsets))
+            yield from self.generate(itertools.chain([first], left), None, stopping=stopping, readout=readout)
+
     def generate(
         self,
         windows: Iterable[Window],
@@ -457,24 +468,13 @@ class Lane:
         *,
         stopping: Callable[[], bool],
         on_step: Any = None,
+        readout: Readout = TOKENS,
     ) -> Iterator[tuple[bytes, Any]]:
         """Yields (tag, a Generated a sample) of every request, as they end; (tag, InputError) for one that cannot run.
-        A request whose step fails is (tag, InputError) too. Raises what no request is at fault for: RankError and
-        OutOfMemoryError."""
-        upcoming = ((window, i) for window in windows for i in range(window.num_requests))
-        return self._in_slots(upcoming, tokenizer, stopping, TOKENS)
-
-    def _in_slots(
-        self,
-        upcoming: Iterator[tuple[Window, int]],
-        tokenizer: Tokenizer | None,
-        stopping: Callable[[], bool],
-        readout: Readout,
-    ) -> Iterator[tuple[bytes, Any]]:
-        """Yields what becomes of requests in the slots of the KV store: of their texts, or of what is read of them."""
+        readout: what is read instead of texts."""
         answers = serve(
             self._engine,
-            ([((window, number), window.request(number))] for window, number in upcoming),
+            ([((window, i), window.request(i))] for window in windows for i in range(window.num_requests)),
             tokenizer,
             most=self._engine.options.generation.max_running,
             stopping=stopping,
@@ -486,19 +486,6 @@ class Lane:
         with closing(answers):  # type: ignore[type-var]
             for (window, number), answer in answers:
                 yield window.tags[number], answer
-
-    def run(
-        self, windows: Iterable[Window], readout: Readout, *, stopping: Callable[[], bool], on_step: Any = None
-    ) -> Iterator[tuple[bytes, Result | InputError]]:
-        """Yields (tag, result) of every request, as the steps that end them come in; (tag, InputError) of one that
-        cannot be read, or that steps fail for. Raises what no request is at fault for."""
-        left = iter(windows)
-        first = next(left, None)
-        if first is None:
-            return iter(())
-        readout = together(readout, np.diff(first.target_offsets))
-        upcoming = ((window, i) for window in itertools.chain([first], left) for i in range(window.num_requests))
-        return self._in_slots(upcoming, None, stopping, readout)
 
 
 def _internal_error(error: Exception) -> InputError:

@@ -17,7 +17,7 @@ from ..tasks.base import TRUNCATE
 from .handler import RequestHandler, event_bytes
 from .http import ClientGone, EventStream, Refusal, json_response, unless_gone
 from .keys import Tenant
-from .limits import are_soon_written, check_samples, check_texts
+from .limits import check_samples, check_texts
 from .state import AppState, new_id
 
 T = TypeVar("T")
@@ -83,14 +83,14 @@ class RequestContext:
                 events = _events(self, placed)
                 await unless_gone(self.request, anext(events))
                 return EventStream(events, self.request, self.state.options, self.state.metrics.cancelled.inc)
-            results = await unless_gone(self.request, self.handler.answer(placed))
+            results, is_short = await unless_gone(self.request, self.handler.answer(placed))
         except InputError as wrong:
             raise wrong.renamed(renamed(wrong.field, order.fields)) from None
 
         def write() -> Response:
             return json_response(order.make(results))
 
-        if are_soon_written(results):  # before a client that leaves could be noticed
+        if is_short:  # before a client that leaves could be noticed
             return write()
         return await unless_gone(self.request, self.handler.in_pool(self.tenant.owner, write))
 

@@ -48,7 +48,6 @@ from .limits import (
     SHORT_BYTES,
     are_short,
     are_soon_ready,
-    are_soon_written,
     check_item,
     has_images,
     has_template,
@@ -97,20 +96,20 @@ class RequestHandler:
 
     # ------------------------------------------------------------------------------------------------ what is asked
 
-    async def answer(self, order: TaskOrder) -> list[dict[str, Any]]:
-        """Returns the task's result of each item; where prompts are scored too, with "prompt" as PromptTask gives it.
-        Raises InputError or Refusal."""
+    async def answer(self, order: TaskOrder) -> tuple[list[dict[str, Any]], bool]:
+        """Returns (the task's result of each item; where prompts are scored too, with "prompt" as PromptTask gives it,
+        whether it takes no time to write them). Raises InputError or Refusal."""
         if order.echo is None:
             return await self._results(order)
         # As for other numbers, a namespace of their own keeps apart what is not to be shared.
         namespace = order.namespace if order.share else order.namespace + uuid4().hex
-        scored = await self._results(replace(order, namespace=namespace))
-        if all("finish_reason" in one for one in scored):
-            return scored
-        made = await self._results(replace(order, echo=None))
-        return [one | {"prompt": prompt["prompt"]} for one, prompt in zip(made, scored, strict=True)]
+        scored, _ = await self._results(replace(order, namespace=namespace))
+        if all("finish_reason" in result for result in scored):
+            return scored, False
+        made, _ = await self._results(replace(order, echo=None))
+        return [each | {"prompt": prompt["prompt"]} for each, prompt in zip(made, scored, strict=True)], False
 
-    async def _results(self, order: TaskOrder) -> list[dict[str, Any]]:
+    async def _results(self, order: TaskOrder) -> tuple[list[dict[str, Any]], bool]:
         async with self._entered(order, text=False) as (task, works, replies):
             answers = dict.fromkeys(range(len(replies)))
             async with aclosing(events_of(replies)) as events:
@@ -127,13 +126,18 @@ class RequestHandler:
         if task.readout.kind == "tokens":
             for result in made:
                 self._metrics.prompt(order.owner.tenant, result)
-        return made
+        return made, is_short
 
     async def stream(self, order: TaskOrder) -> AsyncGenerator[bytes]:
         """Yields nothing once the order has been taken: what is wrong with it is raised by then. Then the events of its
         response, as they come."""
         started, is_first, made = time.perf_counter(), True, order.events
         async with self._entered(order, text=True) as (task, works, replies):
+
+            def ended(number: int, answer: Any) -> tuple[dict[str, Any], bytes]:
+                result = raised(*finish_items(task, [works[number]], [[answer]]))
+                return result, event_bytes(made, made.end(number, result))
+
             yield b""
             yield event_bytes(made, made.begin([work.note for work in works]))
             async with aclosing(events_of(replies)) as events:
@@ -150,11 +154,10 @@ class RequestHandler:
                         ]
                         yield event_bytes(made, made.piece(number, came.sample, came.text, tokens, came.count))
                         continue
-                    finish = partial(finish_items, task, [works[number]], [[came]])
-                    (result,) = finish() if are_short([[came]]) else await self.in_pool(order.owner, finish)
-                    self._metrics.prompt(order.owner.tenant, raised(result))
-                    end = partial(event_bytes, made, made.end(number, result))
-                    yield end() if are_soon_written([result]) else await self.in_pool(order.owner, end)
+                    end = partial(ended, number, came)
+                    result, body = end() if are_short([[came]]) else await self.in_pool(order.owner, end)
+                    self._metrics.prompt(order.owner.tenant, result)
+                    yield body
         yield event_bytes(made, made.last())
 
     async def requests(self, order: TaskOrder) -> list[Request]:

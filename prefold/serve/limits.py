@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ..errors import InputError
 from ..text import Tokenizer
 from ..text.media import chat_of
@@ -112,20 +110,11 @@ def has_template(item: Any) -> bool:
 
 
 def are_short(results: Iterable[Sequence[Any]]) -> bool:
-    """Returns whether it takes no time to make what a task gives of the engine's results: each of a few Results, or
-    lists of Generated."""
+    """Returns whether it takes no time to make what a task gives of the engine's results, each of them a Result or a
+    list of Generated, and to write that."""
     found = [result for some in results for result in some]
     texts = [one for result in found if isinstance(result, list) for one in result]
     return len(found) <= SHORT_RESULTS and sum(map(_length, texts)) <= SHORT_TOKENS
-
-
-def are_soon_written(results: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether it takes no time to write a response of what a task gives."""
-    texts = [choice for result in results for choice in result.get("choices") or [result]]
-    numbers = sum(result.get("num_generated", 0) for result in results)
-    vectors = sum(len(np.atleast_2d(result.get("embeddings", result.get("embedding", 0)))) for result in results)
-    told = sum(len(one.get(name) or ()) for name, some in (("logprobs", texts), ("prompt", results)) for one in some)
-    return vectors <= SHORT_RESULTS and numbers + TOKENS_A_LOGPROB * told <= SHORT_TOKENS
 
 
 def _length(text: Generated) -> int:

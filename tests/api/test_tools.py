@@ -7,7 +7,7 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from prefold.api.answers import GrowingText, calls_in, grammar_of_calls, read_tools
+from prefold.api.answers import ChoiceText, calls_in, grammar_of_calls, read_tools
 from prefold.api.anthropic import Message, message_body
 from prefold.api.body import Served
 from prefold.api.completions import Chat, chat_body
@@ -36,10 +36,10 @@ HOW = {"names": ["f", "g"], "forced": False}
 def test_calls_in_a_text(text, rest, calls):
     found, named = calls_in(text, HOW)
     assert (found, [(name, json.loads(arguments)) for name, arguments in named]) == (rest, calls)
-    growing = GrowingText(HOW)
-    said = "".join(growing.add(letter) for letter in text)
+    growing = ChoiceText(None, HOW)
+    said = "".join(growing.add(letter)[1] for letter in text)
     assert "<tool_call>" not in said  # what may be a call is not given out
-    assert said + growing.rest(found) == rest
+    assert said + growing.rest({"content": found})[1] == rest
 
 
 def test_choices():
