@@ -21,9 +21,9 @@ from simulate.scheduled import ScheduledEngine
 
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.online import limits_of
-from prefold.cluster.policies import POLICIES, BestStart, LeastLoaded, Policy, Standing, policy_named
 from prefold.cluster.ray_replicas import RayReplicas
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, RunCall
+from prefold.cluster.router import POLICIES, BestStart, LeastLoaded, Policy, Standing, policy_named
 from prefold.engine.meter import StepInfo
 from prefold.simulate.costs import StepCost, StepRows, machine_named, model_named
 from prefold.simulate.fleet import FleetOutcome, Replica, Streamed

@@ -76,7 +76,7 @@ def in_process(prompts: list[np.ndarray], output: int, model: str, repeats: int)
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from prefold.cluster.fleet import Fleet
-    from prefold.cluster.hosts import Replicas
+    from prefold.cluster.replicas import Replicas
     from prefold.cluster.vllm_host import VllmHost
 
     given = options(prompts, output)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from prefold.cluster.policies import POLICIES
+from prefold.cluster.router import POLICIES
 from prefold.simulate import cases
 from prefold.simulate.cases import ENGINES, FEEDERS, Outcome, Setup, run_setup
 from prefold.simulate.costs import machine_named, model_named

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from prefold.cluster.policies import POLICIES
+from prefold.cluster.router import POLICIES
 from prefold.simulate.cases import Outcome, Setup, run_setup
 from prefold.simulate.requests import SimRequest, prefix_repetition
 

@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from prefold.cluster.policies import POLICIES, Forgetful, Standing
+from prefold.cluster.router import POLICIES, Forgetful, Standing
 
 __all__ = ["Daft", "Preble", "SGLang"]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from .hosts import Host, Replicas
+    from .replicas import Host, Replicas
 
 __all__ = ["BACKENDS", "Backend", "backend_named", "backend_names"]
 
@@ -65,7 +65,7 @@ class Backend:
         self, o: Options, options: Options, *, checkpoint: Any, tokenizer: Any, notify: Callable[[str], None]
     ) -> Replicas:
         """Returns the replicas of a job without Ray: one in this process. options: those for `host`."""
-        from .hosts import Replicas
+        from .replicas import Replicas
 
         name = self.where.removeprefix("in ") or "prefold"
         return Replicas({name: lambda: self.host(o["model"], options)})

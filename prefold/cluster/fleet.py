@@ -22,12 +22,11 @@ from ..stream import LiveInput, Spool, Windows
 from ..stream.order import unique_tokens
 from ..text import Tokenizer
 from ..types import Generated, GenerationStats, Readout, Request, Sharing, Stats
-from .hosts import Replicas
 from .leases import LeaseBook
 from .offline import OfflineSource, offline_source
 from .online import OnlineSource
-from .policies import Policy
-from .replicas import ReplicaEvent, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, RunCall, in_words
+from .replicas import ReplicaEvent, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, Replicas, RunCall, in_words
+from .router import Policy
 
 _TICK, _ONLINE_TICK = 0.25, 0.02
 _AT_ONCE = 64  # events that are taken before new leases are sent
@@ -135,10 +134,10 @@ class Fleet:
                 run.end()
 
     def generate(
-        self, windows: Windows | LiveInput, tokenizer: Tokenizer | None, **how: Any
+        self, windows: Windows | LiveInput, tokenizer: Tokenizer | None, **options: Any
     ) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, a Generated a sample) of every request, as `Engine.generate` does. how: options of `run`."""
-        return self.run(windows, Readout("tokens"), text=tokenizer is not None, **how)
+        """Yields (tag, a Generated a sample) of every request, as `Engine.generate` does. options: of `run`."""
+        return self.run(windows, Readout("tokens"), text=tokenizer is not None, **options)
 
     # ---------------------------------------------------------------------------------------------- replicas
 
@@ -152,10 +151,10 @@ class Fleet:
         """Takes in a replica that is ready; returns False for one that would give other results than the others."""
         if self._identity is None:
             self._identity = facts.identity
-        different = [what for what, value in facts.identity.items() if self._identity.get(what) != value]
+        different = [key for key, value in facts.identity.items() if self._identity.get(key) != value]
         if different:
-            what = ", ".join(f"{w} {facts.identity[w]} (others: {self._identity.get(w)})" for w in different)
-            self.leave(name, f"refused, for it has {what}", returns=False)
+            words = ", ".join(f"{key} {facts.identity[key]} (others: {self._identity.get(key)})" for key in different)
+            self.leave(name, f"refused, for it has {words}", returns=False)
             self.replicas.kill(name)
             return False
         self._gone.pop(name, None)
@@ -227,8 +226,8 @@ class FleetRun:
         self.book = LeaseBook([], numbers=fleet.numbers, patience=fleet.patience)
         if isinstance(source, LiveInput):
             self._input = source
-            how = {"max_tokens": source.max_tokens, "policy": fleet.policy, "see": source.see, **fleet.window}
-            self.online = OnlineSource(call, warm_start=is_warm_start, **how)
+            options = {"max_tokens": source.max_tokens, "policy": fleet.policy, "see": source.see, **fleet.window}
+            self.online = OnlineSource(call, warm_start=is_warm_start, **options)
             self.book.add(self.online)
         else:
             self._divide(source)
@@ -429,9 +428,9 @@ class FleetRun:
             stats.tokens += tokens
             done.answered += 0 if self._counts_rows else tokens
             return
-        made = sum(max(0, len(one.tokens) - 1) for one in answer)
+        made = sum(max(0, len(sample.tokens) - 1) for sample in answer)
         stats.tokens += len(answer) * tokens + made
-        done.kept += sum(len(one.tokens) for one in answer)
+        done.kept += sum(len(sample.tokens) for sample in answer)
         done.answered += sum(map(_output_rows, answer))
         done.answered += 0 if self._counts_rows else tokens - (answer[0].cached_tokens or 0)
 
@@ -447,6 +446,6 @@ class FleetRun:
             stats.generation += GenerationStats(recomputed_rows=again, generated_tokens=-drawn)
 
 
-def _output_rows(one: Generated) -> int:
+def _output_rows(sample: Generated) -> int:
     """Returns the rows of an output: its last token has one where another was drawn after it, the end of the text."""
-    return len(one.tokens) - (one.finish_reason == "length" and len(one.tokens) > 0)
+    return len(sample.tokens) - (sample.finish_reason == "length" and len(sample.tokens) > 0)

@@ -25,7 +25,6 @@ from ..errors import InputError, JobError, MissingExtraError
 from ..text import Tokenizer
 from ..types import Request, Stats
 from .backends import Backend, Options
-from .hosts import AsyncHost, Replicas
 from .http_bodies import (
     NOT_OPENAIS,
     RowError,
@@ -40,7 +39,7 @@ from .http_bodies import (
     logprobs_of,
     stats_of,
 )
-from .replicas import ReplicaDown, ReplicaFacts, RunCall
+from .replicas import AsyncHost, ReplicaDown, ReplicaFacts, Replicas, RunCall
 
 try:
     import httpx
@@ -261,7 +260,7 @@ class HttpHost(AsyncHost):
         if call.readout.kind == "tokens" or call.readout.kind in _LOGPROBS:
             return 1
         adapter = self._waiting[0][2].adapter  # embeddings of one model go into one body
-        return sum(1 for _ in takewhile(lambda one: one[2].adapter == adapter, islice(self._waiting, _BATCH)))
+        return sum(1 for _ in takewhile(lambda waiting: waiting[2].adapter == adapter, islice(self._waiting, _BATCH)))
 
     async def _ask(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
         """Returns the answers to some requests. Where the server refuses several at once, each is asked by itself."""
@@ -325,8 +324,8 @@ class HttpHost(AsyncHost):
         (request,) = requests
 
         async def post(knows_all: bool) -> Any:
-            how = {"context": self._context, "knows_all": knows_all}
-            return await self._post([generation_body(request, self._model, text_of, call.text, **how)])
+            known = {"context": self._context, "knows_all": knows_all}
+            return await self._post([generation_body(request, self._model, text_of, call.text, **known)])
 
         try:
             answer = await post(knows_all := self._knows_all)
@@ -465,8 +464,8 @@ class _Servers(Backend):
     def replicas(
         self, o: Options, options: Options, *, checkpoint: Any, tokenizer: Any, notify: Callable[[str], None]
     ) -> HttpReplicas:
-        how = {"takes_ids": not is_of_bytes(tokenizer), "context": context_of(checkpoint), "patience": o["patience"]}
-        return HttpReplicas(o["url"], o["model"], tokenizer, notify=notify, **how, **options)
+        known = {"takes_ids": not is_of_bytes(tokenizer), "context": context_of(checkpoint), "patience": o["patience"]}
+        return HttpReplicas(o["url"], o["model"], tokenizer, notify=notify, **known, **options)
 
 
 SERVERS = _Servers()

@@ -18,12 +18,11 @@ A group that another replica is lost with is divided, until a prompt is alone.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..stream import Window
 from .replicas import ReplicaFacts
@@ -56,53 +55,43 @@ class OpenLease(NamedTuple):
     left: set[int]
 
 
-class Source(ABC):
+class Source(Protocol):
     """A source holds requests that no replica has. A place names one of them; the source's book calls its methods."""
 
     book: LeaseBook
 
     @property
-    @abstractmethod
     def num_left(self) -> int:
         """Returns how many requests have no answer."""
 
-    @abstractmethod
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
         """Notes that a replica can take requests."""
 
-    @abstractmethod
     def leave(self, replica: str) -> None:
         """Notes that a replica is gone, or does not come; what the source kept for it is for others."""
 
-    @abstractmethod
     def take(self, now: float) -> Iterator[tuple[str, Sequence[int]]]:
         """Yields (replica, places) of what leaves the source now; each is in the book before the next is asked for."""
 
-    @abstractmethod
     def windows(self, lease: Lease) -> list[Window]:
         """Returns what a replica is sent for a lease."""
 
-    @abstractmethod
     def answered(self, replica: str, answers: Mapping[int, Any], now: float) -> list[Answered]:
         """Takes the first answers to requests, by their places, which a replica gave."""
 
-    @abstractmethod
     def prompts(self, places: Sequence[int]) -> list[Places]:
         """Returns places by prompt."""
 
-    @abstractmethod
     def num_begun(self, facts: ReplicaFacts, prompts: Sequence[Places]) -> int:
         """Returns how many of the prompts that a replica was given it may have begun, in the order of sending."""
 
-    @abstractmethod
     def put_back(self, prompts: Sequence[Places]) -> None:
         """Takes back prompts that had left."""
 
-    @abstractmethod
     def give_up(self, places: Places) -> list[bytes]:
         """Forgets requests; returns their tags."""
 
-    def resend(self, replica: str, prompts: Sequence[Places]) -> None:  # noqa: B027  # most book nothing
+    def resend(self, replica: str, prompts: Sequence[Places]) -> None:
         """Notes that a replica is sent prompts which had left."""
 
 

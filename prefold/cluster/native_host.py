@@ -17,8 +17,7 @@ from ..engine.meter import StepInfo
 from ..stream import Window
 from ..stream.window import shared_by
 from ..types import GenerationStats, Stats
-from .hosts import Host
-from .replicas import ReplicaFacts, ReplicaReport, RunCall, place_of
+from .replicas import Host, ReplicaFacts, ReplicaReport, RunCall, place_of
 
 # A replica whose device computes ahead ends its engine's run when no lease has come for so long: only then the last
 # step's results are taken.
@@ -122,18 +121,18 @@ class ReplicaHost(Host):
 
     def _serve(self, run: _HostRun) -> None:
         call, engine = run.call, self._engine
-        how: dict[str, Any] = {"sharing": call.sharing, "on_step": self._step, "stopping": lambda: run.has_ended}
+        options: dict[str, Any] = {"sharing": call.sharing, "on_step": self._step, "stopping": lambda: run.has_ended}
         if call.readout.kind != "tokens":
-            how["max_batch_rows"] = call.max_batch_rows
+            options["max_batch_rows"] = call.max_batch_rows
         depth = getattr(getattr(engine, "worker", None), "facts", None)
         timeout = None if getattr(depth, "depth", 1) == 1 else _IDLE_SECONDS
         with self._cache_watched(call.online and call.in_slots and call.sharing == "full"):
             while not run.has_ended:
                 windows = run.taken(in_slots=call.in_slots, timeout=timeout)
                 if call.readout.kind == "tokens":
-                    results = engine.generate(windows, self._tokenizer if call.text else None, **how)
+                    results = engine.generate(windows, self._tokenizer if call.text else None, **options)
                 else:
-                    results = engine.run(windows, call.readout, cache_prefill=call.in_slots or None, **how)
+                    results = engine.run(windows, call.readout, cache_prefill=call.in_slots or None, **options)
                 with closing(results):
                     for tag, answer in results:
                         run.open -= 1

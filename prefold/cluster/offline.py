@@ -108,7 +108,7 @@ class OfflineSource(Source):
 
     def take(self, now: float) -> Iterator[tuple[str, range]]:
         takers = self.book.takers
-        ready = {name: one for name, one in self._replicas.items() if name in takers}
+        ready = {name: replica for name, replica in self._replicas.items() if name in takers}
         mean = self._mean_speed()
         for name, replica in ready.items():
             if replica.segment is not None or not self._wants(name):
@@ -196,7 +196,7 @@ class OfflineSource(Source):
 
     def _wants(self, name: str) -> bool:
         open_leases = self._open(name)
-        return len(open_leases) < 2 or sum(len(one.left) for one in open_leases) < self._options.waiting
+        return len(open_leases) < 2 or sum(len(lease.left) for lease in open_leases) < self._options.waiting
 
     def _speed(self, replica: _Replica, mean: float) -> float:
         """Returns the cost that a replica does in a second; of one that has not been measured, what others do."""
@@ -207,7 +207,7 @@ class OfflineSource(Source):
         return sum(known) / len(known) if known else 1.0
 
     def _open_cost(self, name: str) -> float:
-        return sum(self.cost.own(place) for one in self._open(name) for place in one.left)
+        return sum(self.cost.own(place) for lease in self._open(name) for place in lease.left)
 
     def _size(self, replica: _Replica, mean: float) -> float:
         """Returns the cost of a replica's next lease: small before anything is measured, and near the end."""

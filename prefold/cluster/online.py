@@ -23,9 +23,8 @@ from ..stream.live_windows import window_of
 from ..stream.order import SpooledRequest
 from ..types import Generated
 from .leases import Answered, Lease, Places, Source
-from .policies import BestStart, Policy
 from .replicas import ReplicaFacts, RunCall, expected_limit, tag_of
-from .router import Prompt, ReplicaLoad, Router, Speed
+from .router import BestStart, Policy, Prompt, ReplicaLoad, Router, Speed
 
 _SHORT = 0.25  # a replica of whose backlog so much is free will soon be short of work
 _HALVINGS = 12
@@ -85,12 +84,12 @@ class _Ends:
 class Dispatcher:
     """The live window and the router together.
 
-    router   who holds what, and what each replica was sent
+    router   which replica holds which rows, and what each was sent
     window   options of `LiveWindow`
-    limit_of what is put in with a request -> tokens of its output at most
+    limit_of the payload of a request -> tokens of its output at most
     """
 
-    def __init__(self, router: Router, *, limit_of: Any = lambda what: 0, **window: Any):
+    def __init__(self, router: Router, *, limit_of: Any = lambda payload: 0, **window: Any):
         self.router = router
         self._limit_of = limit_of
         self._by_prefix = isinstance(router.policy, BestStart)
@@ -343,8 +342,8 @@ class OnlineSource(Source):
     def _fill_window(self, now: float) -> None:
         while self._late and not self.window.is_full:
             prompt = self._late.popleft()
-            how = {"now": now, "payload": prompt, "returns": self._is_closed}
-            self.window.put(prompt.key, prompt.first.tokens, namespace=prompt.namespace, **how)
+            options = {"now": now, "payload": prompt, "returns": self._is_closed}
+            self.window.put(prompt.key, prompt.first.tokens, namespace=prompt.namespace, **options)
 
     # ------------------------------------------------------------------------------------------------ leaving
 
@@ -352,10 +351,10 @@ class OnlineSource(Source):
         while self.num_waiting:
             self._takers()
             self._fill_window(now)
-            some = self.dispatcher.dispatch(now)
-            for one in some:
-                yield str(one.replica), [number for waiting in one.requests for number in waiting.payload.left]
-            if not some or not self._late:
+            leaving = self.dispatcher.dispatch(now)
+            for order in leaving:
+                yield str(order.replica), [number for waiting in order.requests for number in waiting.payload.left]
+            if not leaving or not self._late:
                 return
 
     def resend(self, replica: str, prompts: Sequence[Places]) -> None:
@@ -419,7 +418,7 @@ def limits_of(facts: ReplicaFacts, call: RunCall, *, warm_start: bool = False) -
 def _rows_of(answer: Any) -> dict[str, int | None]:
     """Returns what an answer says of the rows that it took, for `Router.end`."""
     if isinstance(answer, list) and answer and isinstance(answer[0], Generated):
-        return {"output_rows": sum(len(one.tokens) for one in answer), "cached_rows": answer[0].cached_tokens}
+        return {"output_rows": sum(len(sample.tokens) for sample in answer), "cached_rows": answer[0].cached_tokens}
     if isinstance(answer, Exception):
         return {"output_rows": None}
     return {"output_rows": 0}

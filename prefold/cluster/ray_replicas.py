@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,8 +12,7 @@ from typing import Any
 from ..errors import JobError, MissingExtraError, PrefoldError
 from ..plugins import add_plugins, plugins
 from .backends import backend_named
-from .hosts import Replicas
-from .replicas import ReplicaDown, ReplicaFacts, ReplicaReport
+from .replicas import ReplicaDown, ReplicaFacts, ReplicaReport, Replicas
 
 try:
     import ray
@@ -31,6 +31,7 @@ class _Actor:
 
     def __init__(self) -> None:
         self._host: Any = None
+        self._reporting = threading.Lock()
 
     def load(self, model: str, options: dict[str, Any], backend: str, own: list[str]) -> ReplicaFacts:
         """Loads the model, if it is not there, and ends what runs on it."""
@@ -38,13 +39,15 @@ class _Actor:
         if self._host is None:
             self._host = backend_named(backend).host(model, options)
         self._host.end()
-        return self._host.facts
+        with self._reporting:  # a report that nobody waits for any more must not take answers that come from now on
+            return self._host.facts
 
     def order(self, method: str, *arguments: Any) -> None:
         getattr(self._host, method)(*arguments)
 
     def report(self, wait: float) -> ReplicaReport:
-        return self._host.report(wait)
+        with self._reporting:
+            return self._host.report(wait)
 
 
 class _ActorHost:
@@ -200,8 +203,8 @@ class RayReplicas(Replicas):
         """Returns how many replicas there shall be; says so where the cluster has no room for all of them now."""
         nodes = _nodes()
         fits = _num_that_fit(nodes, needs)
-        each = " and ".join(f"{one} {what}" for what, one in needs.items() if one)
-        resources = "; ".join(", ".join(f"{node.get(what, 0):g} {what}" for what, one in needs.items() if one)
+        each = " and ".join(f"{need} {kind}" for kind, need in needs.items() if need)
+        resources = "; ".join(", ".join(f"{node.get(kind, 0):g} {kind}" for kind, need in needs.items() if need)
                           for node in nodes[:_SHOWN_NODES])  # fmt: skip
         resources += "; ..." if len(nodes) > _SHOWN_NODES else ""
         if fits < 1 and len(nodes) == 1:
@@ -226,4 +229,4 @@ def _nodes() -> list[dict[str, float]]:
 
 def _num_that_fit(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, int]) -> int:
     """Returns how many replicas the nodes have room for."""
-    return sum(min(int(node.get(what, 0) // one) for what, one in needs.items() if one) for node in nodes)
+    return sum(min(int(node.get(kind, 0) // need) for kind, need in needs.items() if need) for node in nodes)

@@ -31,8 +31,7 @@ from ..prefix import MEDIA_BASE
 from ..stream.window import shared_by
 from ..types import Generated, Request, Sampling, Stats, TokenLogprobs
 from .backends import Backend, Options
-from .hosts import AsyncHost
-from .replicas import ReplicaFacts, ReplicaReport, RunCall, cannot_ask, generation_stats
+from .replicas import AsyncHost, ReplicaFacts, ReplicaReport, RunCall, cannot_ask, generation_stats
 
 # Fields of Sampling that vLLM calls by the same name.
 _SAME = (*sent_names("openai", "vllm", "set"), "logprobs")
@@ -504,8 +503,8 @@ class _Vllm(Backend):
     takes = frozenset({"backend_option", "tokenizer"})
 
     def refusal(self, o: Options) -> str:
-        what = "--adapter" if o.get("adapter") else "--sharing mlp" if o["sharing"] == "mlp" else ""
-        return what and f"vLLM cannot be asked for {what}; leave it out, or leave out --backend vllm"
+        option = "--adapter" if o.get("adapter") else "--sharing mlp" if o["sharing"] == "mlp" else ""
+        return option and f"vLLM cannot be asked for {option}; leave it out, or leave out --backend vllm"
 
     def tokenizer(self, o: Options) -> str | None:
         return o.get("tokenizer") or o["model"]

@@ -55,12 +55,12 @@ class Model:
     """Runs tasks on a model that many callers share."""
 
     @classmethod
-    def of(cls, *what: Any) -> Self:
+    def of(cls, *arguments: Any) -> Self:
         """Returns the model made of these arguments, which this process makes where need be, and keeps."""
-        key = json.dumps([cls.__name__, *what], sort_keys=True, default=str)
+        key = json.dumps([cls.__name__, *arguments], sort_keys=True, default=str)
         with _lock:
             if key not in _models:
-                _models[key] = cls(*what)
+                _models[key] = cls(*arguments)
             return _models[key]
 
     def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:

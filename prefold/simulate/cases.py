@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..cluster.policies import policy_named
+from ..cluster.router import policy_named
 from ..errors import InputError
 from .costs import Machine, ModelShape, StepCost
 from .engines import RowEngine
@@ -23,7 +23,7 @@ class Setup:
     engine    one of ENGINES
     feeder    one of FEEDERS: "segments" knows all requests; "stream" is the live window; "routed" gives each request
               away as it comes
-    policy    of "stream" and "routed": one of cluster.policies.POLICIES
+    policy    of "stream" and "routed": one of cluster.router.POLICIES
     reports   of "stream" and "routed": whether replicas tell what their caches hold; else it is estimated
     steal     of "segments": whether work is divided anew
     load      seconds until a model is there

@@ -15,8 +15,7 @@ import numpy as np
 
 from ..cache import CacheEvents
 from ..cluster.online import Dispatcher, Limits
-from ..cluster.policies import Policy
-from ..cluster.router import Prompt, Router, Speed
+from ..cluster.router import Policy, Prompt, Router, Speed
 from .costs import StepCost
 from .engines import Hits, Stretch
 from .requests import SimRequest, shared_rows

@@ -19,8 +19,7 @@ from benchmarks.simulate.internet import draw_prompts
 from benchmarks.simulate.others import PARTS, SharedQueue
 from benchmarks.simulate.published import _ray_data, _sorted, published
 from benchmarks.simulate.scheduled import ScheduledEngine
-from prefold.cluster.policies import POLICIES
-from prefold.cluster.router import Speed
+from prefold.cluster.router import POLICIES, Speed
 from prefold.simulate.cases import ENGINES, FEEDERS, Setup, run_setup
 from prefold.simulate.costs import StepCost, machine_named, model_named
 from prefold.simulate.engines import RowEngine

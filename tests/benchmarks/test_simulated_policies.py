@@ -8,8 +8,7 @@ import pytest
 from benchmarks.simulate import policies  # noqa: F401  # they are put into the table
 from prefold.cache import CacheEvents
 from prefold.cache.events import Cleared, RowsStored
-from prefold.cluster.policies import policy_named
-from prefold.cluster.router import Prompt, Router, Speed
+from prefold.cluster.router import Prompt, Router, Speed, policy_named
 from tests.cluster.checks import check_policy_keeps_to_those_allowed
 
 

@@ -7,9 +7,8 @@ import numpy as np
 from prefold.cluster.leases import LeaseBook, Source
 from prefold.cluster.offline import OfflineSource
 from prefold.cluster.online import OnlineSource
-from prefold.cluster.policies import policy_named
 from prefold.cluster.prefixes import Place, PrefixIndex
-from prefold.cluster.router import Prompt, Router
+from prefold.cluster.router import Prompt, Router, policy_named
 from prefold.cluster.vllm_host import BlockEvents
 
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from prefold.cluster.hosts import Replicas
 from prefold.cluster.native_host import ReplicaHost
-from prefold.cluster.replicas import ReplicaFacts, ReplicaLost, ReplicaReady
+from prefold.cluster.replicas import ReplicaFacts, ReplicaLost, ReplicaReady, Replicas
 from prefold.cluster.router import Router
 from tests.cluster.checks import places_of
 from tests.job.fakes import FakeEngine

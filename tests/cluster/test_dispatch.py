@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from prefold.cache.events import CacheEvents, Cleared, RowsStored
 from prefold.cluster.online import Dispatcher, Limits
-from prefold.cluster.policies import POLICIES, policy_named
-from prefold.cluster.router import Prompt, Router, Speed
+from prefold.cluster.router import POLICIES, Prompt, Router, Speed, policy_named
 from tests.cluster.checks import check_router
 
 SPEED = Speed(prefill=1e-3, decode=1e-2)

@@ -16,9 +16,8 @@ from tiny import tiny_checkpoint
 from prefold import LLM
 from prefold.cluster import fleet as fleet_module
 from prefold.cluster.fleet import Fleet, FleetRun
-from prefold.cluster.hosts import Replicas
 from prefold.cluster.native_host import ReplicaHost, facts_of
-from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, RunCall, requests_of
+from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, Replicas, RunCall, requests_of
 from prefold.errors import FleetError, InputError
 from prefold.stream import Feed, LiveInput, Spool
 from prefold.stream.order import encode

@@ -12,8 +12,15 @@ import pytest
 from prefold.cache import CacheEvents
 from prefold.cache.events import Cleared
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.hosts import Replicas
-from prefold.cluster.replicas import RESTARTS, ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, place_of
+from prefold.cluster.replicas import (
+    RESTARTS,
+    ReplicaFacts,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaReport,
+    Replicas,
+    place_of,
+)
 from prefold.stream import Spool
 from prefold.types import Generated, Request, Sampling
 

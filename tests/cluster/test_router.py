@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
 from prefold.cache.events import Cleared, Cut, Removed, RowsStored
-from prefold.cluster.policies import POLICIES, policy_named
-from prefold.cluster.router import Prompt, ReplicaLoad, Router, Speed
+from prefold.cluster.router import POLICIES, Prompt, ReplicaLoad, Router, Speed, policy_named
 from prefold.errors import InputError
 from prefold.schedule.generate import GenerateScheduler
 from tests.cluster.checks import check_policy_keeps_to_those_allowed, check_router

@@ -21,7 +21,7 @@ from tiny import tiny_checkpoint
 
 from prefold.cli import main
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.hosts import Replicas
+from prefold.cluster.replicas import Replicas
 from prefold.errors import FleetError, InputError, JobError
 from prefold.stream import Spool
 from prefold.types import Grammar, Readout, Request, Sampling
