@@ -14,7 +14,6 @@ from prefold import LLM
 from prefold.cache.events import CacheEvents, Cleared, RowsStored
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.native_host import ReplicaHost, facts_of
-from prefold.cluster.offline import order_windows
 from prefold.cluster.replicas import RunCall, tag_of
 from prefold.errors import InputError
 from prefold.images.decode import Image
@@ -177,7 +176,7 @@ def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
     spool = Spool()
     for request in requests:
         spool.add(request, b"")
-    (window,) = order_windows(spool.order(), range(6), max_tokens=10**6)
+    (window,) = spool.windows(max_tokens=10**6)
     window = replace(window, tags=[tag_of(1, place) for place in range(6)])
     (window,), found, gone = sent.send("a", [window])
     assert len(found) == 3 and not gone and sent.send("a", [window])[1] == []
