@@ -33,7 +33,7 @@ BUDGETS = {
     "records": (1789, 1750),
     "report": (755, 700),
     "job": (2389, 2050),
-    "cluster": (4558, 3500),
+    "cluster": (4509, 3500),
     "serve": (4380, 3900),
     "simulate": (1225, 1150),
     "integrations": (1003, 800),
