@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,19 +91,26 @@ class KVStore:
     (PackedLayout); for Triton's kernels on a GPU, and for the form in PyTorch, which takes any device and dtype, it is
     a tensor [planes, 2, slots, kv_heads, head_dim]. Slot 0 is scratch: any number of rows of one write may go there,
     and no run names it.
+
+    compiled  the kernels that read and write it; None: others do
     """
 
     def __init__(self, planes: int, heads: Heads, slots: int, device: torch.device | str = "cpu"):
         self.heads, self.slots, self.device = heads, slots, torch.device(device)
-        self._compiled = heads.compiled(self.device)
-        self._fused = heads.fits(self.device) and not self._compiled
-        if self._compiled:
-            layout = PackedLayout.of(self._compiled, heads)
+        self.compiled = heads.compiled(self.device)
+        self._fused = heads.fits(self.device) and not self.compiled
+        if self.compiled:
+            layout = PackedLayout.of(self.compiled, heads)
             self._memory = _zeros(planes, layout.plane_bytes(slots))
             self._packed = [PackedPlane(memory, layout, slots) for memory in self._memory]
         else:
             shape = (planes, 2, slots, heads.kv_heads, heads.head_dim)
             self._memory = torch.zeros(shape, dtype=heads.dtype, device=self.device)
+
+    @property
+    def structs(self) -> Any:
+        """Returns an array of `kernels.SlotPlane`, which says where the planes lie; for the compiled kernels."""
+        return (kernels.SlotPlane * len(self._packed))(*(plane.struct for plane in self._packed))
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +129,7 @@ class KVStore:
         self, runs: KeyRuns, num_queries: int, query_positions: np.ndarray | None = None, window: int | None = None
     ) -> SlotPlan:
         """Returns the plan of a step for whoever attends here; arguments and errors as of `plan_slots`."""
-        compiled = self._compiled is not None
+        compiled = self.compiled is not None
         return plan_slots(runs, num_queries, query_positions, window, group=self.heads.group, compiled=compiled)
 
     def write(self, plane: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -136,8 +144,8 @@ class KVStore:
                 f"k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do not fit {len(slots)} slots"
                 f"; int64 slots, k and v [slots, {heads.kv_heads}, {heads.head_dim}] of {heads.dtype}"
             )
-        if self._compiled:
-            if not self._compiled.write_slots(
+        if self.compiled:
+            if not self.compiled.write_slots(
                 self._packed[plane].struct, slots.contiguous(), gpu.dense(k), gpu.dense(v)
             ):
                 _check_slots(slots, self.slots)
@@ -153,7 +161,7 @@ class KVStore:
 
     def read(self, plane: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
-        if self._compiled:
+        if self.compiled:
             return self._packed[plane].read(slots)
         keys, values = self.plane(plane)
         return keys.index_select(0, slots), values.index_select(0, slots)
@@ -169,8 +177,8 @@ class KVStore:
         of this store, or the plan names slots that are not there.
         """
         self._check(q, plan)
-        if self._compiled and plan.lists is not None and scale > 0:
-            return self._compiled.slot_attention(self._packed[plane].struct, gpu.dense(q), plan.lists, scale)
+        if self.compiled and plan.lists is not None and scale > 0:
+            return self.compiled.slot_attention(self._packed[plane].struct, gpu.dense(q), plan.lists, scale)
         if self._fused:
             return gpu.attend_slots(q, *self.plane(plane), plan, self.heads, scale=scale)
         return slot_torch.attend_slots(q, partial(self.read, plane), plan, scale=scale)

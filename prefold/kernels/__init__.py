@@ -7,18 +7,23 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 from __future__ import annotations
 
 from .attention import MAX_HEAD_DIM
-from .interface import DTYPES, RowLists, SlotLists, SlotPlane
+from .interface import DTYPES, RowLists, SlotLists, SlotPlane, TileCall
 from .loader import Kernels, load, status
 from .products import PanelPool, can_pack_words, pack_words
+from .program import Kind, Operation, ProgramCall
 
 __all__ = [
     "DTYPES",
     "MAX_HEAD_DIM",
     "Kernels",
+    "Kind",
+    "Operation",
     "PanelPool",
+    "ProgramCall",
     "RowLists",
     "SlotLists",
     "SlotPlane",
+    "TileCall",
     "can_pack_words",
     "load",
     "pack_words",

@@ -17,9 +17,10 @@ from .elementwise import ElementwiseKernels
 from .interface import bind
 from .logits import LogitKernels
 from .products import ProductKernels
+from .program import ProgramKernels
 
 
-class Kernels(AttentionKernels, ElementwiseKernels, ProductKernels, LogitKernels):
+class Kernels(AttentionKernels, ElementwiseKernels, ProductKernels, LogitKernels, ProgramKernels):
     """It has the functions of one compiled library. Calls release the GIL and use torch's number of threads."""
 
     def __init__(self, path: Path):

@@ -209,7 +209,7 @@ class VisitStore:
         at = send(np.flatnonzero(first), source.device)
         tokens = send(step.tokens, source.device)
         model = self.model
-        fresh = model.noise(positions[at]) if begins else model._embed(tokens[at], positions[at])
+        fresh = model.noise(positions[at]) if begins else model.embed(tokens[at], positions[at])
         return fresh if first.all() else self.states[source].index_copy_(0, at, fresh)
 
     def _leave(self, step: VisitStep, source: Tensor, slots: Tensor, before: Tensor, went: Tensor) -> np.ndarray:
@@ -308,7 +308,7 @@ class VisitStore:
         for first, stop in zip(routing.offsets[:-1].tolist(), routing.offsets[1:].tolist(), strict=True):
             if len(routing.tokens):
                 tokens = send(routing.tokens[first:stop], model.device)
-                states = model._embed(tokens, torch.arange(stop - first, device=model.device))
+                states = model.embed(tokens, torch.arange(stop - first, device=model.device))
             else:
                 states = self.states[send(routing.slots[first:stop], model.device)]
             # One request at a time: the sum does not depend on what is asked beside it.

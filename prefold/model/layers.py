@@ -65,10 +65,14 @@ class Linear(nn.Module):
         return pack(weight, pool)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = F.pad(self.bias, (0, self._unbiased)) if self._unbiased else self.bias
         if self.product is not None:
-            return self.product(x, bias)
-        return F.linear(x, self.weight, bias)
+            return self.product(x, self.whole_bias)
+        return F.linear(x, self.weight, self.whole_bias)
+
+    @property
+    def whole_bias(self) -> Tensor | None:
+        """Returns the bias of all outputs, [outputs]; None where there is none."""
+        return F.pad(self.bias, (0, self._unbiased)) if self._unbiased else self.bias
 
     def extra_repr(self) -> str:
         return f"{self.inputs} -> {self.outputs}{f', {type(self.product).__name__}' if self.product else ''}"

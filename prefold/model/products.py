@@ -53,7 +53,8 @@ class OneDNN(Product):
 
 
 class Panels(Product):
-    """A Panels has a copy of a weight in the layout of our compiled kernels. No gradients.
+    """A Panels has a copy of a weight in the layout of our compiled kernels: packed, as of `kernels.pack_words`. No
+    gradients.
 
     pool: where its memory comes from
     """
@@ -61,15 +62,15 @@ class Panels(Product):
     def __init__(self, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None):
         self.outputs = len(weight)
         self._compiled = compiled
-        self._packed = kernels.pack_words(weight.detach(), pool)
+        self.packed = kernels.pack_words(weight.detach(), pool)
         self._memory = _Reused()
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._compiled.linear(x, self._packed, self.outputs, bias)
+        return self._compiled.linear(x, self.packed, self.outputs, bias)
 
     def wide(self, x: Tensor) -> Tensor:
         """Returns the product as summed, in float32, which no product of PyTorch gives of bfloat16."""
-        return self._compiled.linear(x, self._packed, self.outputs, out=self._memory.take(len(x), self.outputs))
+        return self._compiled.linear(x, self.packed, self.outputs, out=self._memory.take(len(x), self.outputs))
 
 
 class GatePanels(Panels):
@@ -77,7 +78,7 @@ class GatePanels(Panels):
     what it has just summed, and no copy of gate and up is made in memory."""
 
     def __init__(self, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None):
-        super().__init__(_in_turn(weight), compiled, pool)
+        super().__init__(in_turn(weight), compiled, pool)
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
@@ -90,11 +91,11 @@ class GatePanels(Panels):
         return out if bias is None else out + bias
 
     def gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        bias = None if bias is None else _in_turn(bias)
-        return self._compiled.gated_linear(x, self._packed, self.outputs // 2, bias, activation)
+        bias = None if bias is None else in_turn(bias)
+        return self._compiled.gated_linear(x, self.packed, self.outputs // 2, bias, activation)
 
 
-def _in_turn(columns: Tensor) -> Tensor:
+def in_turn(columns: Tensor) -> Tensor:
     """Returns what has an entry for each column of gate, then of up, with LANES of each in turn."""
     return columns.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
 

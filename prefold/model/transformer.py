@@ -151,7 +151,7 @@ class CausalLM(nn.Module):
         if adapters.adapters and (read_rows is None) != (adapters.read_rows is None):
             raise ValueError("adapters must know the same read_rows as the model is given")
         ops = choose_ops(self.dtype, self.device)
-        x = self._embed(tokens, positions, media)
+        x = self.embed(tokens, positions, media)
         return Pass(x, None, self.cos_sin(positions), attend, read_rows, adapters, ops)
 
     def go_through(self, rows: Pass, layers: Iterable[int]) -> None:
@@ -227,7 +227,8 @@ class CausalLM(nn.Module):
             self.head_product = self.head_product or pack_head(weight)
         return self.head_product
 
-    def _embed(self, tokens: Tensor, positions: Tensor, media: MediaRows | None = None) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor, media: MediaRows | None = None) -> Tensor:
+        """Returns the residual stream before the first layer, [rows, hidden]; the arguments are those of `forward`."""
         x = self.ranks.embed(tokens, self.embedding, self.shard.vocab)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale

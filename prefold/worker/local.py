@@ -19,6 +19,7 @@ from ..model.parallel import Shard
 from ..prefix import MEDIA_BASE
 from ..schedule.steps import EndStream, MakeStore, Message, SlotStep, StreamStep
 from .graphs import DecodeGraphs
+from .program import Program, program_of
 from .protocol import DONE, Facts, Ticket, Worker, WorkerPart, parts_of
 from .rows import Batch, Path, heads_of, prepare, run
 from .slots import SlotReads, forward, make_store, prepare_slots
@@ -114,6 +115,7 @@ class LocalWorker(Worker):
         )
         self.store: KVStore | None = None
         self._with_graphs, self._graphs = graphs, None
+        self._program: Program | None = None  # once there is a store
         self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
         self._paths: dict[int, Path] = {}
@@ -179,6 +181,7 @@ class LocalWorker(Worker):
         self.store, self._states = make_store(self.model, message.slots), None
         alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
         self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
+        self._program = program_of(self.model, self.store)
         return DONE
 
     def _run_slots(self, step: SlotStep) -> Ticket:
@@ -191,7 +194,10 @@ class LocalWorker(Worker):
             hidden = self._graphs.run(step, self._last_ids)
         else:
             batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
-            hidden = forward(self.model, self.store, batch, how)
+            if self._program is not None and self._program.takes(batch, how):
+                hidden = self._program.run(batch, **how)
+            else:
+                hidden = forward(self.model, self.store, batch, how)
             if step.exits is not None:  # there is a hidden state for each of these
                 each = np.concatenate((step.reads, step.kept))
                 places, kept = np.split(np.arange(len(each)), [len(step.reads)])

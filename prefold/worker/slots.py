@@ -61,7 +61,7 @@ def prepare_slots(
     if len(step.read_rows) < step.num_rows:
         read_rows, read_plans = step.read_rows, slot_plans(step, store, {planes[-1].window}, step.read_rows)
     row_adapters = NO_ADAPTERS
-    if step.adapters is not None:
+    if step.adapters is not None and step.adapters.max(initial=-1) >= 0:
         row_adapters = RowAdapters(list(adapters.values()), step.adapters, read_rows)
     tokens, positions, slots = (send(a, store.device) for a in (step.tokens, step.positions, step.slots))
     read = None if read_rows is None else send(read_rows, store.device)

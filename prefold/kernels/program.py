@@ -1,0 +1,52 @@
+"""Programs: the forward pass of a model as a list of operations, which one call runs for the rows of a step."""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+
+from .interface import Family
+
+
+class Kind(IntEnum):
+    """The kinds of operations, as src/program.cpp numbers them."""
+
+    NORM, LINEAR, GATED, ROPE, ATTEND, PICK = range(6)
+
+
+class Operation(Structure):
+    """An Operation is that of src/program.cpp, which says what its fields mean, with its fields in their order."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "source", "out", "beside", "wide", "plane", "window")),
+        ("eps", c_float),
+        *((name, c_int64) for name in ("at", "keys", "heads", "dim")),
+        *((name, c_void_p) for name in ("weight", "bias")),
+    )
+
+
+class ProgramCall(Structure):
+    """A ProgramCall is that of src/program.cpp, with its fields in their order."""
+
+    _fields_ = (
+        ("operations", c_void_p),
+        ("count", c_int64),
+        *((name, c_void_p) for name in ("buffers", "widths")),
+        *((name, c_int64) for name in ("rows", "picked")),
+        *((name, c_void_p) for name in ("read", "slots", "tables", "read_tables", "planes", "plans", "read_plans")),
+        ("scale", c_float),
+        *((name, c_int32) for name in ("threads", "is_bf16")),
+    )
+
+
+class ProgramKernels(Family):
+    """Runs programs."""
+
+    def run_program(self, call: ProgramCall) -> None:
+        """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot that is not
+        there."""
+        failed = self._calls["run_program"](byref(call))
+        if failed == 2:
+            raise ValueError("a slot that is not there; pass slots of the store")
+        if failed:
+            raise MemoryError("program")

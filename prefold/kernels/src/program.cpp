@@ -1,0 +1,196 @@
+// The forward pass of a step as one call: a program is the list of what a model does to its rows, made once when the
+// model is loaded, and the call runs it for the rows of one step.
+//
+// Rows lie in buffers, [rows, width] each. An operation names the buffers it reads and writes; where nothing is said,
+// it takes all rows. After kPick only the rows that are read go on.
+#include <cstring>
+
+#include "attention.h"
+#include "parallel.h"
+
+using prefold::Bf16;
+
+#define PREFOLD_DECLARE(name, E, W)                                                                             \
+  extern "C" void prefold_add_rms_norm_##name(E*, const E*, const W*, E*, int64_t, int64_t, int64_t, int64_t,   \
+                                              float, int32_t);                                                  \
+  extern "C" void prefold_rope_##name(E*, const float*, const W*, int64_t, int64_t, int64_t, int64_t, int64_t,  \
+                                      float, int32_t);
+#define PREFOLD_DECLARE_PRODUCTS(name, E)                                                                         \
+  extern "C" int32_t prefold_linear_##name(const E*, int64_t, const uint32_t*, const E*, E*, int64_t, int64_t,    \
+                                           int64_t, int32_t);                                                     \
+  extern "C" int32_t prefold_gated_linear_silu_##name(const E*, int64_t, const uint32_t*, const E*, E*, int64_t,  \
+                                                      int64_t, int64_t, int32_t);                                 \
+  extern "C" int32_t prefold_gated_linear_gelu_tanh_##name(const E*, int64_t, const uint32_t*, const E*, E*,      \
+                                                           int64_t, int64_t, int64_t, int32_t);
+PREFOLD_DECLARE(float32, float, float)
+PREFOLD_DECLARE(bfloat16, Bf16, Bf16)
+PREFOLD_DECLARE(bfloat16_float32, Bf16, float)
+PREFOLD_DECLARE_PRODUCTS(float32, float)
+PREFOLD_DECLARE_PRODUCTS(bfloat16, Bf16)
+extern "C" int32_t prefold_write_slots(const prefold::WriteCall*, int32_t);
+extern "C" int32_t prefold_slot_attention(const prefold::SlotCall*, int32_t);
+
+namespace prefold {
+namespace {
+
+enum Kind : int32_t { kNorm, kLinear, kGated, kRope, kAttend, kPick };
+
+// One operation. Filled in by Python (program.py, class Operation): same fields, same order. Places in rows are in
+// numbers, not bytes.
+struct Operation {
+  int32_t kind;
+  int32_t source, out;  // buffers
+  int32_t beside;       // kNorm: the buffer that is added to `source` before, or -1; kAttend: that of keys and values;
+                        // kPick: whether all that follows has the rows that are read alone
+  int32_t wide;         // kNorm, kRope: whether the weight is float32 where rows are bfloat16; kGated: whether the
+                        // activation is gelu_tanh, not silu
+  int32_t plane;        // kAttend: of the store; kRope: the table of cosines and sines
+  int32_t window;       // kAttend: the plan
+  float eps;            // kNorm, kRope
+  int64_t at;           // kRope, kAttend: where heads (kAttend: queries) begin in a row
+  int64_t keys;         // kAttend: where keys begin in a row of `beside`; values follow them
+  int64_t heads, dim;   // kRope, kAttend
+  const void *weight, *bias;
+};
+
+// A program for one step.
+struct ProgramCall {
+  const Operation* operations;
+  int64_t count;
+  char* const* buffers;
+  const int64_t* widths;            // of a row of each buffer
+  int64_t rows, picked;
+  const int64_t* read;              // [picked], the rows that kPick leaves, ascending; not looked at where these are all
+  const int64_t* slots;             // [rows]
+  const float* const* tables;       // of all rows: cosines, then sines, [rows, dim]
+  const float* const* read_tables;  // of the rows that are read
+  const SlotPlane* planes;
+  const TileCall *plans, *read_plans;  // by window
+  float scale;
+  int32_t threads, is_bf16;
+};
+
+template <class E>
+struct Pass {
+  static constexpr bool kBf16 = std::is_same_v<E, Bf16>;
+  const ProgramCall& call;
+  int64_t rows;
+  bool all;  // whether these are all rows, not those that are read
+
+  E* buffer(int number) const { return reinterpret_cast<E*>(call.buffers[number]); }
+
+  void norm(const Operation& op) const {
+    const E* delta = op.beside < 0 ? nullptr : buffer(op.beside);
+    const int64_t width = call.widths[op.source];
+    if constexpr (kBf16) {
+      if (op.wide) {
+        return prefold_add_rms_norm_bfloat16_float32(buffer(op.source), delta, static_cast<const float*>(op.weight),
+                                                     buffer(op.out), rows, width, width, width, op.eps, call.threads);
+      }
+      prefold_add_rms_norm_bfloat16(buffer(op.source), delta, static_cast<const E*>(op.weight), buffer(op.out), rows, width,
+                                    width, width, op.eps, call.threads);
+    } else {
+      prefold_add_rms_norm_float32(buffer(op.source), delta, static_cast<const E*>(op.weight), buffer(op.out), rows, width,
+                                   width, width, op.eps, call.threads);
+    }
+  }
+
+  int32_t product(const Operation& op) const {
+    const auto* weight = static_cast<const uint32_t*>(op.weight);
+    const auto* bias = static_cast<const E*>(op.bias);
+    const int64_t k = call.widths[op.source], columns = call.widths[op.out];
+    const E* in = buffer(op.source);
+    E* out = buffer(op.out);
+    if constexpr (kBf16) {
+      auto* const function = op.kind == kLinear ? prefold_linear_bfloat16
+                             : op.wide          ? prefold_gated_linear_gelu_tanh_bfloat16
+                                                : prefold_gated_linear_silu_bfloat16;
+      return function(in, k, weight, bias, out, rows, columns, k, call.threads);
+    } else {
+      auto* const function = op.kind == kLinear ? prefold_linear_float32
+                             : op.wide          ? prefold_gated_linear_gelu_tanh_float32
+                                                : prefold_gated_linear_silu_float32;
+      return function(in, k, weight, bias, out, rows, columns, k, call.threads);
+    }
+  }
+
+  void rope(const Operation& op) const {
+    const float* table = (all ? call.tables : call.read_tables)[op.plane];
+    const int64_t width = call.widths[op.source];
+    E* x = buffer(op.source) + op.at;
+    if constexpr (kBf16) {
+      if (op.weight && op.wide) {
+        return prefold_rope_bfloat16_float32(x, table, static_cast<const float*>(op.weight), rows, op.heads, op.dim,
+                                             width, op.dim, op.eps, call.threads);
+      }
+      prefold_rope_bfloat16(x, table, static_cast<const E*>(op.weight), rows, op.heads, op.dim, width, op.dim, op.eps,
+                            call.threads);
+    } else {
+      prefold_rope_float32(x, table, static_cast<const E*>(op.weight), rows, op.heads, op.dim, width, op.dim, op.eps,
+                           call.threads);
+    }
+  }
+
+  int32_t attend(const Operation& op) const {
+    const SlotPlane& plane = call.planes[op.plane];
+    const int64_t kv_width = call.widths[op.beside], q_width = call.widths[op.source];
+    const E* keys = buffer(op.beside) + op.keys;
+    const WriteCall write{plane,    call.slots, keys,   keys + plane.kv_heads * op.dim, kv_width,
+                          op.dim,   kv_width,   op.dim, call.rows,                      call.threads};
+    if (prefold_write_slots(&write, kBf16)) return 2;
+    SlotCall slots{(all ? call.plans : call.read_plans)[op.window], plane};
+    slots.tiles.q = buffer(op.source) + op.at;
+    slots.tiles.out = buffer(op.out);
+    slots.tiles.q_row = q_width;
+    slots.tiles.q_head = op.dim;
+    slots.tiles.queries = rows;
+    slots.tiles.heads = op.heads;
+    slots.tiles.kv_heads = plane.kv_heads;
+    slots.tiles.dim = op.dim;
+    slots.tiles.scale = call.scale;
+    slots.tiles.threads = call.threads;
+    return prefold_slot_attention(&slots, kBf16);
+  }
+
+  // Moves the rows that are read to the front of a buffer: in ascending order, so that none is written before it is
+  // moved.
+  void pick(const Operation& op) const {
+    const int64_t width = call.widths[op.source];
+    E* x = buffer(op.source);
+    for (int64_t r = 0; r < call.picked; ++r) {
+      if (call.read[r] != r) std::memcpy(x + r * width, x + call.read[r] * width, width * sizeof(E));
+    }
+  }
+
+  int32_t run() {
+    for (int64_t i = 0; i < call.count; ++i) {
+      const Operation& op = call.operations[i];
+      int32_t failed = 0;
+      switch (op.kind) {
+        case kNorm: norm(op); break;
+        case kLinear:
+        case kGated: failed = product(op); break;
+        case kRope: rope(op); break;
+        case kAttend: failed = attend(op); break;
+        case kPick:
+          if (call.picked == call.rows) break;
+          pick(op);
+          if (op.beside) rows = call.picked, all = false;
+          break;
+      }
+      if (failed) return failed;
+    }
+    return 0;
+  }
+};
+
+}  // namespace
+}  // namespace prefold
+
+// 0; 1 where memory is short; 2 where a slot is out of range.
+extern "C" int32_t prefold_run_program(const prefold::ProgramCall* call) {
+  using namespace prefold;
+  if (call->rows == 0) return 0;
+  if (call->is_bf16) return Pass<Bf16>{*call, call->rows, true}.run();
+  return Pass<float>{*call, call->rows, true}.run();
+}

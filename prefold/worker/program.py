@@ -1,0 +1,188 @@
+"""The forward pass over slots as a program: one call into the compiled kernels takes the rows of a step through all
+layers, where every operation of a model has a compiled form. PyTorch's modules define what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import addressof, c_void_p
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import kernels
+from ..attention import KVStore
+from ..kernels import Kind, Operation, ProgramCall, TileCall
+from ..model import CausalLM, MediaRows
+from ..model.decoder_layer import Layer, Mlp
+from ..model.layers import Linear, Norm
+from ..model.products import GatePanels, Panels, in_turn
+from .slots import SlotBatch
+
+# Buffers of rows: the residual stream, what the norms give, what is added to the residual stream next, q, k and v
+# together or q beside k and v, what attention gives, the inside of the MLP, and the result.
+X, H, DELTA, QKV, Q, KV, ATTENDED, WIDE, OUT = range(9)
+LINE = 64  # bytes of a cache line, where buffers begin
+
+
+class Program:
+    """A Program runs the layers and the final norm of one model over the slots of one store."""
+
+    def __init__(self, model: CausalLM, store: KVStore, compiled: kernels.Kernels):
+        """The model and the store are those that `program_of` has found fit."""
+        self._model, self._compiled = model, compiled
+        config = model.local
+        self._planes = store.structs
+        self._windows = list(dict.fromkeys(plane.window for plane in config.planes))
+        # Planes that are turned alike have one table: that of the first of them.
+        firsts = [config.ropes.index(rope) for rope in config.ropes]
+        self._turned = sorted(set(firsts))
+        self._table_of = [self._turned.index(first) for first in firsts]
+        hidden, q, kv, wide = config.hidden, config.q_size, config.kv_size, config.intermediate
+        self._widths = np.array([hidden, hidden, hidden, q + 2 * kv, q, 2 * kv, q, wide, hidden], np.int64)
+        self._kept: list[Tensor] = []  # what operations name by address and the model does not hold
+        self._operations: list[Operation] = []
+        delta = -1
+        for plane, number in enumerate(config.visited):
+            self._add_layer(model.layers[number], plane, delta)  # type: ignore[arg-type]
+            delta = DELTA
+        self._add_norm(model.norm, X, OUT, delta)
+        self._array = (Operation * len(self._operations))(*self._operations)
+        self._memory, self._room = torch.empty(0), 0
+
+    def takes(self, batch: SlotBatch, how: Mapping[str, Any]) -> bool:
+        """Returns whether the rows of a step can be run: none has an adapter, and nothing is wanted of the model but
+        that images have some of them. how: further arguments of the model's call"""
+        return not batch.adapters.adapters and how.keys() <= {"media"}
+
+    def run(self, batch: SlotBatch, media: MediaRows | None = None) -> Tensor:
+        """Returns what `worker.slots.forward` returns of a step that it `takes`."""
+        model, read_rows = self._model, batch.read_rows
+        x = model.embed(batch.tokens, batch.positions, media)
+        rows = len(x)
+        picked = rows if read_rows is None else len(read_rows)
+        out = x.new_empty(picked, self._widths[OUT])
+        if rows > self._room:
+            self._make_room(rows, x.itemsize)
+        self._buffers[X], self._buffers[OUT] = x.data_ptr(), out.data_ptr()
+        plans = (TileCall * len(self._windows))(*(batch.plans[window].lists.call for window in self._windows))  # type: ignore[union-attr]
+        read_plans = (TileCall * len(self._windows))()
+        for number, window in enumerate(self._windows):
+            if window in batch.read_plans:
+                read_plans[number] = batch.read_plans[window].lists.call  # type: ignore[union-attr]
+        cos_sin = model.cos_sin(batch.positions)
+        tables = [cos_sin[plane] for plane in self._turned]
+        read_tables = tables if read_rows is None else [table.index_select(0, read_rows) for table in tables]
+        addresses, read_addresses = _addresses(tables), _addresses(read_tables)
+        self._compiled.run_program(
+            ProgramCall(
+                addressof(self._array), len(self._array), self._buffers.ctypes.data, self._widths.ctypes.data, rows,
+                picked, None if read_rows is None else read_rows.data_ptr(), batch.slots.data_ptr(),
+                addressof(addresses), addressof(read_addresses), addressof(self._planes), addressof(plans),
+                addressof(read_plans), model.config.scale, torch.get_num_threads(), x.dtype == torch.bfloat16,
+            )
+        )  # fmt: skip
+        return out
+
+    def _make_room(self, rows: int, itemsize: int) -> None:
+        """Makes the buffers for steps of so many rows. Attention's and the MLP's lie in one place, since neither is
+        read while the other is written."""
+        sizes = -(-self._widths * rows * itemsize // LINE) * LINE
+        apart = sizes[Q] + sizes[KV]
+        attention = max(sizes[QKV], apart)
+        self._memory = torch.empty(
+            2 * sizes[H] + max(attention + sizes[ATTENDED], sizes[WIDE]) + LINE, dtype=torch.uint8
+        )
+        first = self._memory.data_ptr()
+        first += -first % LINE
+        shared = first + 2 * sizes[H]
+        places = [0, first, first + sizes[H], shared, shared, shared + sizes[Q], shared + attention, shared, 0]
+        self._buffers, self._room = np.array(places, np.int64), rows
+
+    def _add(self, kind: Kind, **fields: Any) -> None:
+        self._operations.append(Operation(kind=kind, **fields))
+
+    def _add_norm(self, norm: Norm, source: int, out: int, beside: int = -1) -> None:
+        wide = norm.weight.dtype != self._model.dtype
+        weight = norm.weight.data_ptr()
+        self._add(Kind.NORM, source=source, out=out, beside=beside, weight=weight, eps=norm.eps, wide=wide)
+
+    def _add_linear(self, linear: Linear, source: int, out: int) -> None:
+        assert isinstance(linear.product, Panels)
+        packed, bias = linear.product.packed, self._address(linear.whole_bias)
+        self._add(Kind.LINEAR, source=source, out=out, weight=packed.data_ptr(), bias=bias)
+
+    def _add_rope(self, plane: int, source: int, at: int, heads: int, norm: nn.Parameter | None) -> None:
+        config = self._model.local
+        self._add(
+            Kind.ROPE, source=source, plane=self._table_of[plane], at=at, heads=heads, dim=config.head_dim,
+            weight=None if norm is None else norm.data_ptr(), eps=config.norm_eps,
+            wide=norm is not None and norm.dtype != self._model.dtype,
+        )  # fmt: skip
+
+    def _add_layer(self, layer: Layer, plane: int, delta: int) -> None:
+        """Adds the operations of one layer. delta: what the layer before has left to be added to the residual stream,
+        -1: nothing"""
+        config = self._model.local
+        heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
+        self._add_norm(layer.input_norm, X, H, delta)
+        if layer.splits_q:
+            self._add_linear(layer.kv, H, KV)
+            self._add_rope(plane, KV, 0, kv_heads, layer.k_norm)
+            if plane == len(config.planes) - 1:
+                self._add(Kind.PICK, source=X, beside=False)
+                self._add(Kind.PICK, source=H, beside=True)
+            self._add_linear(layer.q, H, Q)
+            self._add_rope(plane, Q, 0, heads, layer.q_norm)
+            source, beside, keys = Q, KV, 0
+        else:
+            self._add_linear(layer.qkv, H, QKV)
+            if layer.q_norm is None:
+                self._add_rope(plane, QKV, 0, heads + kv_heads, None)
+            else:
+                self._add_rope(plane, QKV, 0, heads, layer.q_norm)
+                self._add_rope(plane, QKV, heads * dim, kv_heads, layer.k_norm)
+            source, beside, keys = QKV, QKV, heads * dim
+        window = self._windows.index(config.planes[plane].window)
+        self._add(
+            Kind.ATTEND, source=source, out=ATTENDED, beside=beside, keys=keys, heads=heads, dim=dim, plane=plane,
+            window=window,
+        )  # fmt: skip
+        self._add_linear(layer.o, ATTENDED, DELTA)
+        if layer.o_norm is not None:
+            self._add_norm(layer.o_norm, DELTA, DELTA)
+        self._add_norm(layer.post_norm, X, H, DELTA)
+        first = layer.mlp.gate_up
+        assert isinstance(first.product, GatePanels)
+        bias = self._address(None if first.bias is None else in_turn(first.bias))
+        packed, is_gelu = first.product.packed, first.activation == "gelu_tanh"
+        self._add(Kind.GATED, source=H, out=WIDE, weight=packed.data_ptr(), bias=bias, wide=is_gelu)
+        self._add_linear(layer.mlp.down, WIDE, DELTA)
+        if layer.down_norm is not None:
+            self._add_norm(layer.down_norm, DELTA, DELTA)
+
+    def _address(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def program_of(model: CausalLM, store: KVStore) -> Program | None:
+    """Returns the program of a model over a store; None where one of its operations has no compiled form."""
+    compiled, config = store.compiled, model.config
+    fits = type(model) is CausalLM and model.ranks.size == 1 and config.norm == "rms" and config.rope is not None
+    if compiled is None or not fits or not config.scale > 0 or config.activation not in ("silu", "gelu_tanh"):
+        return None
+    for layer in model.layers:
+        if type(layer) is not Layer or type(layer.mlp) is not Mlp or type(layer.mlp.gate_up.product) is not GatePanels:
+            return None
+        linears = (layer.o, layer.mlp.down, *((layer.q, layer.kv) if layer.splits_q else (layer.qkv,)))
+        if any(type(linear.product) is not Panels for linear in linears):
+            return None
+    return Program(model, store, compiled)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Any:
+    return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

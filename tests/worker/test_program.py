@@ -1,0 +1,139 @@
+"""A forward pass as one call gives what PyTorch's modules give, which call the same kernels one by one."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from adapters import write_adapter
+from generating import ask, engine_of, generate, tokens_of
+from tiny import tiny_checkpoint
+
+from prefold import LLM, kernels
+from prefold.model import MediaRows
+from prefold.types import Request
+from prefold.worker import local
+from prefold.worker.program import Program, program_of
+from prefold.worker.slots import forward, make_store
+
+# Gate and up in whole vectors: other widths have no program.
+WIDTH = 64
+
+
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch):
+    """Lets the kernels multiply on every machine, also where PyTorch does it faster."""
+    if kernels.load() is None:
+        pytest.skip("there is no compiler")
+    monkeypatch.setattr(
+        "prefold.model.products.product_kernels",
+        lambda weight: kernels.load() if kernels.can_pack_words(weight) else None,
+    )
+
+
+def load(tmp_path, family="llama", dtype="float32", **sizes) -> LLM:
+    sizes = {"intermediate_size": WIDTH} | sizes
+    return LLM(str(tiny_checkpoint(tmp_path, family, **sizes)), dtype=dtype, device="cpu", kv_memory=1 << 20)
+
+
+def requests(seed: int) -> list[Request]:
+    """Some that begin alike, of which the second and the fifth ask for nothing new."""
+    rng = np.random.default_rng(seed)
+    first = rng.integers(3, 300, 9).tolist()
+    prompts = [first + rng.integers(3, 300, n).tolist() for n in (1, 4, 7, 2)]
+    return [ask(prompt, max_tokens=6, ignore_eos=True) for prompt in (*prompts, prompts[1], first)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_hidden_states_are_those_of_the_modules_to_the_last_bit(tmp_path, monkeypatch, family, dtype):
+    llm = load(tmp_path, family, dtype)
+    rows, run, engine = [], Program.run, engine_of(llm, slots=200, rows=7)
+    engine.generator  # noqa: B018 (makes the store)
+    other = make_store(llm.model, engine.worker.store.slots)
+
+    def both(program, batch):
+        # As if the first row were that of an image.
+        media = MediaRows(torch.zeros(1, dtype=torch.int64), torch.ones(1, 36, dtype=llm.model.dtype))
+        assert program.takes(batch, {"media": media})
+        expected = forward(llm.model, other, batch, {"media": media})
+        found = run(program, batch, media)
+        assert torch.equal(found, expected)
+        rows.append(len(batch.tokens))
+        return found
+
+    monkeypatch.setattr(Program, "run", both)
+    generate(engine, requests(1))
+    assert len(rows) > 6 and max(rows) == 7  # prompts in parts, and outputs beside them
+
+
+def test_many_rows_after_few_and_few_after_many(tmp_path, monkeypatch):
+    llm = load(tmp_path, "qwen3")
+    engine = engine_of(llm, slots=2000)
+    small, large = requests(2)[:1], [ask(np.arange(3, 203), max_tokens=2)]
+    found = [tokens_of(generate(engine, some)) for some in (small, large, small)]
+    plain = engine_of(llm, slots=2000)
+    plain.generator  # noqa: B018 (makes the store)
+    plain.worker._program = None
+    assert found == [tokens_of(generate(plain, some)) for some in (small, large, small)]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("gpt2", {"n_inner": WIDTH}), ("llama", {"intermediate_size": 50})],
+    ids=["a LayerNorm", "a width in parts of vectors"],
+)
+def test_a_model_with_another_operation_has_no_program(tmp_path, family, sizes):
+    llm = load(tmp_path, family, **sizes)
+    assert program_of(llm.model, make_store(llm.model, 10)) is None
+    assert program_of(load(tmp_path).model, make_store(load(tmp_path).model, 10)) is not None
+
+
+def test_rows_with_an_adapter_go_through_the_modules(tmp_path, monkeypatch):
+    folder = tiny_checkpoint(tmp_path, "llama", intermediate_size=WIDTH)
+    write_adapter(tmp_path / "adapter", folder)
+    llm = LLM(str(folder), dtype="float32", device="cpu", kv_memory=1 << 20, adapters={"a": str(tmp_path / "adapter")})
+    by_modules = []
+    monkeypatch.setattr(local, "forward", lambda *args: by_modules.append(1) or forward(*args))
+    llm.generate(["some text"], max_tokens=3)
+    assert not by_modules and llm.engine.worker._program is not None
+    llm.generate(["some text"], max_tokens=3, adapter="a")
+    assert by_modules
+
+
+def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch):
+    counts, run = [], Program.run
+
+    def counted(program, batch):
+        def count(frame, event, argument):
+            counts[-1] += event in ("call", "c_call")
+
+        counts.append(0)
+        sys.setprofile(count)
+        try:
+            return run(program, batch)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(Program, "run", counted)
+    each = []
+    for layers in (2, 6):
+        llm = load(tmp_path, num_hidden_layers=layers)
+        llm.generate(["some text"], max_tokens=4, ignore_eos=True)
+        each.append(counts[-1])
+        counts.clear()
+    assert each[0] == each[1] < 150
+
+
+def test_a_slot_that_is_not_there_is_an_error(tmp_path, monkeypatch):
+    llm, run = load(tmp_path), Program.run
+
+    def wrong(program, batch):
+        batch.slots[-1] = 1 << 40
+        return run(program, batch)
+
+    monkeypatch.setattr(Program, "run", wrong)
+    with pytest.raises(ValueError, match="a slot that is not there"):
+        llm.generate(["some text"], max_tokens=2)
