@@ -70,13 +70,13 @@ def _filled(tools: Any) -> Any:
 def _functions(tools: Any) -> Sequence[Mapping[str, Any]]:
     if not isinstance(tools, list):
         raise InputError("'tools' is not a list", field="tools", remedy="give a list of functions", code="wrong_type")
-    found = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools]
-    for i, function in enumerate(found):
-        known = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-        if not known or not isinstance(function.get("parameters"), Mapping | None):
+    functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools]
+    for i, function in enumerate(functions):
+        is_function = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if not is_function or not isinstance(function.get("parameters"), Mapping | None):
             remedy = 'give {"type": "function", "function": {"name": ..., "parameters": {...}}}'
             raise InputError(f"'tools[{i}]' is no function", field=f"tools[{i}]", remedy=remedy, code="wrong_type")
-    return found
+    return functions
 
 
 def grammar_of_calls(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -103,9 +103,9 @@ def calls_in(text: str, how: Mapping[str, Any]) -> tuple[str, list[tuple[str, st
     if how["forced"] or text.lstrip()[:1] == "{":
         call = _call(text, how["names"])
         return ("", [call]) if call is not None else (text, [])
-    found = [_call(part, how["names"]) for part in _CALL.findall(text)]
-    calls = [call for call in found if call is not None]
-    if not calls or len(calls) < len(found):  # one that is none stays text, and all others with it
+    parts = [_call(part, how["names"]) for part in _CALL.findall(text)]
+    calls = [call for call in parts if call is not None]
+    if not calls or len(calls) < len(parts):  # one that is none stays text, and all others with it
         return text, []
     return _CALL.sub("", text).rstrip(), calls[: how.get("most")]
 

@@ -205,8 +205,8 @@ def message_body(meta: Body, results: Sequence[Body], *, model: str, id: str) ->
     reason, stop = choice["finish_reason"], choice["stop_reason"]
     stop = stop if isinstance(stop, str) else None
     ended = {"tool_calls": "tool_use", "length": "max_tokens"}.get(reason, "stop_sequence" if stop else "end_turn")
-    found = {"content": content, "stop_reason": ended, "stop_sequence": stop, "usage": _usage(result)}
-    return _head(model, id) | found
+    body = {"content": content, "stop_reason": ended, "stop_sequence": stop, "usage": _usage(result)}
+    return _head(model, id) | body
 
 
 def _head(model: str, id: str) -> Body:

@@ -19,10 +19,12 @@ from ..schedule.generate_step import NOBODY
 from ..types import Owner, Readout
 
 T = TypeVar("T")
-# {what msgspec calls a type: what to give}
+# {what msgspec calls a type: what to give}, in the words of `options.checked`
 _REMEDIES = {
-    "bool": "true or false", "str": "a text", "int": "a whole number", "array": "a list", "object": "an object",
+    "bool": "true or false", "str": "a text", "int": "a whole number", "float": "a number", "array": "a list",
+    "object": "an object",
 }  # fmt: skip
+_BOUNDS = {">=": ", {} or more", ">": ", more than {}", "<=": ", at most {}"}
 
 
 def doc(text: str, kind: str | None = None, **schema: Any) -> Meta:
@@ -36,8 +38,8 @@ def doc_of_option(name: str, **schema: Any) -> Meta:
     least, most = option.metadata["least"], option.metadata["most"]
     bounds = {"exclusiveMinimum" if option.metadata["above"] else "minimum": least, "maximum": most}
     kind = {int: "integer", float: "number", bool: "boolean"}.get(kind_of(option))  # type: ignore[call-overload]
-    found = {"type": kind, **{name: bound for name, bound in bounds.items() if bound is not None}} if kind else {}
-    return doc(option.metadata["doc"], **(schema or found))
+    own = {"type": kind, **{name: bound for name, bound in bounds.items() if bound is not None}} if kind else {}
+    return doc(option.metadata["doc"], **(schema or own))
 
 
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -50,8 +52,6 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16, description="Is repeated in the response."),
 ]
-
-
 METADATA_REMEDY = "give an object of at most 16 texts, of 512 letters each, with names of at most 64"
 
 
@@ -88,42 +88,44 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, body: Mapping[str, Any], *, in_batch: bool = False) -> Self:
         """Returns the body that was sent as this object. Raises InputError, which names the field that is wrong."""
-        known, refused, remedies = cls.__struct_encode_fields__, cls.unsupported, cls.remedies
+        fields, refused, remedies = cls.__struct_encode_fields__, cls.unsupported, cls.remedies
         if in_batch:
             refused = {**refused, **{name: values for name, (values, _) in cls.batch.items()}}
             remedies = {**remedies, **{name: remedy for name, (_, remedy) in cls.batch.items()}}
-        given = {name: value for name, value in body.items() if value is not None}
-        for name, value in list(given.items()):
+        values = {name: value for name, value in body.items() if value is not None}
+        for name, value in list(values.items()):
             if name in refused and value in refused[name]:
-                del given[name]
-            elif name in refused or name not in known:
+                del values[name]
+            elif name in refused or name not in fields:
                 remedy = remedies.get(name, "leave it out")
                 if name in refused:
                     what = f"{cls.missing[0].partition(' ')[0].format(name)} is not supported"
                 elif cls.is_listed:
-                    what, remedy = f"unknown field {name!r:.100}", f"the fields are {', '.join(known)}"
+                    what, remedy = f"unknown field {name!r:.100}", f"the fields are {', '.join(fields)}"
                 else:
                     what = f"unknown parameter {name!r:.100}"
                 raise InputError(what, field=name[:100], remedy=remedy, code="unsupported")
         required, nested = _parts(cls)
         for name in required:
-            if name not in given:
+            if name not in values:
                 what, remedy = (text.format(name) for text in cls.missing)
                 raise InputError(what, field=name, remedy=remedy, code="missing_field")
-            if not cls.may_be_empty and given[name] in ("", []):
+            if not cls.may_be_empty and values[name] in ("", []):
                 what, remedy = f"{name!r} is empty", "give at least one text"
                 raise InputError(what, field=name, remedy=remedy, code="empty")
-        given |= {name: kind.of(given[name]) for name, kind in nested.items() if isinstance(given.get(name), dict)}
-        return converted(given, cls, remedies=cls.remedies, strict=cls.is_strict)
+        values |= {name: kind.of(values[name]) for name, kind in nested.items() if isinstance(values.get(name), dict)}
+        return converted(values, cls, remedies=cls.remedies, strict=cls.is_strict)
 
 
 @cache
 def _parts(kind: type[Body]) -> tuple[list[str], dict[str, type[Body]]]:
     """Returns (the fields that must be there, {field: the Body that it is})."""
     fields = msgspec.structs.fields(kind)
-    kinds = {one.name: [part for part in (one.type, *get_args(one.type)) if isinstance(part, type)] for one in fields}
+    kinds = {
+        entry.name: [part for part in (entry.type, *get_args(entry.type)) if isinstance(part, type)] for entry in fields
+    }
     nested = {name: part for name, parts in kinds.items() for part in parts if issubclass(part, Body)}
-    return [one.encode_name for one in fields if one.required], nested
+    return [entry.encode_name for entry in fields if entry.required], nested
 
 
 @dataclass(frozen=True)
@@ -279,16 +281,16 @@ def converted(
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
         # "... - at `$.metadata`", and of a wrong key "... - at `key` in `$.metadata`"; of the whole value nothing
-        what, found, path = str(error).rpartition("`$")
-        what, path = (what, path) if found else (path, "")
-        path, missing = path.rstrip("`").partition("[...]")[0], re.search("required field `(.*)`", what)
+        fault, mark, path = str(error).rpartition("`$")
+        fault, path = (fault, path) if mark else (path, "")
+        path, missing = path.rstrip("`").partition("[...]")[0], re.search("required field `(.*)`", fault)
     place = (field + path).lstrip(".")
     top = re.split(r"[.\[]", place)[0]
     remedy = (remedies or {}).get(top)
     if missing:
         place = f"{place}.{missing[1]}".lstrip(".")
         raise InputError(f"{place!r} is missing", field=place, remedy=remedy or "give it", code="missing_field")
-    if unknown := re.search("unknown field `(.*)`", what):
+    if unknown := re.search("unknown field `(.*)`", fault):
         place = f"{place}.{unknown[1]}".lstrip(".")[:100]
         raise InputError(f"{place!r} is not supported", field=place, remedy="leave it out", code="unsupported")
     for step in re.findall(r"\w+", path):
@@ -296,21 +298,22 @@ def converted(
     raise InputError(
         f"{place!r:.200} is {value!r:.100}",
         field=place[:100],
-        remedy=remedy or _remedy(what, kind, path[1:]),
+        remedy=remedy or _remedy(fault, kind, path[1:]),
         code="wrong_type",
     )
 
 
-def _remedy(what: str, kind: Any, name: str) -> str:
+def _remedy(fault: str, kind: Any, name: str) -> str:
     """Returns what to do about a field of a struct that is wrong. what: what msgspec says of it."""
-    types = [one.type for one in msgspec.structs.fields(kind) if one.name == name]
-    for word in (part for found in types for part in (found, *get_args(found))):
+    types = [entry.type for entry in msgspec.structs.fields(kind) if entry.name == name]
+    for word in (part for each in types for part in (each, *get_args(each))):
         if isinstance(word, type) and issubclass(word, Word):
-            return f"give one of {', '.join(one.value for one in word)}"
-    expected = re.search(r"Expected `([a-z]+).*?`(?: >= (\S+))?", what)
+            return f"give one of {', '.join(each.value for each in word)}"
+    expected = re.search(r"Expected `([a-z]+).*?`(?: ([<>]=?) ([\d.e+-]+))?", fault)
     if expected is None:
         return "leave it out"
-    return f"give {expected[2]} or more" if expected[2] else f"give {_REMEDIES.get(expected[1], expected[1])}"
+    bound = _BOUNDS[expected[2]].format(f"{float(expected[3]):g}") if expected[2] else ""
+    return f"give {_REMEDIES.get(expected[1], expected[1])}{bound}"
 
 
 def renamed(field: str | None, names: Mapping[str, str]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import itemgetter
 from typing import Annotated, Any, ClassVar
 from uuid import uuid4
@@ -16,7 +17,7 @@ from uuid import uuid4
 import msgspec
 
 from ..errors import InputError
-from ..options import http_names
+from ..options import checked, http_names
 from ..tasks.sampling import format_grammar
 from .answers import ChoiceText, Events, calls_in, parted, read_tools
 from .body import (
@@ -169,19 +170,19 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
 
     def sampling(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Returns the sampling options, and notes in `meta` which parameter asks for a form of the answer."""
-        found = sampling_of(self)
+        sampling = sampling_of(self)
         forms = {
             "response_format": _response_format(self.response_format),
             "structured_outputs": _structured_outputs(self.structured_outputs),
-            **{name: None if (one := getattr(self, name)) is None else {kind: one} for name, kind in _GUIDED.items()},
+            **{name: None if (form := getattr(self, name)) is None else {kind: form} for name, kind in _GUIDED.items()},
         }
-        asked = [(name, grammar) for name, grammar in forms.items() if grammar is not None]
-        if len(asked) > 1:
-            message = f"{asked[0][0]} and {asked[1][0]} exclude each other"
-            raise InputError(message, field=asked[1][0], remedy="give one of them")
-        for meta["format"], found["grammar"] in asked:
+        grammars = [(name, grammar) for name, grammar in forms.items() if grammar is not None]
+        if len(grammars) > 1:
+            message = f"{grammars[0][0]} and {grammars[1][0]} exclude each other"
+            raise InputError(message, field=grammars[1][0], remedy="give one of them")
+        for meta["format"], sampling["grammar"] in grammars:
             pass
-        return found
+        return sampling
 
     @property
     def beside(self) -> dict[str, Any]:
@@ -294,12 +295,12 @@ class Completion(Generating, kw_only=True):
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
-    given = {k: v for k, v in value.items() if v not in (None, False)} if isinstance(value, dict) else {}
-    if len(given) != 1 or not given.keys() <= _STRUCTURED.keys():
-        message = f"structured_outputs has {', '.join(given) or 'nothing'}"
+    forms = {k: v for k, v in value.items() if v not in (None, False)} if isinstance(value, dict) else {}
+    if len(forms) != 1 or not forms.keys() <= _STRUCTURED.keys():
+        message = f"structured_outputs has {', '.join(forms) or 'nothing'}"
         remedy = f"give one of {', '.join(_STRUCTURED)}"
         raise InputError(message, field="structured_outputs", remedy=remedy)
-    ((kind, inner),) = given.items()
+    ((kind, inner),) = forms.items()
     return {_STRUCTURED[kind]: inner}
 
 
@@ -327,18 +328,20 @@ def chat_body(meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
         text, calls = calls_in(content or "", meta["calls"]) if "calls" in meta else ("", [])
         if calls:
             functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-            made = [{"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": one} for one in functions]
+            made = [
+                {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function} for function in functions
+            ]
             message |= {"content": text or None, "tool_calls": made}
             ending["finish_reason"] = "tool_calls"
         choices.append({"index": index, "message": message, "logprobs": logprobs} | ending)
-    told = _fingerprint(meta)
+    body = _fingerprint(meta)
     if "prompt_logprobs" in meta:
-        told["prompt_logprobs"] = prompt_logprobs(result["prompt"], meta["prompt_logprobs"])
+        body["prompt_logprobs"] = prompt_logprobs(result["prompt"], meta["prompt_logprobs"])
     if "prompt_ids" in result:
-        told["prompt_token_ids"] = result["prompt_ids"]
+        body["prompt_token_ids"] = result["prompt_ids"]
         for made, choice in zip(choices, choices_of(result), strict=True):
             made["token_ids"] = choice["tokens"]
-    return {"object": "chat.completion", "choices": choices} | told
+    return {"object": "chat.completion", "choices": choices} | body
 
 
 def reasoning_of(thought: str) -> dict[str, str]:
@@ -394,21 +397,20 @@ def chat_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
 def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[str, Any]:
     """Returns the log-probabilities of tokens as a completion has them. start: where the first token begins."""
     tokens = [entry.get("token", "") for entry in entries]
-    offsets = [start]
-    for token in tokens[:-1]:
-        offsets.append(offsets[-1] + len(token))
     # OpenAI lists the chosen token among the most likely ones, even where it is none of them. Of tokens that have the
     # same text the most likely one counts.
     every = ([*entry["top"], entry] for entry in entries)
     top = [
-        None if some[-1]["logprob"] is None else {t.get("token", ""): t["logprob"] for t in sorted(some, key=_LOGPROB)}
-        for some in every
+        None
+        if listed[-1]["logprob"] is None
+        else {t.get("token", ""): t["logprob"] for t in sorted(listed, key=_LOGPROB)}
+        for listed in every
     ]
     return {
         "tokens": tokens,
         "token_logprobs": [entry["logprob"] for entry in entries],
         "top_logprobs": top,
-        "text_offset": offsets[: len(tokens)],
+        "text_offset": [*accumulate(map(len, tokens), initial=start)][:-1],
     }
 
 
@@ -431,8 +433,8 @@ class Echo:
     @property
     def top(self) -> int | None:
         """Returns how many of the most likely tokens are read at each token; None: the prompts are not scored."""
-        asked = [count for count in (self.logprobs, self.listed) if count is not None]
-        return max([1, *asked]) if asked or self.is_all else None
+        counts = [count for count in (self.logprobs, self.listed) if count is not None]
+        return max([1, *counts]) if counts or self.is_all else None
 
 
 def read_echo(body: Any, *, most: int) -> Echo | None:
@@ -441,14 +443,13 @@ def read_echo(body: Any, *, most: int) -> Echo | None:
     body  a Chat or a Completion; where nothing is to be generated, one token is, which is not made
     most  the most likely tokens that may be asked for
     """
-    text, listed = getattr(body, "echo", False), body.prompt_logprobs
-    logprobs = body.logprobs if text else None
+    text = getattr(body, "echo", False)
+    counts = {"prompt_logprobs": body.prompt_logprobs, "logprobs": body.logprobs if text else None}
+    listed, logprobs = (
+        None if count is None else checked(int, count, name, least=0, most=most) for name, count in counts.items()
+    )
     if not text and listed is None:
         return None
-    for name, count in (("prompt_logprobs", listed), ("logprobs", logprobs)):
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= most):
-            message, remedy = f"{name!r} is {count!r:.100}", f"give a number from 0 to {most}"
-            raise InputError(message, field=name, remedy=remedy, code="out_of_range")
     is_all = hasattr(body, "echo") and body.max_tokens == 0 and body.max_tokens is not False
     if is_all:
         body.max_tokens = 1
@@ -457,28 +458,24 @@ def read_echo(body: Any, *, most: int) -> Echo | None:
             raise InputError(message, field="n", remedy="leave it out, or give max_tokens above 0")
     for name in ("stream", "truncate_prompt_tokens"):
         if getattr(body, name):
-            what = "echo" if text else "prompt_logprobs"
-            message, remedy = f"{what} and {name} exclude each other", f"leave {name} out"
-            raise InputError(message, field=what, remedy=remedy, code="unsupported")
+            name_of = "echo" if text else "prompt_logprobs"
+            message, remedy = f"{name_of} and {name} exclude each other", f"leave {name} out"
+            raise InputError(message, field=name_of, remedy=remedy, code="unsupported")
     return Echo(text, logprobs, listed, is_all)
 
 
 def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[Result | None]:
     """Returns the log-probabilities of a prompt's tokens as vLLM has them: those of each token and of the most likely
     ones, by their ids; null for the first token, before which there is nothing."""
-    found: list[Result | None] = []
-    for entry in entries:
-        if entry["logprob"] is None:
-            found.append(None)
-            continue
+
+    def likely(entry: Mapping[str, Any]) -> Result:
         ranked = [*enumerate(entry["top"][:count], 1), (entry["rank"], entry)]
-        found.append(
-            {
-                str(one["id"]): {"logprob": one["logprob"], "rank": rank, "decoded_token": one.get("token")}
-                for rank, one in ranked
-            }
-        )
-    return found
+        return {
+            str(token["id"]): {"logprob": token["logprob"], "rank": rank, "decoded_token": token.get("token")}
+            for rank, token in ranked
+        }
+
+    return [None if entry["logprob"] is None else likely(entry) for entry in entries]
 
 
 # ------------------------------------------------------------------------------------------------ in pieces
@@ -584,7 +581,7 @@ class Chunks(Events):
         """Returns the log-probabilities of tokens that follow those that were sent."""
         letters = choice.num_letters
         choice.num_logprobs += len(tokens)
-        choice.num_letters += sum(len(one.get("token", "")) for one in tokens)
+        choice.num_letters += sum(len(token.get("token", "")) for token in tokens)
         return chat_logprobs(tokens) if self._chat else completion_logprobs(tokens, letters)
 
     def _chunk(self, index: int, content: Any) -> Result:
@@ -600,4 +597,4 @@ class Chunks(Events):
 def _bare(result: Result) -> Result:
     """Returns a result without the log-probabilities of its tokens."""
     bare = {name: value for name, value in result.items() if name != "logprobs"}
-    return bare | {"choices": [_bare(one) for one in bare["choices"]]} if "choices" in bare else bare
+    return bare | {"choices": [_bare(choice) for choice in bare["choices"]]} if "choices" in bare else bare

@@ -105,8 +105,8 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
             raise wrong.renamed(_NAMES.get(name, name) + bracket + rest) from None
         if "format" in meta:
             meta["format"] = _NAMES.get(meta["format"], meta["format"])
-        said = {name: value for name in _SAID if (value := getattr(self, name)) is not None}
-        return items, meta | {"asked": said, "metadata": self.metadata or {}}
+        repeated = {name: value for name in _SAID if (value := getattr(self, name)) is not None}
+        return items, meta | {"asked": repeated, "metadata": self.metadata or {}}
 
     @classmethod
     def response(cls, meta: Mapping[str, Any], results: Sequence[Body], *, model: str, id: str) -> Body:
@@ -206,16 +206,16 @@ def _parts(content: str | list[Part], field: str) -> Any:
     """Returns the content of a message: its text, or where it has images its parts, as a chat request has them."""
     if isinstance(content, str) or not any(part.type == "input_image" for part in content):
         return _text(content, field)
-    found: list[Body] = []
+    parts: list[Body] = []
     for i, part in enumerate(content):
         if part.type != "input_image":
-            found.append({"type": "text", "text": _text([part], field)})
+            parts.append({"type": "text", "text": _text([part], field)})
         elif isinstance(address := part.image_url or part.file_id, str):
-            found.append({"type": "image_url", "image_url": {"url": address}})
+            parts.append({"type": "image_url", "image_url": {"url": address}})
         else:
             place, remedy = f"{field}[{i}]", 'give {"type": "input_image", "image_url": "data:image/png;base64,..."}'
             raise InputError(f"{place!r} has no image_url", field=place, remedy=remedy, code="unsupported")
-    return found
+    return parts
 
 
 def _text(content: str | list[Part], field: str) -> str:
@@ -265,8 +265,8 @@ def responses_body(meta: Body, results: Sequence[Body]) -> Body:
         output.append(_message(id, "incomplete" if cut else "completed", [part]))
     for i, call in enumerate(calls):
         function = call["function"]
-        found = {"id": f"fc_{id}{i}", "type": "function_call", "status": "completed", "call_id": call["id"]}
-        output.append(found | {"name": function["name"], "arguments": function["arguments"]})
+        item = {"id": f"fc_{id}{i}", "type": "function_call", "status": "completed", "call_id": call["id"]}
+        output.append(item | {"name": function["name"], "arguments": function["arguments"]})
     usage = usage_of(results)
     return _head(meta) | {
         "status": "incomplete" if cut else "completed",
@@ -284,16 +284,16 @@ def responses_body(meta: Body, results: Sequence[Body]) -> Body:
 
 def _head(meta: Body) -> Body:
     """Returns what a response says from its beginning on."""
-    asked = meta["asked"]
+    repeated = meta["asked"]
     return {
         "id": f"resp_{meta['id']}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
-        "background": False, "error": None, "incomplete_details": None, "instructions": asked.get("instructions"),
-        "max_output_tokens": asked.get("max_output_tokens"), "metadata": meta["metadata"], "output": [],
-        "parallel_tool_calls": asked.get("parallel_tool_calls", True), "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None} | (asked.get("reasoning") or {}), "store": False,
-        "temperature": asked.get("temperature", 1.0), "text": asked.get("text", {"format": {"type": "text"}}),
-        "tool_choice": asked.get("tool_choice", "auto"), "tools": asked.get("tools", []),
-        "top_logprobs": asked.get("top_logprobs", 0), "top_p": asked.get("top_p", 1.0), "truncation": "disabled",
+        "background": False, "error": None, "incomplete_details": None, "instructions": repeated.get("instructions"),
+        "max_output_tokens": repeated.get("max_output_tokens"), "metadata": meta["metadata"], "output": [],
+        "parallel_tool_calls": repeated.get("parallel_tool_calls", True), "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None} | (repeated.get("reasoning") or {}), "store": False,
+        "temperature": repeated.get("temperature", 1.0), "text": repeated.get("text", {"format": {"type": "text"}}),
+        "tool_choice": repeated.get("tool_choice", "auto"), "tools": repeated.get("tools", []),
+        "top_logprobs": repeated.get("top_logprobs", 0), "top_p": repeated.get("top_p", 1.0), "truncation": "disabled",
         "usage": None, "user": None,
     }  # fmt: skip
 
@@ -338,26 +338,26 @@ class ResponseEvents(Events):
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
         whole = responses_body(self._meta, [result]) | {"model": self._model}
-        for index, one in enumerate(whole["output"]):
-            if one["type"] == "reasoning":
-                yield from self._think(one["content"][0]["text"][len(self._thought) :])
-                yield from self._end_thinking(one["status"])
+        for index, item in enumerate(whole["output"]):
+            if item["type"] == "reasoning":
+                yield from self._think(item["content"][0]["text"][len(self._thought) :])
+                yield from self._end_thinking(item["status"])
                 continue
-            if one["type"] == "message":
-                (part,) = one["content"]
+            if item["type"] == "message":
+                (part,) = item["content"]
                 yield from self._send(self._text.rest({"content": part["text"]})[1], always=True)
-                said = {"text": part["text"], "logprobs": part["logprobs"]}
-                yield self._event("response.output_text.done", **self._place, **said)
+                content = {"text": part["text"], "logprobs": part["logprobs"]}
+                yield self._event("response.output_text.done", **self._place, **content)
                 yield self._event("response.content_part.done", **self._place, part=part)
             else:
-                place = {"item_id": one["id"], "output_index": index}
-                begun = one | {"status": "in_progress", "arguments": ""}
+                place = {"item_id": item["id"], "output_index": index}
+                begun = item | {"status": "in_progress", "arguments": ""}
                 yield self._event("response.output_item.added", output_index=index, item=begun)
-                arguments = one["arguments"]
+                arguments = item["arguments"]
                 yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-                done = {"name": one["name"], "arguments": arguments}
+                done = {"name": item["name"], "arguments": arguments}
                 yield self._event("response.function_call_arguments.done", **place, **done)
-            yield self._event("response.output_item.done", output_index=index, item=one)
+            yield self._event("response.output_item.done", output_index=index, item=item)
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def failed(self, status: int, message: str, code: str, param: str | None) -> Body:

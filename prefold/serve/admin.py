@@ -84,8 +84,8 @@ async def data(context: RequestContext) -> Response:
     waiting, waiting_tokens = handler.backpressure.waiting
     tokenizer = handler.llm.tokenizer
     decode = None if tokenizer is None else readable(lambda tokens: tokenizer.decode(tokens.tolist()))
-    found: dict[str, Any] = await handler.in_pool(owner, shape.data, decode)
-    found |= {
+    shown: dict[str, Any] = await handler.in_pool(owner, shape.data, decode)
+    shown |= {
         "model": state.names[0],
         "version": __version__,
         "status": state.failing or state.status,
@@ -103,7 +103,7 @@ async def data(context: RequestContext) -> Response:
         "steps": handler.watch.bins(),
         "batches": [] if state.batches is None else await handler.in_pool(owner, state.batches.open_counts),
     }
-    return json_response(found, headers={"cache-control": "no-store"})
+    return json_response(shown, headers={"cache-control": "no-store"})
 
 
 def _look(names: Mapping[str, str | None], of: str | None, scheduler: Any) -> tuple[TreeShape, dict[str, Any]]:
@@ -128,8 +128,8 @@ def _look(names: Mapping[str, str | None], of: str | None, scheduler: Any) -> tu
         count[1] += made
         if len(rows) < MOST_RUNNING:
             rows.append([owner, sequence.leaf.stop, sequence.cached_tokens or 0, made, sequence.limit])
-    who = {"sequences": rows, "owners": [[owner, *count] for owner, count in sorted(counts.items())]}
-    return TreeShape(scheduler.tree, tails, owner_of, of=of), who
+    running = {"sequences": rows, "owners": [[owner, *count] for owner, count in sorted(counts.items())]}
+    return TreeShape(scheduler.tree, tails, owner_of, of=of), running
 
 
 async def cache_state(context: RequestContext) -> Response:
@@ -164,11 +164,11 @@ def held_of(names: Mapping[str, str | None], scheduler: Any) -> dict[str, Any]:
         while root.parent is not None:
             root = root.parent
         salt = str(root.namespace[1])
-        found = rows[names.get(salt.partition("/")[0]) or ""]
-        found["nodes"] += 1
-        found["pinned" if node.pins else "kept" if node.kept else "in_use"] += node.computed
+        counts = rows[names.get(salt.partition("/")[0]) or ""]
+        counts["nodes"] += 1
+        counts["pinned" if node.pins else "kept" if node.kept else "in_use"] += node.computed
     slots = {"slots": scheduler.pool.num_slots, "used_slots": scheduler.pool.used_slots}
-    total = {name: sum(one[name] for one in rows.values()) for name in ("kept", "pinned", "in_use", "nodes")}
+    total = {name: sum(counts[name] for counts in rows.values()) for name in ("kept", "pinned", "in_use", "nodes")}
     return slots | {"rows": total, "tenants": dict(rows)}
 
 
@@ -189,7 +189,7 @@ async def place(context: RequestContext, *, compute: bool) -> Response:
     body = {name: value for name, value in context.body.items() if name != "tenant"}
     name = context.body.get("tenant")
     if name is not None:
-        context.tenant = next((one for one in context.state.keys.tenants if one.name == name), None)  # type: ignore[assignment]
+        context.tenant = next((item for item in context.state.keys.tenants if item.name == name), None)  # type: ignore[assignment]
         if context.tenant is None:
             message, remedy = f"there is no tenant {name!r:.100}", "name one of the file of keys"
             raise InputError(message, field="tenant", remedy=remedy, code="unknown_tenant")
@@ -204,7 +204,7 @@ async def place(context: RequestContext, *, compute: bool) -> Response:
         cache = cache_of(context.handler)
         act = cache.pin if compute else cache.unpin
         namespace_of = context.handler.llm.engine.namespace_of
-        return sum(act(namespace_of(one), one.tokens) for one in requests)
+        return sum(act(namespace_of(item), item.tokens) for item in requests)
 
     tokens = await context.handler.look(lambda books: change())
     return json_response({"pinned" if compute else "unpinned": tokens, "tokens": sum(len(r.tokens) for r in requests)})

@@ -84,7 +84,7 @@ def make_app(state: AppState) -> Direct:
             refusal.headers.update(error.headers or {})
         except Refusal as unknown:
             refusal = unknown
-        dialect = next((one.dialect for one in entries if one.dialect.paths.match(path)), OPENAI)
+        dialect = next((entry.dialect for entry in entries if entry.dialect.paths.match(path)), OPENAI)
         return dialect.refuse(state, refusal)
 
     @asynccontextmanager
@@ -104,9 +104,9 @@ def make_app(state: AppState) -> Direct:
         Entry(OPENAI, "GET", "/metrics", metrics, admin=True),
         *(entry for dialect in DIALECTS for entry in dialect.ENTRIES),
     ]
-    routes = [Route(one.path, one.endpoint(state), methods=[one.method]) for one in entries]
+    routes = [Route(entry.path, entry.endpoint(state), methods=[entry.method]) for entry in entries]
     others = [admin.route(), *(Route(path, health, methods=["GET"]) for path in ("/health", "/ping"))]
-    direct = {(one.method, one.path): route for one, route in reversed([*zip(entries, routes, strict=True)])}
+    direct = {(entry.method, entry.path): route for entry, route in reversed([*zip(entries, routes, strict=True)])}
     direct = {place: route for place, route in direct.items() if "{" not in route.path}
     routes += [*others, *describing(entries, others)]
     app = Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan)
@@ -148,11 +148,11 @@ _SHARED_KEYS = [{"bearer": []}, {"x-api-key": []}, {}]
 
 def describing(entries: Sequence[Entry], plain: Sequence[Route]) -> list[Route]:
     """Returns the paths that describe the others. plain: those that no dialect answers."""
-    found, text = describe(entries, plain), page_text("docs.html")
+    description, text = describe(entries, plain), page_text("docs.html")
 
     async def openapi(request: Request) -> Response:
         """Answers with this description."""
-        return json_response(found)
+        return json_response(description)
 
     async def docs(request: Request) -> Response:
         """Answers with a page that shows this description."""
@@ -171,8 +171,8 @@ def describe(entries: Sequence[Entry], plain: Sequence[Route]) -> dict[str, Any]
         bodies = [reference for kind, reference in zip(kinds, references, strict=True) if kind in entry.bodies]
         paths.setdefault(path, {}).setdefault(entry.method.lower(), _operation(entry, path, bodies))
     for route in plain:
-        found = {"responses": {"200": {"description": "The answer."}}}
-        paths.setdefault(route.path, {}).setdefault("get", _about("GET", route.path, route.endpoint, "server") | found)
+        answer = {"responses": {"200": {"description": "The answer."}}}
+        paths.setdefault(route.path, {}).setdefault("get", _about("GET", route.path, route.endpoint, "server") | answer)
     keys = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -203,10 +203,10 @@ def _operation(entry: Entry, path: str, bodies: list[Any]) -> dict[str, Any]:
     if entry.admin:
         operation["description"] = "For admins, where the server has keys."
     names = re.findall(r"{(\w+)}", path)
-    parameters = [{"name": one, "in": "path", "required": True, "schema": {"type": "string"}} for one in names]
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     if entry.query is not None:
         fields = schema_components([entry.query])[1][entry.query.__name__]["properties"]
-        parameters += [{"name": one, "in": "query", "schema": schema} for one, schema in fields.items()]
+        parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
     if parameters:
         operation["parameters"] = parameters
     if path == "/v1/files" and is_post:

@@ -43,8 +43,8 @@ class Backpressure:
     @property
     def waiting(self) -> tuple[int, int]:
         """Returns how many requests wait to be computed, and the tokens of their prompts."""
-        found = self._waiting()
-        return sum(count for _, count, _ in found), sum(tokens for _, _, tokens in found)
+        waiting = self._waiting()
+        return sum(count for _, count, _ in waiting), sum(tokens for _, _, tokens in waiting)
 
     @property
     def running(self) -> int:
@@ -72,24 +72,24 @@ class Backpressure:
         computes  whether it will wait for the engine; else only those are in its way that are being prepared
         """
         waiting = self._waiting() if computes else list(self._preparing.values())
-        ahead = [one for one in waiting if owner.is_batch or not one[0].is_batch]
-        mine = [one for one in waiting if one[0].tenant == owner.tenant]
-        tenants = len({one[0].tenant for one in ahead} | {owner.tenant})
+        ahead = [entry for entry in waiting if owner.is_batch or not entry[0].is_batch]
+        mine = [entry for entry in waiting if entry[0].tenant == owner.tenant]
+        tenants = len({entry[0].tenant for entry in ahead} | {owner.tenant})
         limits, options, is_shared = self._keys.limits_of(owner.tenant), self._options, self._keys.num_tenants > 1
-        for what, place, more, most, own_most in (
+        for unit, place, more, most, own_most in (
             ("requests", 1, samples, options.max_waiting_requests, limits.max_waiting_requests),
             ("tokens", 2, 1, options.max_waiting_tokens, limits.max_waiting_tokens),
         ):
-            count, own_count = sum(one[place] for one in ahead), sum(one[place] for one in mine)
+            count, own_count = sum(entry[place] for entry in ahead), sum(entry[place] for entry in mine)
             part = max(1, most // 2) if is_shared else most
             size = min(more, part)
             is_fair = own_count + size <= min(part, most // tenants)
             if own_most is not None and own_count + min(more, own_most) > own_most:
-                self._refuse(mine, f"{own_count} {what} of yours are waiting, and {own_most} may", more)
+                self._refuse(mine, f"{own_count} {unit} of yours are waiting, and {own_most} may", more)
             if not is_fair and count + size > most:
-                self._refuse(ahead, f"{count} {what} are waiting, and {most} may", more)
+                self._refuse(ahead, f"{count} {unit} are waiting, and {most} may", more)
             if not is_fair and own_count + size > part:
-                self._refuse(mine, f"{own_count} {what} of yours are waiting, and {part} may", more)
+                self._refuse(mine, f"{own_count} {unit} of yours are waiting, and {part} may", more)
 
     def _refuse(self, waiting: list[tuple[Owner, int, int]], message: str, more: int) -> None:
         """Raises Refusal (429). waiting: those that are in the way; more: as how many the request counts."""
@@ -141,7 +141,7 @@ class Backpressure:
         # The time before the first of them was spent for it.
         (began, *_), *ended = self._ended
         spent = max(1e-3, self._busy - began)
-        rates = [sum(one[i] for one in ended) / spent for i in (1, 2)]
+        rates = [sum(entry[i] for entry in ended) / spent for i in (1, 2)]
         seconds = max(wanted / 2 / max(rate, 1e-9) for wanted, rate in zip((requests, tokens), rates, strict=True))
         return max(1, min(LONGEST_WAIT, math.ceil(seconds)))
 

@@ -129,13 +129,13 @@ class BatchWork:
     def _source(self, body: Body) -> Source:
         """Returns the source of a batch's lines. Raises JobError where the file is at fault."""
         id = body["input_file_id"]
-        known = self._store.get("file", None, id)
-        name = id if known is None else known["filename"]
+        file = self._store.get("file", None, id)
+        name = id if file is None else file["filename"]
         return open_input(self._store.path(id), name, self._handler.options.max_body_bytes)
 
     def _adapter(self, body: Body) -> OpenAIBatch:
         adapters = self._handler.llm.engine.adapters
-        found = _Lines(
+        adapter = _Lines(
             self._handler.names[0],
             seed=body["id"],
             adapters=adapters,
@@ -143,13 +143,13 @@ class BatchWork:
             endpoint=body["endpoint"],
             fingerprint=self._handler.fingerprint,
         )
-        found.handler = self._handler
-        return found
+        adapter.handler = self._handler
+        return adapter
 
-    def validate(self, one: OpenBatch) -> Body | None:
+    def validate(self, batch: OpenBatch) -> Body | None:
         """Counts a batch's lines, and refuses it where none of them can be answered; returns what it is then, which is
         "cancelling" where it was cancelled meanwhile. None: the server is told to end."""
-        body = self._found(one)
+        body = self._found(batch)
         adapter, total, good = self._adapter(body), 0, 0
         errors: list[Body] = []
         identity = None
@@ -179,31 +179,31 @@ class BatchWork:
             changes |= {"status": "in_progress", "in_progress_at": now}
         else:
             changes |= {"status": "failed", "failed_at": now, "errors": {"object": "list", "data": errors}}
-        return self._store.change("batch", one.id, changes, only=("validating",)) or self._found(one)
+        return self._store.change("batch", batch.id, changes, only=("validating",)) or self._found(batch)
 
-    def finish(self, one: OpenBatch) -> Body | None:
+    def finish(self, batch: OpenBatch) -> Body | None:
         """Computes what is left of a batch, ends it, and returns what it is then; None where the server is told to
         end, or the batch's turn is over."""
-        body = self._found(one)
-        folder = self._store.batches / one.id
+        body = self._found(batch)
+        folder = self._store.batches / batch.id
         lines, usage = folder / "lines.jsonl", None
         if body.get("_ending") is None or not body.get("_is_written"):
             folder.mkdir(exist_ok=True)
-            ending, usage = self._write_lines(one, body, lines)
+            ending, usage = self._write_lines(batch, body, lines)
             if ending is None:
                 return None
             changes = {"_ending": ending, "_is_written": True}
             if ending != "cancelled":
                 changes |= {"status": "finalizing", "finalizing_at": int(time.time())}
-            found = self._store.change("batch", one.id, changes)
-            assert found is not None
-            body = found
-            one.status = body["status"]
-        ended = self._end(one, body, lines, usage)
+            changed = self._store.change("batch", batch.id, changes)
+            assert changed is not None
+            body = changed
+            batch.status = body["status"]
+        ended = self._end(batch, body, lines, usage)
         shutil.rmtree(folder, ignore_errors=True)
         return ended
 
-    def _write_lines(self, one: OpenBatch, body: Body, path: Path) -> tuple[str | None, Counter[str] | None]:
+    def _write_lines(self, batch: OpenBatch, body: Body, path: Path) -> tuple[str | None, Counter[str] | None]:
         """Writes the lines of a batch that are missing; returns (how it ends, or None where it is to go on later; the
         usage of its answers where no line is an error and none was there before, else None)."""
         source, why = None, body.get("_why", "")
@@ -212,10 +212,10 @@ class BatchWork:
         except JobError as error:  # it was removed, or the batch is ended before it was validated
             why = str(error)
         model = self._handler.llm.checkpoint.name
-        found = {"batch": one.id, "input": body.get("_input") if source is None else source.identity}
-        output = one.output = open_output(OutputOptions(path), found)
+        identity = {"batch": batch.id, "input": body.get("_input") if source is None else source.identity}
+        output = batch.output = open_output(OutputOptions(path), identity)
         adapter = self._adapter(body)
-        ending: str | None = "failed" if one.failures >= ATTEMPTS else body.get("_ending") or one.ending
+        ending: str | None = "failed" if batch.failures >= ATTEMPTS else body.get("_ending") or batch.ending
         if body["_model"] != model:
             ending, why = ending or "failed", "the model changed"  # lines of one batch are of one model
         elif source is None:
@@ -224,31 +224,31 @@ class BatchWork:
             if not output.ended:
                 if ending is None:
                     assert source is not None
-                    namespace = self._keys.namespace(Tenant(one.tenant or None))
-                    seed = int.from_bytes(hashlib.blake2b(one.id.encode(), digest_size=6).digest())
-                    owner = Owner(one.tenant or None, is_batch=True)
-                    tasks, lane = _Tasks(self._handler, namespace, owner), Lane(self._handler.engine, owner)
+                    namespace = self._keys.namespace(Tenant(batch.tenant or None))
+                    seed = int.from_bytes(hashlib.blake2b(batch.id.encode(), digest_size=6).digest())
+                    owner = Owner(batch.tenant or None, is_batch=True)
+                    tasks, lane = _Tasks(self._handler, namespace, owner), BatchEngine(self._handler.engine, owner)
                     job = Job(source, adapter, tasks, lambda: lane, output, window=WINDOW_TOKENS, seed=seed)
                     total = body["request_counts"]["total"]
 
                     def stopping() -> bool:
-                        is_over = self._gives_way(one, output.count - output.resumed, total)
-                        return is_over or self._is_stopping() or one.ending is not None
+                        is_over = self._gives_way(batch, output.count - output.resumed, total)
+                        return is_over or self._is_stopping() or batch.ending is not None
 
-                    left = self._store.left(one.tenant)
+                    left = self._store.left(batch.tenant)
 
                     def look() -> None:
                         output.commit(due_only=True)
-                        one.is_full = path.exists() and path.stat().st_size > left
+                        batch.is_full = path.exists() and path.stat().st_size > left
 
                     if self._beside(look, lambda: run_beside(job, stopping)):
                         ending = "completed"
-                    elif (ending := one.ending) is None:
+                    elif (ending := batch.ending) is None:
                         return None, None
-                    elif one.is_full:
+                    elif batch.is_full:
                         why = "there is no more room for what its tenant stores: delete files"
                 if ending != "completed":
-                    self._store.change("batch", one.id, {"_ending": ending, "_why": why})
+                    self._store.change("batch", batch.id, {"_ending": ending, "_why": why})
                     if source is not None:
                         self._write_rest(source, self._adapter(body), output, ending)
                 output.finish()
@@ -257,7 +257,7 @@ class BatchWork:
             counts = {"completed": output.count - output.errors, "failed": output.errors}
             total = max(output.count, body["request_counts"]["total"])
             output.close()
-            self._store.change("batch", one.id, {"request_counts": {"total": total, **counts}})
+            self._store.change("batch", batch.id, {"request_counts": {"total": total, **counts}})
 
     def _beside(self, look: Callable[[], None], run: Callable[[], bool]) -> bool:
         """Returns what `run` returns; `look` is called meanwhile, so that lines reach the disk within a second or so of
@@ -288,13 +288,13 @@ class BatchWork:
                 error = InputError(message, remedy="send the request in another batch", code=code)
                 output.write(record.number, error_text(adapter, record.number, parsed.meta, error), failed=True)
 
-    def _end(self, one: OpenBatch, body: Body, lines: Path, usage: Counter[str] | None) -> Body:
+    def _end(self, batch: OpenBatch, body: Body, lines: Path, usage: Counter[str] | None) -> Body:
         """Makes a batch's files of its lines, ends it, and returns what it is then.
 
         usage  of the answers, where it is known that no line is an error
         """
         ending, now = body["_ending"], int(time.time())
-        ids = {kind: "file-" + _digest(f"{one.id}:{kind}") for kind in ("output", "error")}
+        ids = {kind: "file-" + _digest(f"{batch.id}:{kind}") for kind in ("output", "error")}
         store = self._store
         with store.writing_content(ids["output"]) as good, store.writing_content(ids["error"]) as bad:
             good.unlink(missing_ok=True)  # where an end before was killed, this may be the lines, by a second name
@@ -314,20 +314,20 @@ class BatchWork:
             if count:
                 changes[f"{kind}_file_id"] = ids[kind]
                 file = {"id": ids[kind], "object": "file", "bytes": store.path(ids[kind]).stat().st_size}
-                file |= {"created_at": now, "expires_at": expires, "filename": f"{one.id}_{kind}.jsonl"}
+                file |= {"created_at": now, "expires_at": expires, "filename": f"{batch.id}_{kind}.jsonl"}
                 file |= {"purpose": "batch_output", "status": "processed", "status_details": None}
-                objects.append(("file", one.tenant, file, expires))
+                objects.append(("file", batch.tenant, file, expires))
             else:
                 store.drop_content(ids[kind])
         if ending == "failed":
             why = body.get("_why") or "the server failed at it"
             error = {"code": "batch_failed", "line": None, "message": f"{why}; create it again", "param": None}
             changes["errors"] = {"object": "list", "data": [error]}
-        store.add_all([*objects, ("batch", one.tenant, body | changes, None)])
+        store.add_all([*objects, ("batch", batch.tenant, body | changes, None)])
         return body | changes
 
-    def _found(self, one: OpenBatch) -> Body:
-        body = self._store.get("batch", None, one.id)
+    def _found(self, batch: OpenBatch) -> Body:
+        body = self._store.get("batch", None, batch.id)
         assert body is not None
         return body
 
@@ -432,7 +432,7 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-class Lane:
+class BatchEngine:
     """An engine for one job: `run` and `generate` as `Engine` has them, called from the job's thread, in the slots of
     the KV store. A request whose step fails has an InputError; what no request is at fault for is raised.
 
@@ -443,7 +443,7 @@ class Lane:
         self._engine, self._owner = engine, owner
 
     @property
-    def engine(self) -> Lane:
+    def engine(self) -> BatchEngine:
         """Returns this: a job asks what it loads for an engine."""
         return self
 

@@ -1,6 +1,6 @@
 """Runs batches: files of requests that are answered beside live ones, each line once, whenever the server dies.
 
-Which batches there are is in the store. One runs at a time on the lane of the engine's thread (`batch.py` does it); a
+Which batches there are is in the store. One runs at a time in the engine's thread (`batch.py` does it); a
 second thread looks after all others. Tenants take turns in both, and of a tenant's batches the oldest is first. A large
 batch gives way to another tenant's after a while, and goes on later.
 """
@@ -79,16 +79,16 @@ class Batches:
                 message = f"there is no file {body['input_file_id']!r:.100} for a batch"
                 remedy = "upload it again"
                 raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
-            one = OpenBatch.of(tenant, body)
-            one.is_taken = True
-            self._hold(one)  # before it is stored, since from then on it can be cancelled
+            batch = OpenBatch.of(tenant, body)
+            batch.is_taken = True
+            self._hold(batch)  # before it is stored, since from then on it can be cancelled
             try:
                 self._store.add("batch", tenant, body)
             except BaseException:
                 with self._lock:
-                    self._drop(one)
+                    self._drop(batch)
                 raise
-            one.is_taken = False
+            batch.is_taken = False
         self._woken.set()
         return body
 
@@ -97,9 +97,9 @@ class Batches:
         changes = {"status": "cancelling", "cancelling_at": int(time.time())}
         body = self._store.change("batch", id, changes, only=("validating", "in_progress"))
         if body is None:
-            found = self._store.get("batch", None, id)
-            assert found is not None
-            return found
+            body = self._store.get("batch", None, id)
+            assert body is not None
+            return body
         with self._lock:
             if id in self._open:
                 self._open[id].status = "cancelling"
@@ -108,16 +108,16 @@ class Batches:
 
     def with_counts(self, body: Body) -> Body:
         """Returns a batch as clients see it: with the counts of this moment, without what is ours only."""
-        known = self._open.get(body["id"])
-        if known is not None and (output := known.output) is not None:
+        batch = self._open.get(body["id"])
+        if batch is not None and (output := batch.output) is not None:
             counts = {"completed": output.count - output.errors, "failed": output.errors}
             body = body | {"request_counts": body["request_counts"] | counts}
         return {name: value for name, value in body.items() if name[0] != "_"}
 
     def open_counts(self) -> list[list[Any]]:
         """Returns [id, status, lines, answered, failed] of each batch that has not ended."""
-        found = (self._store.get("batch", None, id) for id in list(self._open))
-        seen = [self.with_counts(body) for body in found if body is not None]
+        bodies = (self._store.get("batch", None, id) for id in list(self._open))
+        seen = [self.with_counts(body) for body in bodies if body is not None]
         names = ("total", "completed", "failed")
         return [[body["id"], body["status"], *(body["request_counts"][name] for name in names)] for body in seen]
 
@@ -128,16 +128,16 @@ class Batches:
     def forget_file(self, tenant: str, file: str) -> bool:
         """Forgets an object of kind "file" and its content; returns False where a batch still reads it."""
         with self._using:
-            if self.uses(file) and any(self._reads(one, file) for one in list(self._open.values())):
+            if self.uses(file) and any(self._reads(batch, file) for batch in list(self._open.values())):
                 return False
             self._store.delete("file", tenant, file)
             self._store.drop_content(file)
         return True
 
-    def _reads(self, one: OpenBatch, file: str) -> bool:
+    def _reads(self, batch: OpenBatch, file: str) -> bool:
         """Returns whether a batch reads a file by what the store says of it, which is what clients see: it has ended
         there a moment before it is dropped from the open ones."""
-        body = self._store.get("batch", None, one.id) if one.file == file else None
+        body = self._store.get("batch", None, batch.id) if batch.file == file else None
         return body is not None and body["status"] in OPEN
 
     # ---------------------------------------------------------------------------------------------- the threads
@@ -145,42 +145,42 @@ class Batches:
     def _run(self) -> None:
         """Runs a batch that can be run, and then the next."""
         while not self._is_stopping:
-            found = self._take(lambda one: one.status in RUNNING)
-            if found is None:
+            batch = self._take(lambda each: each.status in RUNNING)
+            if batch is None:
                 self._can_run.wait(LOOK_SECONDS)
                 self._can_run.clear()
             else:
-                self._attempt(self._work.finish, found)
+                self._attempt(self._work.finish, batch)
 
     def _keep(self) -> None:
         """Looks after batches that do not run, and sees whether what failed works again."""
-        found = None
+        batch = None
         while not self._is_stopping:
-            if found is None:
+            if batch is None:
                 self._woken.wait(LOOK_SECONDS)
                 self._woken.clear()
             if self._store.troubles:
                 self._store.probe()
             self._drop_ended()
-            found = self._take(lambda one: one.status == "validating" or one.ending is not None)
-            if found is not None:
-                validate = found.status == "validating" and found.ending is None
-                self._attempt(self._work.validate if validate else self._work.finish, found)
+            batch = self._take(lambda each: each.status == "validating" or each.ending is not None)
+            if batch is not None:
+                validate = batch.status == "validating" and batch.ending is None
+                self._attempt(self._work.validate if validate else self._work.finish, batch)
 
     def _take(self, can: Callable[[OpenBatch], bool]) -> OpenBatch | None:
         """Returns the batch that this thread works for next, of those that can be taken: the oldest of the tenant whose
         last turn is longest ago."""
         thread = threading.current_thread().name
         with self._lock:
-            free = [one for one in self._open.values() if can(one) and one.is_free]
+            free = [batch for batch in self._open.values() if can(batch) and batch.is_free]
             if not free:
                 return None
-            found = min(free, key=lambda one: self._turns[thread, one.tenant])
-            self._turns[thread, found.tenant] = 1 + max(self._turns.values(), default=0)
-            found.is_taken = True
-        return found
+            batch = min(free, key=lambda batch: self._turns[thread, batch.tenant])
+            self._turns[thread, batch.tenant] = 1 + max(self._turns.values(), default=0)
+            batch.is_taken = True
+        return batch
 
-    def _gives_way(self, one: OpenBatch, answered: int, total: int) -> bool:
+    def _gives_way(self, batch: OpenBatch, answered: int, total: int) -> bool:
         """Returns whether a batch lets another tenant's be run before it goes on: not often, since it reads its input
         again then.
 
@@ -188,27 +188,27 @@ class Batches:
         """
         if answered < max(LINES_A_TURN, total // MOST_TURNS):
             return False
-        others = (other for other in list(self._open.values()) if other.tenant != one.tenant)
+        others = (other for other in list(self._open.values()) if other.tenant != batch.tenant)
         return any(other.status in RUNNING and other.is_free for other in others)
 
-    def _attempt(self, work: Callable[[OpenBatch], Body | None], one: OpenBatch) -> None:
+    def _attempt(self, work: Callable[[OpenBatch], Body | None], batch: OpenBatch) -> None:
         """Does something for a batch, and notes what it is then; where that fails, it is done again later."""
-        trouble, troubles = f"batch {one.id}", self._store.troubles
+        trouble, troubles = f"batch {batch.id}", self._store.troubles
         try:
-            if (body := work(one)) is not None:
-                self._note(one, body)
+            if (body := work(batch)) is not None:
+                self._note(batch, body)
             troubles.pop(trouble, None)
         except (Refusal, JobError, OSError, RankError, MemoryError) as error:  # the disk, the database, or the engine
             if trouble not in troubles:
                 self._log(error)
             troubles[trouble] = f"a batch waits: {_told(error)}"
-            one.retry_at = time.monotonic() + RETRY_SECONDS
+            batch.retry_at = time.monotonic() + RETRY_SECONDS
         except Exception as error:
             self._log(error)
-            one.failures += 1
-            one.retry_at = time.monotonic() + RETRY_SECONDS
+            batch.failures += 1
+            batch.retry_at = time.monotonic() + RETRY_SECONDS
         finally:
-            one.output, one.is_taken = None, False
+            batch.output, batch.is_taken = None, False
             self._can_run.set()
 
     def _drop_ended(self) -> None:
@@ -222,27 +222,27 @@ class Batches:
         except Refusal:
             return  # the store has noted what fails
 
-    def _note(self, one: OpenBatch, body: Body) -> None:
+    def _note(self, batch: OpenBatch, body: Body) -> None:
         """Notes a batch's new status. One that was cancelled since stays so until it has ended."""
         with self._lock:
             if body["status"] not in OPEN:
-                one.status = body["status"]
-                self._drop(one)
-            elif one.status != "cancelling":
-                one.status = body["status"]
+                batch.status = body["status"]
+                self._drop(batch)
+            elif batch.status != "cancelling":
+                batch.status = body["status"]
 
-    def _hold(self, one: OpenBatch) -> None:
+    def _hold(self, batch: OpenBatch) -> None:
         """Takes a batch among the open ones."""
         with self._lock:
-            self._open[one.id] = one
-            self._used[one.file] += 1
+            self._open[batch.id] = batch
+            self._used[batch.file] += 1
 
-    def _drop(self, one: OpenBatch) -> None:
+    def _drop(self, batch: OpenBatch) -> None:
         """Takes a batch from the open ones. The lock is held."""
-        if self._open.pop(one.id, None) is not None:
-            self._used[one.file] -= 1
-            if not self._used[one.file]:
-                del self._used[one.file]
+        if self._open.pop(batch.id, None) is not None:
+            self._used[batch.file] -= 1
+            if not self._used[batch.file]:
+                del self._used[batch.file]
 
 
 def _told(error: Exception) -> str:

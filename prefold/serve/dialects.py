@@ -131,8 +131,8 @@ def entries(context: RequestContext) -> list[dict[str, Any]]:
     head = {"object": "model", "created": int(time.time()), "owned_by": "prefold"}
     return [
         {"id": name, **head, "root": names[0], "parent": parent, "max_model_len": llm.config.max_positions}
-        for some, parent in ((names, None), (llm.engine.adapters, names[0]))
-        for name in some
+        for served, parent in ((names, None), (llm.engine.adapters, names[0]))
+        for name in served
     ]
 
 
@@ -222,7 +222,7 @@ async def tokenize_inputs(context: RequestContext) -> Response:
 def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, Any]]]:
     """Returns the tokens of each text as TEI writes them; a special one that was added has no place in the text.
     Raises InputError."""
-    tokenizer, count, found = llm.tokenizer, 0, []
+    tokenizer, count, lists = llm.tokenizer, 0, []
     is_special = cache(lambda id: tokenizer.decode([id], skip_special=True) == "" != tokenizer.decode([id]))
     before, behind = (
         [{"id": id, "text": tokenizer.decode([id]), "special": True, "start": None, "stop": None} for id in ids]
@@ -235,8 +235,8 @@ def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, 
             {"id": id, "text": text[start:stop], "special": is_special(id), "start": start, "stop": stop}
             for id, (start, stop) in zip(ids, spans, strict=True)
         ]
-        found.append([*before, *own, *behind])
-    return found
+        lists.append([*before, *own, *behind])
+    return lists
 
 
 def located(llm: Any, text: Any, field: str, count: int = 0) -> tuple[list[int], list[tuple[int, int]]]:

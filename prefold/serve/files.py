@@ -41,7 +41,7 @@ class Page(Body):
     after: str | None = None
     purpose: ClassVar[str | None] = None
 
-    remedies: ClassVar = {"limit": "give a number from 1 to 100", "order": "give asc or desc"}
+    remedies: ClassVar = {"order": "give asc or desc"}
     is_listed = is_strict = False
 
 
@@ -50,8 +50,6 @@ class PageOfFiles(Page):
 
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
     purpose: str | None = None
-
-    remedies: ClassVar = Page.remedies | {"limit": "give a number from 1 to 10000"}
 
 
 class Expiry(Struct):
@@ -115,9 +113,9 @@ async def upload(context: RequestContext) -> Response:
             message, remedy = f"'purpose' is {purpose!r:.100}", 'give "batch", or for images "vision"'
             raise InputError(message, field="purpose", remedy=remedy, code="unsupported")
         names = ("expires_after[anchor]", "expires_after[seconds]")
-        given = {name[14:-1]: form[name] for name in names if name in form}
+        fields = {name[14:-1]: form[name] for name in names if name in form}
         remedies = {"expires_after": _EXPIRY_REMEDY}
-        expiry = converted(given, Expiry, "expires_after", remedies=remedies, strict=False) if given else None
+        expiry = converted(fields, Expiry, "expires_after", remedies=remedies, strict=False) if fields else None
         seconds = None if expiry is None else expiry.seconds
         body = await asyncio.to_thread(_keep, store, owner, file, str(purpose), seconds)
     return json_response(body)
@@ -211,25 +209,25 @@ async def delete_file(context: RequestContext) -> Response:
 async def create_batch(context: RequestContext) -> Response:
     """Takes a batch. It is on disk when this has answered."""
     owner, store, batches = _stores(context)
-    asked = NewBatch.of(context.body)
-    file, endpoint = asked.input_file_id, asked.endpoint
+    sent = NewBatch.of(context.body)
+    file, endpoint = sent.input_file_id, sent.endpoint
     if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         message, remedy = f"'endpoint' is {endpoint!r:.100}", f"give one of {', '.join(ENDPOINTS)}"
         raise InputError(message, field="endpoint", remedy=remedy, code="unsupported")
-    found = isinstance(file, str) and await asyncio.to_thread(store.get, "file", owner, file)
-    if not found or found["purpose"] != "batch":
+    kept = isinstance(file, str) and await asyncio.to_thread(store.get, "file", owner, file)
+    if not kept or kept["purpose"] != "batch":
         message, remedy = f"there is no file {file!r:.100} for a batch", 'upload it with purpose "batch"'
         raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
-    window, now = asked.completion_window, int(time.time())
+    window, now = sent.completion_window, int(time.time())
     made: Kept = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
     made |= {"input_file_id": file, "completion_window": window, "status": "validating"}
     made |= {"output_file_id": None, "error_file_id": None, "created_at": now, "in_progress_at": None}
     seconds = int(window[:-1]) * _SECONDS[window[-1]]
-    made |= {"expires_at": now + seconds, "metadata": asked.metadata, "model": context.state.names[0]}
+    made |= {"expires_at": now + seconds, "metadata": sent.metadata, "model": context.state.names[0]}
     times = ("finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     made |= {f"{name}_at": None for name in times}
     made |= {"request_counts": {"total": 0, "completed": 0, "failed": 0}, "usage": None}
-    expiry = asked.output_expires_after
+    expiry = sent.output_expires_after
     made |= {
         "_output_seconds": None if expiry is None else expiry.seconds,
         "_model": context.handler.llm.checkpoint.name,
@@ -268,13 +266,13 @@ async def _one(context: RequestContext, kind: str) -> Kept:
     return body
 
 
-async def _page(context: RequestContext, kind: str, asked: Page) -> Response:
+async def _page(context: RequestContext, kind: str, query: Page) -> Response:
     """Answers with some of the tenant's objects, as the query asks."""
     owner, store, batches = _stores(context)
-    newest, after = asked.order == "desc", asked.after
-    ask = partial(store.page, after=after, limit=asked.limit, newest=newest, purpose=asked.purpose)
-    found, more = await asyncio.to_thread(ask, kind, owner)
-    data = [batches.with_counts(body) for body in found]
+    newest, after = query.order == "desc", query.after
+    ask = partial(store.page, after=after, limit=query.limit, newest=newest, purpose=query.purpose)
+    objects, more = await asyncio.to_thread(ask, kind, owner)
+    data = [batches.with_counts(body) for body in objects]
     ids = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return json_response({"object": "list", "data": data, **ids, "has_more": more})
 

@@ -122,7 +122,7 @@ class RequestHandler:
             results = [[next(left) for _ in work.requests] for work in works]
         finish = partial(finish_items, task, works, results)
         is_short = are_short(results) and order.echo is None
-        made = [raised(one) for one in (finish() if is_short else await self.in_pool(order.owner, finish))]
+        made = [raised(result) for result in (finish() if is_short else await self.in_pool(order.owner, finish))]
         if task.readout.kind == "tokens":
             for result in made:
                 self._metrics.prompt(order.owner.tenant, result)
@@ -237,7 +237,7 @@ class RequestHandler:
             is_text = task.readout.kind == "tokens"
             sizes = [sum(len(request.tokens) for request in work.requests) for work in works]
             if is_text:
-                counts = [one.requests[0].sampling.n for one in works]  # type: ignore[union-attr]
+                counts = [work.requests[0].sampling.n for work in works]  # type: ignore[union-attr]
                 replies = [Reply(loop, *each) for each in zip(sizes, repeat(order.owner), counts)]
             else:
                 replies = [Reply(loop, sum(sizes), order.owner)]
@@ -245,10 +245,10 @@ class RequestHandler:
             with self.backpressure.computing(replies):
                 prepared()
                 try:
-                    asked = [work.requests for work in works]
-                    asked = asked if is_text else [list(chain.from_iterable(asked))]
+                    requests = [work.requests for work in works]
+                    requests = requests if is_text else [list(chain.from_iterable(requests))]
                     how = {"text": text, "share": None if order.share else False}
-                    begin = partial(self._submit, asked, task.readout, replies, **how)
+                    begin = partial(self._submit, requests, task.readout, replies, **how)
                     begin() if is_short else await self.in_pool(order.owner, begin)
                     yield task, works, replies
                 finally:
@@ -261,9 +261,9 @@ class RequestHandler:
                 self._metrics.queue.observe(reply.begun_at - started)
 
     def _submit(
-        self, asked: Sequence[Sequence[Request]], readout: Readout, replies: Sequence[Reply], **options: Any
+        self, groups: Sequence[Sequence[Request]], readout: Readout, replies: Sequence[Reply], **options: Any
     ) -> None:
-        for requests, reply in zip(asked, replies, strict=True):
+        for requests, reply in zip(groups, replies, strict=True):
             if not reply.is_cancelled:
                 self.engine.submit(requests, readout, reply, self.llm.tokenizer, **options)
 
@@ -321,7 +321,7 @@ class BoundedTask:
         works = [next(made) if error is None else error for error in errors]
         for work in works:
             if self._namespace and not isinstance(work, InputError):
-                salted = [replace(one, salt=within(self._namespace, one.salt)) for one in work.requests]
+                salted = [replace(request, salt=within(self._namespace, request.salt)) for request in work.requests]
                 work.requests[:] = salted
         return works
 
@@ -381,11 +381,11 @@ class PromptTask:
         rows = [TokenLogprobs(row[0], _top(row)) for row in values]
         before = [None, *zip(values, rows, strict=True)][:-1]
         prompt = []
-        for token, found in zip(request.tokens.tolist(), before, strict=True):
-            if found is None:
+        for token, entry in zip(request.tokens.tolist(), before, strict=True):
+            if entry is None:
                 prompt.append(names(token, TokenLogprobs(0.0)) | {"logprob": None, "rank": None})
             else:
-                prompt.append(names(token, found[1]) | {"rank": int(found[0][1])})
+                prompt.append(names(token, entry[1]) | {"rank": int(entry[0][1])})
         made = self._made(request, rows[-1])
         return ({} if made is None else self._inner.finish(note["note"], [[made]])) | {"prompt": prompt}
 

@@ -77,7 +77,6 @@ class _Key(Body, kw_only=True):
     max_stored_bytes: _Least1 | None = None
 
     remedies: ClassVar = {
-        "weight": "give a number above 0",
         "class": "give interactive or batch",
         "sha256": "give the SHA-256 of a key, in 64 hexadecimal digits",
     }
@@ -132,8 +131,8 @@ class Keys:
     def reload(self) -> None:
         """Reads the file again. Raises JobError where it is wrong, and then the keys stay as they were."""
         if self._path is not None:
-            found = read_keys(Path(self._path))
-            self._tenants = {self._place(digest): (digest, tenant) for digest, tenant in found}
+            keys = read_keys(Path(self._path))
+            self._tenants = {self._place(digest): (digest, tenant) for digest, tenant in keys}
             self._names = {self.namespace(tenant): tenant.name for tenant in self.tenants}
             self._limits = {tenant.name: tenant.limits for tenant in self.tenants}
 
@@ -179,7 +178,7 @@ def read_keys(path: Path) -> list[tuple[bytes, Tenant]]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise JobError(f"the file of keys {path} cannot be read: {error}") from None
     entries = tables.get("key")
-    if set(tables) != {"key"} or not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+    if set(tables) != {"key"} or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise JobError(f"the file of keys {path} has no keys; write a table [[key]] with key and tenant for each")
     keys, limits = [], dict[str, dict[str, Any]]()
     for number, entry in enumerate(entries, 1):
@@ -190,12 +189,12 @@ def read_keys(path: Path) -> list[tuple[bytes, Tenant]]:
             raise JobError(f"{where}: {wrong}") from None
         if (key.key is None) == (key.sha256 is None):
             raise JobError(f"{where} needs either key or sha256")
-        found = {name: value for name in _LIMITS if (value := getattr(key, name)) is not None}
-        before = limits.setdefault(key.tenant, found)
-        if found and before and before != found:
+        given = {name: value for name in _LIMITS if (value := getattr(key, name)) is not None}
+        before = limits.setdefault(key.tenant, given)
+        if given and before and before != given:
             message = f"{where} has other limits than an earlier key of the same tenant"
             raise JobError(f"{message}; give them at one of the keys")
-        before.update(found)
+        before.update(given)
     return [
         (key.digest, Tenant(key.tenant, key.admin, key.kind == "batch", Limits(**limits[key.tenant]))) for key in keys
     ]

@@ -31,7 +31,7 @@ def check_item(item: Any, options: ServeOptions, tokenizer: Tokenizer | None) ->
     sampling = item.get("sampling") or {}
     grammar, stops, template = sampling.get("grammar"), sampling.get("stop"), item.get("chat_template")
     if isinstance(grammar, Mapping):
-        size = sum(len(one.encode()) if isinstance(one, str) else len(json_of(one)) for one in grammar.values())
+        size = sum(len(part.encode()) if isinstance(part, str) else len(json_of(part)) for part in grammar.values())
         if size > options.max_grammar_bytes:
             message, remedy = f"the grammar has {size} bytes", f"send at most {options.max_grammar_bytes}"
             raise InputError(message, field="grammar", remedy=remedy, code="too_large")
@@ -43,8 +43,8 @@ def check_item(item: Any, options: ServeOptions, tokenizer: Tokenizer | None) ->
                 message, remedy = f"'stop' holds {count} {unit}", f"give at most {most}"
                 raise InputError(message, field="stop", remedy=remedy, code="too_large")
     if template is not None and not options.allow_chat_template:
-        known = () if tokenizer is None else tokenizer.chat_templates.templates
-        if not (isinstance(template, str) and template in known):
+        templates = () if tokenizer is None else tokenizer.chat_templates.templates
+        if not (isinstance(template, str) and template in templates):
             message = "'chat_template' is not the name of one of the model's templates"
             remedy = "leave it out, or start the server with --allow-chat-template"
             raise InputError(message, field="chat_template", remedy=remedy, code="unsupported")
@@ -54,7 +54,7 @@ def check_texts(body: Mapping[str, Any], most: int) -> None:
     """Raises InputError for a request with more than `most` texts."""
     for name, value in body.items():
         value = value.get("sentences") if name == "inputs" and isinstance(value, dict) else value
-        if isinstance(value, list) and len(value) > most and not all(isinstance(one, int) for one in value):
+        if isinstance(value, list) and len(value) > most and not all(isinstance(part, int) for part in value):
             message, remedy = f"{name!r} holds {len(value)} texts", f"send at most {most} at once"
             raise InputError(message, field=name, remedy=remedy, code="too_many")
 
@@ -89,14 +89,14 @@ def are_soon_ready(items: Sequence[Any], num_bytes: int) -> bool:
     allowed."""
     if num_bytes > SHORT_BYTES or num_samples(items) > SHORT_SAMPLES:
         return False
-    found = [item for item in items if isinstance(item, Mapping)]
-    return not any((one.get("sampling") or {}).get("grammar") or has_template(one) for one in found)
+    objects = [item for item in items if isinstance(item, Mapping)]
+    return not any((item.get("sampling") or {}).get("grammar") or has_template(item) for item in objects)
 
 
 def num_samples(items: Sequence[Any]) -> int:
     """Returns how many texts are generated for items; an item of another task, or that is wrong, counts once."""
-    asked = ((one.get("sampling") or {}).get("n") if isinstance(one, Mapping) else 1 for one in items)
-    return sum(n if isinstance(n, int) and n > 1 else 1 for n in asked)
+    counts = ((item.get("sampling") or {}).get("n") if isinstance(item, Mapping) else 1 for item in items)
+    return sum(n if isinstance(n, int) and n > 1 else 1 for n in counts)
 
 
 def has_images(item: Any) -> bool:
@@ -112,9 +112,9 @@ def has_template(item: Any) -> bool:
 def are_short(results: Iterable[Sequence[Any]]) -> bool:
     """Returns whether it takes no time to make what a task gives of the engine's results, each of them a Result or a
     list of Generated, and to write that."""
-    found = [result for some in results for result in some]
-    texts = [one for result in found if isinstance(result, list) for one in result]
-    return len(found) <= SHORT_RESULTS and sum(map(_length, texts)) <= SHORT_TOKENS
+    answers = [result for group in results for result in group]
+    texts = [text for result in answers if isinstance(result, list) for text in result]
+    return len(answers) <= SHORT_RESULTS and sum(map(_length, texts)) <= SHORT_TOKENS
 
 
 def _length(text: Generated) -> int:

@@ -105,17 +105,17 @@ class Metrics:
             "tower_runs": ("Images that were encoded.", stats.tower_runs),
         }
         if stats.generation is not None:
-            found = stats.generation
+            texts = stats.generation
             counts |= {
-                "generation_tokens": ("Tokens generated.", found.generated_tokens),
-                "num_preemptions": ("Sequences taken out because memory was full.", found.preemptions),
+                "generation_tokens": ("Tokens generated.", texts.generated_tokens),
+                "num_preemptions": ("Sequences taken out because memory was full.", texts.preemptions),
             }
             used = now.used_slots / max(1, now.slots)
             gauges["kv_cache_usage_perc"] = ("Share of the KV store that is in use, 0 to 1.", used)
-        for name, (what, value) in gauges.items():
-            yield GaugeMetricFamily(f"prefold:{name}", what, value)
-        for name, (what, value) in counts.items():
-            yield CounterMetricFamily(f"prefold:{name}", what, value)
+        for name, (meaning, value) in gauges.items():
+            yield GaugeMetricFamily(f"prefold:{name}", meaning, value)
+        for name, (meaning, value) in counts.items():
+            yield CounterMetricFamily(f"prefold:{name}", meaning, value)
         parts = CounterMetricFamily(
             "prefold:engine_seconds", "Seconds of the engine's parts, which may overlap.", labels=["part"]
         )
@@ -196,9 +196,9 @@ class StepWatch:
     def bins(self) -> list[list[float]]:
         """Returns the steps of the last minutes, neighbours added up; their start is in seconds before now."""
         now = time.perf_counter()
-        found = np.array([step for step in list(self._steps) if step[0] > now - SHOWN_SECONDS]).reshape(-1, 6)
-        found[:, 0] -= now
-        return [[float(f"{value:.6g}") for value in entry] for entry in merged(found, BINS).tolist()]
+        steps = np.array([step for step in list(self._steps) if step[0] > now - SHOWN_SECONDS]).reshape(-1, 6)
+        steps[:, 0] -= now
+        return [[float(f"{value:.6g}") for value in entry] for entry in merged(steps, BINS).tolist()]
 
     def close(self) -> None:
         """Ends the watching."""

@@ -65,7 +65,7 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
                     self.parser.feed_data(left)
                     return
                 except httptools.HttpParserUpgrade as offer:
-                    headers = b"".join(b"%b: %b\r\n" % one for one in self.headers if one[0] != b"upgrade")
+                    headers = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
                     version = self.parser.get_http_version().encode()
                     head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, headers)
                     left = head + left[offer.args[0] :]
@@ -90,7 +90,8 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
                 raise _Refused(_LARGE)
             codings = [value for name, value in self.headers if name == b"transfer-encoding"]
             if codings and (
-                [one.strip().lower() for one in codings] != [b"chunked"] or self.parser.get_http_version() != "1.1"
+                [header.strip().lower() for header in codings] != [b"chunked"]
+                or self.parser.get_http_version() != "1.1"
             ):
                 raise _Refused(_WRONG)
             if self.parser.get_method() == b"CONNECT":

@@ -93,9 +93,9 @@ class Store:
 
     def _sweep(self) -> None:
         """Removes contents that no object names: the server was killed before it had confirmed them."""
-        known = {row[0] for row in self._db.execute("SELECT id FROM objects")}
+        ids = {row[0] for row in self._db.execute("SELECT id FROM objects")}
         for path in [*self.files.iterdir()]:
-            if path.name not in known:
+            if path.name not in ids:
                 path.unlink()
 
     # ------------------------------------------------------------------------------------------------- objects
@@ -142,8 +142,8 @@ class Store:
             row = db.execute("SELECT kind, tenant, body FROM objects WHERE id = ?", (id,)).fetchone()
         if row is None or row[0] != kind or tenant not in (None, row[1]):
             return None
-        found: Body = json.loads(row[2])
-        return found
+        body: Body = json.loads(row[2])
+        return body
 
     def change(self, kind: str, id: str, changes: Mapping[str, Any], *, only: Iterable[str] = ()) -> Body | None:
         """Changes fields of an object, and returns it. With `only`, its status must be one of these, else None is
@@ -183,11 +183,11 @@ class Store:
             sql, values = f"{sql} AND json_extract(body, '$.purpose') = ?", [*values, purpose]
         with self._reading() as db:
             if after is not None:
-                found = db.execute("SELECT number FROM objects WHERE id = ? AND tenant = ?", (after, tenant)).fetchone()
-                if found is None:
+                place = db.execute("SELECT number FROM objects WHERE id = ? AND tenant = ?", (after, tenant)).fetchone()
+                if place is None:
                     message, remedy = f"there is no {after!r:.100}", "give the last id of the page before"
                     raise Refusal(404, message, param="after", remedy=remedy, code="not_found")
-                sql, values = f"{sql} AND number {sign} ?", [*values, found[0]]
+                sql, values = f"{sql} AND number {sign} ?", [*values, place[0]]
             rows = db.execute(f"{sql} ORDER BY number {order} LIMIT ?", (*values, limit + 1)).fetchall()
         return [json.loads(row[0]) for row in rows[:limit]], len(rows) > limit
 

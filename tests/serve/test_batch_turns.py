@@ -16,7 +16,7 @@ from prefold.engine.replies import Reply
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.steps import MakeStore, SlotStep
 from prefold.serve import batches
-from prefold.serve.batch import Lane
+from prefold.serve.batch import BatchEngine
 from prefold.stream import Spool
 from prefold.types import Owner, Readout, Request
 
@@ -93,7 +93,7 @@ def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm
     spool = Spool()
     for i in range(4):
         spool.add(Request(np.array([200, 201 + i, 210], np.int32)), bytes([i]))
-    read = Lane(service, Owner("batch", True)).run
+    read = BatchEngine(service, Owner("batch", True)).run
 
     def run():
         results.extend(read(spool.windows(max_tokens=1 << 20, share=True), LAST, stopping=lambda: False))

@@ -259,9 +259,9 @@ def test_limits_of_a_key(llm, tmp_path):
 @pytest.mark.parametrize(
     ("more", "wrong"),
     [
-        ("weight = 0", "'weight' is 0; give a number above 0"),
+        ("weight = 0", "'weight' is 0; give a number, more than 0"),
         ('class = "slow"', "'class' is 'slow'; give interactive or batch"),
-        ("max_running = 0", "give 1 or more"),
+        ("max_running = 0", "give a whole number, 1 or more"),
         ("max_kept_rows = 1.5", "whole number"),
         ("most = 5", "unknown field 'most'; the fields are key, sha256"),
         ('weight = 2\n[[key]]\nkey="x"\ntenant="second"\nweight = 3', "other limits"),
