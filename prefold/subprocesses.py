@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
+import socket
 import struct
 import subprocess
 import sys
@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-CHUNK = 1 << 20
 LENGTH = struct.Struct("<Q")
 PROGRAM = "import sys; from {module} import main; main(sys.argv[1:], sys.stdin.buffer, sys.stdout.buffer)"
 # Seconds that the process may take to start, the first time, on a busy machine.
@@ -58,9 +57,7 @@ class Subprocess:
         if process is None:
             return
         process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self._socket.close()
         process.wait()
 
     def __del__(self) -> None:
@@ -74,30 +71,27 @@ class Subprocess:
         environment = {name: os.environ[name] for name in kept if name in os.environ}
         environment |= {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,  # so that Ctrl-C is for the process that waits for the answer
-        )
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-        return process
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            return subprocess.Popen(
+                self._command,
+                stdin=theirs,
+                stdout=theirs,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # so that Ctrl-C is for the process that waits for the answer
+            )
 
     def _answer(self, request: bytes, seconds: float) -> tuple[dict[str, Any], bytearray]:
         """Returns the answer of the process. Where the exchange is broken off, by an interrupt too, the process ends:
         the rest of its answer would be taken for the next one."""
-        process, deadline = self.process, time.monotonic() + seconds
-        assert process is not None
+        deadline = time.monotonic() + seconds
         try:
-            self._send(process, LENGTH.pack(len(request)) + request, deadline)
-            (size,) = LENGTH.unpack(self._receive(process, LENGTH.size, deadline))
-            answer = json.loads(self._receive(process, size, deadline))
-            return answer, self._receive(process, answer.get("size", 0), deadline)
+            self._socket.settimeout(seconds)
+            self._socket.sendall(LENGTH.pack(len(request)) + request)
+            (size,) = LENGTH.unpack(self._receive(LENGTH.size, deadline))
+            answer = json.loads(self._receive(size, deadline))
+            return answer, self._receive(answer.get("size", 0), deadline)
         except OSError as error:
             self.end()
             raise Ended from error
@@ -105,33 +99,16 @@ class Subprocess:
             self.end()
             raise
 
-    def _send(self, process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
-        assert process.stdin is not None
-        left = memoryview(data)
-        while left:
-            self._wait(process.stdin, selectors.EVENT_WRITE, deadline)
-            left = left[os.write(process.stdin.fileno(), left[:CHUNK]) :]
-
-    def _receive(self, process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
-        assert process.stdout is not None
+    def _receive(self, size: int, deadline: float) -> bytearray:
         data = bytearray(size)
         left = memoryview(data)
         while left:
-            self._wait(process.stdout, selectors.EVENT_READ, deadline)
-            chunk = os.read(process.stdout.fileno(), min(len(left), CHUNK))
-            if not chunk:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            count = self._socket.recv_into(left)
+            if not count:
                 raise Ended
-            left[: len(chunk)] = chunk
-            left = left[len(chunk) :]
+            left = left[count:]
         return data
-
-    @staticmethod
-    def _wait(pipe: Any, event: int, deadline: float) -> None:
-        """Returns when a pipe is ready. Raises Ended where it is not before the deadline."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(pipe, event)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise Ended
 
 
 def answer_all(answer: Callable[[bytes], tuple[dict[str, Any], bytes]], source: BinaryIO, sink: BinaryIO) -> None:
