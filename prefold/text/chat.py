@@ -12,12 +12,10 @@ from typing import Any
 
 from ..errors import InputError
 from .template_process import TemplateProcess
-from .valid import valid_text, wrong_type
+from .valid import plain_json, wrong_type
 
 # Processor seconds that the template of a request may take for a conversation. Usual ones take below a millisecond.
 TEMPLATE_SECONDS = 10.0
-# How deep objects and lists of a message or a tool may be nested. Real ones have about ten levels.
-DEEPEST = 100
 
 _CONTENT = "give it a text, or a list of parts"
 # Names of the field that holds a message's reasoning. Most templates read the first, that of gpt-oss the second.
@@ -89,9 +87,9 @@ class ChatTemplates:
             raise InputError("'messages' is empty", field="messages", remedy=remedy, code="empty")
         chat = [_message(message, i) for i, message in enumerate(messages)]
         final = _open_final(chat, source) if continue_final_message else None
-        values: dict[str, Any] = {**self.variables, **{k: _plain(v, k) for k, v in variables.items()}}
+        values: dict[str, Any] = {**self.variables, **{k: plain_json(v, k) for k, v in variables.items()}}
         values |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
-        values |= {"tools": _plain(tools, "tools"), "documents": _plain(documents, "documents")}
+        values |= {"tools": plain_json(tools, "tools"), "documents": plain_json(documents, "documents")}
         if in_subprocess and template is not None and template not in self.templates:
             text = self._process.write(name, source, values, template_seconds)
         else:
@@ -146,7 +144,7 @@ def _message(message: object, index: int) -> dict[str, Any]:
             code="wrong_type",
         )
     # A null means "absent", as in transformers: templates would write it out as None.
-    plain = {key: value for key, value in _plain(message, field).items() if value is not None}
+    plain = {key: value for key, value in plain_json(message, field).items() if value is not None}
     content = f"{field}.content"
     if "content" in plain and not isinstance(plain["content"], (str, list, dict)):  # an object is a tool's answer
         raise wrong_type(plain["content"], content, "a text", _CONTENT)
@@ -154,25 +152,6 @@ def _message(message: object, index: int) -> dict[str, Any]:
         raise InputError(f"{content!r} is null", field=content, remedy=_CONTENT, code="null")
     reasoning = next((plain[key] for key in REASONING if key in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-
-
-def _plain(value: object, field: str, depth: int = 0) -> Any:
-    """Returns a copy of the value in plain JSON types. Raises InputError for other types, and for values nested too
-    deep."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, str):
-        return str.__str__(valid_text(value, field))
-    if depth >= DEEPEST:
-        message = f"{field[:80]!r} is nested more than {DEEPEST} deep"
-        raise InputError(message, field=field[:80], remedy="nest it less deep", code="too_deep")
-    if isinstance(value, Mapping):
-        named = ((str(key), item) for key, item in value.items())
-        return {valid_text(key, f"a name in {field}"): _plain(item, f"{field}.{key}", depth + 1) for key, item in named}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{field}[{i}]", depth + 1) for i, item in enumerate(value)]
-    kind = type(value).__name__
-    raise InputError(f"{field!r} is of type {kind}", field=field, remedy="give JSON values only", code="wrong_type")
 
 
 def _open_final(chat: list[dict[str, Any]], source: str) -> str:

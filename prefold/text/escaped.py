@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError
-from .chat import DEEPEST
+from .valid import plain_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -47,25 +47,18 @@ class Escaping:
         """Returns whether a text has a special token to escape."""
         return self._special.search(text) is not None
 
-    def shielded(self, value: Any, field: str, depth: int = 0) -> Any:
+    def shielded(self, value: Any, field: str) -> Any:
         """Returns a JSON value with a SHIELD in each special token of its texts, and in what may become one with the
-        text behind it. Raises InputError for a text that holds what escaping needs for itself, and for values nested
-        too deep."""
-        if isinstance(value, str):
-            for letters in (SHIELD, MARK, SHIELD_WRITTEN):
-                if letters in value:
-                    message = f"{field[:80]!r} holds {letters!a}, which stands for no character"
-                    raise InputError(message, field=field[:80], remedy="leave it out", code="wrong_type")
-            return self._ended(self._special.sub(lambda match: match[0][0] + SHIELD + match[0][1:], value))
-        if depth > DEEPEST and isinstance(value, (Mapping, list, tuple)):
-            message = f"{field[:80]!r} is nested more than {DEEPEST} deep"
-            raise InputError(message, field=field[:80], remedy="nest it less deep", code="too_deep")
-        if isinstance(value, Mapping):
-            named = ((self.shielded(str(name), field), name, item) for name, item in value.items())
-            return {key: self.shielded(item, f"{field}.{name}", depth + 1) for key, name, item in named}
-        if isinstance(value, (list, tuple)):
-            return [self.shielded(item, f"{field}[{i}]", depth + 1) for i, item in enumerate(value)]
-        return value
+        text behind it. Raises InputError for a text that holds what escaping needs for itself, for values nested too
+        deep, and for what is no JSON."""
+        return plain_json(value, field, self._shielded)
+
+    def _shielded(self, text: str, field: str) -> str:
+        for letters in (SHIELD, MARK, SHIELD_WRITTEN):
+            if letters in text:
+                message = f"{field[:80]!r} holds {letters!a}, which stands for no character"
+                raise InputError(message, field=field[:80], remedy="leave it out", code="wrong_type")
+        return self._ended(self._special.sub(lambda match: match[0][0] + SHIELD + match[0][1:], text))
 
     def _ended(self, text: str) -> str:
         """Returns a text with a SHIELD in each end of it with which a special token begins. A single word is left as it

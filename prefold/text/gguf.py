@@ -12,7 +12,7 @@ listed, best piece first. Spaces are the letter "▁" (U+2581), and a character 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, UnsupportedModelError
@@ -29,44 +29,19 @@ SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
 
-def _split(pattern: str) -> Callable[[], Any]:
-    def make() -> Any:
-        from tokenizers import Regex, pre_tokenizers
-
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-
-    return make
-
-
-def _byte_level() -> Any:
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-def _digits() -> Any:
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level()])
-
-
-# For each value of tokenizer.ggml.pre: what splits a text into words, whether the text is normalised (Unicode NFC)
-# before that, whether a word that is a token is taken whole, and whether a BOS is added where the file does not say.
-PRE_TOKENIZERS: dict[str, tuple[Callable[[], Any], bool, bool, bool]] = {
-    "default": (_byte_level, False, False, False),
-    "gpt-2": (_byte_level, False, False, False),
-    "smollm": (_digits, False, False, False),
-    "qwen2": (_split(QWEN2), True, False, False),
-    "deepseek-r1-qwen": (_split(QWEN2), True, False, False),
-    "llama-bpe": (_split(LLAMA3), False, True, True),
-    "llama3": (_split(LLAMA3), False, True, True),
-    "llama-v3": (_split(LLAMA3), False, True, True),
-    "tekken": (_split(TEKKEN), False, True, True),
+# For each value of tokenizer.ggml.pre: what splits a text into words (a regular expression; "": as byte-level BPE does;
+# "digits": each digit is a word, too), whether the text is normalised (Unicode NFC) before that, whether a word that is
+# a token is taken whole, and whether a BOS is added where the file does not say.
+PRE_TOKENIZERS: dict[str, tuple[str, bool, bool, bool]] = {
+    "default": ("", False, False, False),
+    "gpt-2": ("", False, False, False),
+    "smollm": ("digits", False, False, False),
+    "qwen2": (QWEN2, True, False, False),
+    "deepseek-r1-qwen": (QWEN2, True, False, False),
+    "llama-bpe": (LLAMA3, False, True, True),
+    "llama3": (LLAMA3, False, True, True),
+    "llama-v3": (LLAMA3, False, True, True),
+    "tekken": (TEKKEN, False, True, True),
 }
 
 
@@ -135,7 +110,7 @@ def _sentencepiece(checkpoint: Checkpoint, tokens: list[str], types: list[int], 
 
 def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[str]) -> Any:
     import tokenizers
-    from tokenizers import decoders, models, normalizers
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
     split, nfc, whole_words, _ = PRE_TOKENIZERS[pre]
     # Unused tokens pad the vocabulary to a round size; no text gives them.
@@ -147,7 +122,10 @@ def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[
         raise CheckpointError(f"the GGUF file's vocabulary and merges do not fit each other: {why}") from None
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.NFC() if nfc else None
-    backend.pre_tokenizer = split()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("", "digits"))
+    words = {"": [], "digits": [pre_tokenizers.Digits(individual_digits=True)]}
+    before = words[split] if split in words else [pre_tokenizers.Split(Regex(split), behavior="isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level]) if before else byte_level
     backend.decoder = decoders.ByteLevel()
     _add_tokens(backend, tokens, types)
     return backend

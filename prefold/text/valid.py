@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from ..errors import InputError
 
 
@@ -36,3 +39,31 @@ def valid_text(text: object, field: str = "text") -> str:
             remedy = "decode the text again from its source"
             raise InputError(message, field=field, remedy=remedy, code="invalid_utf8") from None
     return text
+
+
+# How deep objects and lists of a message or a tool may be nested. Real ones have about ten levels.
+DEEPEST = 100
+
+
+def plain_json(value: Any, field: str, write: Callable[[str, str], str] = valid_text, depth: int = 0) -> Any:
+    """Returns a copy of a value in plain JSON types. Raises InputError for other types, and for values nested too deep.
+
+    write: returns the text in place of one, by the text and its field
+    """
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return str.__str__(write(value, field))
+    if depth >= DEEPEST:
+        message = f"{field[:80]!r} is nested more than {DEEPEST} deep"
+        raise InputError(message, field=field[:80], remedy="nest it less deep", code="too_deep")
+    if isinstance(value, Mapping):
+        named = ((str(key), item) for key, item in value.items())
+        return {
+            write(key, f"a name in {field}"): plain_json(item, f"{field}.{key}", write, depth + 1)
+            for key, item in named
+        }
+    if isinstance(value, (list, tuple)):
+        return [plain_json(item, f"{field}[{i}]", write, depth + 1) for i, item in enumerate(value)]
+    kind = type(value).__name__
+    raise InputError(f"{field!r} is of type {kind}", field=field, remedy="give JSON values only", code="wrong_type")
