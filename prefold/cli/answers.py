@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -57,7 +56,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     (works,) = checked([made.prepare(items)])  # before the weights are loaded
     engine = load_llm(o, checkpoint, tokenizer, media=tasks.media).engine
     made = calibrated(engine, made)
-    if task == "generate" and not o["as_json"] and tokenizer is not None and on_terminal():
+    if task == "generate" and not o["as_json"]:
         _show_live(texts, engine, made, works, o.get("seed"))
         return _summary(engine, o)
     (results,) = checked([finish_items(made, works, run_works(engine, made, works, seed=o.get("seed")))])
@@ -83,11 +82,6 @@ def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:
     if name is None:
         raise click.UsageError("--image is for embed, classify, score and generate")
     return {**item, name: Pictured(item[name], [path])}
-
-
-def on_terminal() -> bool:
-    """Returns whether standard output is a terminal, where a person reads along."""
-    return sys.stdout.isatty()
 
 
 def _summary(engine: Any, o: dict[str, Any]) -> None:
@@ -175,7 +169,7 @@ def _show_score(texts: list[str], results: list[dict[str, Any]]) -> None:
 
 
 def _show_live(texts: list[str], engine: Any, task: Any, works: list[Any], seed: int | None) -> None:
-    """Generates, and shows each text as it comes, in the form of `_show_generate`. Raises the first error."""
+    """Generates, and shows each text as it comes, in the order of the prompts. Raises the first error."""
     samples = [work.requests[0].sampling.n for work in works]
     first = [sum(samples[:number]) for number in range(len(works))]
     prompts = [text for text, count in zip(texts, samples, strict=True) for _ in range(count)]
@@ -234,17 +228,6 @@ def generate_live(engine: Any, task: Any, works: Sequence[Any], seed: int | None
     return engine.stream(requests, task.inputs.tokenizer)
 
 
-def _show_generate(texts: list[str], results: list[dict[str, Any]]) -> None:
-    pairs = zip(texts, results, strict=True)
-    answers = [(text, choice) for text, result in pairs for choice in result.get("choices", [result])]
-    for place, (prompt, choice) in enumerate(answers):
-        if len(answers) > 1:
-            click.echo(("\n" if place else "") + click.style(one_line(prompt), bold=True))
-        click.echo(choice["text"])
-        if choice["finish_reason"] == "length":
-            click.echo(_CUT, err=True)
-
-
 def one_line(text: str, width: int = 90) -> str:
     """Returns a text as one line of at most `width` characters."""
     text = " ".join(text.split())
@@ -253,5 +236,4 @@ def one_line(text: str, width: int = 90) -> str:
 
 _SHOW: dict[str, Callable[[list[str], list[dict[str, Any]]], None]] = {
     "rerank": _show_rerank, "embed": _show_embed, "classify": _show_classify, "score": _show_score,
-    "generate": _show_generate,
 }  # fmt: skip

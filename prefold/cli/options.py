@@ -340,9 +340,8 @@ def column_options(*tasks: str) -> Decorator:
                      help="Format of the input.  [default: as its name says; standard input: jsonl]"),
         click.option("--delimiter", metavar="CHAR",
                      help="What parts the cells of CSV or TSV, such as ';' or tab.  [default: a comma; of TSV a tab]"),
-        number("--max-cell-lines", "Lines that a quoted cell of CSV or TSV may have; a longer one, or one whose lines "
-               "look like rows, is taken for a broken quote. 0: any number, whatever they look like.  [default: 1000]",
-               least=0),
+        number("--max-cell-lines", "Lines that a quoted cell of CSV or TSV may have; a longer one is a broken quote. "
+               "0: any number.  [default: 1000]", least=0),
     )  # fmt: skip
 
 

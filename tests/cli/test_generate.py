@@ -259,17 +259,16 @@ def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, slowed):
 
 
 @pytest.mark.parametrize("options", [(), ("--n", 3, "--temperature", 1, "--seed", 5), ("--stop", "e")])
-def test_a_terminal_shows_text_as_it_comes_and_in_the_end_the_same(prefold, monkeypatch, options):
-    from prefold.cli import answers
-
+def test_texts_are_shown_as_they_come_and_are_those_of_json(prefold, options):
     for prompts in (["the"], ["the", "yes no", "a"]):
         command = ["generate", *prompts, "--max-tokens", 12, "--dtype", "float32", *options]
-        piped = prefold(*command)
-        monkeypatch.setattr(answers, "on_terminal", lambda: True)
+        records = [json.loads(line) for line in prefold(*command, "--json").stdout.splitlines()]
+        answers = [(record["prompt"], choice) for record in records for choice in record.get("choices", [record])]
+        heads = [f"{prompt}\n" if len(answers) > 1 else "" for prompt, _ in answers]
+        texts = [head + choice["text"] + "\n" for head, (_, choice) in zip(heads, answers, strict=True)]
         shown = prefold(*command)
-        monkeypatch.undo()
-        assert shown.stdout == piped.stdout and shown.exit_code == piped.exit_code == 0
-        assert shown.stderr.count("(ended by") == piped.stderr.count("(ended by")
+        assert shown.stdout == "\n".join(texts) and shown.exit_code == 0
+        assert shown.stderr.count("(ended by") == sum(choice["finish_reason"] == "length" for _, choice in answers)
 
 
 def test_text_is_shown_before_the_next_step(model, monkeypatch):
