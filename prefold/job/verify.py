@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from heapq import nlargest
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -25,32 +26,12 @@ def sample_items(
 
     Records are drawn evenly over the input, in blocks of neighbours, as neighbours are likely to share prefixes.
     """
-    draw = random.Random(seed)
-    wanted = max(1, -(-count // _BLOCK))
-    kept: list[tuple[int, list[Record]]] = []
-    block: list[Record] = []
-    number = 0
-
-    def take() -> None:  # reservoir sampling (Vitter 1985, algorithm R)
-        nonlocal number
-        place = number if number < wanted else draw.randrange(number + 1)
-        if place < wanted:
-            if place < len(kept):
-                kept[place] = (number, block)
-            else:
-                kept.append((number, block))
-        number += 1
-
-    for record in records:
-        block.append(record)
-        if len(block) == _BLOCK:
-            take()
-            block = []
-    if block:
-        take()
+    draw, records = random.Random(seed), iter(records)
+    blocks = enumerate(iter(lambda: list(islice(records, _BLOCK)), []))
+    kept = nlargest(max(1, -(-count // _BLOCK)), ((draw.random(), number, block) for number, block in blocks))
     items: list[tuple[str, Any]] = []
     bad = taken = 0
-    for record in [record for _, block in sorted(kept, key=lambda entry: entry[0]) for record in block]:
+    for record in [record for *_, block in sorted(kept, key=lambda entry: entry[1]) for record in block]:
         parsed = adapter.read(record)
         if parsed.error is not None:
             bad += 1
