@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields, replace
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import InputError
-from ..options import LoopedOptions, SamplerOptions, checked, kind_of
+from ..options import LoopedOptions, SamplerOptions, check_options, checked, kind_of
 from ..text.grammar import check_grammar
 from ..text.valid import valid_text
 from ..types import Grammar, Sampling
@@ -42,11 +41,8 @@ def sampling_from(
         "grammar": partial(_grammar, tokenizer=tokenizer),
     }
     values = {}
+    check_options("sampling", map(str, options), NAMES)
     for name, value in options.items():
-        if name not in checks:
-            close = get_close_matches(str(name), NAMES, n=1)
-            remedy = f"did you mean {close[0]}?" if close else f"the options are {', '.join(NAMES)}"
-            raise InputError(f"unknown option {name!r}", field=str(name), remedy=remedy, code="unknown_option")
         if value is not None:
             values[name] = checks[name](value, name)
         elif name in NULLABLE:

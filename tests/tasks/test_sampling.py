@@ -143,7 +143,7 @@ def test_wrong_types(name, values):
 
 def test_other_refusals():
     refused("temperatur", "unknown_option", "did you mean temperature", temperatur=1)
-    refused("foo", "unknown_option", "the options are max_tokens", foo=1)
+    refused("foo", "unknown_option", "it has: max_tokens", foo=1)
     refused("stop", "empty", stop=["a", ""])
     refused("stop", "null", stop=[None])
     refused("stop", "invalid_utf8", stop="\ud83d")
