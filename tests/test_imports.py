@@ -14,7 +14,7 @@ import prefold
 PACKAGE = Path(prefold.__file__).parent
 # A module imports only from its own layer and from those above it.
 LAYERS = [
-    "errors", "plugins", "subprocesses", "files", "stats", "options", "model_options", "types", "device",
+    "errors", "plugins", "subprocesses", "files", "options", "model_options", "types", "device",
     "checkpoint", "prefix", "text",
     "cache", "stream", "schedule", "kernels", "attention", "model", "worker", "engine", "tasks", "face", "llm",
     "train", "api", "records", "report", "job", "cluster", "simulate", "integrations", "serve", "cli",

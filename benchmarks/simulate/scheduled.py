@@ -12,7 +12,7 @@ from prefold.schedule.generate import GenerateScheduler
 from prefold.simulate.costs import TILE, StepRows
 from prefold.simulate.engines import Ended, Hits, RowEngine, Stretch
 from prefold.simulate.requests import SimRequest
-from prefold.stats import GenerationStats
+from prefold.types import GenerationStats
 
 __all__ = ["ScheduledEngine"]
 

@@ -36,7 +36,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
         raise click.UsageError(f"{option} is for jobs; give an input file, or leave it out")
     if task != "generate":
         refuse_conversation_options(o, "give a file of them with --messages COLUMN, or leave it out")
-    from ..records.lines import dumps
+    from ..records.record import dumps
     from ..tasks.run import calibrated, checked, finish_items, run_works
 
     if o.get("tools") and not o["tools"].startswith("@"):

@@ -42,7 +42,7 @@ def verify(**o: Any) -> None:
     prefold verify pairs.jsonl --task rerank --dtype bfloat16 --sample 200
     prefold verify asked.jsonl --task generate --reuse shifted --tolerance 0.5 -o shifted.json
     """
-    from ..records.lines import plain
+    from ..records.record import plain
     from .input import draw, open_input
 
     for kind, measurement in _OPTIONS.items():

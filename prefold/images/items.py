@@ -19,8 +19,8 @@ from ..errors import InputError
 from ..prefix import MEDIA_BASE
 from ..stream.tempfiles import Blob, BlobStore
 from ..text import Tokenizer
-from ..text.escaped import Escaping
 from ..text.media import ImageIds, Picture, too_long
+from ..text.tokenizer import Escaping
 from ..types import Medium, within
 from .config import TowerConfig
 from .decode import Allowance, Decoded, Image

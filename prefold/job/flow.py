@@ -16,15 +16,13 @@ import numpy as np
 
 from ..engine.requests import PROBED
 from ..errors import InputError
-from ..records.lines import dumps
-from ..records.record import error_text
+from ..records.record import dumps, error_text
 from ..report.progress import Counts
 from ..stream import LiveInput, LiveWindows, Windows
 from ..stream.live_windows import See
 from ..tasks.base import attempt
 from ..tasks.run import finish, results_of
-from .gather import Done, Gather
-from .reader import Job, Reader, Ready
+from .reader import Done, Gather, Job, Reader, Ready
 
 
 class Flow:

@@ -26,8 +26,8 @@ import numpy as np
 
 from ..errors import JobError
 from ..files import replacing, writing
-from ..records.identity import as_noted
 from ..records.record import RecordSet
+from ..records.source import as_noted
 from .columns import TableForm, cell, need_pyarrow, write_parquet
 from .journal import Journal, covers, journal_path
 

@@ -17,8 +17,7 @@ from ..api import ENDPOINTS, KINDS, openai_error
 from ..api.body import renamed
 from ..errors import InputError, record_error
 from ..text.valid import valid_text
-from .lines import error_object
-from .record import Parsed, Record, TextSet
+from .record import Parsed, Record, TextSet, error_object
 
 _OTHER_MODELS = 20  # names of other models that are counted one by one; further names are counted together
 _LINE_ERRORS = {

@@ -11,8 +11,7 @@ from ..errors import InputError, JobError, record_error
 from ..text.media import Pictured
 from ..text.valid import valid_text
 from .fields import Template, as_text, is_empty, lookup, parse_cell
-from .lines import error_object, plain
-from .record import Parsed, Record
+from .record import Parsed, Record, error_object, plain
 
 # The names in an output line that are not the user's: those of every line (""), and those that each task adds.
 _RESERVED = {

@@ -43,8 +43,8 @@ from ..errors import InputError, JobError
 from ..job import Job, OutputOptions, open_output, run_beside
 from ..records.batch import OpenAIBatch, add_usage
 from ..records.formats import LineSource, TableOptions
-from ..records.identity import file_identity, is_gzip
 from ..records.record import Source, error_text
+from ..records.source import file_identity, is_gzip
 from ..stream import Window
 from ..text import Tokenizer
 from ..types import Owner, Readout, Result, Sharing

@@ -17,8 +17,8 @@ import numpy as np
 from ..errors import InputError
 from ..options import ConversationOptions
 from ..text.chat import TEMPLATE_SECONDS
-from ..text.escaped import Escaping
 from ..text.media import ImageIds, Picture, chat_of
+from ..text.tokenizer import Escaping
 from .base import Inputs
 
 _TOOL = '[{"type": "function", "function": {...}}]'

@@ -3,15 +3,207 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import read_object
-from ..errors import CheckpointError
-from .gguf import gguf_tokenizer
+from ..errors import CheckpointError, UnsupportedModelError
+from .linecut import LLAMA3, QWEN2, TEKKEN
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import tokenizers
+
     from ..checkpoint import Checkpoint
+
+
+# Makes the tokenizer that a GGUF file's metadata describes: byte-level BPE, or SentencePiece BPE.
+#
+# For byte-level BPE (tokenizer.ggml.model "gpt2") the file holds tokens, their types and merges. How a text is split
+# into words it says only by a name, `tokenizer.ggml.pre`, which stands for the pre-tokenizer of the checkpoint's
+# tokenizer.json. For SentencePiece (model "llama") it holds pieces, their types and scores.
+#
+# SentencePiece joins, again and again, the two neighbours whose joined piece ranks best, whichever way that piece was
+# made. The BPE of `tokenizers` joins listed pairs in the order of the list: so every pair that joins to a piece is
+# listed, best piece first. Spaces are the letter "▁" (U+2581), and a character without a piece is its UTF-8 bytes.
+
+SPACE = "▁"
+# Values of tokenizer.ggml.token_type.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+
+
+# For each value of tokenizer.ggml.pre: what splits a text into words (a regular expression; "": as byte-level BPE does;
+# "digits": each digit is a word, too), whether the text is normalised (Unicode NFC) before that, whether a word that is
+# a token is taken whole, and whether a BOS is added where the file does not say.
+PRE_TOKENIZERS: dict[str, tuple[str, bool, bool, bool]] = {
+    "default": ("", False, False, False),
+    "gpt-2": ("", False, False, False),
+    "smollm": ("digits", False, False, False),
+    "qwen2": (QWEN2, True, False, False),
+    "deepseek-r1-qwen": (QWEN2, True, False, False),
+    "llama-bpe": (LLAMA3, False, True, True),
+    "llama3": (LLAMA3, False, True, True),
+    "llama-v3": (LLAMA3, False, True, True),
+    "tekken": (TEKKEN, False, True, True),
+}
+
+
+def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Returns the tokenizer of a GGUF file.
+
+    Raises UnsupportedModelError for a tokenizer that is neither SentencePiece nor byte-level BPE of a known
+    pre-tokenizer, and CheckpointError for metadata that do not fit together.
+    """
+    model = checkpoint.metadata("tokenizer.ggml.model")
+    pre = checkpoint.metadata("tokenizer.ggml.pre") or "default"
+    if model != "llama" and (model != "gpt2" or pre not in PRE_TOKENIZERS):
+        known = ", ".join(PRE_TOKENIZERS)
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has a tokenizer of model {model!r}, pre {pre!r}; of GGUF files prefold reads"
+            f" SentencePiece BPE (model 'llama'), and byte-level BPE (model 'gpt2') with pre {known}; use the"
+            " checkpoint's Hugging Face folder instead"
+        )
+    tokens = checkpoint.metadata("tokenizer.ggml.tokens")
+    order = checkpoint.metadata(f"tokenizer.ggml.{'scores' if model == 'llama' else 'merges'}")
+    types = checkpoint.metadata("tokenizer.ggml.token_type")
+    fit = tokens is not None and order is not None and (model == "gpt2" or len(order) == len(tokens))
+    if not fit or (types is not None and len(types) != len(tokens)):
+        raise CheckpointError(
+            f"{checkpoint.name} is broken: tokenizer.ggml.tokens, .merges (or .scores) and .token_type are missing or"
+            " of different lengths; download the file again"
+        )
+    types = [NORMAL] * len(tokens) if types is None else list(types)
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: checkpoint.metadata(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    special_ids = {name: int(i) for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
+    special = {name: tokens[i] for name, i in special_ids.items()}
+    if model == "llama":
+        backend, add_bos = _sentencepiece(checkpoint, tokens, types, order), True
+    else:
+        backend, add_bos = _byte_level_bpe(pre, tokens, types, order), PRE_TOKENIZERS[pre][3]
+    _post_process(backend, checkpoint, special, add_bos)
+    return Tokenizer(backend, special_tokens=special, special_ids=special_ids, chat_templates=_templates(checkpoint))
+
+
+def _sentencepiece(checkpoint: Checkpoint, tokens: list[str], types: list[int], scores: list[float]) -> Any:
+    for key in ("precompiled_charsmap", "remove_extra_whitespaces"):
+        if checkpoint.metadata(f"tokenizer.ggml.{key}"):
+            raise UnsupportedModelError(
+                f"{checkpoint.name} has a tokenizer with {key}, which prefold does not support; use the checkpoint's"
+                " Hugging Face folder instead"
+            )
+    # User-defined pieces are joined before all others. The file writes their spaces as " ", not as "▁".
+    pieces = [t.replace(" ", SPACE) if kind == USER_DEFINED else t for t, kind in zip(tokens, types, strict=True)]
+    rank = {NORMAL: lambda score: -score, USER_DEFINED: lambda score: -math.inf}
+    ranks = [rank[kind](score) if kind in rank else None for kind, score in zip(types, scores, strict=True)]
+    unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
+    named = checkpoint.metadata("tokenizer.ggml.unknown_token_id")
+    backend = sentencepiece_backend(
+        pieces,
+        ranks,
+        unknown=tokens[named] if named is not None and named < len(tokens) else unknown,
+        prefix_space=bool(checkpoint.metadata("tokenizer.ggml.add_space_prefix", True)),
+    )
+    # User-defined runs of spaces are no added tokens: normalisation turns spaces into "▁", and their rank joins them
+    # before all others.
+    added = [(t, kind) for t, kind in zip(pieces, types, strict=True) if kind != USER_DEFINED or SPACE not in t]
+    _find_tokens(backend, [t for t, _ in added], [kind for _, kind in added])
+    return backend
+
+
+def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[str]) -> Any:
+    import tokenizers
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+    split, nfc, whole_words, _ = PRE_TOKENIZERS[pre]
+    # Unused tokens pad the vocabulary to a round size; no text gives them.
+    vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != UNUSED}
+    try:
+        model = models.BPE(vocab=vocab, merges=[tuple(m.split(" ")) for m in merges], ignore_merges=whole_words)
+    except Exception as error:  # the library raises bare Exceptions
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"the GGUF file's vocabulary and merges do not fit each other: {why}") from None
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.NFC() if nfc else None
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("", "digits"))
+    words = {"": [], "digits": [pre_tokenizers.Digits(individual_digits=True)]}
+    before = words[split] if split in words else [pre_tokenizers.Split(Regex(split), behavior="isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level]) if before else byte_level
+    backend.decoder = decoders.ByteLevel()
+    _find_tokens(backend, tokens, types)
+    return backend
+
+
+def _find_tokens(backend: Any, tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Makes the backend find control and user-defined tokens in a text before it splits the rest."""
+    from tokenizers import AddedToken
+
+    special = [t for t, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
+    defined = [t for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in defined])
+
+
+def _post_process(backend: Any, checkpoint: Checkpoint, special: dict[str, str], add_bos: bool) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    bos = _added(checkpoint, special, "bos", add_bos)
+    eos = _added(checkpoint, special, "eos", False)
+    if bos or eos:
+        used = [(token, backend.token_to_id(token)) for token in bos + eos]
+        backend.post_processor = TemplateProcessing(single=[*bos, "$A", *eos], special_tokens=used)
+
+
+def _added(checkpoint: Checkpoint, special: dict[str, str], name: str, default: bool) -> list[str]:
+    flag = checkpoint.metadata(f"tokenizer.ggml.add_{name}_token")
+    token = special.get(name + "_token")
+    return [token] if token is not None and (default if flag is None else bool(flag)) else []
+
+
+def _templates(checkpoint: Checkpoint) -> dict[str, str]:
+    templates = {"default": checkpoint.metadata("tokenizer.chat_template")}
+    for name in checkpoint.metadata("tokenizer.chat_templates") or []:
+        templates[name] = checkpoint.metadata(f"tokenizer.chat_template.{name}")
+    return {name: template for name, template in templates.items() if template}
+
+
+def sentencepiece_backend(
+    pieces: Sequence[str], ranks: Sequence[float | None], *, unknown: str | None, prefix_space: bool
+) -> tokenizers.Tokenizer:
+    """Returns a SentencePiece BPE tokenizer without added tokens, made of its pieces.
+
+    pieces        the pieces in the order of their ids, spaces as "▁"
+    ranks         the rank of each piece: the lower, the sooner it is joined; -inf: before all others, and it is a part
+                  of no other piece; None: text is never joined to it
+    unknown       the piece for a character that has neither a piece nor byte pieces
+    prefix_space  whether a text is encoded as if a space stood before it
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    merges = [(left, right) for *_, left, right in sorted(_pairs(pieces, ranks))]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    to_letters, to_spaces = normalizers.Replace(" ", SPACE), decoders.Replace(SPACE, " ")
+    before = [normalizers.Prepend(SPACE)] if prefix_space else []
+    after = [decoders.Strip(" ", 1, 0)] if prefix_space else []
+    backend.normalizer = normalizers.Sequence([*before, to_letters])
+    backend.decoder = decoders.Sequence([to_spaces, decoders.ByteFallback(), decoders.Fuse(), *after])
+    return backend
+
+
+def _pairs(pieces: Sequence[str], ranks: Sequence[float | None]) -> Iterator[tuple[float, int, int, str, str]]:
+    """Yields (rank, ..., left, right) for every pair that joins to a piece; for one rank the longest left part sorts
+    first."""
+    joined = {piece: rank for piece, rank in zip(pieces, ranks, strict=True) if rank is not None}
+    inner = {piece for piece, rank in joined.items() if rank > -math.inf}
+    for piece, rank in joined.items():
+        parts = inner if rank > -math.inf else joined
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in parts and right in parts:
+                yield rank, -cut, cut - len(piece), left, right
+
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

@@ -12,7 +12,7 @@ import pytest
 from prefold.errors import JobError
 from prefold.job.journal import journal_path
 from prefold.job.output import OutputOptions, open_output
-from prefold.records.lines import dumps
+from prefold.records.record import dumps
 
 JOB = {"task": "embed"}
 LINES = {

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefold.job.gather import Gather, tagged
+from prefold.job.reader import Gather, tagged
 from prefold.tasks.base import Work
 from prefold.types import Request, Result
 

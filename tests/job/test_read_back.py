@@ -18,7 +18,7 @@ from prefold.job.columns import TableForm
 from prefold.job.output import OutputOptions, open_output
 from prefold.job.run import Job, run_job
 from prefold.records.fields import Template
-from prefold.records.lines import dumps
+from prefold.records.record import dumps
 from prefold.records.source import open_source
 from prefold.records.tables import Columns, TableAdapter
 from prefold.report.progress import Progress

@@ -25,8 +25,7 @@ from prefold.job.output import OutputOptions, StreamOutput, open_output
 from prefold.job.run import WAITING, Interrupted, Job, run_job
 from prefold.records.batch import OpenAIBatch
 from prefold.records.fields import Template
-from prefold.records.identity import check_grown, file_identity
-from prefold.records.source import open_source, open_sources
+from prefold.records.source import check_grown, file_identity, open_source, open_sources
 from prefold.records.tables import Columns, TableAdapter
 from prefold.report.progress import Progress
 from prefold.stream import Spool
@@ -538,8 +537,8 @@ def test_what_an_input_gets_while_it_is_read_belongs_to_the_next_run(tmp_path, z
 
 
 def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefold.records.identity._WHOLE_DIGEST", 1 << 17)
-    monkeypatch.setattr("prefold.records.identity._DIGEST_BLOCKS", 2)
+    monkeypatch.setattr("prefold.records.source._WHOLE_DIGEST", 1 << 17)
+    monkeypatch.setattr("prefold.records.source._DIGEST_BLOCKS", 2)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     padding = b" " * (1 << 16) + b"\n"
     write_records(source, 10)
@@ -564,7 +563,7 @@ def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path
 @pytest.fixture
 def large(monkeypatch):
     """All files are too large to be digested as a whole."""
-    monkeypatch.setattr("prefold.records.identity._WHOLE_DIGEST", 0)
+    monkeypatch.setattr("prefold.records.source._WHOLE_DIGEST", 0)
     monkeypatch.setattr("prefold.files._BLOCK", 16)
 
 

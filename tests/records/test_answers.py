@@ -7,8 +7,7 @@ import json
 import pytest
 
 from prefold.records.fields import Template
-from prefold.records.lines import dumps
-from prefold.records.record import Record
+from prefold.records.record import Record, dumps
 from prefold.records.tables import AnswerColumns, Columns, with_columns
 
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from prefold.records.lines import dumps
+from prefold.records.record import dumps
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\x0b", "\x0c", "\x1c", "\x1e", "\x85", "\u2028", "\u2029"])

@@ -22,7 +22,7 @@ from prefold.api.body import TaskOrder
 from prefold.cli.model import image_reading
 from prefold.errors import InputError
 from prefold.images.items import RecentImages
-from prefold.text.escaped import Escaping
+from prefold.text.tokenizer import Escaping
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20)])]
 
