@@ -181,6 +181,13 @@ class Exits:
     route: tuple[int, ...] | None = None
     visits: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, o: LoopedOptions, visits: tuple[int, ...] = ()) -> Exits | None:
+        """Returns what these options ask for; None: nothing but the checkpoint's own."""
+        route = None if o.route is None else tuple(o.route)
+        exits = cls(o.exit_threshold, o.min_visits, o.max_visits, o.exit_change, o.exit_prompts, route, visits)
+        return None if exits == cls() else exits
+
     @property
     def given(self) -> dict[str, object]:
         """Returns the values that differ from their defaults, by the names of the options (those of Sampling)."""
@@ -252,11 +259,7 @@ class Sampling(LoopedOptions, SamplerOptions):
     @property
     def exits(self) -> Exits | None:
         """Returns after which visits rows are read; None: as the checkpoint says."""
-        exits = Exits(
-            self.exit_threshold, self.min_visits, self.max_visits, self.exit_change, self.exit_prompts, self.route,
-            self.exit_visits,
-        )  # fmt: skip
-        return None if exits == Exits() else exits
+        return Exits.of(self, self.exit_visits)
 
 
 @dataclass(frozen=True, eq=False)

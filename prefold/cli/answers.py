@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from ..errors import InputError, JobError
-from .model import check_tokenizer, load_llm, open_model
+from .model import LazyTasks, check_tokenizer, load_llm, open_model, read_text, uses_chat
 from .options import refuse_conversation_options
-from .settings import LazyTasks, read_text, uses_chat
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",

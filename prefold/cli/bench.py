@@ -56,8 +56,7 @@ def bench(**o: Any) -> None:
 def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, int, tuple[Any, Any]]:
     """Returns (tasks, works by task, a name for them, records that are unusable, (checkpoint, tokenizer))."""
     from .input import draw, open_input
-    from .model import open_model
-    from .settings import LazyTasks
+    from .model import LazyTasks, open_model
 
     if not o["input"]:
         model = open_model(o)

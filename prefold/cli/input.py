@@ -11,9 +11,18 @@ from typing import Any
 import click
 
 from ..errors import InputError, JobError
-from .model import Options, adapter_folders, check_tokenizer, load_llm, open_model
+from .model import (
+    LazyTasks,
+    Options,
+    adapter_folders,
+    check_tokenizer,
+    conversation_settings,
+    load_llm,
+    open_model,
+    sampling_settings,
+    uses_chat,
+)
 from .options import refuse_conversation_options, refuse_other_tasks_options
-from .settings import LazyTasks, conversation_settings, sampling_settings, uses_chat
 
 COLUMN_OPTIONS = (
     "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "image", "id_column",

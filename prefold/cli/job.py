@@ -24,9 +24,8 @@ from ..errors import FleetError, JobError, RankError
 from ..model_options import model_fields
 from ..options import OPTIONS, cli_names, kind_of
 from .input import COLUMN_OPTIONS, Input, open_input
-from .model import Options, adapter_folders, backend_of, has_fleet, load_fleet, load_llm
+from .model import Options, adapter_folders, backend_of, has_fleet, load_fleet, load_llm, read_bytes
 from .process import say
-from .settings import read_bytes
 
 FAILED_RECORDS = 3
 

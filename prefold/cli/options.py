@@ -21,18 +21,17 @@ FORMATS = ("jsonl", "csv", "tsv", "parquet")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Written(click.ParamType):
-    """Reads a value that is written in a form of its own."""
+def _written(read: Callable[[Any], Any], wanted: str) -> Callable[[Any], Any]:
+    """Returns the type of a value that is written in a form of its own. read: returns the value, or raises ValueError;
+    wanted: what a wrong value is not, and how to write it."""
 
-    def __init__(self, name: str, read: Callable[[Any], Any], wanted: str):
-        """read: returns the value, or raises ValueError; wanted: what a wrong value is not, and how to write it."""
-        self.name, self._read, self._wanted = name, read, wanted
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(value: Any) -> Any:
         try:
-            return self._read(value)
+            return read(value)
         except ValueError:
-            self.fail(f"{value!r} is {self._wanted}", param, ctx)
+            raise click.BadParameter(f"{value!r} is {wanted}") from None
+
+    return convert
 
 
 def _matched(pattern: str, value: Any) -> re.Match[str]:
@@ -61,14 +60,13 @@ def _blocks(value: Any) -> tuple[int, ...]:
     return tuple(int(block) for block in _matched(r"\d+(\s*,\s*\d+)*", value)[0].split(","))
 
 
-BYTES = Written("bytes", _bytes, "not a number of bytes; write 512MiB, or 4GiB")
-_SHARE = Written("share", _share, "no share; write auto, or a number above 0 and at most 1, such as 0.85")
+BYTES = _written(_bytes, "not a number of bytes; write 512MiB, or 4GiB")
+_SHARE = _written(_share, "no share; write auto, or a number above 0 and at most 1, such as 0.85")
 # Named as torch does. Whether the machine has it is not checked here, as that takes torch.
-_DEVICE = Written(
-    "device", lambda value: _matched(r"auto|cpu|cuda(:\d+)?", value)[0],
+_DEVICE = _written(lambda value: _matched(r"auto|cpu|cuda(:\d+)?", value)[0],
     "not a device; write auto, cpu, cuda, or cuda:1 for the second GPU",
 )  # fmt: skip
-_BLOCKS = Written("blocks", _blocks, "not a route; write the numbers of blocks: 0,1,0")
+_BLOCKS = _written(_blocks, "not a route; write the numbers of blocks: 0,1,0")
 
 
 # Parameters that the command line reads in a way of its own: settings of click in place of what is declared. Where a

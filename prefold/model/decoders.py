@@ -32,10 +32,6 @@ def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
     return RopeConfig(kind, float(theta), ROPE_KINDS[kind](hf, rope))
 
 
-def _linear_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
-    return {"factor": rope.number("factor")}
-
-
 def _llama3_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
     numbers = {key: rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
     if numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
@@ -60,10 +56,6 @@ def _yarn_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
     }
 
 
-def _factors_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
-    return {"factors": rope.numbers("factors")}
-
-
 def _trained_positions(hf: Settings, rope: Settings) -> int:
     """Returns how many positions the model was trained on, before its context was made longer."""
     key, most = "original_max_position_embeddings", MOST_POSITIONS
@@ -74,10 +66,10 @@ def _trained_positions(hf: Settings, rope: Settings) -> int:
 # What reads the settings of each rotary kind; the last one, a divisor for every frequency, is in GGUF files only.
 ROPE_KINDS: dict[str, Callable[[Settings, Settings], dict[str, Any]]] = {
     "default": lambda hf, rope: {},
-    "linear": _linear_rope,
+    "linear": lambda hf, rope: {"factor": rope.number("factor")},
     "llama3": _llama3_rope,
     "yarn": _yarn_rope,
-    "factors": _factors_rope,
+    "factors": lambda hf, rope: {"factors": rope.numbers("factors")},
 }
 
 

@@ -22,25 +22,6 @@ def frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
     return KINDS[rope.kind](powers, rope.theta, rope.settings)
 
 
-def default(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
-    return 1.0 / powers, 1.0
-
-
-def none(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Returns frequencies of 0: all cosines are 1 and all sines 0, so that nothing is turned."""
-    return torch.zeros_like(powers), 1.0
-
-
-def linear(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Returns frequencies for positions divided by `factor`."""
-    return 1.0 / powers / settings["factor"], 1.0
-
-
-def factors(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Returns every frequency divided by its own factor."""
-    return 1.0 / powers / torch.tensor(settings["factors"], dtype=torch.float32), 1.0
-
-
 def llama3(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Returns the frequencies of Llama 3.1: long wavelengths divided by `factor`, short ones kept, those between
     blended."""
@@ -88,13 +69,18 @@ def yarn_attention_factor(settings: Mapping[str, Any]) -> float:
 
 
 KINDS: dict[str, Callable[[Tensor, float, Mapping[str, Any]], tuple[Tensor, float]]] = {
-    "default": default,
-    "none": none,
-    "linear": linear,
+    "default": lambda powers, theta, settings: (1.0 / powers, 1.0),
+    # Frequencies of 0: all cosines are 1 and all sines 0, so that nothing is turned.
+    "none": lambda powers, theta, settings: (torch.zeros_like(powers), 1.0),
+    # For positions divided by `factor`.
+    "linear": lambda powers, theta, settings: (1.0 / powers / settings["factor"], 1.0),
+    # Every frequency is divided by its own factor.
+    "factors": lambda powers, theta, settings: (
+        1.0 / powers / torch.tensor(settings["factors"], dtype=torch.float32), 1.0,
+    ),
     "llama3": llama3,
     "yarn": yarn,
-    "factors": factors,
-}
+}  # fmt: skip
 
 
 class RotaryTable:

@@ -64,12 +64,10 @@ def make_task(
     task = TASKS[name](checkpoint, inputs, o)
     if images is not None:
         task.inputs = replace(task.inputs, images=images)
-    if name != "generate":
-        route = None if o.route is None else tuple(o.route)
-        exits = Exits(o.exit_threshold, o.min_visits, o.max_visits, o.exit_change, o.exit_prompts, route)
-        if exits != Exits():
-            config.check_exits(exits)
-            task.readout = replace(task.readout, exits=exits)
+    exits = None if name == "generate" else Exits.of(o)
+    if exits is not None:
+        config.check_exits(exits)
+        task.readout = replace(task.readout, exits=exits)
     return task
 
 

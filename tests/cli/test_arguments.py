@@ -7,7 +7,7 @@ import json
 import pytest
 
 from prefold.cli import model as model_of_options
-from prefold.cli import settings
+from prefold.cli import model
 
 
 def write(path, count, **more):

@@ -11,7 +11,7 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM, cli
 from prefold.cli.answers import expand
-from prefold.cli.settings import task_settings
+from prefold.cli.model import task_settings
 
 
 @pytest.fixture(scope="module")
