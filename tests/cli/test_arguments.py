@@ -7,7 +7,6 @@ import json
 import pytest
 
 from prefold.cli import model as model_of_options
-from prefold.cli import model
 
 
 def write(path, count, **more):
@@ -70,7 +69,7 @@ def test_the_timed_model_knows_the_images_of_the_prompts(prefold, tmp_path, monk
         raise LookupError
 
     table = object()
-    monkeypatch.setattr(settings.LazyTasks, "media", table)
+    monkeypatch.setattr(model_of_options.LazyTasks, "media", table)
     monkeypatch.setattr(model_of_options, "load_llm", load)
     with pytest.raises(LookupError):
         prefold("bench", "in.jsonl", "--task", "embed", "--prompt", "text")
