@@ -223,7 +223,7 @@ class FleetRun:
         self._generates = call.readout.kind == "tokens"
         self._counted_rows = False  # whether a replica has counted rows: servers and vLLM do not
         self._warm_start = Spool() if is_warm_start else None  # the prompts that run before the others are known
-        self.book = LeaseBook([], numbers=fleet.numbers, patience=fleet.patience)
+        self.book = LeaseBook(numbers=fleet.numbers, patience=fleet.patience)
         if isinstance(source, LiveInput):
             self._input = source
             options = {"max_tokens": source.max_tokens, "policy": fleet.policy, "see": source.see, **fleet.window}

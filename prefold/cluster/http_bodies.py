@@ -81,7 +81,10 @@ def generation_body(
     if request.salt:
         body["cache_salt"] = request.salt
     if sampling.grammar is not None:
-        body["response_format"] = _response_format(sampling)
+        body["response_format"] = {"type": "json_object"}
+        if sampling.grammar.kind == "json_schema":
+            schema = {"name": "answer", "schema": json.loads(sampling.grammar.text), "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
     text = None if text_of is None else text_of(request.tokens)
     if text is not None and text.startswith(MESSAGES):
         # Without a limit a conversation is answered until the context is full.
@@ -139,28 +142,21 @@ def _lacks(what: str) -> InputError:
     return cannot_ask("a server", what, "here (without --url)")
 
 
-def _response_format(sampling: Sampling) -> dict[str, Any]:
-    assert sampling.grammar is not None
-    if sampling.grammar.kind == "json":
-        return {"type": "json_object"}
-    schema = json.loads(sampling.grammar.text)
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-
-
-def generated_of(answer: Any) -> list[Generated]:
-    """Returns the samples of an answer, in order."""
+def generated_of(answer: Any) -> tuple[list[Generated], Stats]:
+    """Returns (the samples of an answer, in order, what its `usage` says)."""
     usage = answer.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))
-    made = (usage.get("completion_tokens") or 0) // max(1, len(choices))
+    made = usage.get("completion_tokens") or 0
+    unnamed = [_NOT_KNOWN] * (made // max(1, len(choices)))
     out = []
     for choice in choices:
         text = _text_of(choice["message"]) if "message" in choice else choice["text"]
-        tokens = tuple(choice.get("token_ids") or [_NOT_KNOWN] * made)
+        tokens = tuple(choice.get("token_ids") or unnamed)
         reason = "length" if choice.get("finish_reason") == "length" else "stop"
         stop = choice.get("stop_reason")
         out.append(Generated(tokens, text, reason, stop if isinstance(stop, (str, int)) else None, cached))
-    return out
+    return out, generation_stats(usage.get("prompt_tokens") or 0, made, cached or 0)
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
@@ -247,25 +243,15 @@ def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> R
     return Result(np.array(values, np.float32), np.array(greedy, bool) if is_logprobs else None)
 
 
-def stats_of(answer: Any) -> Stats:
-    """Returns what an answer's `usage` says."""
-    usage = answer.get("usage") or {}
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return generation_stats(usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0, cached)
-
-
 def contexts_of(response: Any) -> dict[str, int | None]:
     """Returns {name: tokens of its context, None where it is not said} of the models in the answer of /v1/models; none
     where a server does not have it."""
     try:
         models = response.json()["data"] if response.status_code < 300 else []
-        return {str(model["id"]): _whole(model.get("max_model_len")) for model in models}
+        known = ((str(model["id"]), model.get("max_model_len")) for model in models)
+        return {name: length if isinstance(length, int) and length > 0 else None for name, length in known}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
 
 
 # What the tasks ask of a model's config. Whether a prompt is too long, the server decides.
@@ -291,11 +277,11 @@ def remote_model(
     """
     where = tokenizer or (model if Path(model).is_dir() else None)
     if where is None:
-        return _checkpoint(f"{model} {over}", None, {}), _bytes()
+        return Checkpoint.dummy(_ANY, name=f"{model} {over}", path=None), _bytes()
     checkpoint = resolve(where, load_format="dummy", notify=notify)
     own = tokenizer_or_none(checkpoint)
     known = {name: checkpoint.config[name] for name in ("max_position_embeddings",) if checkpoint.config.get(name)}
-    return _checkpoint(f"{model} {over}", checkpoint.path, known), own or _bytes()
+    return Checkpoint.dummy(_ANY | known, name=f"{model} {over}", path=checkpoint.path), own or _bytes()
 
 
 def context_of(checkpoint: Checkpoint) -> int | None:
@@ -307,10 +293,6 @@ def context_of(checkpoint: Checkpoint) -> int | None:
 def is_of_bytes(tokenizer: Tokenizer) -> bool:
     """Returns whether a tokenizer's ids are bytes, and not those of the model."""
     return tokenizer.chat_templates.templates.get("default") == _TEMPLATE
-
-
-def _checkpoint(name: str, path: Path | None, known: dict[str, Any]) -> Checkpoint:
-    return Checkpoint.dummy({**_ANY, **known}, name=name, path=path)
 
 
 def _bytes() -> Tokenizer:

@@ -37,7 +37,6 @@ from .http_bodies import (
     is_of_bytes,
     logprob_bodies,
     logprobs_of,
-    stats_of,
 )
 from .replicas import AsyncHost, ReplicaDown, ReplicaFacts, Replicas, RunCall
 
@@ -338,7 +337,8 @@ class HttpHost(AsyncHost):
                 names = ", ".join(NOT_OPENAIS)
                 self._o.notify(f"{self._url} knows no {names}; they are sent only where they are asked for")
         with reading(self._url):
-            return [generated_of(answer)], stats_of(answer)
+            samples, stats = generated_of(answer)
+        return [samples], stats
 
     def _text_of(self) -> TextOf:
         """Returns what makes text of token ids."""

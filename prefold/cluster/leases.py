@@ -19,7 +19,7 @@ A group that another replica is lost with is divided, until a prompt is alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -110,7 +110,7 @@ class LeaseBook:
     patience  seconds without any progress after which a replica that has work is given up
     """
 
-    def __init__(self, sources: Iterable[Source], *, numbers: Iterator[int], patience: float = 300.0):
+    def __init__(self, *sources: Source, numbers: Iterator[int], patience: float = 300.0):
         self.sources: list[Source] = []
         self.moved = 0  # requests that were sent again because a replica was lost
         self._numbers, self._patience = numbers, patience

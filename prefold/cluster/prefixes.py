@@ -25,7 +25,7 @@ def token_bytes(tokens: np.ndarray) -> bytes:
 
 
 class Place:
-    """A place is a node of the router's trie.
+    """A place is a node of the router's trie, or the root above all rows of a namespace.
 
     tokens    its rows' token ids, as bytes
     stop      the position behind its last row
@@ -33,13 +33,14 @@ class Place:
     coming    bit r: replica r was sent a prompt that goes through the place and has not ended
     children  by the bytes of the first token
     ends      how many runs and prompts end here
+    namespace of a root
     users     how many of the prompts that were sent to a replica end here or below, by replica
     """
 
-    __slots__ = ("children", "coming", "ends", "held", "parent", "stop", "tokens", "users")
+    __slots__ = ("children", "coming", "ends", "held", "namespace", "parent", "stop", "tokens", "users")
 
-    def __init__(self, parent: Place | None, tokens: bytes, stop: int):
-        self.parent = parent
+    def __init__(self, parent: Place | None, tokens: bytes, stop: int, namespace: Hashable = None):
+        self.parent, self.namespace = parent, namespace
         self.tokens = tokens
         self.stop = stop
         self.held = 0
@@ -53,27 +54,17 @@ class Place:
         return self.stop - len(self.tokens) // _BYTES
 
 
-class _Root(Place):
-    """The place above all rows of a namespace."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: Hashable):
-        super().__init__(None, b"", 0)
-        self.namespace = namespace
-
-
 class PrefixIndex:
     """The places of all namespaces. A reference to a place is one to its end, which stays where it is."""
 
     def __init__(self) -> None:
-        self.roots: dict[Hashable, _Root] = {}
+        self.roots: dict[Hashable, Place] = {}
 
     def root(self, namespace: Hashable) -> Place:
         """Returns the root of a namespace, which is made where it is not there."""
         place = self.roots.get(namespace)
         if place is None:
-            place = self.roots[namespace] = _Root(namespace)
+            place = self.roots[namespace] = Place(None, b"", 0, namespace)
         return place
 
     def enter(self, place: Place, tokens: bytes) -> Place:
@@ -199,7 +190,7 @@ class PrefixIndex:
                     above.children[place.tokens[:_BYTES]] = child
                     child.parent, child.tokens = above, place.tokens + child.tokens
             return
-        if isinstance(place, _Root) and not place.children:
+        if place.parent is None and not place.children:
             self.roots.pop(place.namespace, None)
 
 
@@ -224,11 +215,9 @@ class EstimatedCache:
         self._tree = RadixTree()
         self._now = 0.0  # counts answers
         # No pool: nothing has slots here.
-        self._cache = RadixCache(self._tree, SlotPool(0), CacheOptions(max_tokens=capacity, min_overlap=0), self._clock)
+        options = CacheOptions(max_tokens=capacity, min_overlap=0)
+        self._cache = RadixCache(self._tree, SlotPool(0), options, lambda: self._now)
         self._reporter = CacheReporter(self._tree)
-
-    def _clock(self) -> float:
-        return self._now
 
     @property
     def capacity(self) -> int:

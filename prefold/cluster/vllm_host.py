@@ -353,11 +353,6 @@ class BlockEvents:
         self._blocks: dict[Hashable, _Block] = {}
         self._alike: dict[Hashable, dict[Hashable, None]] = {}  # those held, by what they follow and their first token
 
-    @property
-    def rows(self) -> int:
-        """Returns how many rows are held, those of equal blocks once."""
-        return sum(len(block.tokens) for block in self._blocks.values() if block.copies)
-
     def take(self, number: int, message: bytes) -> bool:
         """Takes in a message. Returns False where messages before it are missing: it was not taken in, and either they
         come first, or `skip_to` is called."""

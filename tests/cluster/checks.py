@@ -59,6 +59,11 @@ def check_router(router: Router) -> None:
         assert member.load.limits == sum(sent.prompt.limit for sent in loads)
 
 
+def rows_in(blocks: BlockEvents) -> int:
+    """The rows that are held, those of equal blocks once."""
+    return sum(len(block.tokens) for block in blocks._blocks.values() if block.copies)
+
+
 def check_blocks(blocks: BlockEvents) -> None:
     behind = dict.fromkeys(blocks._blocks, 0)
     seen = set()

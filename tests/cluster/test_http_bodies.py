@@ -69,18 +69,18 @@ def test_a_prompt_that_only_begins_as_a_conversation_is_refused(rest):
 def test_function_calls_of_an_answer_stay_in_its_text():
     calls = [{"function": {"name": "f", "arguments": '{"x": "né"}'}}, {"function": {"name": "g", "arguments": ""}}]
     choice = {"message": {"content": None, "tool_calls": calls}, "finish_reason": "tool_calls"}
-    (one,) = generated_of({"choices": [choice]})
+    (one,), _ = generated_of({"choices": [choice]})
     how = {"names": ["f", "g"], "forced": False}
     assert calls_in(one.text, how) == ("", [("f", '{"x": "né"}'), ("g", "{}")]) and one.finish_reason == "stop"
     choice["message"] |= {"content": "I ask.", "tool_calls": [{"function": {"name": "f", "arguments": "{half"}}]}
-    (one,) = generated_of({"choices": [choice]})
+    (one,), _ = generated_of({"choices": [choice]})
     assert one.text.startswith("I ask.") and "{half" in one.text, "what is no call is not lost either"
 
 
 @pytest.mark.parametrize("usage, cached", [({}, None), ({"prompt_tokens_details": None}, None),
                                            ({"prompt_tokens_details": {"cached_tokens": 0}}, 0)])  # fmt: skip
 def test_what_a_server_does_not_say_of_its_cache_is_not_nothing(usage, cached):
-    (one,) = generated_of({"choices": [{"text": "a"}], "usage": usage})
+    (one,), _ = generated_of({"choices": [{"text": "a"}], "usage": usage})
     assert one.cached_tokens == cached
 
 

@@ -31,7 +31,7 @@ def book_of(cost: StreamCost, names, options: LeaseOptions | None = None, patien
     """The book of a sorted job of these costs; the tag of a request is its place."""
     source = OfflineSource(cost, names, lambda facts: options or LeaseOptions())
     source._under_way = {place: (place, 1) for place in range(cost.num_prompts)}
-    return LeaseBook([source], numbers=itertools.count(), patience=patience)
+    return LeaseBook(source, numbers=itertools.count(), patience=patience)
 
 
 def commit(book: LeaseBook, replica: str, number: int, places, now: float) -> list[int]:

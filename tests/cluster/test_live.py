@@ -102,7 +102,7 @@ def test_the_books_balance_in_long_random_runs(seed, kind, both):
     call = RunCall(Readout(kind), online=True)
     facts = ReplicaFacts(max_rows=int(rng.integers(8, 40)), max_running=3, cache_rows=60, reports_cache=True)
     live = OnlineSource(call, max_tokens=120, grown_tokens=20, max_age=3.0)
-    book = LeaseBook([live], numbers=itertools.count(1), patience=10.0)
+    book = LeaseBook(live, numbers=itertools.count(1), patience=10.0)
     given, answered, blamed, now = {}, [], [], 0.0
     there: dict[str, Told] = {}
     leases: dict[int, tuple] = {}  # those that are over too: their answers come late
@@ -408,7 +408,7 @@ def test_streams_on_real_engines(tmp_path, kind, lose):
 
 def book_of(kind, **facts):
     live = OnlineSource(RunCall(Readout(kind), online=True), max_tokens=10_000, grown_tokens=0)
-    book = LeaseBook([live], numbers=itertools.count(1), patience=10.0)
+    book = LeaseBook(live, numbers=itertools.count(1), patience=10.0)
     return book, live, ReplicaFacts(max_rows=64, max_running=4, cache_rows=4000, reports_cache=True, **facts)
 
 
