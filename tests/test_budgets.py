@@ -33,7 +33,7 @@ BUDGETS = {
     "records": (1769, 1750),
     "report": (755, 700),
     "job": (2362, 2050),
-    "cluster": (4509, 3500),
+    "cluster": (4475, 3500),
     "serve": (4378, 3900),
     "simulate": (1225, 1150),
     "integrations": (1003, 800),
