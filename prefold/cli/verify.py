@@ -58,15 +58,15 @@ def verify(**o: Any) -> None:
     if "generate" in sample.works and o["tolerance"] is not None:
         raise click.UsageError("--tolerance bounds numbers, and texts have none; leave it out")
     count = sum(map(len, sample.works.values()))
-    found = _compare(sample, input, o)
+    differences = _compare(sample, input, o)
     if o["as_json"]:
-        click.echo(json.dumps(plain(found)))
+        click.echo(json.dumps(plain(differences)))
     else:
         left_out = f"{sample.left_out:,} records left out as unusable"
         click.echo(f"{count:,} items of {input.source.name}, {left_out}; {o['model']}\n")
-        for line in _lines(found):
+        for line in _lines(differences):
             click.echo(line)
-    moved = [f["values"] for f in found if "values" in f and f["comparison"].startswith("sharing")]
+    moved = [f["values"] for f in differences if "values" in f and f["comparison"].startswith("sharing")]
     # What is no number is not within the tolerance, and compares as neither more nor less.
     beyond = [by for by in moved if not by <= o["tolerance"]] if o["tolerance"] is not None else []
     if beyond:
@@ -93,15 +93,15 @@ def _compare(sample: Any, input: Any, o: dict[str, Any]) -> list[dict[str, Any]]
         exact = _run(input.load({**o, "dtype": "float32"}).engine, input.tasks, sample.works, o, "off")
         pairs.append((f"precision ({dtype} against float32, off)", plain, exact))
         pairs.append((f"both ({sharing}, {dtype} against off, float32)", shared, exact))
-    found = []
+    differences = []
     for name, a, b in pairs:
         for task, items in sample.items.items():
             if task == "generate":
                 difference: Any = compare_texts(a[task], b[task])
             else:
                 difference = compare(items, sample.works[task], a[task], b[task])
-            found.append({"comparison": name, "task": task, **asdict(difference)})
-    return found
+            differences.append({"comparison": name, "task": task, **asdict(difference)})
+    return differences
 
 
 def _run(engine: Any, tasks: Any, works: dict[str, list[Any]], o: dict[str, Any], sharing: str) -> dict[str, Any]:
@@ -115,9 +115,9 @@ def _run(engine: Any, tasks: Any, works: dict[str, list[Any]], o: dict[str, Any]
     return {name: Run(made[name], checked(run_works(engine, made[name], works[name], **how))) for name in works}
 
 
-def _lines(found: list[dict[str, Any]]) -> list[str]:
+def _lines(differences: list[dict[str, Any]]) -> list[str]:
     lines = []
-    for f in found:
+    for f in differences:
         lines.append(click.style(f"{f['task']}: {f['comparison']}", bold=True))
         if f["task"] == "generate":
             lines.append(f"  texts               {len(f['first_changed']):,} of {f['texts']:,} changed")

@@ -1,7 +1,7 @@
 """Defines records, sources that read them, and adapters, which stand between a job's records and its tasks; and sets of
 records, in one bit a record, and of texts, in eight bytes a text.
 
-There is an adapter for tables (`tables.py`), and one for OpenAI batch lines (`batch.py`).
+There is an adapter for tables (`tables.py`), and one for OpenAI batch lines (`batch.py`); `dumps` writes output lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from ..errors import InputError
 
-# Writes output lines: JSON, with float32 numbers as short as they can be and still exact.
+# Output lines are JSON, with float32 numbers as short as they can be and still exact.
 #
 # Values that JSON lacks have a form that a line can hold:
 #
@@ -75,7 +75,7 @@ def _dumps(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value in the form that JSON can hold, by this module's table."""
+    """Returns a value in the form that JSON can hold, by the table above."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
