@@ -1,7 +1,7 @@
 """What a checkpoint does to an image before its tower sees it: tiles of one size, and their place in a prompt.
 
-`layout` says which tiles an image becomes and what a prompt has in its place; it reads the image's size and no pixels.
-`tiles` computes them. Both do as the image processors of transformers do that use Pillow, to the last bit.
+`layout` says how an image is cut and what a prompt has in its place; it reads the image's size and no pixels. `tiles`
+cuts it. Both do as the image processors of transformers do that use Pillow, to the last bit.
 """
 
 from __future__ import annotations
@@ -45,14 +45,21 @@ NOT_ASKED = {"crop_size", "do_center_crop", "pad_size"}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A Layout is what a prompt has in place of an image.
+    """A Layout is what becomes of an image of one size.
 
-    text   the text, in which the image token stands once for each row of the image
-    tiles  how many tiles the image becomes
+    text   what a prompt has in its place, in which the image token stands once for each row of the image
+    sizes  (height, width) of the image before it is cut, if it is resized: one after the other
+    boxes  (left, top, right, bottom) of its pieces, each of which becomes a tile beside that of the whole image
     """
 
     text: str
-    tiles: int
+    sizes: Sequence[tuple[int, int]] = ()
+    boxes: Sequence[tuple[int, int, int, int]] = ()
+
+    @property
+    def tiles(self) -> int:
+        """Returns how many tiles the image becomes."""
+        return 1 + len(self.boxes)
 
 
 class Processor(ABC):
@@ -61,31 +68,34 @@ class Processor(ABC):
     placeholder     what chat templates write in place of an image
     image_token     what a Layout's text has once for each row
     image_token_id  the id that a tokenizer makes of it
+    special         the special tokens of images: where a user writes one of them, it is text
+    own             keys that a family reads beside those of SETTINGS, and what they are where a file does not say
+    whole_first     whether the tile of the whole image comes before those of its pieces, or behind them
+    tile_size       height and width of every tile
     """
 
     placeholder: str
     image_token: str
-    # Keys that a family reads beside those of SETTINGS, and what they are where a file does not say.
+    special: frozenset[str]
     own: Mapping[str, Any]
+    whole_first: bool
+    tile_size: tuple[int, int]
 
     def __init__(self, tower: TowerConfig, settings: Mapping[str, Any], image_token_id: int = 0):
-        """Reads the settings of an image processor's file. Raises UnsupportedModelError for one that is not known."""
+        """Reads the settings of an image processor's file. Raises UnsupportedModelError for a setting that is not
+        known."""
         self.tower, self.image_token_id = tower, image_token_id
         found = Settings.of(settings)
         known = {**SETTINGS, **self.own}
         self.settings = Settings(
             {key: value if found.get(key) is None else found[key] for key, value in known.items()}, found.file
         )
-        unknown = sorted(
-            key
-            for key, value in found.items()
-            if value is not None
-            and key not in known
-            and key not in WITHOUT_EFFECT
-            and not (key in NOT_ASKED and (not value or not found.get("do_center_crop")))
-        )
-        if unknown:
-            raise UnsupportedModelError(f"{found.file}: the setting {unknown[0]} of the images is not known")
+        without_effect = WITHOUT_EFFECT if found.get("do_center_crop") else WITHOUT_EFFECT | NOT_ASKED
+        for key in sorted(found.keys() - known - without_effect):
+            if found[key] is not None and not (key in NOT_ASKED and not found[key]):
+                raise UnsupportedModelError(f"{found.file}: the setting {key} of the images is not known")
+        # The number by which Pillow knows the filter.
+        self.resample = self.settings.size("resample", least=0, most=5)
 
     @property
     def span(self) -> bool:
@@ -108,14 +118,9 @@ class Processor(ABC):
         to them."""
         return hashlib.blake2b(self.identity + digest, digest_size=16).digest()
 
-    @property
-    @abstractmethod
-    def tile_size(self) -> tuple[int, int]:
-        """Returns the height and width of every tile."""
-
     @abstractmethod
     def layout(self, height: int, width: int) -> Layout:
-        """Returns what a prompt has in place of an image of this size."""
+        """Returns what becomes of an image of this size."""
 
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
         """Returns a text with what stands for an image in place of each placeholder. sizes: (height, width) of each
@@ -131,35 +136,30 @@ class Processor(ABC):
         layouts = [self.layout(*size).text for size in sizes]
         return pieces[0] + "".join(layout + piece for layout, piece in zip(layouts, pieces[1:], strict=True))
 
-    @property
-    @abstractmethod
-    def special(self) -> frozenset[str]:
-        """Returns the special tokens of images: where a user writes one of them, it is text."""
-
-    @abstractmethod
-    def cut(self, image: Image) -> list[Any]:
-        """Returns the tiles of an image as pictures of Pillow's, in the order of their rows."""
-
     def tiles(self, image: Image) -> np.ndarray:
         """Returns the numbers that the tower reads of an image, float32 [tiles, 3, height, width]."""
-        table = self._table
-        tiles = [np.asarray(tile) for tile in self.cut(image)]
-        found = np.empty((len(tiles), 3, *tiles[0].shape[:2]), np.float32)
-        for tile, out in zip(tiles, found, strict=True):
+        layout, picture = self.layout(image.height, image.width), pillow().fromarray(image.pixels)
+        for size in layout.sizes:
+            picture = self._resized(picture, size)
+        pieces = [picture.crop(box) for box in layout.boxes]
+        found = np.empty((layout.tiles, 3, *self.tile_size), np.float32)
+        for piece, out in zip((picture, *pieces) if self.whole_first else (*pieces, picture), found, strict=True):
+            pixels = np.asarray(self._resized(piece, self.tile_size))
             for colour in range(3):
-                np.take(table[colour], tile[:, :, colour], out=out[colour])
+                np.take(self._table[colour], pixels[:, :, colour], out=out[colour])
         return found
+
+    def _resized(self, picture: Any, size: tuple[int, int]) -> Any:
+        return picture.resize(size[::-1], resample=self.resample)
 
     @cached_property
     def _table(self) -> np.ndarray:
         """Returns what each value of a pixel becomes, float32 [3, 256]: there are no more than these, so they are
         computed once."""
         settings = self.settings
-        values = np.arange(256, dtype=np.uint8)
+        numbers = np.arange(256).astype(np.float32)
         if settings.flag("do_rescale"):
-            numbers = (values.astype(np.float64) * settings.number("rescale_factor")).astype(np.float32)
-        else:
-            numbers = values.astype(np.float32)
+            numbers = (np.arange(256).astype(np.float64) * settings.number("rescale_factor")).astype(np.float32)
         if not settings.flag("do_normalize"):
             return np.tile(numbers, (3, 1))
         mean, std = (np.array(three(settings, key), np.float32) for key in ("image_mean", "image_std"))
@@ -179,21 +179,6 @@ def three(settings: Settings, key: str) -> list[float]:
     return list(value)
 
 
-def resampling(settings: Settings) -> int:
-    """Returns the number by which Pillow knows the filter `resample`."""
-    return settings.size("resample", least=0, most=5)
-
-
-def resized(picture: Any, height: int, width: int, resample: int) -> Any:
-    """Returns a picture of Pillow's in another size."""
-    return picture.resize((width, height), resample=resample)
-
-
-def picture_of(image: Image) -> Any:
-    """Returns an image as a picture of Pillow's."""
-    return pillow().fromarray(image.pixels)
-
-
 # Tokens of Gemma 3.
 IMAGE_BEGIN, IMAGE_ROW, IMAGE_END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 
@@ -201,7 +186,8 @@ IMAGE_BEGIN, IMAGE_ROW, IMAGE_END = "<start_of_image>", "<image_soft_token>", "<
 class Gemma3Processor(Processor):
     """A Gemma3Processor makes the tiles of images as Gemma 3 wants them."""
 
-    placeholder, image_token = IMAGE_BEGIN, IMAGE_ROW
+    placeholder, image_token, whole_first = IMAGE_BEGIN, IMAGE_ROW, True
+    special = frozenset((IMAGE_BEGIN, IMAGE_ROW, IMAGE_END))
     own: Mapping[str, Any] = {
         "do_resize": True,
         "size": {"height": 224, "width": 224},
@@ -217,38 +203,25 @@ class Gemma3Processor(Processor):
         if not self.settings.flag("do_resize"):
             raise UnsupportedModelError(f"{self.settings.file}: do_resize is false, but tiles must be of one size")
         size = self.settings.settings("size")
-        self._size = size.size("height"), size.size("width")
-        self.resample = resampling(self.settings)
+        self.tile_size = size.size("height"), size.size("width")
         self.scans = self.settings.flag("do_pan_and_scan")
         self.least = self.settings.size("pan_and_scan_min_crop_size")
         self.most = self.settings.size("pan_and_scan_max_num_crops")
         self.ratio = self.settings.number("pan_and_scan_min_ratio_to_activate")
 
-    @property
-    def special(self) -> frozenset[str]:
-        return frozenset((IMAGE_BEGIN, IMAGE_ROW, IMAGE_END))
-
-    @property
-    def tile_size(self) -> tuple[int, int]:
-        return self._size
-
     def layout(self, height: int, width: int) -> Layout:
-        """Returns what a prompt has in place of an image of this size: the whole image, then its crops, if any."""
         tile = f"\n\n{IMAGE_BEGIN}{IMAGE_ROW * self.rows_per_tile}{IMAGE_END}\n\n"
-        crops = len(self.crops(height, width))
+        crops = self._crops(height, width)
         if not crops:
-            return Layout(tile, 1)
-        more = " ".join([tile] * crops)
+            return Layout(tile)
+        more = " ".join([tile] * len(crops))
         text = f"Here is the original image {tile} and here are some crops to help you see better {more}"
-        return Layout(text, 1 + crops)
+        return Layout(text, boxes=crops)
 
-    def crops(self, height: int, width: int) -> list[tuple[int, int, int, int]]:
-        """Returns the crops of an image that is much longer than wide, or wider than long: (left, top, right, bottom)
-        of each."""
-        if not self.scans:
-            return []
+    def _crops(self, height: int, width: int) -> list[tuple[int, int, int, int]]:
+        """Returns the crops of an image that is much longer than wide, or wider than long."""
         longer, shorter = max(height, width), min(height, width)
-        if longer / shorter < self.ratio:
+        if not self.scans or longer / shorter < self.ratio:
             return []
         count = min(math.floor(longer / self.least), math.floor(longer / shorter + 0.5))
         count = min(self.most, max(2, count))
@@ -260,11 +233,6 @@ class Gemma3Processor(Processor):
             return [(first, 0, last, height) for first, last in places]
         return [(0, first, width, last) for first, last in places]
 
-    def cut(self, image: Image) -> list[Any]:
-        whole = picture_of(image)
-        crops = [whole.crop(box) for box in self.crops(image.height, image.width)]
-        return [resized(picture, *self._size, self.resample) for picture in (whole, *crops)]
-
 
 # Tokens of Idefics3 and SmolVLM.
 ROW, BORDER, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
@@ -275,7 +243,7 @@ LONGEST = 4096
 class Idefics3Processor(Processor):
     """An Idefics3Processor makes the tiles of images as Idefics3 and SmolVLM want them."""
 
-    placeholder, image_token = ROW, ROW
+    placeholder, image_token, whole_first = ROW, ROW, False
     own: Mapping[str, Any] = {
         "do_resize": True,
         "size": {"longest_edge": 4 * 364},
@@ -288,93 +256,58 @@ class Idefics3Processor(Processor):
     def __init__(self, tower: TowerConfig, settings: Mapping[str, Any], image_token_id: int = 0):
         super().__init__(tower, settings, image_token_id)
         self.resizes, self.splits = self.settings.flag("do_resize"), self.settings.flag("do_image_splitting")
-        self.resample = resampling(self.settings)
         self.tile = self.settings.settings("max_image_size").size("longest_edge")
+        self.tile_size = self.tile, self.tile
         self.size = self.settings.settings("size")
         if self.resizes and not self.size.get("longest_edge"):
             self.size.size("height"), self.size.size("width")
-
-    @property
-    def special(self) -> frozenset[str]:
-        most = math.ceil(LONGEST / self.tile)
-        places = (f"<row_{i + 1}_col_{j + 1}>" for i in range(most) for j in range(most))
-        return frozenset((ROW, BORDER, WHOLE, *places))
-
-    @property
-    def tile_size(self) -> tuple[int, int]:
-        return self.tile, self.tile
+        most = range(1, math.ceil(LONGEST / self.tile) + 1)
+        self.special = frozenset((ROW, BORDER, WHOLE, *(f"<row_{i}_col_{j}>" for i in most for j in most)))
 
     def layout(self, height: int, width: int) -> Layout:
-        """Returns what a prompt has in place of an image of this size: the tiles of each row of the grid, named by
-        their place, and the whole."""
-        down, across = self.grid(*self._sizes(height, width)[-1])
-        rows = ROW * self.rows_per_tile
+        sizes, rows, tile = self._sizes(height, width), ROW * self.rows_per_tile, self.tile
         whole = f"{BORDER}{WHOLE}{rows}{BORDER}"
-        if not down:
-            return Layout(whole, 1)
-        lines = ("".join(f"{BORDER}<row_{i + 1}_col_{j + 1}>{rows}" for j in range(across)) + "\n" for i in range(down))
-        return Layout("".join(lines) + "\n" + whole, down * across + 1)
-
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Returns how many tiles lie below each other, and side by side, in an image that was made to fit; (0, 0) where
-        it is one tile."""
-        if not self.splits or (height <= self.tile and width <= self.tile):
-            return 0, 0
-        return height // self.tile, width // self.tile
-
-    def cut(self, image: Image) -> list[Any]:
-        picture = picture_of(image)
-        for height, width in self._sizes(image.height, image.width)[1:]:
-            picture = resized(picture, height, width, self.resample)
-        down, across = self.grid(picture.height, picture.width)
-        if not down:
-            return [picture]
-        tile = self.tile
-        boxes = [(j * tile, i * tile, (j + 1) * tile, (i + 1) * tile) for i in range(down) for j in range(across)]
-        return [*(picture.crop(box) for box in boxes), resized(picture, tile, tile, self.resample)]
+        height, width = sizes[-1]
+        if not self.splits or (height <= tile and width <= tile):
+            return Layout(whole, sizes)
+        down, across = range(height // tile), range(width // tile)
+        lines = ("".join(f"{BORDER}<row_{i + 1}_col_{j + 1}>{rows}" for j in across) + "\n" for i in down)
+        boxes = [(j * tile, i * tile, (j + 1) * tile, (i + 1) * tile) for i in down for j in across]
+        return Layout("".join(lines) + "\n" + whole, sizes, boxes)
 
     def _sizes(self, height: int, width: int) -> list[tuple[int, int]]:
-        """Returns the sizes, (height, width), that an image of this size has one after the other until it is cut."""
-        sizes = [(height, width)]
+        """Returns the sizes that an image of this size has one after the other until it is cut."""
+        sizes = []
         if self.resizes:
-            sizes.append(_longest(height, width, self.size))
-        sizes.append(_whole_tiles(*sizes[-1], self.tile) if self.splits else (self.tile, self.tile))
+            height, width = _longest(height, width, self.size)
+            sizes.append((height, width))
+        sizes.append(_whole_tiles(height, width, self.tile) if self.splits else self.tile_size)
         return sizes
 
 
 def _longest(height: int, width: int, size: Settings) -> tuple[int, int]:
     """Returns the size that an image is first brought to: its longest side as asked for, the other one even."""
-    longest = size.get("longest_edge")
-    if not longest:
+    if not size.get("longest_edge"):
         return size.size("height"), size.size("width")
-    longest, ratio = size.size("longest_edge"), width / height
-    if width >= height:
-        width = longest
-        height = int(width / ratio)
-        height += height % 2
-    else:
-        height = longest
-        width = int(height * ratio)
-        width += width % 2
+    longest = size.size("longest_edge")
+    height, width = _with_longest(height, width, longest)
+    # The other side is made even, and the longest no longer than LONGEST.
+    height, width = (height, width + width % 2) if height > width else (height + height % 2, width)
     height, width = max(height, 1), max(width, 1)
-    ratio = width / height
-    if width >= height and width > LONGEST:
-        width, height = LONGEST, int(LONGEST / ratio)
-    elif height > width and height > LONGEST:
-        height, width = LONGEST, int(LONGEST * ratio)
+    if max(height, width) > LONGEST:
+        height, width = _with_longest(height, width, LONGEST)
     return max(height, 1), max(width, 1)
-
 
 def _whole_tiles(height: int, width: int, tile: int) -> tuple[int, int]:
     """Returns the size with both sides rounded up to whole tiles, the longer one first."""
+    height, width = _with_longest(height, width, math.ceil(max(height, width) / tile) * tile)
+    return math.ceil(height / tile) * tile, math.ceil(width / tile) * tile
+
+
+def _with_longest(height: int, width: int, longest: int) -> tuple[int, int]:
+    """Returns the size with its longer side so long, and the other rounded down."""
     ratio = width / height
-    if width >= height:
-        width = math.ceil(width / tile) * tile
-        height = math.ceil(int(width / ratio) / tile) * tile
-    else:
-        height = math.ceil(height / tile) * tile
-        width = math.ceil(int(height * ratio) / tile) * tile
-    return height, width
+    return (int(longest / ratio), longest) if width >= height else (longest, int(longest * ratio))
 
 
 KINDS: dict[str, type[Processor]] = {"gemma3": Gemma3Processor, "idefics3": Idefics3Processor}
@@ -398,11 +331,10 @@ def load_processor(checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokeni
         )
     settings = _settings(checkpoint, tower)
     processor = kind(tower, settings, image_token_id)
-    size = tower.image_size
-    made = processor.tile_size
-    if made != (size, size):
+    size, (height, width) = tower.image_size, processor.tile_size
+    if not height == width == size:
         raise CheckpointError(
-            f"{settings.file} makes tiles of {made[0]} x {made[1]} pixels; the tower of {checkpoint.name} takes "
+            f"{settings.file} makes tiles of {height} x {width} pixels; the tower of {checkpoint.name} takes "
             f"{size} x {size}"
         )
     return processor

@@ -141,8 +141,8 @@ def test_sides_of_more_than_4096_are_made_shorter():
     ours = Idefics3Processor(
         tower("idefics3"), {"size": {"longest_edge": 5000}, "max_image_size": {"longest_edge": 64}}
     )
-    assert ours._sizes(100, 200)[1] == (2048, 4096)
-    assert ours._sizes(200, 100)[1] == (4096, 2048)
+    assert ours.layout(100, 200).sizes[0] == (2048, 4096)
+    assert ours.layout(200, 100).sizes[0] == (4096, 2048)
 
 
 def test_a_turned_picture_is_turned(tmp_path):
