@@ -1,4 +1,4 @@
-"""What the tower of a model is, as data: the part that makes rows of images. No torch.
+"""What a model that sees images is, as data: a text model, and the tower beside it that makes rows of images. No torch.
 
 It is read from a Hugging Face config, or from the metadata of a GGUF file (llama.cpp's mmproj, architecture "clip").
 """
@@ -6,7 +6,7 @@ It is read from a Hugging Face config, or from the metadata of a GGUF file (llam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy as np
 from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import MOST_LAYERS, Settings
 from ..errors import CheckpointError, UnsupportedModelError
+from ..model.config import ModelConfig
+from ..model.decoders import HFConfig, gemma3, llama
 
 # Rows of a piece of the tower's work: with fewer, linears lose speed; more would keep others waiting for longer.
 PIECE_ROWS = 512
@@ -123,69 +125,51 @@ class TowerConfig:
         return 2 * self.patches * (linears + attention) + 2 * self.rows * self.merged * self.output
 
 
-def gemma3_tower(hf: Settings, output: int) -> TowerConfig:
-    """Returns the tower of a Gemma 3 config. output: the text model's hidden size.
+# By a tower's kind what is as in transformers where a vision_config leaves it out.
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "gemma3": {"patch_size": 16, "hidden_size": 768, "num_attention_heads": 12},
+    "idefics3": {"patch_size": 32, "hidden_size": 1152, "num_attention_heads": 16},
+}
 
-    What the config leaves out is as in transformers. Raises UnsupportedModelError for settings that do not work.
+
+def tower_config(kind: Literal["gemma3", "idefics3"], hf: Settings, output: int) -> TowerConfig:
+    """Returns the tower of a model's config. output: the text model's hidden size.
+
+    Raises UnsupportedModelError for settings that do not work.
     """
-    vision = hf.settings("vision_config")
-    image_size, patch_size = _square(vision, "image_size", 224), _square(vision, "patch_size", 16)
-    rows = hf.size("mm_tokens_per_image", 256)
-    across, side = int(rows**0.5), image_size // patch_size
-    if across**2 != rows or across > side or side // (side // across) != across:
-        raise CheckpointError(
-            f"{hf.file}: mm_tokens_per_image is {rows}; {side} x {side} patches cannot be averaged to as many squares"
-        )
-    return _siglip(
-        vision,
-        kind="gemma3",
-        hidden=768,
-        heads=12,
-        image_size=image_size,
-        patch_size=patch_size,
-        merge=side // across,
-        output=output,
-    )
-
-
-def idefics3_tower(hf: Settings, output: int) -> TowerConfig:
-    """Returns the tower of an Idefics3 or SmolVLM config. output: the text model's hidden size.
-
-    What the config leaves out is as in transformers. Raises UnsupportedModelError for settings that do not work.
-    """
-    vision = hf.settings("vision_config")
-    image_size, patch_size = _square(vision, "image_size", 224), _square(vision, "patch_size", 32)
-    merge, side = hf.size("scale_factor", 2), image_size // patch_size
-    if side % merge:
-        raise CheckpointError(f"{hf.file}: scale_factor is {merge}; it must divide the {side} patches of a side")
-    return _siglip(
-        vision,
-        kind="idefics3",
-        hidden=1152,
-        heads=16,
-        image_size=image_size,
-        patch_size=patch_size,
-        merge=merge,
-        output=output,
-    )
-
-
-def _siglip(vision: Settings, *, hidden: int, heads: int, **sizes: Any) -> TowerConfig:
-    """Returns the tower of a vision_config. hidden, heads: where it does not say."""
+    vision, default = hf.settings("vision_config"), DEFAULTS[kind]
     for key, value in FIXED.items():
         if vision.get(key) not in (None, value):
             raise UnsupportedModelError(
                 f"{vision.file}: {vision.prefix}{key} is {vision[key]!r}; only {value!r} is supported"
             )
+    image_size = _square(vision, "image_size", 224)
+    patch_size = _square(vision, "patch_size", default["patch_size"])
+    side = image_size // patch_size
+    if kind == "gemma3":
+        rows = hf.size("mm_tokens_per_image", 256)
+        across = int(rows**0.5)
+        if across**2 != rows or across > side or side // (side // across) != across:
+            squares = f"{side} x {side} patches cannot be averaged to as many squares"
+            raise CheckpointError(f"{hf.file}: mm_tokens_per_image is {rows}; {squares}")
+        merge = side // across
+    else:
+        merge = hf.size("scale_factor", 2)
+        if side % merge:
+            raise CheckpointError(f"{hf.file}: scale_factor is {merge}; it must divide the {side} patches of a side")
     eps = float(vision.number("layer_norm_eps", 1e-6, zero=True))
     return TowerConfig(
-        hidden=vision.size("hidden_size", hidden),
+        kind=kind,
+        hidden=vision.size("hidden_size", default["hidden_size"]),
         layers=vision.size("num_hidden_layers", 12, most=MOST_LAYERS),
-        heads=vision.size("num_attention_heads", heads),
+        heads=vision.size("num_attention_heads", default["num_attention_heads"]),
         intermediate=vision.size("intermediate_size", 3072),
+        image_size=image_size,
+        patch_size=patch_size,
+        merge=merge,
+        output=output,
         norm_eps=eps,
         projector_eps=eps,
-        **sizes,
     )
 
 
@@ -195,6 +179,104 @@ def _square(vision: Settings, key: str, default: int) -> int:
     if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
         return (vision | {key: value[0]}).size(key, default)
     return vision.size(key, default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeeingConfig(ModelConfig):
+    """A SeeingConfig is the ModelConfig of a text model that has a tower beside it, which makes rows of images."""
+
+    tower: TowerConfig
+
+    @classmethod
+    def of(cls, text: ModelConfig, tower: TowerConfig) -> SeeingConfig:
+        """Returns the config of a text model and its tower."""
+        return cls(**_fields(text), tower=tower)
+
+    @property
+    def text(self) -> ModelConfig:
+        return ModelConfig(**_fields(self))
+
+    def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **how: Any) -> Any:
+        from .items import image_inputs
+
+        return image_inputs(checkpoint, self.tower, tokenizer, table, **how)
+
+    @property
+    def span_rows(self) -> int:
+        return self.tower.rows if self.tower.span else 0
+
+
+def tower_of(config: ModelConfig) -> TowerConfig | None:
+    """Returns the tower of a model; None: it takes text alone."""
+    return config.tower if isinstance(config, SeeingConfig) else None
+
+
+def _fields(config: ModelConfig) -> dict[str, object]:
+    return {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
+
+
+# What a config leaves out of its text_config is as in transformers.
+GEMMA3_TEXT: Mapping[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+LLAMA_TEXT: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+# What checkpoints put before the names of the text model, and before those of the tower; versions of transformers
+# wrote both in several ways.
+TEXT = r"(model\.)?(language_model|text_model)\.(model\.)?"
+TOWER = r"(model\.)?(vision_tower(\.vision_model)?|vision_model|multi_modal_projector|connector)\.(encoder\.)?"
+# Architectures that are refused with the reason, in place of the list of those that work.
+_THREE_POSITIONS = (
+    "a row of its images has three positions (time, height and width), none of which is its depth in the prompt; "
+    "use Gemma 3, Idefics3 or SmolVLM for images"
+)
+REFUSED: Mapping[str, str] = {
+    "Qwen2VLForConditionalGeneration": _THREE_POSITIONS,
+    "Qwen2_5_VLForConditionalGeneration": _THREE_POSITIONS,
+}
+
+
+def gemma3_images(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Gemma 3 with its tower (4B and larger)."""
+    hf = Settings.of(hf)
+    text = gemma3(GEMMA3_TEXT | hf.settings("text_config"))
+    tied = hf.flag("tie_word_embeddings", True)
+    return _seeing(hf, replace(text, tie_embeddings=tied), tower_config("gemma3", hf, text.hidden))
+
+
+def idefics3_images(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Idefics3 and SmolVLM: Llama with a tower."""
+    hf = Settings.of(hf)
+    settings = hf.settings("text_config")
+    if settings.text("model_type", "llama") != "llama":
+        raise UnsupportedModelError(f"the text model is {settings['model_type']!r}; only 'llama' is supported")
+    for key in ("use_resampler", "qk_layer_norms"):
+        if settings.get(key):
+            raise UnsupportedModelError(f"text_config.{key} is not supported")
+    text = llama(LLAMA_TEXT | settings)
+    tied = hf.flag("tie_word_embeddings")
+    return _seeing(hf, replace(text, tie_embeddings=tied), tower_config("idefics3", hf, text.hidden))
+
+
+def _seeing(hf: Settings, text: ModelConfig, tower: TowerConfig) -> SeeingConfig:
+    """Returns the config of a text model beside a tower. hf: the whole model's, which may say the dtype that the
+    checkpoint was saved in."""
+    dtype = hf.text("dtype", None) or hf.text("torch_dtype", None) or text.dtype
+    return SeeingConfig.of(replace(text, names=replace(text.names, before=TEXT, others=TOWER), dtype=dtype), tower)
 
 
 # By the projector's type: the architecture of the whole model, and the text model's that it stands on.

@@ -298,6 +298,7 @@ def _longest(height: int, width: int, size: Settings) -> tuple[int, int]:
         height, width = _with_longest(height, width, LONGEST)
     return max(height, 1), max(width, 1)
 
+
 def _whole_tiles(height: int, width: int, tile: int) -> tuple[int, int]:
     """Returns the size with both sides rounded up to whole tiles, the longer one first."""
     height, width = _with_longest(height, width, math.ceil(max(height, width) / tile) * tile)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, cast
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ..checkpoint import Checkpoint
@@ -16,11 +16,9 @@ from ..checkpoint.gguf import GGUFFile
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model.config import ModelConfig
 from ..model.layers import Norm, Weight, linear_weights
-from ..model.names import tower_name
 from ..model.sources import RandomSource, SafetensorsSource, TensorSource
 from ..model.weights import check_memory, check_tensors, fill_all, wanted_shapes
-from .config import TowerConfig
-from .families import tower_of
+from .config import TOWER, TowerConfig, tower_of
 from .tower import Tower, TowerLayer
 
 
@@ -44,7 +42,13 @@ def load_tower(
         raise UnsupportedModelError(f"{checkpoint.name} has no tower: it takes text alone")
     tower = Tower(settings, dtype=dtype, device=torch.device("meta"))
     weights = list(tower_weights(tower))
-    source = open_tower_source(checkpoint, settings, wanted_shapes(weights), seed)
+    source: TensorSource
+    if checkpoint.format == "dummy":
+        source = _RandomTower(wanted_shapes(weights), seed)
+    elif checkpoint.mmproj is not None:
+        source = _of_gguf(checkpoint.mmproj, settings)
+    else:
+        source = _of_folder(checkpoint)
     check_tensors(checkpoint, weights, source)
     check_memory(checkpoint, weights, device, dtype)
     fill_all(weights, source, device, pack=pack)
@@ -85,17 +89,6 @@ PROJECTOR_NORM = "mm_soft_emb_norm.weight"
 PROJECTION = {"gemma3": "mm_input_projection_weight", "idefics3": "modality_projection.proj.weight"}
 
 
-def open_tower_source(
-    checkpoint: Checkpoint, config: TowerConfig, shapes: Mapping[str, tuple[int, ...]], seed: int
-) -> TensorSource:
-    """Returns the source of a tower's tensors. shapes: what the tower wants, for random weights."""
-    if checkpoint.format == "dummy":
-        return _RandomTower(shapes, seed)
-    if checkpoint.mmproj is not None:
-        return _GGUFTower(checkpoint.mmproj, config)
-    return _FolderTower(checkpoint)
-
-
 class _RandomTower(RandomSource):
     """A _RandomTower gives random weights, with norms that change nothing."""
 
@@ -108,92 +101,84 @@ class _RandomTower(RandomSource):
             super().read_into(name, target, where)
 
 
-class _FolderTower:
-    """A _FolderTower reads the tower's tensors out of a Hugging Face folder, where the text model's lie too."""
+class _StoredTower:
+    """A _StoredTower has the tensors of a tower out of files."""
 
-    # The head that SigLIP pools with, which these models have and do not use, and positions that are no weights.
-    IGNORED = re.compile(r"head\..*|embeddings\.position_ids")
-
-    def __init__(self, checkpoint: Checkpoint):
-        self._where: dict[str, tuple[safe_open, str]] = {}
+    def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for path, file in SafetensorsSource.opened(checkpoint):
-            for stored in file.keys():  # noqa: SIM118 (not a dict)
-                name = tower_name(stored)
-                if name is None or self.IGNORED.fullmatch(name):
-                    continue
-                if name in self._where:
-                    raise CheckpointError(f"{path} has the tensor {stored!r} twice")
-                shape = tuple(file.get_slice(stored).get_shape())
-                self._where[name] = file, stored
-                self.shapes[name] = shape[::-1] if name == PROJECTION["gemma3"] else _matrix(shape)
+        self._reads: dict[str, Callable[[], Tensor]] = {}
+
+    def add(self, name: str, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
+        """Adds a tensor. shape: as it is stored; read: returns it"""
+        if len(shape) > 2:  # what multiplies patches: all inputs of an output are in one row
+            shape = shape[0], math.prod(shape[1:])
+        self.shapes[name] = shape[::-1] if name == PROJECTION["gemma3"] else shape
+        self._reads[name] = read
 
     def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
-        file, stored = self._where[name]
-        values = file.get_tensor(stored)
+        values = self._reads[name]()
         values = values.T if name == PROJECTION["gemma3"] else values
         target.copy_(values.reshape(self.shapes[name])[where])
 
 
-class _GGUFTower:
-    """A _GGUFTower reads the tower's tensors out of a GGUF file of architecture "clip", as llama.cpp writes it."""
+# The head that SigLIP pools with, which these models have and do not use, and positions that are no weights.
+IGNORED = re.compile(r"head\..*|embeddings\.position_ids")
 
-    TOP: ClassVar = {
-        "v.patch_embd": "embeddings.patch_embedding",
-        "v.position_embd": "embeddings.position_embedding",
-        "v.post_ln": "post_layernorm",
-    }
-    # The projectors' tensors, with ".weight".
-    PROJECTORS: ClassVar = {
-        "mm.input_projection.weight": PROJECTION["gemma3"],
-        "mm.soft_emb_norm.weight": PROJECTOR_NORM,
-        "mm.model.fc.weight": PROJECTION["idefics3"],
-    }
-    LAYER: ClassVar = {
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_out": "self_attn.out_proj",
-        "ln1": "layer_norm1",
-        "ln2": "layer_norm2",
-        "ffn_up": "mlp.fc1",
-        "ffn_down": "mlp.fc2",
-    }
 
-    def __init__(self, file: GGUFFile, config: TowerConfig):
-        self.file = file
-        self.roles = dict(self.LAYER)
-        # Files of older converters have them the other way round, which shows in how long the biases are.
-        first = file.tensors.get("v.blk.0.ffn_up.bias")
-        if first is not None and first.shape == (config.hidden,) and config.hidden != config.intermediate:
-            self.roles |= {"ffn_up": "mlp.fc2", "ffn_down": "mlp.fc1"}
-        self._stored = {self._name(stored): stored for stored in file.tensors}
-        self.shapes = {name: _matrix(file.tensors[stored].shape) for name, stored in self._stored.items()}
-        if projection := self.shapes.get(PROJECTION["gemma3"]):
-            self.shapes[PROJECTION["gemma3"]] = projection[::-1]
+def _of_folder(checkpoint: Checkpoint) -> _StoredTower:
+    """Returns the tower in a Hugging Face folder, where the text model's tensors lie too."""
+    found = _StoredTower()
+    for path, file in SafetensorsSource.opened(checkpoint):
+        for stored in file.keys():  # noqa: SIM118 (not a dict)
+            before = re.match(TOWER, stored)
+            name = stored[before.end() :] if before else ""
+            if not before or IGNORED.fullmatch(name):
+                continue
+            if name in found.shapes:
+                raise CheckpointError(f"{path} has the tensor {stored!r} twice")
+            found.add(name, tuple(file.get_slice(stored).get_shape()), partial(file.get_tensor, stored))
+    return found
 
-    def _name(self, stored: str) -> str:
-        if stored in self.PROJECTORS:
-            return self.PROJECTORS[stored]
+
+# What llama.cpp calls these things in a GGUF file of architecture "clip": beside the layers, and in each of them.
+GGUF_NAMES = {
+    "v.patch_embd": "embeddings.patch_embedding",
+    "v.position_embd": "embeddings.position_embedding",
+    "v.post_ln": "post_layernorm",
+    "mm.input_projection.weight": PROJECTION["gemma3"],
+    "mm.soft_emb_norm.weight": PROJECTOR_NORM,
+    "mm.model.fc.weight": PROJECTION["idefics3"],
+}
+GGUF_ROLES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.out_proj",
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+
+
+def _of_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
+    found, roles = _StoredTower(), GGUF_ROLES
+    # Files of older converters have them the other way round, which shows in how long the biases are.
+    first = file.tensors.get("v.blk.0.ffn_up.bias")
+    if first is not None and first.shape == (config.hidden,) and config.hidden != config.intermediate:
+        roles = roles | {"ffn_up": "mlp.fc2", "ffn_down": "mlp.fc1"}
+
+    def read(stored: str) -> Tensor:
+        values = torch.from_numpy(file.dequantize(stored).copy())
+        file.let_go()
+        return values - 1 if GGUF_NAMES.get(stored) == PROJECTOR_NORM else values  # one is added to what is stored
+
+    for stored, tensor in file.tensors.items():
         part, _, kind = stored.rpartition(".")
-        if part in self.TOP:
-            return f"{self.TOP[part]}.{kind}"
-        if (match := re.fullmatch(r"v\.blk\.(\d+)\.(\w+)", part)) and match[2] in self.roles:
-            return f"layers.{match[1]}.{self.roles[match[2]]}.{kind}"
-        return stored  # unknown: reported under its own name
-
-    def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
-        values = torch.from_numpy(self.file.dequantize(self._stored[name]).copy())
-        if name == PROJECTOR_NORM:
-            values -= 1  # one is added already to what is stored
-        values = values.T if name == PROJECTION["gemma3"] else values
-        target.copy_(values.reshape(self.shapes[name])[where])
-        self.file.let_go()
-
-
-def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape as a matrix has it that multiplies patches: what is stored as [outputs, 3, size, size] has all
-    inputs of an output in one row."""
-    if len(shape) < 3:
-        return shape
-    return shape[0], math.prod(shape[1:])
+        name = GGUF_NAMES.get(stored, stored)  # an unknown one is reported under its own name
+        if part in GGUF_NAMES:
+            name = f"{GGUF_NAMES[part]}.{kind}"
+        elif (match := re.fullmatch(r"v\.blk\.(\d+)\.(\w+)", part)) and match[2] in roles:
+            name = f"layers.{match[1]}.{roles[match[2]]}.{kind}"
+        found.add(name, tensor.shape, partial(read, stored))
+    return found

@@ -7,8 +7,7 @@ from typing import Any
 from ..model.families import add_families
 from ..schedule.parts import EnginePart, add_engine_part
 from ..worker.protocol import WorkerPart, add_part
-from .config import LoopedConfig
-from .families import huginn, looped, ouro
+from .config import LoopedConfig, huginn, looped, ouro
 
 add_families(
     {"OuroForCausalLM": ouro, "RavenForCausalLM": huginn, "PrefoldLoopedForCausalLM": looped},

@@ -6,13 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-# In a checkpoint that has a tower too: what stands before the names of the text model, and of the tower. Versions of
-# transformers wrote them in several ways.
-TEXT = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")
-TOWER = re.compile(
-    r"(model\.)?(vision_tower(\.vision_model)?|vision_model|multi_modal_projector|connector)\.(encoder\.)?"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Names:
@@ -25,7 +18,8 @@ class Names:
     transposed   whether weights of the layers' linears are [inputs, outputs]
     interleaved  whether the two halves of each head of q and k, which are rotated against each other, are stored
                  number by number in turn
-    beside_tower whether the checkpoint has a tower too, and names that say what is whose
+    before       matches what stands before the names of this model, where the checkpoint holds more than that
+    others       matches the beginning of names that are of something else; "": all are of this model
     """
 
     prefix: str = "model."
@@ -33,13 +27,13 @@ class Names:
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
     interleaved: bool = False
-    beside_tower: bool = False
+    before: str = ""
+    others: str = ""
 
     def of_module(self, stored: str) -> tuple[str, ...]:
         """Returns the names here of a checkpoint's module; an unknown name is kept as it is, without the prefix."""
-        if self.beside_tower:
-            stored = TEXT.sub("", stored, count=1) if TEXT.match(stored) else stored
-        stored = stored.removeprefix(self.prefix)
+        before = re.match(self.before, stored)
+        stored = stored[before.end() if before else 0 :].removeprefix(self.prefix)
         if stored in self.parts:
             return self.parts[stored]
         in_layer = re.fullmatch(r"(\w+)\.(\d+)\.(.+)", stored)
@@ -49,8 +43,8 @@ class Names:
         return (stored,)
 
     def of_tensor(self, stored: str) -> tuple[str, ...]:
-        """Returns the names here of a checkpoint's tensor; none for a tensor of the tower."""
-        if self.beside_tower and tower_name(stored) is not None:
+        """Returns the names here of a checkpoint's tensor; none for a tensor of something else."""
+        if self.others and re.match(self.others, stored):
             return ()
         module, dot, kind = stored.rpartition(".")
         of_its_own = self.of_module(stored)
@@ -110,40 +104,3 @@ GGUF_OUT_NORMS = replace(
         "post_ffw_norm": ("post_feedforward_layernorm",),
     },
 )
-OURO = Names(
-    parts={
-        "early_exit_gate": ("gate",),
-        "input_layernorm_2": ("post_attention_layernorm",),
-        "post_attention_layernorm": ("pre_feedforward_layernorm",),
-        "post_attention_layernorm_2": ("post_feedforward_layernorm",),
-    },
-)
-
-
-def huginn_names(prelude: int, core: int) -> Names:
-    """Returns the names of a Huginn with so many layers in its prelude and in its core."""
-    return Names(
-        prefix="transformer.",
-        lists={"prelude": 0, "core_block": prelude, "coda": prelude + core},
-        parts={
-            "wte": ("embed_tokens",),
-            "adapter": ("inject",),
-            "ln_f": ("norm",),
-            "norm_1": ("input_layernorm",),
-            "norm_2": ("post_attention_layernorm",),
-            "norm_3": ("pre_feedforward_layernorm",),
-            "norm_4": ("post_feedforward_layernorm",),
-            "attn.Wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "attn.qk_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias"),
-            "attn.proj": ("self_attn.o_proj",),
-            "mlp.fc": ("mlp.gate_proj", "mlp.up_proj"),
-            "mlp.proj": ("mlp.down_proj",),
-        },
-        interleaved=True,
-    )
-
-
-def tower_name(stored: str) -> str | None:
-    """Returns the name of a tower's tensor, without what checkpoints put before it; None for one of the text model."""
-    match = TOWER.match(stored)
-    return None if match is None else stored[match.end() :]
