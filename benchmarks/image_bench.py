@@ -18,9 +18,10 @@ from port import Port
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.images.config import TowerConfig, tower_of
+from prefold.images.config import TowerConfig
 from prefold.images.decode import Image
 from prefold.images.desk import ImageQueue
+from prefold.images.families import tower_of
 from prefold.images.processor import Gemma3Processor, Idefics3Processor, Processor
 from prefold.images.worker import image_part
 from prefold.model import config_from

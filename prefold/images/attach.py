@@ -8,7 +8,8 @@ from ..checkpoint.checkpoint import TOWERS
 from ..model.families import add_families
 from ..schedule.parts import EnginePart, add_engine_part
 from ..worker.protocol import WorkerPart, add_part
-from .config import REFUSED, SeeingConfig, config_with_tower, gemma3_images, idefics3_images
+from .config import config_with_tower
+from .families import REFUSED, SeeingConfig, gemma3_images, idefics3_images
 from .steps import ImageFacts
 
 add_families(

@@ -18,7 +18,8 @@ from ..model.config import ModelConfig
 from ..model.layers import Norm, Weight, linear_weights
 from ..model.sources import RandomSource, SafetensorsSource, TensorSource
 from ..model.weights import check_memory, check_tensors, fill_all, wanted_shapes
-from .config import TOWER, TowerConfig, tower_of
+from .config import TOWER, TowerConfig
+from .families import tower_of
 from .tower import Tower, TowerLayer
 
 

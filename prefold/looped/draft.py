@@ -6,12 +6,11 @@ block: that which most rows go to next, or which a sequence has waited for too l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..schedule.admission import Admission
 from ..schedule.generate_step import Running
 from .cache import NodeVisit
 from .decode import DecodeBatch, DecodeRows, Decoding, Part
@@ -33,11 +32,24 @@ class Take:
 
 
 @dataclass(slots=True)
+class _Group:
+    """A _Group is sequences that go to one block next: those that generate by their numbers in the batch, and prompts.
+    longest: for how many steps one of them has waited; rows: how many go there."""
+
+    unit: int
+    numbers: np.ndarray
+    prompts: list[Routed] = field(default_factory=list)
+    longest: int = 0
+    rows: int = 0
+
+
+@dataclass(slots=True)
 class VisitDraft:
     """A VisitDraft is what a step will compute, while that is being decided.
 
     most      the most rows of the step
-    add       adds rows of sequences to a draft
+    slots     gives out slots
+    decoding  gives rows of sequences that generate, of which `batch` has those that run
     unit      the block that it visits, PRELUDE or CODA; None: it only reads or routes
     left      how many more rows the step may have
     group     which sequences it has rows of, as their block or their template and visit
@@ -50,7 +62,9 @@ class VisitDraft:
     """
 
     most: int
-    add: Callable[[VisitDraft, Collection[Running]], None]
+    slots: SlotAllocator
+    decoding: Decoding
+    batch: DecodeBatch
     unit: int | None = None
     left: int = field(init=False)
     group: Hashable = None
@@ -69,10 +83,6 @@ class VisitDraft:
         """Returns how many rows were added."""
         return sum(take.rows for take in self.takes.values()) + sum(len(part[0]) for part in self.parts)
 
-    def fill(self, running: Collection[Running]) -> None:
-        """Adds rows of these sequences, while there is room."""
-        self.add(self, running)
-
     @property
     def has_rows(self) -> bool:
         """Returns whether rows go to a block."""
@@ -83,77 +93,42 @@ class VisitDraft:
         """Returns whether the step would do nothing."""
         return not (self.has_rows or self.finished or self.routings)
 
+    def fill(self, running: Collection[Running]) -> None:
+        """Adds rows of these sequences, while there is room: of those whose next block is the step's. Where it has none
+        yet, it gets the block that most rows of these sequences go to, or that one of them has waited for too long."""
+        groups = self._groups(running)  # type: ignore[arg-type]
 
-@dataclass(slots=True)
-class _Group:
-    """A _Group is sequences that go to one block next: those that generate by their numbers in the batch, and prompts.
-    longest: for how many steps one of them has waited; rows: how many go there."""
+        def wants(key: Hashable) -> tuple[int, int]:
+            longest = groups[key].longest
+            return longest if longest >= self.slots.visits.patience else 0, groups[key].rows
 
-    unit: int
-    numbers: np.ndarray
-    prompts: list[Routed] = field(default_factory=list)
-    longest: int = 0
-    rows: int = 0
-
-
-class Drafting:
-    """A Drafting drafts steps.
-
-    slots     gives out slots
-    decoding  the rows of sequences that generate
-    """
-
-    def __init__(self, slots: SlotAllocator, decoding: Decoding):
-        self.slots, self.decoding, self.visits = slots, decoding, slots.visits
-        self._batch: DecodeBatch | None = None
-
-    def draft(self, policy: Admission, running: Collection[Routed], most: int) -> VisitDraft:
-        """Returns the rows of the next step, with slots given for them; the policy says who comes before whom."""
-        self.slots.is_short = False
-        self._batch = batch = self.decoding.batch(running)
-        draft = policy.draft(running, VisitDraft(most, self.fill))
-        if draft.parts:
-            draft.decode = self.decoding.rows(batch, draft.parts)
-            if policy.are_alike and len(batch.sequences) == len(running):
-                self.decoding.go_on(draft.decode, most)
-        return draft
-
-    def fill(self, draft: VisitDraft, running: Collection[Routed]) -> None:
-        """Adds rows of these sequences to a draft: of those whose next block is the draft's. Where it has none yet, it
-        gets the block that most rows of these sequences go to, or that one of them has waited for too long."""
-        groups = self._groups(draft, running)
         while groups:
-            chosen = max(groups, key=lambda key: (self._overdue(groups[key].longest), groups[key].rows))
+            chosen = max(groups, key=wants)
             group = groups.pop(chosen)
-            if draft.has_rows and chosen != draft.group:
+            if self.has_rows and chosen != self.group:
                 continue
-            draft.group, draft.unit = chosen, group.unit
-            if draft.left and len(group.numbers):
-                assert self._batch is not None
-                part, rows = self.decoding.choose(self._batch, group.numbers, draft.left)
-                draft.left -= rows
+            self.group, self.unit = chosen, group.unit
+            if self.left and len(group.numbers):
+                part, rows = self.decoding.choose(self.batch, group.numbers, self.left)
+                self.left -= rows
                 if len(part[0]) or len(part[1]):
-                    draft.parts.append(part)
+                    self.parts.append(part)
             for sequence in sorted(group.prompts, key=lambda sequence: -sequence.waited):
-                if draft.left:
-                    self._take(draft, sequence)
-            if draft.has_rows:
+                if self.left:
+                    self._take(sequence)
+            if self.has_rows:
                 break
 
-    def _overdue(self, steps: int) -> int:
-        return steps if steps >= self.visits.patience else 0
-
-    def _groups(self, draft: VisitDraft, running: Collection[Routed]) -> dict[Hashable, _Group]:
+    def _groups(self, running: Collection[Routed]) -> dict[Hashable, _Group]:
         """Returns these sequences by where they go next; those that go to no block are added to the draft."""
-        batch, groups = self._batch, dict[Hashable, _Group]()
-        assert batch is not None
-        outputs, by_template = batch.outputs, self.visits.group == "template"
+        batch, visits, groups = self.batch, self.slots.visits, dict[Hashable, _Group]()
+        outputs, by_template = batch.outputs, visits.group == "template"
         if len(batch.sequences) == len(running):
             numbers = np.arange(len(batch.sequences))
         else:
             numbers = np.array(sorted(batch.number[one] for one in running if one.ready), np.int64)
         visit = outputs.visit[batch.place[numbers]]
-        if not self.visits.refill and visit.any():  # those that begin a row wait for those on their way
+        if not visits.refill and visit.any():  # those that begin a row wait for those on their way
             numbers, visit = numbers[visit > 0], visit[visit > 0]
         route, waited = batch.route[numbers], outputs.waited[batch.place[numbers]]
         unit = batch.units[route, visit]
@@ -166,20 +141,22 @@ class Drafting:
         if len(batch.sequences) < len(running):
             for sequence in running:
                 if not sequence.ready:
-                    self._enter(draft, groups, sequence)
+                    self._enter(groups, sequence)
         return groups
 
-    def _enter(self, draft: VisitDraft, groups: dict[Hashable, _Group], sequence: Routed) -> None:
+    def _enter(self, groups: dict[Hashable, _Group], sequence: Routed) -> None:
         """Enters a sequence with a prompt to compute where it goes next."""
         self._advance(sequence)
         if sequence.visit == len(sequence.route):
             if not sequence.is_open:
-                draft.finished.append((sequence, self._last_state(sequence)))
-            elif not any(one.key == sequence.key for one in draft.routings):
-                draft.routings.append(sequence)
+                node = sequence.last_node
+                state = sequence.state_slots(node, len(sequence.route), slice(len(node) - 1, len(node)))
+                self.finished.append((sequence, int(state[0])))
+            elif not any(other.key == sequence.key for other in self.routings):
+                self.routings.append(sequence)
             return
         unit = sequence.route[sequence.visit]
-        key = (unit, sequence.visit, tuple(sequence.route)) if self.visits.group == "template" else unit
+        key = (unit, sequence.visit, tuple(sequence.route)) if self.slots.visits.group == "template" else unit
         group = groups.setdefault(key, _Group(unit, np.zeros(0, np.int64)))
         group.prompts.append(sequence)
         group.longest = max(group.longest, sequence.waited)
@@ -214,30 +191,25 @@ class Drafting:
             visit.settle(count)
         return visit.pending > 0
 
-    def _take(self, draft: VisitDraft, sequence: Routed) -> None:
-        """Adds the next rows of a prompt to a draft, and what is read of the last one."""
+    def _take(self, sequence: Routed) -> None:
+        """Adds the next rows of a prompt, and what is read of the last one."""
         t = sequence.visit
         for visit in sequence.at(t):
-            taken = draft.takes[visit].rows if visit in draft.takes else 0
+            taken = self.takes[visit].rows if visit in self.takes else 0
             missing = visit.pending - taken
             if not missing:
                 continue
             if taken:
                 return  # another sequence's, cut off
-            rows, computed = self.slots.give(sequence, visit, draft.left)
-            draft.left -= computed
+            rows, computed = self.slots.give(sequence, visit, self.left)
+            self.left -= computed
             if rows:
-                draft.takes[visit] = Take(sequence, t, rows)
+                self.takes[visit] = Take(sequence, t, rows)
             if rows < missing:
                 return
         node = sequence.last_node
         last = node.visits[sequence.prefixes[t]]
-        if sequence.is_open or t < len(sequence.route) - 1 or last not in draft.takes:
+        if sequence.is_open or t < len(sequence.route) - 1 or last not in self.takes:
             return
         if sequence.has_left(node, t, slice(len(node) - 1, len(node))) is None:
-            draft.reads.append((sequence, last))
-
-    def _last_state(self, sequence: Routed) -> int:
-        """Returns the slot of the state of a sequence's last row, which has made all its visits."""
-        node = sequence.last_node
-        return int(sequence.state_slots(node, len(sequence.route), slice(len(node) - 1, len(node)))[0])
+            self.reads.append((sequence, last))

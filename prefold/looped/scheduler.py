@@ -29,7 +29,7 @@ from ..schedule.steps import NOT_FINITE
 from ..types import Exits
 from .cache import NodeVisit, VisitCache, VisitNode
 from .decode import Decoding
-from .draft import Drafting, Take, VisitDraft
+from .draft import Take, VisitDraft
 from .layout import VisitPlan, lay_out
 from .outputs import OutputRows
 from .sequence import Decided, Routed
@@ -74,7 +74,6 @@ class VisitScheduler(Sequences[Routed]):
         self._outputs = OutputRows(self._most)
         self._slots = SlotAllocator(pool, visits, kept)
         self._decoding = Decoding(self._slots, self._outputs)
-        self._drafting = Drafting(self._slots, self._decoding)
         self._draft: VisitDraft | None = None
         self._begun: VisitPlan | None = None
         self._failed: list[tuple[Hashable, InputError]] = []
@@ -136,8 +135,8 @@ class VisitScheduler(Sequences[Routed]):
             self.cache.expire()
         self._admit()
         while self.running:
-            self._draft = self._drafting.draft(self.waiting, self.running, most or self.max_batch_rows)
-            if not self._draft.is_empty or not self._slots.is_short:
+            self._draft = draft = self._drafted(most or self.max_batch_rows)
+            if not draft.is_empty or not self._slots.is_short:
                 break  # where slots are not short, the policy gives rows to nobody who runs
             # Nobody can go on: somebody makes room.
             last: Routed = self.waiting.victim(self.running)  # type: ignore[assignment]
@@ -146,6 +145,16 @@ class VisitScheduler(Sequences[Routed]):
             elif not self._release_waiting(last):
                 failed.append(self._fail(last))
         return failed
+
+    def _drafted(self, most: int) -> VisitDraft:
+        """Returns the rows of the next step, with slots given for them."""
+        self._slots.is_short, batch = False, self._decoding.batch(self.running)
+        draft = self.waiting.draft(self.running, VisitDraft(most, self._slots, self._decoding, batch))
+        if draft.parts:
+            draft.decode = self._decoding.rows(batch, draft.parts)
+            if self.waiting.are_alike and len(batch.sequences) == len(self.running):
+                self._decoding.go_on(draft.decode, most)
+        return draft
 
     def _drop_draft(self) -> None:
         self._draft = None

@@ -124,19 +124,23 @@ class VisitStore:
         """Runs a step, and returns the ticket of what it gives."""
         if len(step.project_slots):
             self._project(step)
-        if step.rounds is not None:
-            return self._run_rounds(step, step.rounds)
-        left = self._compute(step) if step.num_rows else np.zeros(0, bool)
-        taken_slots = (
-            (step.read_rows < 0) | left[np.maximum(step.read_rows, 0)] if step.num_rows else step.read_rows < 0
-        )
+        if (rounds := step.rounds) is not None:
+            left, last, made = self._run_rounds(step, rounds)
+            ends, slots = left | rounds.ends[last], step.slots[last[step.read_rows]]
+        else:
+            left = self._compute(step) if step.num_rows else np.zeros(0, bool)
+            ends, slots, made = left, step.read_slots, NOTHING
+        taken_slots = step.read_rows < 0
+        if step.num_rows:
+            taken_slots |= ends[np.maximum(step.read_rows, 0)]
         taken = taken_slots[step.reads]
-        reads = self._read(step, step.read_slots[taken_slots], taken_slots, taken) if taken.any() else None
+        reads = self._read(step, slots[taken_slots], taken_slots, taken) if taken.any() else None
         blocks = [self._route(routing) for routing in step.routings]
-        return VisitTicket(left, taken, np.concatenate(blocks) if blocks else NOTHING.reshape(0, 1), reads)
+        return VisitTicket(left, taken, np.concatenate(blocks) if blocks else NOTHING.reshape(0, 1), reads, made)
 
-    def _run_rounds(self, step: VisitStep, rounds: VisitRounds) -> VisitTicket:
-        """Runs a step whose rows make several visits one after another, each as long as it has not left."""
+    def _run_rounds(self, step: VisitStep, rounds: VisitRounds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Takes rows through several visits one after another, each as long as it has not left. Returns of each row
+        whether it left, the query of the last visit that it made, and how many it made."""
         num_rows = int(rounds.offsets[1])
         left, made, last = np.zeros(num_rows, bool), np.zeros(num_rows, np.int64), np.arange(num_rows)
         cos_sin = self.model.cos_sin(send(step.positions[:num_rows], self.model.device))
@@ -160,11 +164,7 @@ class VisitStore:
             goes[queries] = ~gone
             left[rows], last[rows] = gone, queries
             made[rows] += 1
-        taken_slots = (left | rounds.ends[last])[step.read_rows]
-        taken = taken_slots[step.reads]
-        slots = step.slots[last[step.read_rows[taken_slots]]]
-        reads = self._read(step, slots, taken_slots, taken) if taken.any() else None
-        return VisitTicket(left, taken, NOTHING.reshape(0, 1), reads, made)
+        return left, last, made
 
     # ------------------------------------------------------------------------------------------------- rows
 
