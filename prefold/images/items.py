@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -23,12 +23,13 @@ from ..text.media import ImageIds, Picture, too_long
 from ..text.tokenizer import Escaping
 from ..types import Medium, within
 from .config import TowerConfig
-from .decode import Allowance, Decoded, Image
+from .decode import Allowance, Image
 from .processor import Processor, load_processor
 from .reading import Reader, content_of, reader_of
 from .sending import HeldPictures
 from .table import MediaTable
 
+T = TypeVar("T")
 MEMORY = 64 << 20
 FILES = 4096
 
@@ -43,74 +44,48 @@ class Seen:
     digest: bytes
     animated: bool
 
-    @classmethod
-    def of(cls, decoded: Decoded) -> Seen:
-        """Returns what is known of an image that was decoded."""
-        image = decoded.image
-        return cls(image.height, image.width, image.digest, decoded.animated)
 
+class Recent(Generic[T]):
+    """A Recent holds what was put into it last, by its key, up to `most` of what `size` gives for each. Any thread may
+    ask it."""
 
-class RecentFiles:
-    """A RecentFiles knows what was found in the `most` files that were decoded last, so that one that comes again, as
-    in each prompt of a record or each record of a job, is not decoded again. Any thread may ask it."""
-
-    def __init__(self, most: int = FILES):
-        self._most = most
-        self._seen: OrderedDict[bytes, Seen] = OrderedDict()  # the least recently used one first
+    def __init__(self, most: int, size: Callable[[T], int] = lambda value: 1):
+        self._most, self._size, self._held = most, size, 0
+        self._values: OrderedDict[bytes, T] = OrderedDict()  # the value first that was put or asked for longest ago
         self._lock = threading.Lock()
 
-    @staticmethod
-    def key(data: bytes, namespace: str) -> bytes:
-        """Returns by what a file is known. namespace: outside of which nobody may learn, by the time that it takes,
-        that it was there before."""
-        digest = hashlib.blake2b(f"{namespace}\0".encode("utf-8", "surrogatepass"), digest_size=16)
-        digest.update(data)
-        return digest.digest()
-
-    def get(self, key: bytes) -> Seen | None:
-        """Returns what was found in a file; None: it was not decoded lately."""
+    def get(self, key: bytes) -> T | None:
+        """Returns the value with this key; None: it is not held."""
         with self._lock:
-            if key in self._seen:
-                self._seen.move_to_end(key)
-            return self._seen.get(key)
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
 
-    def put(self, key: bytes, seen: Seen) -> None:
-        """Notes what was found in a file."""
+    def put(self, key: bytes, value: T) -> None:
+        """Holds a value; those go that were put or asked for longest ago."""
         with self._lock:
-            self._seen[key] = seen
-            if len(self._seen) > self._most:
-                self._seen.popitem(last=False)
+            self._forget(key)
+            if (size := self._size(value)) <= self._most:
+                self._values[key] = value
+                self._held += size
+                while self._held > self._most:
+                    self._forget(next(iter(self._values)))
 
-
-class RecentImages:
-    """A RecentImages holds the images that were decoded last, up to `memory` bytes of pixels, until the tower takes
-    them. Any thread may ask it."""
-
-    def __init__(self, memory: int = MEMORY):
-        self._memory, self._bytes = memory, 0
-        self._images: OrderedDict[bytes, Image] = OrderedDict()  # by digest of the pixels, the oldest first
-        self._lock = threading.Lock()
-
-    def put(self, image: Image) -> None:
-        """Holds an image; those go that were put longest ago."""
+    def take(self, key: bytes) -> T | None:
+        """Returns the value with this key, and holds it no more; None: it is not held."""
         with self._lock:
-            self._forget(image.digest)
-            if image.pixels.nbytes > self._memory:
-                return
-            self._images[image.digest] = image
-            self._bytes += image.pixels.nbytes
-            while self._bytes > self._memory:
-                self._forget(next(iter(self._images)))
+            return self._forget(key)
 
-    def take(self, digest: bytes) -> Image | None:
-        """Returns the image with this digest, and holds it no more; None: it is not held."""
-        with self._lock:
-            return self._forget(digest)
+    def _forget(self, key: bytes) -> T | None:
+        value = self._values.pop(key, None)
+        self._held -= 0 if value is None else self._size(value)
+        return value
 
-    def _forget(self, digest: bytes) -> Image | None:
-        image = self._images.pop(digest, None)
-        self._bytes -= 0 if image is None else image.pixels.nbytes
-        return image
+
+def recent_images(memory: int = MEMORY) -> Recent[Image]:
+    """Returns what holds the images that were decoded last, by the digests of their pixels, until the tower takes them.
+    memory: bytes of pixels"""
+    return Recent(memory, lambda image: image.pixels.nbytes)
 
 
 @dataclass(eq=False)
@@ -128,7 +103,7 @@ class Loading:
     value: Any
     digest: bytes
     tiles: int
-    recent: RecentImages
+    recent: Recent[Image]
 
     def image(self) -> Image:
         """Returns the image. Raises InputError where it is not the same as before, or cannot be read any more."""
@@ -168,7 +143,8 @@ class ImageInputs:
     table    knows images by the ids of their rows
     most     images that one item may have
     recent   holds pixels that were decoded lately
-    files    knows what was found in files lately
+    files    knows what was found in the files that were decoded last, so that a file which comes again, as in each
+             prompt of a record or each record of a job, is not decoded again
     shelf    holds the files of images that came within items
     seconds  that decoding all images of an item may take; None: each may take what the decoder allows
     namespace  outside of which nothing of these images is shared, not even where they are read from; "": none
@@ -179,8 +155,8 @@ class ImageInputs:
     table: MediaTable
     reader: Reader = field(default_factory=Reader)
     most: int = 64
-    recent: RecentImages = field(default_factory=RecentImages)
-    files: RecentFiles = field(default_factory=RecentFiles)
+    recent: Recent[Image] = field(default_factory=recent_images)
+    files: Recent[Seen] = field(default_factory=lambda: Recent(FILES))
     shelf: BlobStore = field(default_factory=BlobStore)
     seconds: float | None = None
     namespace: str = ""
@@ -221,8 +197,8 @@ class ImageInputs:
         content = content_of(value, field)
         data = self.reader.file(value, field) if content is None else content
         if data is None:
-            image = self.reader.read(value, field).image
-            seen, again = Seen.of(Decoded(image, False)), image
+            again = image = self.reader.read(value, field).image
+            seen = Seen(image.height, image.width, image.digest, False)
         else:
             # What can be read again is not held as pixels for long: they take ten times the memory of a file.
             seen, again = self._seen(data, field, allowance), value if content is None else content
@@ -232,12 +208,15 @@ class ImageInputs:
 
     def _seen(self, data: bytes, field: str, allowance: Allowance | None) -> Seen:
         """Returns what is known of the image in a file, which is decoded where it was not lately."""
-        key = self.files.key(data, self.namespace)
-        seen = self.files.get(key)
+        # Outside of the namespace nobody may learn, by the time that it takes, that a file was there before.
+        digest = hashlib.blake2b(f"{self.namespace}\0".encode("utf-8", "surrogatepass"), digest_size=16)
+        digest.update(data)
+        seen = self.files.get(key := digest.digest())
         if seen is None:
             decoded = self.reader.decoder.decode(data, field, allowance)
-            self.recent.put(decoded.image)
-            seen = Seen.of(decoded)
+            image = decoded.image
+            self.recent.put(image.digest, image)
+            seen = Seen(image.height, image.width, image.digest, decoded.animated)
             self.files.put(key, seen)
         return seen
 

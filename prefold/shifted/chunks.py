@@ -18,6 +18,7 @@ import numpy as np
 
 from ..cache.tree import Node, RadixTree
 from ..prefix import MEDIA_BASE
+from ..schedule.steps import Message
 from .options import ShiftedReuse
 
 # Of so many places where a block was met, the one with the longest chunk is taken.
@@ -56,6 +57,31 @@ class Chunk:
         """Returns the chunk without what comes before `at`, which is in it."""
         first = at - self.start
         return Chunk(at, self.stop, self.slots[first:], self.position + first, self.node)
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftedFacts:
+    """ShiftedFacts are what the host knows of a worker that moves rows.
+
+    fixed  why rows cannot be moved to other positions, in words; None: they can
+    """
+
+    fixed: str | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MoveRows(Message):
+    """A MoveRows asks for copies of the K/V of n rows, as rows at other positions: their keys are turned by the rotary
+    angles between the two. Everything is read before anything is written.
+
+    sources, positions      int64 [n]: the slots that are read, and the positions their rows were computed at
+    slots, new_positions    int64 [n]: the slots that are written, none twice, and the positions of the copies
+    """
+
+    sources: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    new_positions: np.ndarray
 
 
 class ChunkIndex:

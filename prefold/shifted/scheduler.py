@@ -26,9 +26,8 @@ from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import Held, Running
 from ..schedule.parts import EnginePart, over_store
 from ..worker.protocol import Worker
-from .chunks import ChunkIndex
+from .chunks import ChunkIndex, MoveRows, ShiftedFacts
 from .options import ShiftedReuse
-from .steps import MoveRows, ShiftedFacts
 
 
 @dataclass(frozen=True, eq=False, slots=True)

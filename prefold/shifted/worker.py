@@ -11,7 +11,7 @@ from ..device import send
 from ..model import CausalLM
 from ..worker.local import LocalWorker
 from ..worker.protocol import DONE, Ticket, WorkerPart
-from .steps import MoveRows, ShiftedFacts
+from .chunks import MoveRows, ShiftedFacts
 
 
 def shifted_part(model: CausalLM) -> WorkerPart:

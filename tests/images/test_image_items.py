@@ -19,7 +19,7 @@ from tiny_vision import FAMILIES, IMAGE_TOKENS, PLACEHOLDER, drawing, tiny_visio
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
 from prefold.images.decode import Decoded, Image
-from prefold.images.items import ImageInputs, RecentFiles, RecentImages
+from prefold.images.items import FILES, ImageInputs, Recent, recent_images
 from prefold.images.processor import load_processor
 from prefold.images.reading import Reader
 from prefold.images.table import MediaTable
@@ -362,7 +362,7 @@ def test_a_file_that_comes_again_is_decoded_once(made, tmp_path, monkeypatch, ki
     not learn what another has sent."""
     task, images = made("score")
     files, decoded = [file_of(PIL.Image.fromarray(drawing(60 + i, 20, 20))) for i in range(3)], []
-    images = replace(images, files=RecentFiles())
+    images = replace(images, files=Recent(FILES))
     task.inputs = replace(task.inputs, images=images)
     decode = images.reader.decoder.decode
     monkeypatch.setattr(images.reader.decoder, "decode", lambda *given: decoded.append(given) or decode(*given))
@@ -390,7 +390,7 @@ def test_a_file_that_comes_again_is_decoded_once(made, tmp_path, monkeypatch, ki
 def test_files_in_items_are_held_in_bounded_memory(made, tmp_path, monkeypatch):
     """Those of all requests of a job wait for the tower, however large they are."""
     task, images = made("embed")
-    images = replace(images, shelf=BlobStore(1 << 20, tmp_path), recent=RecentImages(1 << 20))
+    images = replace(images, shelf=BlobStore(1 << 20, tmp_path), recent=recent_images(1 << 20))
     task.inputs = replace(task.inputs, images=images)
     decoder = SimpleNamespace(decode=lambda data, *given: Decoded(Image(drawing(data[0], 8, 8)), False))
     task.inputs = replace(task.inputs, images=replace(images, reader=Reader(decoder)))
@@ -421,13 +421,14 @@ def test_files_in_items_are_held_in_bounded_memory(made, tmp_path, monkeypatch):
 
 def test_what_is_held_of_recent_images():
     one, two, three = (Image(drawing(i, 10, 10)) for i in range(3))
-    recent = RecentImages(2 * 300)
+    recent = recent_images(2 * 300)
     for image in (one, two, one, three):  # `two` was put longest ago
-        recent.put(image)
-        recent.put(Image(drawing(3, 100, 100)))  # larger than all that is held
+        recent.put(image.digest, image)
+        large = Image(drawing(3, 100, 100))
+        recent.put(large.digest, large)  # larger than all that is held
     assert recent.take(two.digest) is None
     assert recent.take(one.digest) is one and recent.take(one.digest) is None
-    recent.put(two)
+    recent.put(two.digest, two)
     assert recent.take(two.digest) is two and recent.take(three.digest) is three
 
 

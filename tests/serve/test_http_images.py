@@ -21,7 +21,7 @@ from prefold import LLM
 from prefold.api.body import TaskOrder
 from prefold.cli.model import image_reading
 from prefold.errors import InputError
-from prefold.images.items import RecentImages
+from prefold.images.items import recent_images
 from prefold.text.tokenizer import Escaping
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20)])]
@@ -150,7 +150,7 @@ def test_tenants_share_no_images(llm, tmp_path):
 
 def test_one_tenants_image_is_not_read_from_anothers_file(llm, tmp_path, monkeypatch):
     """Though both have the same pixels at the same time. What is kept for each is counted as that tenant's."""
-    monkeypatch.setattr(llm, "images", replace(llm.images, recent=RecentImages(0)))
+    monkeypatch.setattr(llm, "images", replace(llm.images, recent=recent_images(0)))
     monkeypatch.setattr(llm, "_tasks", {})
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))

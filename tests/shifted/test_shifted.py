@@ -17,7 +17,7 @@ from prefold.engine import GenerateOptions
 from prefold.errors import InputError
 from prefold.schedule.steps import MakeStore, SlotStep
 from prefold.shifted.options import ShiftedReuse
-from prefold.shifted.steps import MoveRows
+from prefold.shifted.chunks import MoveRows
 from prefold.types import Readout
 from prefold.worker.local import LocalWorker
 
