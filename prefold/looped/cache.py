@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..cache.radix import RadixCache
+from ..cache.slots import SlotPool
 from ..cache.tree import Node, common_prefix
+from .steps import VisitOptions
 
 Prefix = tuple[int, ...]
 _NO_SLOTS = np.empty(0, np.int64)
@@ -54,11 +56,16 @@ class NodeVisit:
         return len(self.node) - self.done
 
     @property
-    def above(self) -> NodeVisit | None:
+    def root(self) -> Node:
+        """Returns the node above; of the first of a path it is the root."""
+        assert self.node.parent is not None
+        return self.node.parent
+
+    @property
+    def parent(self) -> NodeVisit | None:
         """Returns the same visit of the node above; None below a root."""
-        parent = self.node.parent
-        assert isinstance(parent, VisitNode)
-        return None if parent.parent is None else parent.visits[self.prefix]
+        above = self.root
+        return above.visits[self.prefix] if isinstance(above, VisitNode) and above.parent is not None else None
 
     @property
     def num_slots(self) -> int:
@@ -275,3 +282,42 @@ class VisitCache(RadixCache):
             assert node.kept or node in self.untaken or all(visit.users for visit in node.visits.values())
         assert all(node.users for node in self.untaken)
         assert self.num_slots == sum(node.num_slots for node in self._kept if not node.pins)
+
+
+# Slots that the output of a sequence is given at once at a visit, so that its rows lie side by side.
+OUTPUT_SLOTS = 8
+
+
+class SlotAllocator:
+    """A SlotAllocator gives out the slots of a store.
+
+    pool      the slots
+    visits    how rows go through the model
+    cache     holds rows that may be evicted where slots are short; or None
+    is_short  whether slots were too few for rows that the last draft had room for
+    """
+
+    def __init__(self, pool: SlotPool, visits: VisitOptions, cache: VisitCache | None):
+        self.pool, self.visits, self.cache = pool, visits, cache
+        self.is_short = False
+
+    def allocate(self, count: int) -> np.ndarray:
+        """Returns `count` free slots, int64, or as many as there are."""
+        self.make_free(count)
+        slots = self.pool.allocate(min(count, self.pool.free_slots))
+        assert slots is not None
+        self.is_short |= len(slots) < count
+        return slots
+
+    @property
+    def num_kept(self) -> int:
+        """Returns how many slots may be evicted."""
+        return 0 if self.cache is None else self.cache.num_slots
+
+    def make_free(self, count: int) -> None:
+        """Evicts kept rows until so many slots are free, or nothing is left to evict."""
+        visits = len(self.visits.order)
+        while self.pool.free_slots < count and self.cache is not None:
+            rows = max(1, (count - self.pool.free_slots) // visits)
+            if not (self.cache.evict(rows) or self.cache.evict_untaken()):
+                return

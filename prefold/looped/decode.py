@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..cache.tree import Node
-from ..schedule.generate_step import joined
+from ..schedule.generate_step import joined, marked
+from .cache import OUTPUT_SLOTS, SlotAllocator
 from .outputs import OutputRows
-from .sequence import Routed
-from .slots import OUTPUT_SLOTS, SlotAllocator
+from .sequence import Routed, leaves_after
 from .steps import DECIDES, LEAVES, PRELUDE, STAYS, VisitOptions, VisitResult, VisitRounds
 
 # The numbers of sequences with a row in a step; rows that left, as `late_members`, `late_rows` and `projected` below.
@@ -288,7 +288,11 @@ class Decoding:
             # All go to one block, and see there what they need of the rows before them.
             if number and ((unit != unit[0]).any() or (outputs.done[place[rows], at] != row[rows]).any()):
                 break
-            leaves = self._leaves(int(unit[0]), batch, route[rows], at, place[rows])
+            if unit[0] < 0:
+                leaves = np.full(len(rows), STAYS, np.int8)
+            else:
+                decides, leaves = outputs.decides[place[rows]], outputs.leaves[place[rows]]
+                leaves = leaves_after(at + ~batch.has_prelude[route[rows]], decides, leaves, len(self.visits.order))
             goes[rows] = (leaves != LEAVES) & (at + 1 < length[rows])
             units.append(int(unit[0]))
             queries.append((np.full(len(rows), number), rows, leaves))
@@ -435,18 +439,6 @@ class Decoding:
         left = self.outputs.left[place, :, row]
         return np.where(left.any(1), np.minimum(left.argmax(1), before), before)
 
-    def _leaves(
-        self, unit: int, batch: DecodeBatch, route: np.ndarray, visit: np.ndarray, place: np.ndarray
-    ) -> np.ndarray:
-        """Returns whether rows of outputs leave after a visit, as the table of Decided says. visit: its index."""
-        if unit < 0:
-            return np.full(len(place), STAYS, np.int8)
-        number = visit + ~batch.has_prelude[route]
-        most, leaves = len(self.visits.order), self.outputs.leaves[place]
-        decides = (number >= self.outputs.decides[place]) & (number < most)
-        gone = (number >= leaves) & ((number < most) | (number == leaves))
-        return np.where(gone, LEAVES, np.where(decides, DECIDES, STAYS)).astype(np.int8)
-
     def _runs(
         self,
         drafted: DecodeRows,
@@ -584,25 +576,14 @@ def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _depth_first(running: Collection[Routed]) -> list[Routed]:
     """Returns sequences in an order in which those below one node lie side by side."""
-    below: dict[Node, dict[Node, None]] = {}
     at: dict[Node, list[Routed]] = {}
-    tops: dict[Node, None] = {}
     for sequence in running:
-        node = sequence.leaf
-        at.setdefault(node, []).append(sequence)
-        while node.parent is not None:
-            children = below.setdefault(node.parent, {})
-            is_new = node not in children
-            children[node] = None
-            if not is_new:
-                break
-            node = node.parent
-        else:
-            tops[node] = None
+        at.setdefault(sequence.leaf, []).append(sequence)
+    stack, below = marked(at)
+    stack.reverse()
     order: list[Routed] = []
-    stack = list(reversed(tops))
     while stack:
         node = stack.pop()
         order += at.get(node, ())
-        stack += reversed(below.get(node, {}))
+        stack += reversed(below.get(node, ()))
     return order

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..schedule.generate_step import Running
-from .cache import NodeVisit
+from .cache import NodeVisit, SlotAllocator
 from .decode import DecodeBatch, DecodeRows, Decoding, Part
 from .sequence import Routed
-from .slots import SlotAllocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +200,7 @@ class VisitDraft:
                 continue
             if taken:
                 return  # another sequence's, cut off
-            rows, computed = self.slots.give(sequence, visit, self.left)
-            self.left -= computed
+            rows = self._give(sequence, visit)
             if rows:
                 self.takes[visit] = Take(sequence, t, rows)
             if rows < missing:
@@ -213,3 +211,28 @@ class VisitDraft:
             return
         if sequence.has_left(node, t, slice(len(node) - 1, len(node))) is None:
             self.reads.append((sequence, last))
+
+    def _give(self, sequence: Routed, visit: NodeVisit) -> int:
+        """Gives the next rows of a node slots at the visit that a sequence comes to, as long as there are slots, and
+        room for those that are computed or projected. Returns how many rows have slots."""
+        visit.make_room()
+        node, first = visit.node, visit.done
+        rows = slice(first, len(node))
+        left = sequence.has_left(node, sequence.visit, rows)
+        seen = np.zeros(rows.stop - first, np.int64)
+        if left is not None:
+            seen = np.where(left & ~visit.owned[rows], sequence.seen_of_left(node, sequence.visit, rows), 0)
+        needs = seen == 0  # a slot of its own, to be computed or projected
+        count = int(np.searchsorted(np.cumsum(needs), self.left, side="right"))
+        places = np.flatnonzero(needs[:count] & ~visit.owned[first : first + count])
+        slots = self.slots.allocate(len(places))
+        visit.hold(len(slots))
+        if len(slots) < len(places):
+            count = int(places[len(slots)])
+            places = places[: len(slots)]
+        visit.slots[first + places] = slots
+        visit.owned[first + places] = True
+        there = np.flatnonzero(~needs[:count])
+        visit.slots[first + there] = seen[there]
+        self.left -= int(np.count_nonzero(needs[:count]))
+        return count

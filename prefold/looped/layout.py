@@ -9,7 +9,7 @@ from itertools import chain, repeat
 import numpy as np
 
 from ..cache.tree import Node
-from ..schedule.generate_step import joined
+from ..schedule.generate_step import joined, marked
 from .cache import NodeVisit, Prefix
 from .decode import DecodeRows, Decoding
 from .draft import Take, VisitDraft
@@ -93,7 +93,7 @@ class _Rows:
             given = node.visits[sequence.prefixes[0]].slots[rows]
         positions = np.arange(node.start + first, node.start + rows.stop)
         leaves, criteria = sequence.leaving(range(node.start + first, node.start + rows.stop), take.t)
-        columns = (np.asarray(node.tokens[rows], np.int64), positions, states, given, slots, np.array(leaves))
+        columns = (np.asarray(node.tokens[rows], np.int64), positions, states, given, slots, leaves)
         self.rows += np.stack(columns, 1)[own].tolist()
         self.criteria += [criteria] * (len(self.rows) - base)
         # A row that is computed is seen from its own query on, another from the next.
@@ -135,9 +135,12 @@ def _depth_first(draft: VisitDraft) -> tuple[_Rows, list[tuple[tuple[Hashable, .
     """Returns the rows of prompts, depth-first and those of one route prefix side by side, and their namespaces, as of
     VisitPlan."""
     out, namespaces = _Rows(), []
-    tops, below = _marked(draft)
-    stack: list[tuple[NodeVisit, range | None]] = []
+    tops, below = marked(draft.takes)
+    groups: dict[tuple[Node, Prefix], list[NodeVisit]] = {}
     for top in tops:
+        groups.setdefault((top.root, top.prefix), []).append(top)
+    stack: list[tuple[NodeVisit, range | None]] = []
+    for top in chain.from_iterable(groups.values()):
         first_query = len(out.rows)
         stack.append((top, None))
         while stack:
@@ -153,9 +156,7 @@ def _depth_first(draft: VisitDraft) -> tuple[_Rows, list[tuple[tuple[Hashable, .
             stack.append((visit, range(before, len(out.runs))))
             stack.extend((child, None) for child in reversed(below.get(visit, ())))
         if len(out.rows) > first_query:
-            root = top.node.parent
-            assert root is not None
-            namespaces.append((root.namespace, first_query, len(out.rows)))
+            namespaces.append((top.root.namespace, first_query, len(out.rows)))
     return out, namespaces  # type: ignore[return-value]
 
 
@@ -216,23 +217,3 @@ def _routings(sequences: Sequence[Routed]) -> tuple[Routing, ...]:
         fewest = np.array([sequence.exits.min_visits for sequence in some], np.int64)
         found.append(Routing(np.concatenate(([0], np.cumsum(sizes))), slots, tokens, made, fewest))
     return tuple(found)
-
-
-def _marked(draft: VisitDraft) -> tuple[list[NodeVisit], dict[NodeVisit, list[NodeVisit]]]:
-    """Returns what the topmost nodes above the step's rows have at its visits, and below each of them what leads to
-    such rows."""
-    tops: dict[tuple[Node, Prefix], list[NodeVisit]] = {}
-    below: dict[NodeVisit, list[NodeVisit]] = {}
-    seen: set[NodeVisit] = set()
-    for visit in draft.takes:
-        while visit not in seen:
-            seen.add(visit)
-            above = visit.above
-            if above is None:
-                root = visit.node.parent
-                assert root is not None
-                tops.setdefault((root, visit.prefix), []).append(visit)
-                break
-            below.setdefault(above, []).append(visit)
-            visit = above
-    return [visit for some in tops.values() for visit in some], below

@@ -27,13 +27,12 @@ from ..errors import InputError
 from ..schedule.sequences import Sequences
 from ..schedule.steps import NOT_FINITE
 from ..types import Exits
-from .cache import NodeVisit, VisitCache, VisitNode
+from .cache import OUTPUT_SLOTS, NodeVisit, SlotAllocator, VisitCache, VisitNode
 from .decode import Decoding
 from .draft import Take, VisitDraft
 from .layout import VisitPlan, lay_out
 from .outputs import OutputRows
 from .sequence import Decided, Routed
-from .slots import SlotAllocator
 from .steps import CODA, VisitOptions, VisitResult, may_leave, rule_of
 
 
@@ -295,8 +294,8 @@ class VisitScheduler(Sequences[Routed]):
             return False
         while self.running:
             if self._promised is None:
-                self._promised = sum(self._slots.to_come(one) for one in self.running)
-            need = self._promised + self._slots.to_come(sequence)
+                self._promised = sum(self._slots_to_come(other) for other in self.running)
+            need = self._promised + self._slots_to_come(sequence)
             if 0 < need - self.pool.free_slots <= self._slots.num_kept:  # else all would go in vain
                 self._slots.make_free(need)
             if need <= self.pool.free_slots:
@@ -316,6 +315,21 @@ class VisitScheduler(Sequences[Routed]):
         self.running[sequence] = None
         self._decoding.forget()
         return True
+
+    def _slots_to_come(self, sequence: Routed) -> int:
+        """Returns how many slots a sequence may still need, at most: for its prompt, and for its output where room for
+        that is set aside."""
+        visits = self.visits
+        most = max(len(sequence.route), len(visits.order) + visits.prelude + visits.coda if sequence.is_open else 0)
+        last, tail = sequence.limit - 1, sequence.tail
+        rows = last if sequence.reserve else min(last, len(tail.tokens) + OUTPUT_SLOTS)
+        full = len(tail.tokens) - 1 if sequence.ready else 0
+        count = (rows - full) * most
+        if not sequence.ready:
+            for node in sequence.leaf.path():
+                there = [node.visits[prefix] for prefix in sequence.prefixes]  # type: ignore[attr-defined]
+                count += len(node) * most - sum(int(np.count_nonzero(one.slots[: len(node)])) for one in there)
+        return max(0, count)
 
     def _preempt(self, sequence: Routed) -> None:
         self._decoding.forget()

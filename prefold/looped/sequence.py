@@ -35,13 +35,24 @@ class Decided:
 
     For a route that ends is no exit: others may go on from its rows. By its rule a row STAYS for good where it has
     neither criteria nor max_visits, and after the last visit that any route may make. Rows of prompts that do not leave
-    by rules always stay. `Routed.when` gives a line of the table as two numbers, `Routed.leaves` and `Decoding` (over
-    arrays) apply them, and `Routed.leave` makes a row known.
+    by rules always stay. `Routed.when` gives a line of the table as two numbers, `leaves_after` applies
+    them, and `Routed.leave` makes a row known.
     """
 
     route: tuple[int, ...] | None = None
     prompt: np.ndarray | None = None
     tails: dict[int, list[int]] = field(default_factory=dict)
+
+
+def leaves_after(number: np.ndarray | int, decides: np.ndarray, leaves: np.ndarray, most: int) -> np.ndarray:
+    """Returns whether rows leave after a visit, int8: LEAVES, STAYS or DECIDES, as the table of Decided says.
+
+    number           of the visit, of those to blocks, from 1
+    decides, leaves  int64 [n]: as `Routed.when` gives them
+    most             visits to blocks that any route may make
+    """
+    gone = (number >= leaves) & ((number < most) | (number == leaves))
+    return np.where(gone, LEAVES, np.where((number >= decides) & (number < most), DECIDES, STAYS)).astype(np.int8)
 
 
 class Routed(Running):
@@ -226,27 +237,6 @@ class Routed(Running):
                 break
         return slots
 
-    def leaves(self, position: int, t: int) -> int:
-        """Returns whether its row at a position leaves after visit t, as the table of Decided says: LEAVES, STAYS or
-        DECIDES."""
-        if self.route[t] < 0:
-            return STAYS
-        number = t + (self.route[0] != PRELUDE)  # of visits to blocks, this one included
-        in_tail = position - self.leaf.stop
-        if in_tail >= 0:
-            decides, leaves = self.when(in_tail)
-        elif not self.exits.prompts:
-            return STAYS
-        else:
-            made = 0 if self.decided.prompt is None else int(self.decided.prompt[position])
-            ends = not self.is_open and made == self.num_visits
-            if made and (number < made or not ends):
-                return STAYS if number < made else LEAVES
-            decides, leaves = self._by_rule()
-        if number >= self.most and leaves != number:
-            return STAYS
-        return LEAVES if number >= leaves else DECIDES if number >= decides else STAYS
-
     def when(self, row: int) -> tuple[int, int]:
         """Returns two numbers of visits to blocks for a row of the tail, each of which may be NEVER: from how many on
         its criteria decide, and after how many it leaves whatever they say. They are a row of the table of Decided."""
@@ -265,12 +255,23 @@ class Routed(Running):
             return NEVER, NEVER if most == NEVER else max(most, exits.min_visits)
         return exits.min_visits, most
 
-    def leaving(self, positions: range, t: int) -> tuple[list[int], tuple[float, float]]:
-        """Returns what `leaves` says of each row at visit t, and the threshold and the change of state at which rows
-        leave, nan where they do not."""
-        if positions.start < self.leaf.stop and not self.exits.prompts:
-            return [self.leaves(positions.start, t)] * len(positions), (NAN, NAN)
-        return [self.leaves(position, t) for position in positions], self.criteria
+    def _when_of_prompt(self, position: int) -> tuple[int, int]:
+        """Returns what `when` does for a row of the prompt."""
+        made = 0 if self.decided.prompt is None else int(self.decided.prompt[position])
+        if made and (self.is_open or made != self.num_visits):
+            return NEVER, made
+        decides, leaves = self._by_rule()
+        return max(made, decides), max(made, leaves)
+
+    def leaving(self, positions: range, t: int) -> tuple[np.ndarray, tuple[float, float]]:
+        """Returns of rows at positions whether they leave after visit t, as `leaves_after` does, and the threshold and
+        the change of state at which they do, nan where they do not."""
+        start = self.leaf.stop
+        if self.route[t] < 0 or (positions.start < start and not self.exits.prompts):
+            return np.full(len(positions), STAYS, np.int8), (NAN, NAN)
+        rules = [self.when(at - start) if at >= start else self._when_of_prompt(at) for at in positions]
+        number = t + (self.route[0] != PRELUDE)  # of visits to blocks, this one included
+        return leaves_after(number, *np.array(rules, np.int64).T, self.most), self.criteria
 
     @property
     def criteria(self) -> tuple[float, float]:

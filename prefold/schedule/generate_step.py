@@ -5,9 +5,9 @@ Who runs is settled before, by the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from .steps import SlotStep
 # Returns which rows of images, by their ids int32 [n], the worker holds and can put into a step: bool [n].
 Held = Callable[[np.ndarray], np.ndarray]
 NOBODY = Owner()
+N = TypeVar("N", bound=Any)  # of nodes, each of which has a parent
 
 
 class Running:
@@ -232,7 +233,7 @@ def _starts(node: Node, first: int) -> np.ndarray:
 
 def lay_out(draft: Draft) -> GenerateStep:
     """Returns the step of a draft: its rows depth-first over the nodes that have some, or lie above such a node."""
-    roots, children = _marked(draft)
+    roots, children = marked((*draft.takes, *draft.again))
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -330,12 +331,12 @@ def joined(
     return start[heads], np.add.reduceat(count, heads), position[heads], first[heads], last[heads]
 
 
-def _marked(draft: Draft) -> tuple[list[Node], dict[Node, list[Node]]]:
-    """Returns the roots above the step's rows, and of every node above one the children that lead to such rows."""
-    roots: list[Node] = []
-    children: dict[Node, list[Node]] = {}
-    seen: set[Node] = set()
-    for node in _with_rows(draft):
+def marked(nodes: Iterable[N]) -> tuple[list[N], dict[N, list[N]]]:
+    """Returns the roots above nodes, and of every node above one the children that lead to such nodes."""
+    roots: list[N] = []
+    children: dict[N, list[N]] = {}
+    seen: set[N] = set()
+    for node in nodes:
         while node not in seen:
             seen.add(node)
             parent = node.parent
@@ -345,8 +346,3 @@ def _marked(draft: Draft) -> tuple[list[Node], dict[Node, list[Node]]]:
             children.setdefault(parent, []).append(node)
             node = parent
     return roots, children
-
-
-def _with_rows(draft: Draft) -> Iterator[Node]:
-    yield from draft.takes
-    yield from draft.again

@@ -16,8 +16,8 @@ from prefold.cache import CacheOptions
 from prefold.engine import GenerateOptions
 from prefold.errors import InputError
 from prefold.schedule.steps import MakeStore, SlotStep
-from prefold.shifted.options import ShiftedReuse
 from prefold.shifted.chunks import MoveRows
+from prefold.shifted.options import ShiftedReuse
 from prefold.types import Readout
 from prefold.worker.local import LocalWorker
 
