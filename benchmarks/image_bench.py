@@ -20,7 +20,7 @@ from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.images.config import TowerConfig
 from prefold.images.decode import Image
-from prefold.images.desk import ImageQueue
+from prefold.images.desk import ImageDesk
 from prefold.images.families import tower_of
 from prefold.images.processor import Gemma3Processor, Idefics3Processor, Processor
 from prefold.images.worker import image_part
@@ -80,7 +80,7 @@ class Bench:
         """A chat's one question, with the image before it."""
         tokenizer, processor = self.tokenizer, self.processor
         layout = processor.layout(image.height, image.width)
-        medium = engine.part(ImageQueue).desk.media.medium(
+        medium = engine.part(ImageDesk).media.medium(
             processor.key(image.digest), tiles=layout.tiles, rows_per_tile=processor.rows_per_tile, span=processor.span,
             load=lambda: processor.tiles(image),
         )  # fmt: skip
@@ -183,7 +183,7 @@ class Asker:
         rows = answer.tokens if answer.finish_reason == "stop" else answer.tokens[:-1]
         self.prompts.append((*self._request.tokens.tolist(), *rows))
         if self.variant == "no reuse":
-            self.engine.part(ImageQueue).desk.clear()
+            self.engine.part(ImageDesk).clear()
         return True
 
     def end(self) -> Run:

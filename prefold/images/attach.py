@@ -45,8 +45,8 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
 def _engine_part(worker: Any, options: Any, meter: Any, beside: Any) -> EnginePart | None:
     if worker.facts.of(ImageFacts) is None:
         return None
-    from .desk import ImageDesk, ImageQueue
+    from .desk import ImageDesk
     from .table import MediaTable
 
     table = next((one for one in beside if isinstance(one, MediaTable)), None)
-    return ImageQueue(ImageDesk(worker, MediaTable() if table is None else table, options.images.media_memory, meter))
+    return ImageDesk(worker, MediaTable() if table is None else table, options.images.media_memory, meter)

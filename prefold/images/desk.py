@@ -9,7 +9,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,8 @@ class TowerPace:
         return max(LEAST * seconds, 2 * min(alone, seconds) - seconds)
 
 
+# How long the tower runs at a time where nobody else could.
+IDLE_SECONDS = 0.25
 # In place of the tiles of an image that cannot be read.
 NO_TILES = np.empty((0, 0, 0, 0), np.float32)
 
@@ -111,8 +113,9 @@ class _Run:
         return int(np.searchsorted(self.until, self.operations + operations, side="right"))
 
 
-class ImageDesk:
-    """An ImageDesk sees to it that a worker has the rows of images when steps need them.
+class ImageDesk(EnginePart):
+    """An ImageDesk is the part of an engine whose model sees images. It sees to it that the worker has the rows of
+    images when steps need them.
 
     Rows are kept after their use, up to `memory` bytes, for other requests with the same image. When room is needed,
     the tenant that has most of it loses what it used least recently: a flood of images is at the cost of its sender.
@@ -139,6 +142,10 @@ class ImageDesk:
         self._credit = 0.0  # seconds that the tower was given between steps of others, and has not run
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="prefold-image")
         self._bounds: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
+        self._pace = TowerPace()
+        self._was_busy = False  # whether an image was on its way before the last step
+        self._keys: set[Hashable] = set()  # requests that have rows of images
+        self._waiting: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
 
     @property
     def bytes_held(self) -> int:
@@ -158,7 +165,6 @@ class ImageDesk:
         return (place >= 0) & (ids <= lasts[place])
 
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
-        """Says which tenant a namespace (adapter, salt) belongs to, from now on; until then all are one tenant's."""
         self._tenant_of = tenant_of
 
     def want(self, media: Sequence[Medium]) -> None:
@@ -223,6 +229,56 @@ class ImageDesk:
     def clear(self) -> None:
         """Drops all rows that no request waits for."""
         self._make_room(self._memory + 1)
+
+    # --------------------------------------------------------------------------------------------- the requests
+
+    def submit(self, request: Any) -> Mapping[str, Any]:
+        if request.request.tokens.max() >= MEDIA_BASE:
+            self._keys.add(request.key)
+        return {}
+
+    def forget(self, key: Hashable) -> None:
+        self._keys.discard(key)
+
+    def before_plan(self, scheduler: Any, requests: Mapping[Any, Any]) -> Mapping[Hashable, Exception]:
+        """Notes which images have rows that running sequences need next. Those whose image nobody holds any more cannot
+        go on."""
+        self.is_waiting = False
+        if not (self._keys or self._waiting):
+            return {}
+        self.media.watch(scheduler.tree)
+        waiting: dict[int, list[Hashable]] = {}
+        asked: list[list[Medium]] = []
+        lost: dict[Hashable, Exception] = {}
+        for sequence in scheduler.running:
+            if sequence.ready or sequence.key not in self._keys or sequence.key in lost:
+                continue
+            try:
+                found = self.media.find(_image_rows(sequence))
+            except LookupError:
+                lost[sequence.key] = _failure("nobody holds it any more")
+                continue
+            asked.append(found)
+            for medium in found:
+                waiting.setdefault(int(medium.ids[0]), []).append(sequence.key)
+        self._waiting = waiting
+        self.is_waiting = self.want_next(asked)
+        return lost
+
+    def after_plan(self, rows: int | None, seconds: float) -> Mapping[Hashable, Exception]:
+        """Runs the tower where an image is waited for: for about as long as its pace says after a step. Requests cannot
+        go on that need an image which it failed for."""
+        allowed = IDLE_SECONDS if rows is None else self.seconds_after(rows, seconds)
+        failed = self.advance(allowed, idle=rows is None) if self.is_waiting else None
+        if failed is None:
+            return {}
+        medium, why = failed
+        return {key: _failure(why) for key in self._waiting.get(int(medium.ids[0]), ())}
+
+    def seconds_after(self, rows: int, seconds: float) -> float:
+        """Takes note of a step of so many rows, and returns for how many seconds the tower may run after it."""
+        disturbed, self._was_busy = self._was_busy, self.is_busy
+        return self._pace.seconds_after(rows, seconds, disturbed=disturbed or self._was_busy)
 
     # ----------------------------------------------------------------------------------------------- the tower
 
@@ -364,79 +420,6 @@ class ImageDesk:
 
 def _first(medium: Medium) -> int:
     return int(medium.ids[0])
-
-
-# How long the tower runs at a time where nobody else could.
-IDLE_SECONDS = 0.25
-
-
-class ImageQueue(EnginePart):
-    """An ImageQueue is the part of an engine whose model sees images: it knows which requests have rows of images, and
-    asks for those that sequences need next.
-
-    desk  sees to it that the worker has the rows
-    """
-
-    def __init__(self, desk: ImageDesk):
-        self.desk, self.held = desk, desk.held
-        self._pace = TowerPace()
-        self._was_busy = False  # whether an image was on its way before the last step
-        self._keys: set[Hashable] = set()  # requests that have rows of images
-        self._waiting: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
-
-    def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
-        self.desk.set_tenants(tenant_of)
-
-    def using(self, tokens: np.ndarray) -> AbstractContextManager[None]:
-        return self.desk.using(tokens)
-
-    def submit(self, request: Any) -> Mapping[str, Any]:
-        if request.request.tokens.max() >= MEDIA_BASE:
-            self._keys.add(request.key)
-        return {}
-
-    def forget(self, key: Hashable) -> None:
-        self._keys.discard(key)
-
-    def before_plan(self, scheduler: Any, requests: Mapping[Any, Any]) -> Mapping[Hashable, Exception]:
-        """Notes which images have rows that running sequences need next. Those whose image nobody holds any more cannot
-        go on."""
-        self.is_waiting = False
-        if not (self._keys or self._waiting):
-            return {}
-        self.desk.media.watch(scheduler.tree)
-        waiting: dict[int, list[Hashable]] = {}
-        asked: list[list[Medium]] = []
-        lost: dict[Hashable, Exception] = {}
-        for sequence in scheduler.running:
-            if sequence.ready or sequence.key not in self._keys or sequence.key in lost:
-                continue
-            try:
-                found = self.desk.media.find(_image_rows(sequence))
-            except LookupError:
-                lost[sequence.key] = _failure("nobody holds it any more")
-                continue
-            asked.append(found)
-            for medium in found:
-                waiting.setdefault(int(medium.ids[0]), []).append(sequence.key)
-        self._waiting = waiting
-        self.is_waiting = self.desk.want_next(asked)
-        return lost
-
-    def after_plan(self, rows: int | None, seconds: float) -> Mapping[Hashable, Exception]:
-        """Runs the tower where an image is waited for: for about as long as its pace says after a step. Requests cannot
-        go on that need an image which it failed for."""
-        allowed = IDLE_SECONDS if rows is None else self.seconds_after(rows, seconds)
-        failed = self.desk.advance(allowed, idle=rows is None) if self.is_waiting else None
-        if failed is None:
-            return {}
-        medium, why = failed
-        return {key: _failure(why) for key in self._waiting.get(int(medium.ids[0]), ())}
-
-    def seconds_after(self, rows: int, seconds: float) -> float:
-        """Takes note of a step of so many rows, and returns for how many seconds the tower may run after it."""
-        disturbed, self._was_busy = self._was_busy, self.desk.is_busy
-        return self._pace.seconds_after(rows, seconds, disturbed=disturbed or self._was_busy)
 
 
 def _failure(why: str) -> InputError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -16,6 +17,7 @@ from ..checkpoint.gguf import GGUFFile
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model.config import ModelConfig
 from ..model.layers import Norm, Weight, linear_weights
+from ..model.names import Names
 from ..model.sources import RandomSource, SafetensorsSource, TensorSource
 from ..model.weights import check_memory, check_tensors, fill_all, wanted_shapes
 from .config import TOWER, TowerConfig
@@ -141,45 +143,44 @@ def _of_folder(checkpoint: Checkpoint) -> _StoredTower:
     return found
 
 
-# What llama.cpp calls these things in a GGUF file of architecture "clip": beside the layers, and in each of them.
-GGUF_NAMES = {
-    "v.patch_embd": "embeddings.patch_embedding",
-    "v.position_embd": "embeddings.position_embedding",
-    "v.post_ln": "post_layernorm",
+# What llama.cpp calls these things in a GGUF file of architecture "clip", and the projectors' tensors.
+GGUF = Names(
+    prefix="v.",
+    lists={"blk": 0},
+    parts={
+        "patch_embd": ("embeddings.patch_embedding",),
+        "position_embd": ("embeddings.position_embedding",),
+        "post_ln": ("post_layernorm",),
+        "attn_q": ("self_attn.q_proj",),
+        "attn_k": ("self_attn.k_proj",),
+        "attn_v": ("self_attn.v_proj",),
+        "attn_out": ("self_attn.out_proj",),
+        "ln1": ("layer_norm1",),
+        "ln2": ("layer_norm2",),
+        "ffn_up": ("mlp.fc1",),
+        "ffn_down": ("mlp.fc2",),
+    },
+)
+GGUF_PROJECTORS = {
     "mm.input_projection.weight": PROJECTION["gemma3"],
     "mm.soft_emb_norm.weight": PROJECTOR_NORM,
     "mm.model.fc.weight": PROJECTION["idefics3"],
 }
-GGUF_ROLES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_out": "self_attn.out_proj",
-    "ln1": "layer_norm1",
-    "ln2": "layer_norm2",
-    "ffn_up": "mlp.fc1",
-    "ffn_down": "mlp.fc2",
-}
 
 
 def _of_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
-    found, roles = _StoredTower(), GGUF_ROLES
+    found, names = _StoredTower(), GGUF
     # Files of older converters have them the other way round, which shows in how long the biases are.
     first = file.tensors.get("v.blk.0.ffn_up.bias")
     if first is not None and first.shape == (config.hidden,) and config.hidden != config.intermediate:
-        roles = roles | {"ffn_up": "mlp.fc2", "ffn_down": "mlp.fc1"}
+        names = replace(GGUF, parts=GGUF.parts | {"ffn_up": ("mlp.fc2",), "ffn_down": ("mlp.fc1",)})
 
     def read(stored: str) -> Tensor:
         values = torch.from_numpy(file.dequantize(stored).copy())
         file.let_go()
-        return values - 1 if GGUF_NAMES.get(stored) == PROJECTOR_NORM else values  # one is added to what is stored
+        return values - 1 if GGUF_PROJECTORS.get(stored) == PROJECTOR_NORM else values  # one is added to what is stored
 
     for stored, tensor in file.tensors.items():
-        part, _, kind = stored.rpartition(".")
-        name = GGUF_NAMES.get(stored, stored)  # an unknown one is reported under its own name
-        if part in GGUF_NAMES:
-            name = f"{GGUF_NAMES[part]}.{kind}"
-        elif (match := re.fullmatch(r"v\.blk\.(\d+)\.(\w+)", part)) and match[2] in roles:
-            name = f"layers.{match[1]}.{roles[match[2]]}.{kind}"
+        name = GGUF_PROJECTORS.get(stored) or names.of_tensor(stored)[0]
         found.add(name, tensor.shape, partial(read, stored))
     return found

@@ -77,17 +77,27 @@ def routed(
         raise InputError("the model has no planner", field="routes", remedy="give a route for each sequence")
     rows = model.start(tokens, positions, attend)
     of_row = torch.repeat_interleave(torch.arange(count, device=tokens.device), lengths)
-    if routes is None:
-        assert routing is not None
-        picks: _Given | _Asked = _Asked(model, routing, lengths, of_row)
-    else:
-        picks = _Given(routes, count, loop, tokens.device)
-    by_row = isinstance(picks, _Asked) and picks.by_row
+    by_row = routes is None and routing is not None and routing.reads == "row"
     blocks = _Blocks(model, rows, by_row and routing is not None and routing.kind != "soft")
-    x = rows.stream
+    given = None if routes is None else _shares_of(routes, count, loop).to(tokens.device)
+    x, planned = rows.stream, None
     here = torch.ones(len(tokens) if by_row else count, device=tokens.device)
-    for visit in range(picks.visits):
-        logits, shares = picks(x, visit)
+    for visit in range(len(loop.order) if given is None else len(given)):
+        if given is not None:
+            logits, shares = None, given[visit]
+        else:
+            assert routing is not None and model.router is not None
+            if routing.kind != "planned":
+                logits = model.router(summary(x) if by_row else _summed_up(x, lengths, of_row), visit)
+            else:
+                if planned is None:
+                    assert model.planner is not None
+                    planned = model.planner(_summed_up(x, lengths, of_row))
+                logits = planned[visit]
+            shares = mixture(logits, routing)
+            if routing.kind != "soft" and torch.is_grad_enabled():
+                soft = torch.softmax(logits, -1)
+                shares = shares.detach() + (soft - soft.detach())  # straight through (Bengio et al. 2013)
         # Who has left takes no part in what blocks give.
         weights = shares[:, :-1] * here[:, None]
         here = here * (1 - shares[:, -1])
@@ -96,56 +106,22 @@ def routed(
         yield Visit(model.read(x.clone(), None, rows.ops), logits, weights)
 
 
-class _Given:
-    """Gives the shares of routes that are known: all of the block of a visit, or of the state where a route has
-    ended."""
-
-    def __init__(self, routes: Sequence[Sequence[int]], count: int, loop: Loop, device: torch.device):
-        if len(routes) != count:
-            raise InputError(f"{len(routes)} routes for {count} sequences", field="routes")
-        for number, route in enumerate(routes):
-            loop.check_route(route, f"the route of sequence {number}")
-        self.visits, self.blocks = max(map(len, routes)), loop.blocks
-        ended = [[*route, *[loop.blocks] * (self.visits - len(route))] for route in routes]
-        self._picked = torch.tensor(ended, device=device)
-
-    def __call__(self, x: Tensor, visit: int) -> tuple[None, Tensor]:
-        return None, F.one_hot(self._picked[:, visit], self.blocks + 1).float()
+def _shares_of(routes: Sequence[Sequence[int]], count: int, loop: Loop) -> Tensor:
+    """Returns the shares of routes that are known, float32 [visits, n, blocks + 1]: all of the block of a visit, or of
+    the state where a route has ended."""
+    if len(routes) != count:
+        raise InputError(f"{len(routes)} routes for {count} sequences", field="routes")
+    for number, route in enumerate(routes):
+        loop.check_route(route, f"the route of sequence {number}")
+    visits = max(map(len, routes))
+    ended = [[*route, *[loop.blocks] * (visits - len(route))] for route in routes]
+    return F.one_hot(torch.tensor(ended).T, loop.blocks + 1).float()
 
 
-class _Asked:
-    """Asks the router, or the planner, for shares [n, blocks + 1].
-
-    by_row  whether they are those of rows
-    """
-
-    def __init__(self, model: LoopedLM, routing: Routing, lengths: Tensor, of_row: Tensor):
-        self.visits, self.by_row = len(model.loop.order), routing.reads == "row"
-        self._model, self._routing = model, routing
-        self._lengths, self._of_row, self._planned = lengths, of_row, None
-
-    def __call__(self, x: Tensor, visit: int) -> tuple[Tensor, Tensor]:
-        """Returns the logits before a visit and the shares that they make; x: the residual stream [rows, hidden]."""
-        if self._routing.kind != "planned":
-            assert self._model.router is not None
-            logits = self._model.router(self._read(x), visit)
-        else:
-            if self._planned is None:
-                assert self._model.planner is not None
-                self._planned = self._model.planner(self._read(x))
-            logits = self._planned[visit]
-        shares = mixture(logits, self._routing)
-        if self._routing.kind != "soft" and torch.is_grad_enabled():
-            soft = torch.softmax(logits, -1)
-            shares = shares.detach() + (soft - soft.detach())  # straight through (Bengio et al. 2013)
-        return logits, shares
-
-    def _read(self, x: Tensor) -> Tensor:
-        """Returns what the router reads, see `summary`."""
-        if self.by_row:
-            return summary(x)
-        sums = x.new_zeros(len(self._lengths), x.shape[1], dtype=torch.float32).index_add(0, self._of_row, x.float())
-        return summary(x[self._lengths.cumsum(0) - 1], sums / self._lengths[:, None])
+def _summed_up(x: Tensor, lengths: Tensor, of_row: Tensor) -> Tensor:
+    """Returns what a router that reads requests reads of the residual stream [rows, hidden], see `summary`."""
+    sums = x.new_zeros(len(lengths), x.shape[1], dtype=torch.float32).index_add(0, of_row, x.float())
+    return summary(x[lengths.cumsum(0) - 1], sums / lengths[:, None])
 
 
 class _Blocks:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import KeyRuns, KVStore, SlotPlan
+from ..attention import KVStore
 from ..device import send
 from ..errors import InputError, UnsupportedModelError
 from ..model import NO_ADAPTERS, Adapter, RowAdapters
@@ -20,7 +20,7 @@ from ..schedule.steps import NOT_FINITE, NOTHING, Drawing, Numbers, SlotStep
 from ..worker.local import LocalWorker
 from ..worker.protocol import DONE, Ticket, WorkerPart
 from ..worker.rows import heads_of
-from ..worker.slots import SlotReads
+from ..worker.slots import SlotAttend, SlotBatch, SlotReads, slot_plans
 from .config import LoopedConfig
 from .gates import Seen, choose, summary
 from .model import LoopedLM
@@ -172,17 +172,18 @@ class VisitStore:
         """Takes the rows of a step through its block, and returns which of them left, bool [n]. cos_sin: of the rows'
         positions, where it is known."""
         model, device = self.model, self.model.device
-        positions, slots = send(step.positions, device), send(step.slots, device)
-        source = send(step.source, device)
-        adapters = NO_ADAPTERS
-        if step.adapters is not None:
-            adapters = RowAdapters(list(self.adapters.values()), step.adapters, None)
-        came = self._states(step, source, positions)
+        arrays = (step.tokens, step.positions, step.slots, step.source)
+        tokens, positions, slots, source = (send(array, device) for array in arrays)
+        came = self._states(step, source, tokens, positions)
         part = model.parts[step.block]
-        planes = model.cos_sin(positions) if cos_sin is None else cos_sin
-        angles = [planes[model.first[layer]] for layer in part]
-        attend = _VisitAttend(self, slots, self._plans(step), part)
-        rows = Pass(came, None, angles, attend, None, adapters, choose_ops(model.dtype, device))
+        first = [model.first[layer] for layer in part]  # the plane that says each layer's window and angles
+        tables = model.cos_sin(positions) if cos_sin is None else cos_sin
+        planes = [model.config.planes[plane] for plane in first]
+        plans, adapters = slot_plans(step, self.kv, {plane.window for plane in planes}), self._adapted(step.adapters)
+        batch = SlotBatch(tokens, positions, slots, None, plans, plans, adapters)
+        attend = SlotAttend(self.kv, batch, planes, model.config.scale)
+        angles, ops = [tables[plane] for plane in first], choose_ops(model.dtype, device)
+        rows = Pass(came, None, angles, attend, None, adapters, ops)
         if step.block < 0:
             if step.block == PRELUDE:
                 self.odds[slots] = self.odds.new_tensor((1.0, 0.0))
@@ -193,12 +194,27 @@ class VisitStore:
             return step.leaves == LEAVES
         if model.inject is not None:
             rows.prelude = self.states[send(step.given, device)]
-        before = came.clone() if np.isfinite(step.criteria[:, 1]).any() else came
+        decides = step.leaves == DECIDES
+        changing = np.flatnonzero(decides & np.isfinite(step.criteria[:, 1]))
+        before = came.clone() if changing.size else came
         model.visit(rows, step.block)
         self.states[slots] = went = rows.stream
-        return self._leave(step, source, slots, before, went)
+        left = step.leaves == LEAVES
+        gated = np.flatnonzero(np.isfinite(step.criteria[:, 0]))
+        if gated.size:
+            at = send(gated, device)
+            left[gated] |= decides[gated] & self._gated(gated, step, source[at], slots[at], went[at])
+        if changing.size:
+            at = send(changing, device)
+            was, now = before[at].float(), went[at].float()
+            moved = ((now - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)).cpu().numpy()
+            left[changing] |= moved <= step.criteria[changing, 1].astype(np.float32)
+        return left
 
-    def _states(self, step: VisitStep, source: Tensor, positions: Tensor) -> Tensor:
+    def _adapted(self, numbers: np.ndarray | None) -> RowAdapters:
+        return NO_ADAPTERS if numbers is None else RowAdapters(list(self.adapters.values()), numbers, None)
+
+    def _states(self, step: VisitStep, source: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
         """Returns the states with which rows come to the step's block."""
         first = step.source == 0
         if self.model.inject is not None and step.block >= 0:
@@ -207,34 +223,14 @@ class VisitStore:
             return self.states[source]
         begins = step.block >= 0 and self.model.inject is not None
         at = send(np.flatnonzero(first), source.device)
-        tokens = send(step.tokens, source.device)
-        model = self.model
-        fresh = model.noise(positions[at]) if begins else model.embed(tokens[at], positions[at])
+        fresh = self.model.noise(positions[at]) if begins else self.model.embed(tokens[at], positions[at])
         return fresh if first.all() else self.states[source].index_copy_(0, at, fresh)
 
-    def _leave(self, step: VisitStep, source: Tensor, slots: Tensor, before: Tensor, went: Tensor) -> np.ndarray:
-        """Returns which rows leave after their visit to a block, and keeps what the gate must know."""
-        left = step.leaves == LEAVES
-        asked = np.flatnonzero(np.isfinite(step.criteria[:, 0]))
-        decides = step.leaves == DECIDES
-        if asked.size:
-            at = send(asked, slots.device)
-            gone = self._gated(asked, step, source[at], slots[at], went[at])
-            left[asked] |= decides[asked] & gone
-        change = step.criteria[:, 1]
-        asked = np.flatnonzero(decides & np.isfinite(change))
-        if asked.size:
-            at = send(asked, slots.device)
-            was, now = before[at].float(), went[at].float()
-            moved = ((now - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)).cpu().numpy()
-            left[asked] |= moved <= change[asked].astype(np.float32)
-        return left
-
-    def _gated(self, asked: np.ndarray, step: VisitStep, source: Tensor, slots: Tensor, went: Tensor) -> np.ndarray:
+    def _gated(self, gated: np.ndarray, step: VisitStep, source: Tensor, slots: Tensor, went: Tensor) -> np.ndarray:
         """Returns which rows have left by the gate's sum, bool. A row whose gate gives no number leaves with a state
         that is none, so that whoever reads it gets an error."""
         # A row comes from the prelude, or from nowhere, and so has made no visit to a block.
-        is_first = (step.source == step.given)[asked]
+        is_first = (step.source == step.given)[gated]
         hidden, before, first = self._hidden(went), None, send(is_first, slots.device) > 0
         if self._reads_features and not is_first.all():
             before = Seen(self._hidden(self.states[source]), self.likely[source].long())
@@ -246,11 +242,11 @@ class VisitStore:
         stays, gone = stays.masked_fill(first, 1.0), gone.masked_fill(first, 0.0)
         now = gone + share * stays
         self.odds[slots] = torch.stack((stays * (1 - share), now), -1)
-        found = now.cpu().numpy()
-        wrong = np.flatnonzero(np.isnan(found))
+        share_left = now.cpu().numpy()
+        wrong = np.flatnonzero(np.isnan(share_left))
         if wrong.size:
             self.states[slots[send(wrong, slots.device)]] = torch.nan
-        return ~(found < step.criteria[asked, 0].astype(np.float32))
+        return ~(share_left < step.criteria[gated, 0].astype(np.float32))
 
     def _project(self, step: VisitStep) -> None:
         """Makes K/V of the step's block of the states of rows that have left."""
@@ -259,11 +255,7 @@ class VisitStore:
             send(array, device)
             for array in (step.project_slots, step.project_sources, step.project_positions, step.project_given)
         )
-        adapters = NO_ADAPTERS
-        if step.project_adapters is not None:
-            adapters = RowAdapters(list(self.adapters.values()), step.project_adapters, None)
-
-        model = self.model
+        adapters, model = self._adapted(step.project_adapters), self.model
         states = model.brought(self.states[sources], None if model.inject is None else self.states[given])
         ops, planes = choose_ops(model.dtype, device), model.cos_sin(positions)
         for number, layer in enumerate(model.parts[step.block]):
@@ -271,15 +263,6 @@ class VisitStore:
             assert isinstance(one, Layer)
             k, v = one.keys_values(states.clone(), planes[model.first[layer]], ops, adapters)
             self.kv.write(number, slots, k, v)
-
-    def _plans(self, step: VisitStep) -> dict[int | None, SlotPlan]:
-        runs = KeyRuns(step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
-        positions = step.positions.astype(np.int64)
-        windows = {self._window(layer) for layer in self.model.parts[step.block]}
-        return {window: self.kv.plan(runs, step.num_rows, positions, window) for window in windows}
-
-    def _window(self, layer: int) -> int | None:
-        return self.model.config.planes[self.model.first[layer]].window
 
     # ------------------------------------------------------------------------------------------ reads and routes
 
@@ -324,22 +307,6 @@ class VisitStore:
         logits[..., -1].masked_fill_(too_early, -torch.inf)
         blocks = choose(logits.flatten(0, 1), how.threshold).view(wrong.shape)
         return torch.where(wrong, NOT_FINITE, blocks).T.cpu().numpy()
-
-
-@dataclass(frozen=True, slots=True)
-class _VisitAttend:
-    """`attend` of one part: its rows' K/V go into the store, then each row sees what the plan says."""
-
-    store: VisitStore
-    slots: Tensor
-    plans: dict[int | None, SlotPlan]
-    part: Sequence[int]
-
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        store = self.store
-        store.kv.write(plane, self.slots, k, v)
-        plan = self.plans[store._window(self.part[plane])]
-        return store.kv.attend(plane, q, plan, store.model.config.scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from noting import PIECES, ROWS, TOWER, Noting, desk_of, engine_of, finish, take
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.errors import InputError
-from prefold.images.desk import ImageQueue, TowerPace
+from prefold.images.desk import TowerPace
 from prefold.schedule.steps import SlotStep
 from prefold.types import Request, Sampling
 
@@ -78,13 +78,13 @@ def test_steps_beside_the_reading_of_an_image_are_not_taken_for_steps_alone():
     desk, _, table, _ = desk_of()
     desk._pool = ThreadPoolExecutor(1)
     read = threading.Event()
-    queue, one = ImageQueue(desk), take(table, "one", load=lambda: read.wait(60) and np.zeros((1, 3, 2, 2), np.float32))
-    assert queue.seconds_after(8, 0.01) == 0.01 and not desk.is_busy
+    one = take(table, "one", load=lambda: read.wait(60) and np.zeros((1, 3, 2, 2), np.float32))
+    assert desk.seconds_after(8, 0.01) == 0.01 and not desk.is_busy
     desk.want([one])
     desk.advance(0.01, idle=False)  # which begins to read it
     assert desk.is_busy
     for _ in range(40):
-        assert queue.seconds_after(8, 0.018) == pytest.approx(0.0045), "a step alone takes 0.01 seconds"
+        assert desk.seconds_after(8, 0.018) == pytest.approx(0.0045), "a step alone takes 0.01 seconds"
     read.set()
     while not desk.held(one.ids).all():
         desk.advance(1.0)

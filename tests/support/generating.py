@@ -11,7 +11,7 @@ from visit_books import check_visits
 
 from prefold import LLM
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.images.desk import ImageDesk, ImageQueue
+from prefold.images.desk import ImageDesk
 from prefold.looped.scheduler import VisitScheduler
 from prefold.stream import Spool
 from prefold.types import Generated, Request, Sampling
@@ -21,7 +21,7 @@ from prefold.worker.protocol import parts_of
 
 def image_desk(engine: Engine) -> ImageDesk:
     """Returns what sees to it that an engine's worker has the rows of images."""
-    return engine.part(ImageQueue).desk
+    return engine.part(ImageDesk)
 
 
 def engine_of(
