@@ -221,7 +221,7 @@ def config_with_tower(config: Settings, tower: GGUFFile) -> Settings:
         "num_attention_heads": read.size(prefix + "attention.head_count"),
         "layer_norm_eps": read.number(prefix + "attention.layer_norm_epsilon", 1e-6, zero=True),
     }
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": kind,
         "text_config": {**config, "model_type": "llama"} if kind == "idefics3" else dict(config),
@@ -230,27 +230,27 @@ def config_with_tower(config: Settings, tower: GGUFFile) -> Settings:
         "torch_dtype": config["torch_dtype"],
     }
     if kind == "idefics3":
-        found["scale_factor"] = read.size(prefix + "projector.scale_factor")
+        keys["scale_factor"] = read.size(prefix + "projector.scale_factor")
     else:
         merge = read.size(prefix + "projector.scale_factor", GEMMA3_MERGE)
-        found["mm_tokens_per_image"] = (image_size // patch_size // merge) ** 2
-    return Settings(found, str(tower.path))
+        keys["mm_tokens_per_image"] = (image_size // patch_size // merge) ** 2
+    return Settings(keys, str(tower.path))
 
 
 def tower_settings(tower: GGUFFile) -> Settings:
     """Returns the keys that an image processor's file has, as far as a tower's GGUF file says."""
     read = Settings(tower.metadata, str(tower.path))
     size = read.size("clip.vision.image_size")
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "image_mean": read.get("clip.vision.image_mean", [0.5] * 3),
         "image_std": read.get("clip.vision.image_std", [0.5] * 3),
     }
     if _kind(tower) == "gemma3":
-        found["size"] = {"height": size, "width": size}
+        keys["size"] = {"height": size, "width": size}
     else:
         longest = read.size("clip.vision.preproc_image_size", 4 * size)
-        found |= {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
-    return Settings(found, str(tower.path))
+        keys |= {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
+    return Settings(keys, str(tower.path))
 
 
 def _kind(tower: GGUFFile) -> str:

@@ -23,7 +23,7 @@ from ..schedule.parts import EnginePart
 from ..types import Medium
 from ..worker.protocol import Worker
 from .steps import DropImages, EncodeImage, ImageFacts
-from .table import MediaTable
+from .table import MediaTable, first_id
 
 # The tower goes on where steps take long for another reason: it has this part of their time at least.
 LEAST = 0.25
@@ -182,8 +182,8 @@ class ImageDesk(EnginePart):
         waits = False
         for prompt in prompts:
             for medium in prompt:
-                media[_first(medium)] = medium
-                if _first(medium) not in self._held:
+                media[first_id(medium)] = medium
+                if first_id(medium) not in self._held:
                     waits = True
                     break
         self.want(list(media.values()))
@@ -254,13 +254,13 @@ class ImageDesk(EnginePart):
             if sequence.ready or sequence.key not in self._keys or sequence.key in lost:
                 continue
             try:
-                found = self.media.find(_image_rows(sequence))
+                media = self.media.find(_image_rows(sequence))
             except LookupError:
                 lost[sequence.key] = _failure("nobody holds it any more")
                 continue
-            asked.append(found)
-            for medium in found:
-                waiting.setdefault(int(medium.ids[0]), []).append(sequence.key)
+            asked.append(media)
+            for medium in media:
+                waiting.setdefault(first_id(medium), []).append(sequence.key)
         self._waiting = waiting
         self.is_waiting = self.want_next(asked)
         return lost
@@ -273,7 +273,7 @@ class ImageDesk(EnginePart):
         if failed is None:
             return {}
         medium, why = failed
-        return {key: _failure(why) for key in self._waiting.get(int(medium.ids[0]), ())}
+        return {key: _failure(why) for key in self._waiting.get(first_id(medium), ())}
 
     def seconds_after(self, rows: int, seconds: float) -> float:
         """Takes note of a step of so many rows, and returns for how many seconds the tower may run after it."""
@@ -291,7 +291,7 @@ class ImageDesk(EnginePart):
         """Does as much of the tower's work on an image as about so many seconds allow (None: all). Returns why the
         tower fails for it, None: it does not."""
         started = time.perf_counter()
-        run = self._runs.get(_first(medium)) or self._begin(medium)
+        run = self._runs.get(first_id(medium)) or self._begin(medium)
         tiles = unread = None
         if not run.done:
             loaded = self._loaded(run, seconds if idle else 0.0)
@@ -312,8 +312,8 @@ class ImageDesk(EnginePart):
         self._meter.add(seconds={"tower": ended - started})
         error: str | None = unread or result.error
         if result.is_done:
-            del self._runs[_first(medium)]
-            self._held[_first(medium)] = _Rows(medium.salt, int(medium.ids[-1]), self._bytes(medium))
+            del self._runs[first_id(medium)]
+            self._held[first_id(medium)] = _Rows(medium.salt, int(medium.ids[-1]), self._bytes(medium))
             self._note()
             self._meter.add(tower_runs=int(result.error is None))
         return error
@@ -358,7 +358,7 @@ class ImageDesk(EnginePart):
             self._worker.start(DropImages(gone)).result()
         tiles = len(medium.ids) // self._tower.rows
         run = _Run(medium, np.cumsum(np.tile(self._tower.pieces(tiles), self._tower.layers)))
-        self._runs[_first(medium)] = run
+        self._runs[first_id(medium)] = run
         return run
 
     def _note_rate(self, operations: float, seconds: float) -> None:
@@ -366,7 +366,7 @@ class ImageDesk(EnginePart):
 
     def _may_begin(self, medium: Medium) -> bool:
         """Returns whether there is memory for the rows of an image, now or once those are used that wait to be."""
-        if _first(medium) in self._runs:
+        if first_id(medium) in self._runs:
             return True
         wanted = self._all_wanted()
         waiting = sum(rows.size for first, rows in self._held.items() if first in wanted)
@@ -375,7 +375,7 @@ class ImageDesk(EnginePart):
     # ------------------------------------------------------------------------------------------------ the store
 
     def _has(self, medium: Medium) -> bool:
-        first = _first(medium)
+        first = first_id(medium)
         if first not in self._held:
             return False
         self._held.move_to_end(first)
@@ -403,8 +403,8 @@ class ImageDesk(EnginePart):
             self._note()
 
     def _drop(self, medium: Medium) -> None:
-        if self._held.pop(_first(medium), None) is not None:
-            self._worker.start(DropImages((_first(medium),))).result()
+        if self._held.pop(first_id(medium), None) is not None:
+            self._worker.start(DropImages((first_id(medium),))).result()
             self._note()
 
     def _note(self) -> None:
@@ -412,14 +412,10 @@ class ImageDesk(EnginePart):
         self._bounds = np.array(firsts, np.int64), np.array([self._held[first].last for first in firsts], np.int64)
 
     def _all_wanted(self) -> set[int]:
-        return {_first(medium) for medium in (*self._wanted, *self._in_use)}
+        return {first_id(medium) for medium in (*self._wanted, *self._in_use)}
 
     def _bytes(self, medium: Medium) -> int:
         return len(medium.ids) * self._row_bytes
-
-
-def _first(medium: Medium) -> int:
-    return int(medium.ids[0])
 
 
 def _failure(why: str) -> InputError:

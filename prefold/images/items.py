@@ -264,11 +264,11 @@ class ImageInputs:
     def media_of(self, tokens: np.ndarray, field: str) -> tuple[Medium, ...]:
         """Returns the media that have rows among these ids. Raises InputError where an image is there in part only:
         it was cut with the text."""
-        found = tuple(self.table.find(tokens[tokens >= MEDIA_BASE]))
-        for medium in found:
+        media = tuple(self.table.find(tokens[tokens >= MEDIA_BASE]))
+        for medium in media:
             if not np.isin(medium.ids, tokens).all():
                 raise too_long(field)
-        return found
+        return media
 
     def wants_parts(self, template: str) -> bool:
         """Whether a chat template takes contents as lists of parts only, and no texts."""

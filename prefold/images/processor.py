@@ -85,15 +85,15 @@ class Processor(ABC):
         """Reads the settings of an image processor's file. Raises UnsupportedModelError for a setting that is not
         known."""
         self.tower, self.image_token_id = tower, image_token_id
-        found = Settings.of(settings)
+        stored = Settings.of(settings)
         known = {**SETTINGS, **self.own}
         self.settings = Settings(
-            {key: value if found.get(key) is None else found[key] for key, value in known.items()}, found.file
+            {key: value if stored.get(key) is None else stored[key] for key, value in known.items()}, stored.file
         )
-        without_effect = WITHOUT_EFFECT if found.get("do_center_crop") else WITHOUT_EFFECT | NOT_ASKED
-        for key in sorted(found.keys() - known - without_effect):
-            if found[key] is not None and not (key in NOT_ASKED and not found[key]):
-                raise UnsupportedModelError(f"{found.file}: the setting {key} of the images is not known")
+        without_effect = WITHOUT_EFFECT if stored.get("do_center_crop") else WITHOUT_EFFECT | NOT_ASKED
+        for key in sorted(stored.keys() - known - without_effect):
+            if stored[key] is not None and not (key in NOT_ASKED and not stored[key]):
+                raise UnsupportedModelError(f"{stored.file}: the setting {key} of the images is not known")
         # The number by which Pillow knows the filter.
         self.resample = self.settings.size("resample", least=0, most=5)
 
@@ -142,12 +142,12 @@ class Processor(ABC):
         for size in layout.sizes:
             picture = self._resized(picture, size)
         pieces = [picture.crop(box) for box in layout.boxes]
-        found = np.empty((layout.tiles, 3, *self.tile_size), np.float32)
-        for piece, out in zip((picture, *pieces) if self.whole_first else (*pieces, picture), found, strict=True):
+        tiles = np.empty((layout.tiles, 3, *self.tile_size), np.float32)
+        for piece, out in zip((picture, *pieces) if self.whole_first else (*pieces, picture), tiles, strict=True):
             pixels = np.asarray(self._resized(piece, self.tile_size))
             for colour in range(3):
                 np.take(self._table[colour], pixels[:, :, colour], out=out[colour])
-        return found
+        return tiles
 
     def _resized(self, picture: Any, size: tuple[int, int]) -> Any:
         return picture.resize(size[::-1], resample=self.resample)

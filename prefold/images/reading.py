@@ -116,17 +116,17 @@ class MediaHosts:
         OSError unless every address of the host is a public one."""
         asked = ThreadPoolExecutor(1)
         try:
-            found = list(asked.submit(self.resolve or _addresses, host, port).result(_left(deadline)))
+            addresses = list(asked.submit(self.resolve or _addresses, host, port).result(_left(deadline)))
         finally:
             asked.shutdown(wait=False)
-        for address in found:
+        for address in addresses:
             known = ipaddress.ip_address(address.split("%")[0])
             inner = getattr(known, "ipv4_mapped", None) or getattr(known, "sixtofour", None)
             if not known.is_global or known.is_multicast or (inner is not None and not inner.is_global):
                 raise OSError("its address is not a public one")
-        if not found:
+        if not addresses:
             raise OSError("it has no address")
-        return found[0]
+        return addresses[0]
 
 
 class _Connection(http.client.HTTPSConnection):
@@ -162,8 +162,8 @@ def _left(deadline: float) -> float:
 
 
 def _addresses(host: str, port: int) -> list[str]:
-    found: list[Any] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(entry[4][0]) for entry in found]
+    entries: list[Any] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in entries]
 
 
 def _error(field: str, what: str, remedy: str) -> InputError:
@@ -305,11 +305,11 @@ def content_of(value: Any, field: str = "image") -> bytes | None:
         return bytes(value)
     if not isinstance(value, str):
         return None
-    if found := DATA_URL.match(value):
-        if not found[2].endswith(";base64"):
+    if header := DATA_URL.match(value):
+        if not header[2].endswith(";base64"):
             message = f"{field!r} is a data URL that is not base64"
             raise InputError(message, field=field, remedy=_GIVE, code="image_format")
-        return _decoded64(value[found.end() :], field)
+        return _decoded64(value[header.end() :], field)
     return _decoded64(value, field) if len(value) >= LEAST_BASE64 and BASE64.fullmatch(value) else None
 
 

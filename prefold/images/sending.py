@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..stream import Window
 from ..types import Medium
 from .decode import Image
 from .processor import Processor
+from .table import first_id
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -69,11 +70,11 @@ class SentPictures:
                 if not len(ids):
                     continue
                 media = self._table.find(ids)
-                shown[place_of(tag)] = firsts = [_first(medium) for medium in media]
+                shown[place_of(tag)] = firsts = [first_id(medium) for medium in media]
                 users.update(firsts)
                 for medium in media:
-                    if _first(medium) not in held:
-                        held[_first(medium)] = medium
+                    if first_id(medium) not in held:
+                        held[first_id(medium)] = medium
                         fresh.append(medium)
         gone = [first for first in held if not users[first]]
         for first in gone:
@@ -133,14 +134,14 @@ class HeldPictures:
         with self._lock:
             for first in gone:
                 medium = self._media.pop(first)
-                if self._theirs.get(_first(medium)) == first:
-                    del self._theirs[_first(medium)]
+                if self._theirs.get(first_id(medium)) == first:
+                    del self._theirs[first_id(medium)]
             rows, span = self._processor.rows_per_tile, self._processor.span
             for one in pictures:
                 how = {"tiles": len(one.ids) // rows, "rows_per_tile": rows, "span": span, "salt": one.salt}
                 medium = self._table.medium(one.key, load=_Pixels(self._processor, one), **how)
                 self._media[int(one.ids[0])] = medium
-                self._theirs[_first(medium)] = int(one.ids[0])
+                self._theirs[first_id(medium)] = int(one.ids[0])
 
     def clear(self) -> None:
         """Holds nothing more."""
@@ -149,41 +150,40 @@ class HeldPictures:
 
     def own(self, window: Window) -> Window:
         """Returns a window with this replica's ids, and with the images of its requests."""
-        at = np.flatnonzero(window.tokens >= MEDIA_BASE)
-        if not len(at):
+        if not (window.tokens >= MEDIA_BASE).any():
             return window
         with self._lock:
             held = dict(self._media)
-        firsts = np.array(sorted(held), np.int64)
-        found = firsts[np.searchsorted(firsts, window.tokens[at], side="right") - 1]
-        media = {first: held[first] for first in np.unique(found).tolist()}
-        shift = np.array([_first(media[first]) - first for first in found.tolist()], np.int64)
-        tokens = window.tokens.copy()
-        tokens[at] += shift.astype(np.int32)
-        return replace(window, tokens=tokens, media=tuple(media.values()))
+        moves = {
+            first: (first_id(medium), first + int(medium.ids[-1]) - first_id(medium)) for first, medium in held.items()
+        }
+        tokens, firsts = _moved(window.tokens, moves)
+        return replace(window, tokens=tokens, media=tuple(held[first] for first in firsts))
 
     def told(self, events: CacheEvents) -> CacheEvents:
         """Returns what a cache tells with the driver's ids of the images that are held. Others keep this replica's ids,
         by which a router does not find them, or at worst sends a prompt where less of it is held than it thinks."""
         with self._lock:
             theirs = {first: (other, int(self._media[other].ids[-1])) for first, other in self._theirs.items()}
-        firsts = np.array(sorted(theirs), np.int64)
-        if not len(firsts):
+        if not theirs:
             return events
-        changed = []
-        for event in events.events:
-            if isinstance(event, RowsStored) and len(at := np.flatnonzero(event.tokens >= MEDIA_BASE)):
-                tokens = event.tokens.copy()
-                place = np.maximum(0, np.searchsorted(firsts, tokens[at], side="right") - 1)
-                ours = firsts[place].tolist()
-                last = np.array([theirs[one][1] for one in ours])
-                shift = np.array([theirs[one][0] - one for one in ours])
-                shift[(tokens[at] < firsts[place]) | (tokens[at] > last)] = 0
-                tokens[at] += shift.astype(tokens.dtype)
-                event = replace(event, tokens=tokens)
-            changed.append(event)
+        changed = (
+            replace(event, tokens=_moved(event.tokens, theirs)[0]) if isinstance(event, RowsStored) else event
+            for event in events.events
+        )
         return replace(events, events=tuple(changed))
 
 
-def _first(medium: Medium) -> int:
-    return int(medium.ids[0])
+def _moved(tokens: np.ndarray, moves: Mapping[int, tuple[int, int]]) -> tuple[np.ndarray, list[int]]:
+    """Returns tokens with other ids for the rows of images, and the first ids that these images had; ids of other
+    images stay. moves: by an image's first id the first of those that take their place, and its last id"""
+    at = np.flatnonzero(tokens >= MEDIA_BASE)
+    if not len(at):
+        return tokens, []
+    firsts = np.array(sorted(moves), np.int64)
+    new, last = np.array([moves[first] for first in firsts.tolist()], np.int64).reshape(-1, 2).T
+    place = np.maximum(0, np.searchsorted(firsts, tokens[at], side="right") - 1)
+    known = (tokens[at] >= firsts[place]) & (tokens[at] <= last[place])
+    at, place, tokens = at[known], place[known], tokens.copy()
+    tokens[at] += (new - firsts)[place].astype(tokens.dtype)
+    return tokens, firsts[np.unique(place)].tolist()

@@ -25,6 +25,11 @@ from ..types import Medium
 SLACK = 256
 
 
+def first_id(medium: Medium) -> int:
+    """Returns the id of an image's first row."""
+    return int(medium.ids[0])
+
+
 class Store(Protocol):
     """A Store has something of images that is found by the ids of their rows."""
 
@@ -81,13 +86,13 @@ class MediaTable:
             self.sweep()
         with self._lock:
             self._asked.add(name)
-            found = self._media.get(name)
-            if found is None:
+            medium = self._media.get(name)
+            if medium is None:
                 ids = self._ids.get(name)
                 if ids is None:
                     ids = self._bind(name, tiles, rows_per_tile, span)
-                found = self._media[name] = Medium(key, salt, ids, load)
-            return found
+                medium = self._media[name] = Medium(key, salt, ids, load)
+            return medium
 
     def find(self, ids: np.ndarray) -> list[Medium]:
         """Returns the media whose rows have these ids, in the order of their first.

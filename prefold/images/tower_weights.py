@@ -130,17 +130,17 @@ IGNORED = re.compile(r"head\..*|embeddings\.position_ids")
 
 def _of_folder(checkpoint: Checkpoint) -> _StoredTower:
     """Returns the tower in a Hugging Face folder, where the text model's tensors lie too."""
-    found = _StoredTower()
+    tensors = _StoredTower()
     for path, file in SafetensorsSource.opened(checkpoint):
         for stored in file.keys():  # noqa: SIM118 (not a dict)
             before = re.match(TOWER, stored)
             name = stored[before.end() :] if before else ""
             if not before or IGNORED.fullmatch(name):
                 continue
-            if name in found.shapes:
+            if name in tensors.shapes:
                 raise CheckpointError(f"{path} has the tensor {stored!r} twice")
-            found.add(name, tuple(file.get_slice(stored).get_shape()), partial(file.get_tensor, stored))
-    return found
+            tensors.add(name, tuple(file.get_slice(stored).get_shape()), partial(file.get_tensor, stored))
+    return tensors
 
 
 # What llama.cpp calls these things in a GGUF file of architecture "clip", and the projectors' tensors.
@@ -169,7 +169,7 @@ GGUF_PROJECTORS = {
 
 
 def _of_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
-    found, names = _StoredTower(), GGUF
+    tensors, names = _StoredTower(), GGUF
     # Files of older converters have them the other way round, which shows in how long the biases are.
     first = file.tensors.get("v.blk.0.ffn_up.bias")
     if first is not None and first.shape == (config.hidden,) and config.hidden != config.intermediate:
@@ -182,5 +182,5 @@ def _of_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
 
     for stored, tensor in file.tensors.items():
         name = GGUF_PROJECTORS.get(stored) or names.of_tensor(stored)[0]
-        found.add(name, tensor.shape, partial(read, stored))
-    return found
+        tensors.add(name, tensor.shape, partial(read, stored))
+    return tensors

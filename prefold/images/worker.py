@@ -91,9 +91,9 @@ class ImageRows:
         index, parts, start = np.empty(len(ids), np.int64), [], 0
         for number, image in enumerate(images.tolist()):
             own = image_of == number
-            if image < 0 or ids[own].max() > (found := self._made[int(self._firsts[image])])[0][-1]:
+            if image < 0 or ids[own].max() > (entry := self._made[int(self._firsts[image])])[0][-1]:
                 raise ValueError("a step has rows of an image that the tower has not made")
-            known, rows = found
+            known, rows = entry
             index[own] = start + np.searchsorted(known, ids[own])
             parts.append(rows)
             start += len(rows)

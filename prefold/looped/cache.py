@@ -148,10 +148,10 @@ class VisitNode(Node):
 
     def visit(self, prefix: Prefix) -> NodeVisit:
         """Returns what the rows have at a visit, and makes it where it is not there."""
-        found = self.visits.get(prefix)
-        if found is None:
-            found = self.visits[prefix] = NodeVisit(self, prefix)
-        return found
+        visit = self.visits.get(prefix)
+        if visit is None:
+            visit = self.visits[prefix] = NodeVisit(self, prefix)
+        return visit
 
     def give_up(self) -> np.ndarray:
         slots = [visit.give_up() for visit in self.visits.values()]

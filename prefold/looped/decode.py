@@ -451,25 +451,25 @@ class Decoding:
         batch, outputs = drafted.batch, self.outputs
         kind = (drafted.rounds * len(batch.units) + route) * batch.most + visit
         edges = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(kind)] if len(kind) else []
-        found = []
+        parts = []
         for first, stop in itertools.pairwise(edges):
             start, count, at, begins, ends = batch.prompts(int(route[first]), int(visit[first]))
             some = drafted.members[drafted.rows[first:stop]]
             begins, ends = first + some.searchsorted(begins), first + some.searchsorted(ends)
             seen = ends > begins
-            found.append((start[seen], count[seen], at[seen], begins[seen], ends[seen]))
+            parts.append((start[seen], count[seen], at[seen], begins[seen], ends[seen]))
         # Those of each row's output; then the rows that left before and are settled with this step, and the row itself.
         number, done = outputs.num_runs[place, visit], outputs.done[place, visit]
         query, which = _ragged(number)
         of_output = (outputs.run_start, outputs.run_count, outputs.run_position)
         columns = [runs[place[query], visit[query], which] for runs in of_output]
-        found.append((*columns, query, query + 1))
+        parts.append((*columns, query, query + 1))
         row = position - batch.start[drafted.members[drafted.rows]]
         query, which = _ragged(row - done + 1)
         which += done[query]
         start = outputs.slots[place[query], visit[query], which]
-        found.append((start, np.ones_like(start), position[query] - row[query] + which, query, query + 1))
-        columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+        parts.append((start, np.ones_like(start), position[query] - row[query] + which, query, query + 1))
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         order = np.argsort(columns[3], kind="stable")
         return joined(*(column[order] for column in columns))
 

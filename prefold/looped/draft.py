@@ -176,11 +176,10 @@ class VisitDraft:
         """Settles the next rows that left before and whose K/V is there already; returns whether rows are pending."""
         visit.make_room()
         node, first = visit.node, visit.done
-        if not sequence.left_before(visit, sequence.visit):
-            return True
         rows = slice(first, len(node))
         left = sequence.has_left(node, sequence.visit, rows)
-        assert left is not None
+        if left is None or not left[0]:
+            return True
         seen = sequence.seen_of_left(node, sequence.visit, rows)
         there = left & (seen != 0) & ~visit.owned[rows]
         count = len(there) if there.all() else int(there.argmin())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,7 @@ from ..types import Exits, Sharing
 from ..worker.protocol import Facts, Worker
 from .scheduler import VisitScheduler
 from .sequence import Decided
-from .steps import LoopedFacts, MakeVisitStore, VisitOptions
-
-NO_EXITS = (None, 1, np.inf)
+from .steps import NO_EXITS, LoopedFacts, MakeVisitStore, VisitOptions, exits_row
 
 
 class Unlooped(EnginePart):
@@ -61,7 +58,7 @@ class Passes(EnginePart):
 
     def message(self, step: Any, readers: Sequence[Any]) -> Mapping[str, Any]:
         exits = [*(reader.exits for reader in readers), *(exits for exits, _ in kept_rows(step))]
-        rows = [_exits_row(one) for one in exits]
+        rows = [exits_row(one) for one in exits]
         if all(row == NO_EXITS for row in rows):
             return {}
         return {"exits": np.array(rows, np.float64)}  # None becomes nan
@@ -104,12 +101,6 @@ class Visits(EnginePart):
             return {}
         projected = [adapter_of(facts, namespace) for namespace in step.projects]
         return {"project_adapters": np.array(projected, np.int64)}
-
-
-@lru_cache
-def _exits_row(exits: Exits | None) -> tuple[float | None, int, float]:
-    """Returns when a row is read that was asked for with these exits, as of SlotStep."""
-    return NO_EXITS if exits is None else (exits.threshold, exits.min_visits, exits.max_visits or np.inf)
 
 
 def engine_part(worker: Worker, options: EngineOptions) -> EnginePart:

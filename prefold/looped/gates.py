@@ -17,6 +17,7 @@ from ..model.layers import Linear
 from ..model.ops import entropy
 from ..types import Exits
 from .config import GATE_FEATURES, LoopedConfig, Routing
+from .steps import exits_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,8 @@ class RowExits:
     @classmethod
     def of(cls, exits: Exits) -> RowExits:
         """Returns the same exits for all rows that are read."""
-        threshold = float("nan") if exits.threshold is None else exits.threshold
-        return cls(threshold, exits.min_visits, float("inf") if exits.max_visits is None else exits.max_visits)
+        threshold, fewest, most = exits_row(exits)
+        return cls(math.nan if threshold is None else threshold, fewest, most)
 
 
 def visits_at_exit(gate: Tensor, exits: RowExits, default: float = 1.0) -> Tensor:

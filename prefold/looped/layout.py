@@ -197,7 +197,7 @@ def _columns(table: list[Sequence[int]], columns: int) -> np.ndarray:
 
 def _routings(sequences: Sequence[Routed]) -> tuple[Routing, ...]:
     """Returns what the router is asked for these sequences, those that made equally many visits together."""
-    found = []
+    routings = []
     for step in sorted({len(sequence.route) for sequence in sequences}):
         some = [sequence for sequence in sequences if len(sequence.route) == step]
         paths = [sequence.leaf.path() for sequence in some]
@@ -215,5 +215,5 @@ def _routings(sequences: Sequence[Routed]) -> tuple[Routing, ...]:
             tokens = np.concatenate([np.asarray(node.tokens, np.int32) for path in paths for node in path])
         made = step - (some[0].route[:1] == [PRELUDE])
         fewest = np.array([sequence.exits.min_visits for sequence in some], np.int64)
-        found.append(Routing(np.concatenate(([0], np.cumsum(sizes))), slots, tokens, made, fewest))
-    return tuple(found)
+        routings.append(Routing(np.concatenate(([0], np.cumsum(sizes))), slots, tokens, made, fewest))
+    return tuple(routings)

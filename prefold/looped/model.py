@@ -110,18 +110,18 @@ class LoopedLM(CausalLM):
         return self.finish(rows)
 
     def arguments(self, step: StreamStep | SlotStep) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if isinstance(step, SlotStep):
             if step.exits is not None:
                 at = send(np.concatenate((step.reads, step.kept)), self.device)
-                found["exits"] = RowExits(*send(step.exits, self.device).T, rows=at)
+                arguments["exits"] = RowExits(*send(step.exits, self.device).T, rows=at)
             if step.route is not None:
-                found["route"] = step.route
+                arguments["route"] = step.route
         elif (exits := step.readout.exits) is not None:
-            found["route"] = exits.route
+            arguments["route"] = exits.route
             if (exits := exits.without_route()) is not None:
-                found["exits"] = RowExits.of(exits)
-        return found
+                arguments["exits"] = RowExits.of(exits)
+        return arguments
 
     def after_each_visit(self, rows: Pass, order: Sequence[int] | None = None) -> list[Tensor]:
         """Returns hidden states as they are read after each visit, each [rows read, hidden], of rows that `start` gave.
@@ -129,16 +129,16 @@ class LoopedLM(CausalLM):
         gone through once."""
         if self.loop.coda:
             raise InputError("the model has a coda, so it is read after its last visit only", field="model")
-        found = []
+        states = []
         order = self.loop.order if order is None else order
         for number, block in enumerate(order, 1):
             self.visit(rows, block)
             if number == len(order):
-                found.append(self.finish(rows))
+                states.append(self.finish(rows))
                 continue
             state = rows.stream if rows.read_rows is None else rows.stream[rows.read_rows]
-            found.append(self.read(state.clone(), None, rows.ops))  # a copy: the next visit writes into it
-        return found
+            states.append(self.read(state.clone(), None, rows.ops))  # a copy: the next visit writes into it
+        return states
 
     def weights_beside(self) -> Iterator[Weight]:
         for name in ("gate", "inject"):
@@ -155,11 +155,11 @@ class LoopedLM(CausalLM):
     def leaving(self, states: Tensor) -> Tensor:
         """Returns the logits of leaving for states [visits, rows, hidden] as they are read after each visit: float32
         [visits, rows]. Raises InputError for a model without a gate."""
-        found, before = [], None
+        logits, before = [], None
         for state in states:
             logit, before = self.leaves(state, before)
-            found.append(logit)
-        return torch.stack(found)
+            logits.append(logit)
+        return torch.stack(logits)
 
     def leaves(self, state: Tensor, before: Seen | None, first: Tensor | None = None) -> tuple[Tensor, Seen | None]:
         """Returns the logits of leaving after a visit, float32 [rows], and what the gate must know after the next.

@@ -1,7 +1,7 @@
 """What the rows of generated tokens have at each visit, of all sequences that run, in arrays.
 
 Sequences that generate go on a row at a time, many of them in one step. What they have lies side by side, so that a
-step is drafted, laid out and booked for all of them at once. Seen one by one, a tail is a node like others: TailNode.
+step is drafted, laid out and booked for all of them at once. Seen by itself, a tail is a node like others: TailNode.
 """
 
 from __future__ import annotations
@@ -203,10 +203,10 @@ class TailNode(VisitNode):
         self.place: int | None = None
 
     def visit(self, prefix: Prefix) -> NodeVisit:
-        found = self.visits.get(prefix)
-        if found is None:
-            found = self.visits[prefix] = TailVisit(self, prefix)
-        return found
+        visit = self.visits.get(prefix)
+        if visit is None:
+            visit = self.visits[prefix] = TailVisit(self, prefix)
+        return visit
 
     def find_place(self) -> None:
         """Gives it a place."""

@@ -369,9 +369,9 @@ class VisitScheduler(Sequences[Routed]):
         sequence.find(sequence.prefixes[len(sequence.prefixes) - visits :])
         if sequence.is_open:
             return
-        sequence.cached_tokens = sequence.found
+        sequence.cached_tokens = sequence.rows_there
         for node in sequence.leaf.path():
-            rows = max(0, min(len(node), sequence.found - node.start))
+            rows = max(0, min(len(node), sequence.rows_there - node.start))
             if node.uses:
                 self.stats.cross_window_hits += rows
             else:

@@ -70,10 +70,10 @@ class Routed(Running):
     visit     the index of the visit that its rows come to next; as many as the route has: all rows are there
     waited    for how many steps it has waited
     most      visits to blocks that any route may make
-    found     how many leading rows of the prompt were there at each of the visits that it has come to
+    rows_there     how many leading rows of the prompt were there at each of the visits that it has come to
     """
 
-    __slots__ = ("decided", "exits", "found", "is_open", "keys", "most", "namespace", "outputs", "prefixes")
+    __slots__ = ("decided", "exits", "is_open", "keys", "most", "namespace", "outputs", "prefixes", "rows_there")
 
     tail: TailNode
 
@@ -95,7 +95,7 @@ class Routed(Running):
         self.prefixes: list[Prefix] = []
         self.is_open = True
         self.most = NEVER
-        self.found = leaf.stop
+        self.rows_there = leaf.stop
 
     @property
     def visit(self) -> int:
@@ -178,7 +178,7 @@ class Routed(Running):
         """Notes how many leading rows of its prompt are there at visits that it comes to."""
         path: list[VisitNode] = self.leaf.path()  # type: ignore[assignment]
         for prefix in prefixes:
-            self.found = min(self.found, sum(node.visits[prefix].done for node in path))
+            self.rows_there = min(self.rows_there, sum(node.visits[prefix].done for node in path))
 
     def at(self, t: int) -> Iterator[NodeVisit]:
         """Yields what its rows have at visit t, from the root down; those of the tail alone once the prompt is done."""
@@ -196,12 +196,6 @@ class Routed(Running):
     def before(self, node: VisitNode, t: int) -> NodeVisit | None:
         """Returns what a node's rows have at the visit before visit t; None before the first."""
         return node.visits[self.prefixes[t - 1]] if t else None
-
-    def left_before(self, visit: NodeVisit, t: int) -> bool:
-        """Returns whether the next row that is not settled at a visit, which is visit t, had left before it."""
-        if not t or self.route[t] == CODA:
-            return False
-        return bool(visit.node.visits[self.prefixes[t - 1]].left[visit.done])
 
     def has_left(self, node: VisitNode, t: int, rows: slice) -> np.ndarray | None:
         """Returns which of a node's rows left before visit t, bool; None: none did."""

@@ -58,6 +58,14 @@ def may_leave(exits: Exits) -> bool:
     return criteria or exits.threshold not in (None, 1)
 
 
+def exits_row(exits: Exits | None) -> tuple[float | None, int, float]:
+    """Returns when a row is read that was asked for with these exits, as of SlotStep: from which probability of having
+    left on, and after how many visits at least and at most."""
+    return NO_EXITS if exits is None else (exits.threshold, exits.min_visits, exits.max_visits or np.inf)
+
+
+# What `exits_row` gives where a row is read after its last visit.
+NO_EXITS = (None, 1, np.inf)
 # Visits that are no blocks: the layers before the first block, and those after the last.
 PRELUDE, CODA = -1, -2
 # Whether a row leaves after a visit: it does, it does not, or its criteria decide.

@@ -202,10 +202,10 @@ def _read(
     weight = model.embedding if model.lm_head is None else model.lm_head
     ids = np.broadcast_to(batch.target_ids, (len(states), batch.num_targets)) if ids is None else ids
     reads = np.arange(len(states))[:, None] * len(states[0]) + batch.target_reads
-    found = target_logprobs(torch.cat(states), weight, reads.ravel(), ids.ravel()).view(ids.shape)
+    logprobs = target_logprobs(torch.cat(states), weight, reads.ravel(), ids.ravel()).view(ids.shape)
     if model.gate is None:
-        return found, None
-    return found, model.leaving(torch.stack(states))[:, torch.from_numpy(batch.target_reads).to(found.device)]
+        return logprobs, None
+    return logprobs, model.leaving(torch.stack(states))[:, torch.from_numpy(batch.target_reads).to(logprobs.device)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +246,10 @@ def routed_logprobs(
         raise InputError("the model does not loop, so it has no routes", field="model", remedy="use `logprobs`")
     check_trained(model, batch)
     visits = list(routed(model, *whole_sequences(model, batch), routing=routing, routes=routes))
-    found, gate = _read(model, batch, [visit.state[batch.step.read_rows] for visit in visits], ids)
+    logprobs, gate = _read(model, batch, [visit.state[batch.step.read_rows] for visit in visits], ids)
     logits = [visit.logits for visit in visits if visit.logits is not None]
     weights = torch.stack([visit.weights for visit in visits])
-    return RoutedLogprobs(found, gate, torch.stack(logits) if logits else None, weights)
+    return RoutedLogprobs(logprobs, gate, torch.stack(logits) if logits else None, weights)
 
 
 def whole_sequences(model: CausalLM, batch: TrainBatch) -> tuple[Tensor, Tensor, StepAttend, Tensor]:

@@ -286,7 +286,7 @@ class VisitStore:
 
     def _route(self, routing: Routing) -> np.ndarray:
         """Returns what the router chooses for each request of a Routing, int64 [n, visits]."""
-        model, found, how = self.model, [], self.model.loop.router
+        model, summaries, how = self.model, [], self.model.loop.router
         assert model.router is not None and how is not None
         for first, stop in zip(routing.offsets[:-1].tolist(), routing.offsets[1:].tolist(), strict=True):
             if len(routing.tokens):
@@ -295,12 +295,12 @@ class VisitStore:
             else:
                 states = self.states[send(routing.slots[first:stop], model.device)]
             # One request at a time: the sum does not depend on what is asked beside it.
-            found.append(summary(states[-1:], states.float().mean(0, keepdim=True)))
+            summaries.append(summary(states[-1:], states.float().mean(0, keepdim=True)))
         if how.kind == "planned":
             assert model.planner is not None
-            logits = torch.cat([model.planner(one) for one in found], 1)
+            logits = torch.cat([model.planner(one) for one in summaries], 1)
         else:
-            logits = torch.cat([model.router(one, routing.step) for one in found])[None]
+            logits = torch.cat([model.router(one, routing.step) for one in summaries])[None]
         wrong = logits[..., :-1].isnan().any(-1) | logits[..., -1].isnan()
         number = torch.arange(len(logits), device=logits.device)[:, None] + routing.step
         too_early = number < send(routing.fewest, logits.device)
@@ -323,10 +323,10 @@ class VisitTicket:
         ids = np.full(len(self.taken), -1, np.int64)
         if self.reads is None:
             return VisitResult(ids, taken=self.taken, left=self.left, blocks=self.blocks, made=self.made)
-        found, at = self.reads.result(), np.flatnonzero(self.taken)
-        ids[at] = found.ids
-        logprobs = {int(at[read]): one for read, one in found.logprobs.items()}
-        return VisitResult(ids, logprobs, found.numbers, self.taken, self.left, self.blocks, self.made)
+        result, at = self.reads.result(), np.flatnonzero(self.taken)
+        ids[at] = result.ids
+        logprobs = {int(at[read]): one for read, one in result.logprobs.items()}
+        return VisitResult(ids, logprobs, result.numbers, self.taken, self.left, self.blocks, self.made)
 
 
 def _picked(drawing: Drawing, taken: np.ndarray, order: np.ndarray) -> Drawing | None:

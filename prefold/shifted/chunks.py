@@ -112,22 +112,22 @@ class ChunkIndex:
         stop = min(len(tokens) - 1, first + self.options.window)
         if not table or stop - first < self._shortest:
             return []
-        found: list[Chunk] = []
+        chunks: list[Chunk] = []
         in_vain = 0
         for start, end in _texts(tokens, first, stop):
             behind = _images_before(tokens, start)
             hashes = window_hashes(tokens[start:end], self._size).tolist()
             at, i = start, 0
-            while i < len(hashes) and len(found) < self.options.max_matches and in_vain < MOST_IN_VAIN:
+            while i < len(hashes) and len(chunks) < self.options.max_matches and in_vain < MOST_IN_VAIN:
                 places = table.get((behind, hashes[i]))
                 chunk = places and self._longest(places, tokens, start + i, at, end)
                 if chunk:
-                    found.append(chunk)
+                    chunks.append(chunk)
                     at, i = chunk.stop, chunk.stop - start
                 else:
                     i, in_vain = i + 1, in_vain + (places is not None)
-        covered = sum(map(len, found))
-        return found if covered >= self.options.min_share * (len(tokens) - first) else []
+        covered = sum(map(len, chunks))
+        return chunks if covered >= self.options.min_share * (len(tokens) - first) else []
 
     def _longest(self, places: dict[Node, int], tokens: np.ndarray, at: int, first: int, stop: int) -> Chunk | None:
         """Returns the longest chunk within [first, stop) around the block at `at`; None where all are too short."""
@@ -228,8 +228,8 @@ class ChunkIndex:
                 if end > node.start and block.max() < MEDIA_BASE:
                     key = (_images_before(tokens, end - self._size), int(window_hashes(block, self._size)[0]))
                     wanted.setdefault(path[0].parent.namespace, {}).setdefault(key, set()).add(node)
-        found = {name: {key: set(places) for key, places in table.items()} for name, table in self._blocks.items()}
-        assert found == wanted
+        noted = {name: {key: set(places) for key, places in table.items()} for name, table in self._blocks.items()}
+        assert noted == wanted
 
 
 def window_hashes(tokens: np.ndarray, size: int) -> np.ndarray:

@@ -117,15 +117,15 @@ def permitted(cache: CacheOptions | None, model: Mapping[str, Any]) -> CacheOpti
         if not cache.shifted.trial:
             raise _refused("chunks are to be reused at other positions, and no file says what that does to results")
         return cache
-    found = Measured.read(cache.shifted)
+    measured = Measured.read(cache.shifted)
     for name in ("model", "dtype", "adapters"):
-        was, now = found.model.get(name), model.get(name)
+        was, now = measured.model.get(name), model.get(name)
         if was != now:
             raise _refused(f"{cache.shifted} was measured with the {name} {_short(was)}, and this is {_short(now)}")
-    why = found.drift.unmet(found.bound)
+    why = measured.drift.unmet(measured.bound)
     if why is not None:
         raise _refused(f"{cache.shifted} does not meet its bound: {why}")
-    return replace(cache, shifted=found.settings)
+    return replace(cache, shifted=measured.settings)
 
 
 def _made(kind: type[T], given: Any) -> T:

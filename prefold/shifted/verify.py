@@ -37,14 +37,14 @@ def run(o: dict[str, Any], input: Any, rows: Iterable[Any]) -> None:
     works = [work for work in input.tasks["generate"].prepare([item for _, item in items])]
     requests = [request for work in works if not isinstance(work, InputError) for request in work.requests]
     bad += sum(isinstance(work, InputError) for work in works)
-    found = []
+    answers = []
     for shifted in (None, settings):
         llm = input.load(o | {"cache": CacheOptions(shifted=shifted)})
-        found.append(first_tokens(llm.engine, requests))
+        answers.append(first_tokens(llm.engine, requests))
         identity, dtype = llm.identity, str(llm.dtype).removeprefix("torch.")
         llm.close()
         del llm
-    drift = drift_between(requests, *found)
+    drift = drift_between(requests, *answers)
     bound = Bound(o["tolerance"], 0.01 if o["max_changed"] is None else o["max_changed"])
     why = drift.unmet(bound)
     if o["output"] is not None:
@@ -77,11 +77,11 @@ def first_tokens(engine: Any, requests: Sequence[Request]) -> list[Generated | N
     The prompts are run one after the other, so that each may reuse what those before it left.
     """
     sampling = Sampling(max_tokens=1, logprobs=TOP, ignore_eos=True)
-    found: list[Generated | None] = []
+    answers: list[Generated | None] = []
     for request in requests:
         ((_, answer),) = engine.stream([replace(request, sampling=sampling)], None)
-        found.append(None if isinstance(answer, InputError) else answer[0])
-    return found
+        answers.append(None if isinstance(answer, InputError) else answer[0])
+    return answers
 
 
 def drift_between(
