@@ -194,11 +194,6 @@ class Exits:
         changed = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
         return {name if name in _SAME_NAMES else f"exit_{name}": getattr(self, name) for name in changed}
 
-    def without_route(self) -> Exits | None:
-        """Returns the exit rules without their route; None where there are no other rules."""
-        others = replace(self, route=None)
-        return None if others == Exits() else others
-
 
 @dataclass(frozen=True, slots=True)
 class Readout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..model.ops import Ops
 from ..model.parallel import ALONE, Alone
 from ..model.transformer import CausalLM, Pass
 from ..schedule.steps import SlotStep, StreamStep
+from ..types import Exits
 from .config import LoopedConfig
 from .gates import Gate, Planner, Router, RowExits, Seen, visits_at_exit
 from .steps import CODA, PRELUDE
@@ -119,8 +121,8 @@ class LoopedLM(CausalLM):
                 arguments["route"] = step.route
         elif (exits := step.readout.exits) is not None:
             arguments["route"] = exits.route
-            if (exits := exits.without_route()) is not None:
-                arguments["exits"] = RowExits.of(exits)
+            if (rules := replace(exits, route=None)) != Exits():
+                arguments["exits"] = RowExits.of(rules)
         return arguments
 
     def after_each_visit(self, rows: Pass, order: Sequence[int] | None = None) -> list[Tensor]:
