@@ -22,8 +22,8 @@ from ..schedule.generate_step import Running
 from ..schedule.parts import EnginePart
 from ..types import Medium
 from ..worker.protocol import Worker
-from .steps import DropImages, EncodeImage, ImageFacts
-from .table import MediaTable, first_id
+from .steps import DropImages, EncodeImage, ImageFacts, first_id
+from .table import MediaTable
 
 # The tower goes on where steps take long for another reason: it has this part of their time at least.
 LEAST = 0.25

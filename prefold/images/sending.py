@@ -24,7 +24,7 @@ from ..stream import Window
 from ..types import Medium
 from .decode import Image
 from .processor import Processor
-from .table import first_id
+from .steps import first_id
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..schedule.steps import Message
+from ..types import Medium
 from .config import TowerConfig
+
+
+def first_id(medium: Medium) -> int:
+    """Returns the id of an image's first row."""
+    return int(medium.ids[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,6 @@ from ..types import Medium
 SLACK = 256
 
 
-def first_id(medium: Medium) -> int:
-    """Returns the id of an image's first row."""
-    return int(medium.ids[0])
-
-
 class Store(Protocol):
     """A Store has something of images that is found by the ids of their rows."""
 
