@@ -10,7 +10,7 @@ from .attention import MAX_HEAD_DIM
 from .interface import DTYPES, RowLists, SlotLists, SlotPlane, TileCall
 from .loader import Kernels, load, status
 from .products import PanelPool, can_pack_words, pack_words
-from .program import Kind, Operation, ProgramCall
+from .program import Kind, Operation, PathPlane, ProgramCall
 
 __all__ = [
     "DTYPES",
@@ -19,6 +19,7 @@ __all__ = [
     "Kind",
     "Operation",
     "PanelPool",
+    "PathPlane",
     "ProgramCall",
     "RowLists",
     "SlotLists",

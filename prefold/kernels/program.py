@@ -20,9 +20,15 @@ class Operation(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kind", "source", "out", "beside", "wide", "plane", "window")),
         ("eps", c_float),
-        *((name, c_int64) for name in ("at", "keys", "heads", "dim")),
+        *((name, c_int64) for name in ("at", "keys", "heads", "dim", "kv_heads")),
         *((name, c_void_p) for name in ("weight", "bias")),
     )
+
+
+class PathPlane(Structure):
+    """A PathPlane is that of src/program.cpp, with its fields in their order."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("keys", "values", "next_keys", "next_values"))
 
 
 class ProgramCall(Structure):
@@ -33,7 +39,11 @@ class ProgramCall(Structure):
         ("count", c_int64),
         *((name, c_void_p) for name in ("buffers", "widths")),
         *((name, c_int64) for name in ("rows", "picked")),
-        *((name, c_void_p) for name in ("read", "slots", "tables", "read_tables", "planes", "plans", "read_plans")),
+        *((name, c_void_p) for name in ("read", "slots", "tables", "read_tables", "planes", "paths")),
+        ("path", c_int64),
+        *((name, c_void_p) for name in ("keep_path", "keep_new")),
+        *((name, c_int64) for name in ("kept_path", "kept_new")),
+        *((name, c_void_p) for name in ("plans", "read_plans")),
         ("scale", c_float),
         *((name, c_int32) for name in ("threads", "is_bf16")),
     )

@@ -14,14 +14,14 @@ from torch import Tensor
 from ..attention import Heads, KVStore, RowAttention
 from ..device import available_memory, compile_seconds, free_cached, give_back, keep_freed, on, runs_triton, send
 from ..errors import InputError, OutOfMemoryError
-from ..model import Adapter, CausalLM
+from ..model import Adapter, CausalLM, RowAdapters
 from ..model.parallel import Shard
 from ..prefix import MEDIA_BASE
 from ..schedule.steps import EndStream, MakeStore, Message, SlotStep, StreamStep
 from .graphs import DecodeGraphs
 from .program import Program, program_of
 from .protocol import DONE, Facts, Ticket, Worker, WorkerPart, parts_of
-from .rows import Batch, Path, heads_of, prepare, run
+from .rows import Batch, Path, forward_stream, heads_of, prepare, read_stream
 from .slots import SlotReads, forward, make_store, prepare_slots
 
 # What a device affords, where nobody says. On a CPU larger steps hardly gain, and hold their intermediates in memory.
@@ -115,7 +115,7 @@ class LocalWorker(Worker):
         )
         self.store: KVStore | None = None
         self._with_graphs, self._graphs = graphs, None
-        self._program: Program | None = None  # once there is a store
+        self._program = program_of(model)
         self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
         self._paths: dict[int, Path] = {}
@@ -169,9 +169,21 @@ class LocalWorker(Worker):
         if (rows := path.rows) < step.path:
             raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
         path = path if rows == step.path else path.truncate(step.path)
-        media = None if self._media is None else self._media(step.tokens)
-        reads, self._paths[step.stream] = run(self.model, batch, path, media)
+        how = self.model.arguments(step)
+        if self._media is not None and (media := self._media(step.tokens)) is not None:
+            how["media"] = media
+        program = self._program_for(batch.adapters, how) if batch.scatter is None else None
+        if program is None:
+            hidden, kv = forward_stream(self.model, batch, path, how)
+        else:
+            hidden, kv = program.over_rows(batch, path, **how)
+        reads, self._paths[step.stream] = read_stream(self.model, batch, path, hidden, kv)
         return reads
+
+    def _program_for(self, adapters: RowAdapters, how: Mapping[str, Any]) -> Program | None:
+        """Returns the program where it runs a pass: no row has an adapter, and nothing is wanted of the model but that
+        images have some of the rows. how: further arguments of the model's call"""
+        return None if adapters.adapters or not how.keys() <= {"media"} else self._program
 
     def _end_stream(self, message: EndStream) -> Ticket:
         self.forget(message.stream)
@@ -181,7 +193,6 @@ class LocalWorker(Worker):
         self.store, self._states = make_store(self.model, message.slots), None
         alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
         self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
-        self._program = program_of(self.model, self.store)
         return DONE
 
     def _run_slots(self, step: SlotStep) -> Ticket:
@@ -194,10 +205,11 @@ class LocalWorker(Worker):
             hidden = self._graphs.run(step, self._last_ids)
         else:
             batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
-            if self._program is not None and self._program.takes(batch, how):
-                hidden = self._program.run(batch, **how)
-            else:
+            program = self._program_for(batch.adapters, how)
+            if program is None:
                 hidden = forward(self.model, self.store, batch, how)
+            else:
+                hidden = program.over_slots(batch, self.store, **how)
             if step.exits is not None:  # there is a hidden state for each of these
                 each = np.concatenate((step.reads, step.kept))
                 places, kept = np.split(np.arange(len(each)), [len(step.reads)])

@@ -1,5 +1,5 @@
-"""The forward pass over slots as a program: one call into the compiled kernels takes the rows of a step through all
-layers, where every operation of a model has a compiled form. PyTorch's modules define what it computes."""
+"""The forward pass as a program: one call into the compiled kernels takes the rows of a step through all layers, where
+every operation of a model has a compiled form. PyTorch's modules define what it computes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..attention import KVStore
-from ..kernels import Kind, Operation, ProgramCall, TileCall
+from ..attention import KVStore, RowPlan, SlotPlan
+from ..kernels import Kind, Operation, PathPlane, ProgramCall, TileCall
 from ..model import CausalLM, MediaRows
 from ..model.decoder_layer import Layer, Mlp
 from ..model.layers import Linear, Norm
 from ..model.products import GatePanels, Panels, in_turn
+from .rows import Batch, Path, PathKV, heads_of
 from .slots import SlotBatch
 
 # Buffers of rows: the residual stream, what the norms give, what is added to the residual stream next, q, k and v
@@ -27,13 +28,11 @@ LINE = 64  # bytes of a cache line, where buffers begin
 
 
 class Program:
-    """A Program runs the layers and the final norm of one model over the slots of one store."""
+    """A Program runs the layers and the final norm of one model. `program_of` makes it."""
 
-    def __init__(self, model: CausalLM, store: KVStore, compiled: kernels.Kernels):
-        """The model and the store are those that `program_of` has found fit."""
+    def __init__(self, model: CausalLM, compiled: kernels.Kernels):
         self._model, self._compiled = model, compiled
         config = model.local
-        self._planes = store.structs
         self._windows = list(dict.fromkeys(plane.window for plane in config.planes))
         # Planes that are turned alike have one table: that of the first of them.
         firsts = [config.ropes.index(rope) for rope in config.ropes]
@@ -51,13 +50,32 @@ class Program:
         self._array = (Operation * len(self._operations))(*self._operations)
         self._memory, self._room = torch.empty(0), 0
 
-    def takes(self, batch: SlotBatch, how: Mapping[str, Any]) -> bool:
-        """Returns whether the rows of a step can be run: none has an adapter, and nothing is wanted of the model but
-        that images have some of them. how: further arguments of the model's call"""
-        return not batch.adapters.adapters and how.keys() <= {"media"}
+    def over_slots(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> Tensor:
+        """Returns what `worker.slots.forward` returns of a step in which no row has an adapter."""
+        planes = store.structs
+        return self._run(batch, media, slots=batch.slots.data_ptr(), planes=addressof(planes))
 
-    def run(self, batch: SlotBatch, media: MediaRows | None = None) -> Tensor:
-        """Returns what `worker.slots.forward` returns of a step that it `takes`."""
+    def over_rows(self, batch: Batch, path: Path, media: MediaRows | None = None) -> tuple[Tensor, PathKV]:
+        """Returns what `worker.rows.forward_stream` returns of a step that is not folded, in which no row has an
+        adapter."""
+        config, kept_path, kept_new = self._model.local, len(batch.keep_path), len(batch.keep_new)
+        shape = (len(config.planes), 2, kept_path + kept_new, config.kv_heads, config.head_dim)
+        kv = torch.empty(shape, dtype=self._model.dtype)
+        paths = (PathPlane * len(config.planes))()
+        carried = []
+        for plane, (keys, values) in enumerate(kv):
+            before = [tensor.contiguous() for tensor in path.kv.get(plane, ())]
+            carried.append(before)
+            places = [tensor.data_ptr() for tensor in before] or [None, None]
+            paths[plane] = PathPlane(*places, keys.data_ptr(), values.data_ptr())
+        hidden = self._run(
+            batch, media, paths=addressof(paths), path=path.rows, keep_path=batch.keep_path.data_ptr(),
+            keep_new=batch.keep_new.data_ptr(), kept_path=kept_path, kept_new=kept_new,
+        )  # fmt: skip
+        return hidden, {plane: (keys, values) for plane, (keys, values) in enumerate(kv)}
+
+    def _run(self, batch: SlotBatch | Batch, media: MediaRows | None, **place: Any) -> Tensor:
+        """Returns the hidden states of the rows of a step that are read. place: where its K/V comes from and goes to"""
         model, read_rows = self._model, batch.read_rows
         x = model.embed(batch.tokens, batch.positions, media)
         rows = len(x)
@@ -66,24 +84,28 @@ class Program:
         if rows > self._room:
             self._make_room(rows, x.itemsize)
         self._buffers[X], self._buffers[OUT] = x.data_ptr(), out.data_ptr()
-        plans = (TileCall * len(self._windows))(*(batch.plans[window].lists.call for window in self._windows))  # type: ignore[union-attr]
-        read_plans = (TileCall * len(self._windows))()
-        for number, window in enumerate(self._windows):
-            if window in batch.read_plans:
-                read_plans[number] = batch.read_plans[window].lists.call  # type: ignore[union-attr]
+        plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
         cos_sin = model.cos_sin(batch.positions)
         tables = [cos_sin[plane] for plane in self._turned]
         read_tables = tables if read_rows is None else [table.index_select(0, read_rows) for table in tables]
         addresses, read_addresses = _addresses(tables), _addresses(read_tables)
-        self._compiled.run_program(
-            ProgramCall(
-                addressof(self._array), len(self._array), self._buffers.ctypes.data, self._widths.ctypes.data, rows,
-                picked, None if read_rows is None else read_rows.data_ptr(), batch.slots.data_ptr(),
-                addressof(addresses), addressof(read_addresses), addressof(self._planes), addressof(plans),
-                addressof(read_plans), model.config.scale, torch.get_num_threads(), x.dtype == torch.bfloat16,
-            )
+        call = ProgramCall(
+            operations=addressof(self._array), count=len(self._array), buffers=self._buffers.ctypes.data,
+            widths=self._widths.ctypes.data, rows=rows, picked=picked,
+            read=None if read_rows is None else read_rows.data_ptr(), tables=addressof(addresses),
+            read_tables=addressof(read_addresses), plans=addressof(plans), read_plans=addressof(read_plans),
+            scale=model.config.scale, threads=torch.get_num_threads(), is_bf16=x.dtype == torch.bfloat16, **place,
         )  # fmt: skip
+        self._compiled.run_program(call)
         return out
+
+    def _calls(self, plans: Mapping[int | None, SlotPlan | RowPlan]) -> Any:
+        """Returns the plans by the numbers of windows; none has queries that is not there."""
+        calls = (TileCall * len(self._windows))()
+        for number, window in enumerate(self._windows):
+            if window in plans:
+                calls[number] = plans[window].lists.call  # type: ignore[union-attr]
+        return calls
 
     def _make_room(self, rows: int, itemsize: int) -> None:
         """Makes the buffers for steps of so many rows. Attention's and the MLP's lie in one place, since neither is
@@ -147,7 +169,7 @@ class Program:
         window = self._windows.index(config.planes[plane].window)
         self._add(
             Kind.ATTEND, source=source, out=ATTENDED, beside=beside, keys=keys, heads=heads, dim=dim, plane=plane,
-            window=window,
+            kv_heads=kv_heads, window=window,
         )  # fmt: skip
         self._add_linear(layer.o, ATTENDED, DELTA)
         if layer.o_norm is not None:
@@ -169,9 +191,9 @@ class Program:
         return tensor.data_ptr()
 
 
-def program_of(model: CausalLM, store: KVStore) -> Program | None:
-    """Returns the program of a model over a store; None where one of its operations has no compiled form."""
-    compiled, config = store.compiled, model.config
+def program_of(model: CausalLM) -> Program | None:
+    """Returns the program of a model; None where one of its operations has no compiled form."""
+    compiled, config = heads_of(model).compiled(model.device), model.config
     fits = type(model) is CausalLM and model.ranks.size == 1 and config.norm == "rms" and config.rope is not None
     if compiled is None or not fits or not config.scale > 0 or config.activation not in ("silu", "gelu_tanh"):
         return None
@@ -181,7 +203,7 @@ def program_of(model: CausalLM, store: KVStore) -> Program | None:
         linears = (layer.o, layer.mlp.down, *((layer.q, layer.kv) if layer.splits_q else (layer.qkv,)))
         if any(type(linear.product) is not Panels for linear in linears):
             return None
-    return Program(model, store, compiled)
+    return Program(model, compiled)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Any:

@@ -1,10 +1,11 @@
-"""A step of the row stream: its tensors, `attend`, one forward pass with its read-out, and the K/V of the path that a
-step hands to the next."""
+"""A step of the row stream: its tensors, `attend`, one forward pass, its read-out, and the K/V of the path that a step
+hands to the next."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..attention import Heads, RowAttention, RowPlan
 from ..device import send
-from ..model import NO_ADAPTERS, Adapter, CausalLM, MediaRows, RowAdapters
+from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import Plane
 from ..model.ops import log_sum_exp
 from ..schedule.steps import StepResult, StreamStep
@@ -25,6 +26,9 @@ def heads_of(model: CausalLM) -> Heads:
     return Heads(local.heads, local.kv_heads, local.head_dim, model.dtype)
 
 
+PathKV = Mapping[int, tuple[Tensor, Tensor]]  # by plane: keys and values, [path, kv_heads, head_dim] each
+
+
 @dataclass(frozen=True, slots=True)
 class Path:
     """A path is what is held between two steps: the K/V of its rows, and for mean pooling their hidden states.
@@ -33,7 +37,7 @@ class Path:
     hidden  float32 [path, hidden], or None
     """
 
-    kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kv: PathKV = field(default_factory=dict)
     hidden: Tensor | None = None
 
     @property
@@ -80,10 +84,6 @@ class StepAttend:
             )
         self.next_kv[plane] = join(path_k, k, batch), join(path_v, v, batch)
         return o
-
-    def next_path(self, hidden: Tensor | None = None) -> Path:
-        """Returns the path above the next step, once all planes have been called for. hidden: its hidden states."""
-        return Path(self.next_kv, hidden)
 
 
 def join(path: Tensor | None, new: Tensor, batch: Batch) -> Tensor:
@@ -219,35 +219,33 @@ def _fetch(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def run(
-    model: CausalLM,
-    batch: Batch,
-    path: Path,
-    media: MediaRows | None = None,
-) -> tuple[Reads, Path]:
-    """Runs the forward pass of a step, and returns its read-out, not waited for, and the path above the next step.
-
-    On a rank other than 0 what is read of the whole vocabulary is empty.
-    """
-    config, readout = model.config, batch.step.readout
-    attend = StepAttend(batch, path, config.planes, config.scale)
-    how = model.arguments(batch.step)
-    if media is not None:
-        how["media"] = media
+def forward_stream(model: CausalLM, batch: Batch, path: Path, how: Mapping[str, Any]) -> tuple[Tensor, PathKV]:
+    """Returns the hidden states of the rows of a step that are read, [rows, hidden], and the K/V of the path above the
+    next step, as of Path. how: further arguments of the model's call"""
+    attend = StepAttend(batch, path, model.config.planes, model.config.scale)
     hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **how)
+    return hidden, attend.next_kv
+
+
+def read_stream(model: CausalLM, batch: Batch, path: Path, hidden: Tensor, kv: PathKV) -> tuple[Reads, Path]:
+    """Returns what is read of a step, not waited for, and the path above the next step.
+
+    hidden, kv: as of `forward_stream`. On a rank other than 0 what is read of the whole vocabulary is empty.
+    """
+    readout = batch.step.readout
     if readout.kind == "mean":
         values, kept = mean_pool(hidden, batch, path)
-        return Reads(values), attend.next_path(kept)
+        return Reads(values), Path(kv, kept)
     if readout.kind == "logprobs":
         reads = Reads(*logprobs_of(model, hidden, batch.step.reads, batch.reads, batch.targets, readout.top))
-        return reads, attend.next_path()
+        return reads, Path(kv)
     if readout.kind == "logits":
         values = model.logits(hidden, readout.ids)
     elif readout.kind == "head":
         values = model.head(hidden)
     else:
         values = hidden.float()
-    return Reads(values), attend.next_path()
+    return Reads(values), Path(kv)
 
 
 def logprobs_of(

@@ -16,6 +16,7 @@ from prefold.model import MediaRows
 from prefold.types import Request
 from prefold.worker import local
 from prefold.worker.program import Program, program_of
+from prefold.worker.rows import forward_stream
 from prefold.worker.slots import forward, make_store
 
 # Gate and up in whole vectors: other widths have no program.
@@ -33,9 +34,10 @@ def own_products(monkeypatch):
     )
 
 
-def load(tmp_path, family="llama", dtype="float32", **sizes) -> LLM:
-    sizes = {"intermediate_size": WIDTH} | sizes
-    return LLM(str(tiny_checkpoint(tmp_path, family, **sizes)), dtype=dtype, device="cpu", kv_memory=1 << 20)
+def load(tmp_path, family="llama", dtype="float32", rows=None, **sizes) -> LLM:
+    """rows: the most of a step"""
+    folder = tiny_checkpoint(tmp_path, family, **{"intermediate_size": WIDTH} | sizes)
+    return LLM(str(folder), dtype=dtype, device="cpu", kv_memory=1 << 20, max_batch_rows=rows)
 
 
 def requests(seed: int) -> list[Request]:
@@ -50,23 +52,46 @@ def requests(seed: int) -> list[Request]:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_hidden_states_are_those_of_the_modules_to_the_last_bit(tmp_path, monkeypatch, family, dtype):
     llm = load(tmp_path, family, dtype)
-    rows, run, engine = [], Program.run, engine_of(llm, slots=200, rows=7)
+    rows, run, engine = [], Program.over_slots, engine_of(llm, slots=200, rows=7)
     engine.generator  # noqa: B018 (makes the store)
     other = make_store(llm.model, engine.worker.store.slots)
 
-    def both(program, batch):
+    def both(program, batch, store):
         # As if the first row were that of an image.
         media = MediaRows(torch.zeros(1, dtype=torch.int64), torch.ones(1, 36, dtype=llm.model.dtype))
-        assert program.takes(batch, {"media": media})
         expected = forward(llm.model, other, batch, {"media": media})
-        found = run(program, batch, media)
+        found = run(program, batch, store, media)
         assert torch.equal(found, expected)
         rows.append(len(batch.tokens))
         return found
 
-    monkeypatch.setattr(Program, "run", both)
+    monkeypatch.setattr(Program, "over_slots", both)
     generate(engine, requests(1))
     assert len(rows) > 6 and max(rows) == 7  # prompts in parts, and outputs beside them
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("task", ["embed", "score"])
+def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(tmp_path, monkeypatch, family, dtype, task):
+    llm, run, paths = load(tmp_path, family, dtype, rows=9), Program.over_rows, []
+
+    def both(program, batch, path):
+        expected, kv = forward_stream(llm.model, batch, path, {})
+        found, kept = run(program, batch, path)
+        assert torch.equal(found, expected) and kept.keys() == kv.keys()
+        for plane, tensors in kv.items():
+            assert all(torch.equal(*pair) for pair in zip(kept[plane], tensors, strict=True))
+        paths.append(path.rows)
+        return found, kept
+
+    monkeypatch.setattr(Program, "over_rows", both)
+    texts = ["the same beginning of each, and then the first end", "the same beginning of each, and another", "others"]
+    if task == "embed":
+        llm.embed(texts, pooling="mean")
+    else:
+        llm.score(texts, [" yes and no"] * 3)
+    assert len(paths) > 4 and max(paths) > 9
 
 
 def test_many_rows_after_few_and_few_after_many(tmp_path, monkeypatch):
@@ -87,8 +112,8 @@ def test_many_rows_after_few_and_few_after_many(tmp_path, monkeypatch):
 )
 def test_a_model_with_another_operation_has_no_program(tmp_path, family, sizes):
     llm = load(tmp_path, family, **sizes)
-    assert program_of(llm.model, make_store(llm.model, 10)) is None
-    assert program_of(load(tmp_path).model, make_store(load(tmp_path).model, 10)) is not None
+    assert program_of(llm.model) is None
+    assert program_of(load(tmp_path).model) is not None
 
 
 def test_rows_with_an_adapter_go_through_the_modules(tmp_path, monkeypatch):
@@ -104,20 +129,20 @@ def test_rows_with_an_adapter_go_through_the_modules(tmp_path, monkeypatch):
 
 
 def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch):
-    counts, run = [], Program.run
+    counts, run = [], Program._run
 
-    def counted(program, batch):
+    def counted(program, *arguments, **place):
         def count(frame, event, argument):
             counts[-1] += event in ("call", "c_call")
 
         counts.append(0)
         sys.setprofile(count)
         try:
-            return run(program, batch)
+            return run(program, *arguments, **place)
         finally:
             sys.setprofile(None)
 
-    monkeypatch.setattr(Program, "run", counted)
+    monkeypatch.setattr(Program, "_run", counted)
     each = []
     for layers in (2, 6):
         llm = load(tmp_path, num_hidden_layers=layers)
@@ -128,12 +153,12 @@ def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch
 
 
 def test_a_slot_that_is_not_there_is_an_error(tmp_path, monkeypatch):
-    llm, run = load(tmp_path), Program.run
+    llm, run = load(tmp_path), Program.over_slots
 
-    def wrong(program, batch):
+    def wrong(program, batch, store):
         batch.slots[-1] = 1 << 40
-        return run(program, batch)
+        return run(program, batch, store)
 
-    monkeypatch.setattr(Program, "run", wrong)
+    monkeypatch.setattr(Program, "over_slots", wrong)
     with pytest.raises(ValueError, match="a slot that is not there"):
         llm.generate(["some text"], max_tokens=2)

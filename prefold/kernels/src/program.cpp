@@ -29,6 +29,7 @@ PREFOLD_DECLARE_PRODUCTS(float32, float)
 PREFOLD_DECLARE_PRODUCTS(bfloat16, Bf16)
 extern "C" int32_t prefold_write_slots(const prefold::WriteCall*, int32_t);
 extern "C" int32_t prefold_slot_attention(const prefold::SlotCall*, int32_t);
+extern "C" int32_t prefold_row_attention(const prefold::RowCall*, int32_t);
 
 namespace prefold {
 namespace {
@@ -50,10 +51,18 @@ struct Operation {
   int64_t at;           // kRope, kAttend: where heads (kAttend: queries) begin in a row
   int64_t keys;         // kAttend: where keys begin in a row of `beside`; values follow them
   int64_t heads, dim;   // kRope, kAttend
+  int64_t kv_heads;     // kAttend
   const void *weight, *bias;
 };
 
-// A program for one step.
+// The keys and values of the path above a row stream's step, of one plane, and room for those above the next step:
+// [path, kv_heads, dim] each.
+struct PathPlane {
+  const char *keys, *values;
+  char *next_keys, *next_values;
+};
+
+// A program for one step, over slots or over the rows of a stream.
 struct ProgramCall {
   const Operation* operations;
   int64_t count;
@@ -61,10 +70,14 @@ struct ProgramCall {
   const int64_t* widths;            // of a row of each buffer
   int64_t rows, picked;
   const int64_t* read;              // [picked], the rows that kPick leaves, ascending; not looked at where these are all
-  const int64_t* slots;             // [rows]
+  const int64_t* slots;             // [rows]; null: rows of a stream
   const float* const* tables;       // of all rows: cosines, then sines, [rows, dim]
   const float* const* read_tables;  // of the rows that are read
-  const SlotPlane* planes;
+  const SlotPlane* planes;             // over slots
+  const PathPlane* paths;              // of a stream, by plane
+  int64_t path;                        // rows of it that are carried
+  const int64_t *keep_path, *keep_new; // which of these, and of the new rows, are carried on
+  int64_t kept_path, kept_new;         // how many these are
   const TileCall *plans, *read_plans;  // by window
   float scale;
   int32_t threads, is_bf16;
@@ -131,25 +144,46 @@ struct Pass {
     }
   }
 
+  TileCall tiles(const Operation& op) const {
+    TileCall tiles = (all ? call.plans : call.read_plans)[op.window];
+    tiles.q = buffer(op.source) + op.at;
+    tiles.out = buffer(op.out);
+    tiles.q_row = call.widths[op.source];
+    tiles.q_head = op.dim;
+    tiles.queries = rows;
+    tiles.heads = op.heads;
+    tiles.kv_heads = op.kv_heads;
+    tiles.dim = op.dim;
+    tiles.scale = call.scale;
+    tiles.threads = call.threads;
+    return tiles;
+  }
+
   int32_t attend(const Operation& op) const {
-    const SlotPlane& plane = call.planes[op.plane];
-    const int64_t kv_width = call.widths[op.beside], q_width = call.widths[op.source];
+    const int64_t kv_width = call.widths[op.beside], size = op.kv_heads * op.dim;
     const E* keys = buffer(op.beside) + op.keys;
-    const WriteCall write{plane,    call.slots, keys,   keys + plane.kv_heads * op.dim, kv_width,
-                          op.dim,   kv_width,   op.dim, call.rows,                      call.threads};
-    if (prefold_write_slots(&write, kBf16)) return 2;
-    SlotCall slots{(all ? call.plans : call.read_plans)[op.window], plane};
-    slots.tiles.q = buffer(op.source) + op.at;
-    slots.tiles.out = buffer(op.out);
-    slots.tiles.q_row = q_width;
-    slots.tiles.q_head = op.dim;
-    slots.tiles.queries = rows;
-    slots.tiles.heads = op.heads;
-    slots.tiles.kv_heads = plane.kv_heads;
-    slots.tiles.dim = op.dim;
-    slots.tiles.scale = call.scale;
-    slots.tiles.threads = call.threads;
-    return prefold_slot_attention(&slots, kBf16);
+    if (call.slots) {
+      const SlotPlane& plane = call.planes[op.plane];
+      const WriteCall write{plane,    call.slots, keys,   keys + size, kv_width,
+                            op.dim,   kv_width,   op.dim, call.rows,   call.threads};
+      if (prefold_write_slots(&write, kBf16)) return 2;
+      const SlotCall over{tiles(op), plane};
+      return prefold_slot_attention(&over, kBf16);
+    }
+    const PathPlane& path = call.paths[op.plane];
+    const RowCall over{tiles(op), keys, keys + size, path.keys, path.values, kv_width,  op.dim,   kv_width,
+                       op.dim,    size, op.dim,      size,      op.dim,      call.rows, call.path};
+    if (const int32_t failed = prefold_row_attention(&over, kBf16)) return failed;
+    carry(path.next_keys, path.keys, keys, size, kv_width);
+    carry(path.next_values, path.values, keys + size, size, kv_width);
+    return 0;
+  }
+
+  // Copies the rows that the next step needs, of the path and of the new ones.
+  void carry(char* to, const char* path, const E* fresh, int64_t size, int64_t width) const {
+    const int64_t bytes = size * sizeof(E);
+    for (int64_t i = 0; i < call.kept_path; ++i, to += bytes) std::memcpy(to, path + call.keep_path[i] * bytes, bytes);
+    for (int64_t i = 0; i < call.kept_new; ++i, to += bytes) std::memcpy(to, fresh + call.keep_new[i] * width, bytes);
   }
 
   // Moves the rows that are read to the front of a buffer: in ascending order, so that none is written before it is
