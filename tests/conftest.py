@@ -1,8 +1,10 @@
+import functools
 import itertools
 import os
 import random
 import re
 import signal
+import ssl
 import sys
 from pathlib import Path
 
@@ -25,6 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 for name in ("SIGINT", "SIGHUP"):
     if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
         signal.signal(getattr(signal, name), lambda *_: None)
+
+# Reading all certificates takes a client of HTTP ten times as long as a request, and no test speaks TLS.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 # The same examples in each run and on each machine, however slow or busy it is. --hypothesis-profile=default draws
 # others, and keeps those that fail.

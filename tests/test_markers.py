@@ -30,10 +30,10 @@ def test_unit_tests_run_without_importing_torch():
     assert " passed" in done.stdout and "status 0 False" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
-def test_no_test_imports_another(path):
+def test_no_test_imports_another():
     """What two tests need lies in a file beside them that is no test. Programs that tests write are looked at too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    trees = {path: ast.parse(path.read_text()) for path in TESTS.rglob("*.py")}
+    for path, node in ((path, node) for path, tree in trees.items() for node in ast.walk(tree)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -44,7 +44,7 @@ def test_no_test_imports_another(path):
         else:
             continue
         tests = {part for name in names for part in name.split(".")} & FILES
-        assert not tests, f"line {node.lineno} imports {tests}: move what both need to a file of its own"
+        assert not tests, f"{path}:{node.lineno} imports {tests}: move what both need to a file of its own"
 
 
 class Item:

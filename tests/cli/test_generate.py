@@ -224,6 +224,7 @@ def test_what_cannot_be_done_is_said_in_a_line(prefold, tmp_path, table, argumen
     assert says in done.stderr and "Traceback" not in done.output
 
 
+@pytest.mark.slow  # test_kills.py does so with jobs of all kinds, in processes that start quickly
 def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, slowed):
     count = 300
     records = [{"prompt": f"{i % 11} common {i}"} if i % 50 else {"prompt": None} for i in range(count)]

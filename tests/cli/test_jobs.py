@@ -302,6 +302,7 @@ def test_a_closed_pipe_is_no_traceback(model, tmp_path, environment):
     assert "Traceback" not in done.stderr and json.loads(done.stdout)["record"]
 
 
+@pytest.mark.slow  # test_kills.py does so with jobs of all kinds, in processes that start quickly
 def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, slowed):
     count = 400
     write(tmp_path / "in.jsonl", [{"text": f"{i % 11} common {i}"} if i % 50 else {} for i in range(count)])

@@ -139,7 +139,7 @@ def test_standard_streams_that_are_full_or_closed(model, tmp_path, environment):
 
 
 @pytest.mark.parametrize(
-    "command", ["models", *(pytest.param(c, marks=pytest.mark.slow) for c in ("--help", "--version"))]
+    "command", ["--help", *(pytest.param(c, marks=pytest.mark.slow) for c in ("models", "--version"))]
 )
 def test_other_commands_into_a_full_or_closed_output(tmp_path, environment, command):
     for where, why in (("> /dev/full", "No space left on device"), (">&-", "standard output is closed")):

@@ -96,6 +96,7 @@ def _choices(body, prompt, chat=False):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the body of an answer waits until the client has acknowledged its head
     server: Server
 
     def log_message(self, *_):

@@ -352,13 +352,13 @@ def test_real_engines(tmp_path):
     alone = llms.pop("c").engine
     facts = {name: replace(facts_of(llm), max_rows=64, max_running=8) for name, llm in llms.items()}
     replicas = ThreadReplicas("ab", llms=llms, facts=facts)
-    with closing(Fleet(replicas)) as fleet, filled(200) as spool:
+    with closing(Fleet(replicas)) as fleet, filled(120) as spool:
         numbers = dict(run(fleet, spool))
         for tag, result in alone.run(spool.windows(max_tokens=500), Readout("last")):
             assert np.abs(numbers.pop(tag).values - result.values).max() < 1e-4
         assert not numbers and fleet.stats.unique_tokens == spool.unique_tokens()
         assert 0 <= fleet.stats.rows_computed - fleet.stats.unique_tokens <= (1 + fleet.steals) * 32
-    with closing(Fleet(ThreadReplicas("ab", llms=llms, facts=facts))) as fleet, filled(200, generate=True) as spool:
+    with closing(Fleet(ThreadReplicas("ab", llms=llms, facts=facts))) as fleet, filled(120, generate=True) as spool:
         texts = {tag: answer[0].tokens for tag, answer in run(fleet, spool, generate=True)}
         windows = spool.windows(max_tokens=500)
         alone.reset_stats()

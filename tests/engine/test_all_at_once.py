@@ -39,7 +39,7 @@ async def several(llm: LLM) -> list:
 CALLS = (score, embed, generate, stream)
 
 
-@pytest.mark.parametrize("rounds", [5, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cache_prefill", [True, False])
 def test_results_are_those_of_a_call_alone(tmp_path, rounds, cache_prefill):
     folder = str(tiny_checkpoint(tmp_path, "llama"))

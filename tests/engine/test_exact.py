@@ -42,7 +42,7 @@ VARIANTS = [(family, {}) for family in FAMILIES] + [
 def model(request, tmp_path_factory):
     family, overrides = request.param
     folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), family, **overrides)
-    token_lists = prompts(len(family) + len(overrides))
+    token_lists = prompts(len(family) + len(overrides), count=9)
     return LLM(str(folder), dtype="float32", device="cpu"), token_lists, oracle(folder, token_lists)
 
 

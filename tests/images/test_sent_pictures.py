@@ -92,6 +92,7 @@ def fleet_of(llms, table, **how):
     return Fleet(replicas, media=table), replicas
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("kind", ["tokens", "last", "mean"])
 def test_prompts_with_images_give_what_they_give_alone(llms, kind, live):

@@ -63,12 +63,12 @@ def lines_of(path) -> dict:
 )
 def test_results_of_a_stream_are_those_of_a_sorted_job(tmp_path, folder, task, options):
     found, source = {}, tmp_path / "in.jsonl"
-    source.write_text("".join(json.dumps({"text": text, "k": f"id{i}"}) + "\n" for i, text in enumerate(texts(150))))
+    source.write_text("".join(json.dumps({"text": text, "k": f"id{i}"}) + "\n" for i, text in enumerate(texts(80))))
     for streaming in (False, True):
         out = tmp_path / f"{streaming}.jsonl"
         job = live_job(folder, task, open_source(str(source)), out, streaming=streaming, **options)
         summary = run_job(job, Progress())
-        assert summary.records == 150 and not summary.errors and summary.streams == 1
+        assert summary.records == 80 and not summary.errors and summary.streams == 1
         assert summary.shape.num_requests == summary.stats.requests
         found[streaming] = (lines_of(out), summary.stats)
     (plain, before), (live, stats) = found[False], found[True]

@@ -63,7 +63,7 @@ def read(dense: Dense, tokens: list[int], exits: Exits, row: int = -1) -> torch.
 @pytest.mark.parametrize("rows", [2, 1000])
 def test_numbers_of_a_run(model, sharing, exits, rows):
     llm, dense = model
-    token_lists = prompts(3)
+    token_lists = prompts(3, count=6)
     found = run(llm, [as_request(t) for t in token_lists], Readout("last", exits=exits), sharing=sharing, rows=rows)
     for result, tokens in zip(found, token_lists, strict=True):
         np.testing.assert_allclose(result.values, read(dense, tokens, exits), rtol=1e-4, atol=1e-4)
@@ -74,7 +74,7 @@ def test_every_request_has_exits_of_its_own(model, rows):
     """The same prompts with different exits share their rows, and each token is read where its request asks."""
     llm, dense = model
     names = ("exit_threshold", "min_visits", "max_visits")
-    cases = [(tokens, exits) for tokens in prompts(5, count=4) for exits in ASKED]
+    cases = [(tokens, exits) for tokens in prompts(5, count=3)[:4] for exits in ASKED]
     engine = engine_of(llm, rows=rows)
     requests = [
         ask(

@@ -82,7 +82,7 @@ def test_progress_counts_a_row_once(gated):
 def test_interrupts_of_steps_that_are_visits(gated, monkeypatch):
     """Whichever step of them is broken off while it is waited for, the next call gives what it would have given."""
     engine = engine_of(gated, rows=24, cache=CacheOptions(min_overlap=1))
-    asked = [request_of(tokens, Exits(0.6)) for tokens in prompts(5, count=6)]
+    asked = [request_of(tokens, Exits(0.6), max_tokens=3) for tokens in prompts(5, count=3)]
     wanted, worker, results = tokens_of(generate(engine, asked)), engine.worker, count()
     start = worker.start
 

@@ -236,9 +236,9 @@ def test_generation_goes_over_arrays(group, step_visits, monkeypatch):
         return lay_out(self, draft, first)
 
     monkeypatch.setattr(Decoding, "lay_out", counted)
-    several = shared(visits, rules, prompts, limit=14).stats
-    assert len(made) > 40 // step_visits and max(made) > 1  # each is laid out twice
-    single = shared(replace(visits, step_visits=1), rules, prompts, limit=14, max_batch_rows=3).stats
+    several = shared(visits, rules, prompts, limit=7).stats
+    assert len(made) > 20 // step_visits and max(made) > 1  # each is laid out twice
+    single = shared(replace(visits, step_visits=1), rules, prompts, limit=7, max_batch_rows=3).stats
     for name in ("block_calls", "block_calls_saved", "kv_bytes_freed", "decode_rows"):
         assert getattr(several, name) == getattr(single, name), name
 
@@ -324,7 +324,7 @@ def test_tails_grow():
     """Long outputs, and more sequences than there were places."""
     visits = VisitOptions((0, 1, 0), 2)
     prompts = [[number % 2, number % 3, 1] for number in range(20)]
-    shared(visits, [Exits(0.5, 2)] * 20, prompts, limit=40, max_batch_rows=32, max_running=20)
+    shared(visits, [Exits(0.5, 2)] * 20, prompts, limit=20, max_batch_rows=32, max_running=20)
 
 
 def test_steps_that_become_smaller():

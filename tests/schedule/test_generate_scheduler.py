@@ -98,7 +98,7 @@ def test_unknown_lengths_are_preempted_and_end(seed, slots, rows, cached, ahead)
     rng = np.random.default_rng(seed)
     scheduler = scheduler_of(slots, rows, cache=CacheOptions(min_overlap=0) if cached else None)
     stop_at = lambda path, sample: len(path) >= 24  # noqa: E731
-    prompts = prompts_of(rng, 12)
+    prompts = prompts_of(rng, 8)
     for key, prompt in enumerate(prompts):
         scheduler.submit(key, prompt, limit=1000, reserve=False)
     ended = run_to_end(scheduler, stop_at, ahead=lambda: ahead)

@@ -88,7 +88,7 @@ class Browser:
         self.process.wait(60)
 
 
-@pytest.fixture(params=[1200, 360])
+@pytest.fixture(params=[1200, pytest.param(360, marks=pytest.mark.slow)])
 def browser(request, tmp_path):
     if CHROMIUM is None:
         pytest.skip("there is no chromium")

@@ -22,16 +22,16 @@ from prefold.serve.store import Store
 def test_a_restart_goes_on(llm, tmp_path):
     folder = str(tmp_path)
     with serving(llm, served_names=("tiny",), data_dir=folder) as server, client_of(server) as client:
-        batch = batch_of(client, [completion(i, **LONG) for i in range(200)])
+        batch = batch_of(client, [completion(i, **LONG) for i in range(100)])
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3)
     with serving(None, data_dir=folder) as server, client_of(server) as client:  # while the model is being loaded
         found = client.batches.retrieve(batch.id)
-        assert found.status == "in_progress" and 3 < found.request_counts.completed < 200
+        assert found.status == "in_progress" and 3 < found.request_counts.completed < 100
     with serving(llm, served_names=("tiny",), data_dir=folder) as server, client_of(server) as client:
         done = ended(client, batch)
         assert done.status == "completed"
         found = [json.loads(line)["custom_id"] for line in content(client, done.output_file_id).splitlines()]
-        assert sorted(found) == sorted(f"c{i}" for i in range(200))
+        assert sorted(found) == sorted(f"c{i}" for i in range(100))
 
 
 def test_an_end_that_was_killed_is_made_again(llm, tmp_path, monkeypatch):

@@ -127,6 +127,8 @@ def test_it_is_for_admins(llm, tmp_path):
 # ------------------------------------------------------------------------------------------------------ in chromium
 
 
+# Where there is little room.
+@pytest.mark.parametrize("browser", [360, pytest.param(1200, marks=pytest.mark.slow)], indirect=True)
 def test_what_a_person_sees(browser, server, llm, tmp_path):
     llm.engine.generator.scheduler.cache.clear()
     ask = lambda prompt, tokens: httpx.post(  # noqa: E731

@@ -379,19 +379,20 @@ def test_requests_at_fault_that_come_one_after_the_other(llm, poisoned, monkeypa
             right, wrong = pool.map(ask, ["yes", "Q"])
         assert (right.status_code, wrong.status_code) == (200, 500)
         assert right.json()["choices"][0]["text"] == good
-    assert len(ended) >= 6 and all(isinstance(one, RuntimeError) for one in ended)
+        until(lambda: len(ended) >= 6)
+    assert all(isinstance(one, RuntimeError) for one in ended)
 
 
 def test_one_request_that_steps_fail_for(llm, poisoned):
     """It alone is answered with 500; all others get what they would get without it, also those that run already."""
-    prompts = [f"{word} the {number}" for number in range(4) for word in ("yes", "no", "Q")]
+    prompts = [f"{word} the {number}" for number in range(3) for word in ("yes", "no", "Q")]
     good = [prompt for prompt in prompts if "Q" not in prompt]
-    texts = [one.text for one in llm.generate(good, max_tokens=60, ignore_eos=True)]
+    texts = [one.text for one in llm.generate(good, max_tokens=30, ignore_eos=True)]
     vectors = llm.embed(good)
     found: dict[str, list[httpx.Response]] = {}
 
     def ask(prompt):
-        body = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
         text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
         found[prompt] = [text, httpx.post(f"{server.url}/v1/embeddings", json={"input": prompt}, timeout=60)]
 
@@ -403,7 +404,7 @@ def test_one_request_that_steps_fail_for(llm, poisoned):
             thread.join()
         ask(good[0])  # several that fail at once could mean that every step fails, until one does not
         assert httpx.get(f"{server.url}/health").status_code == 200
-    assert [one.status_code for p in prompts if "Q" in p for one in found[p]] == [500] * 8
+    assert [one.status_code for p in prompts if "Q" in p for one in found[p]] == [500] * 6
     assert [found[p][0].json()["choices"][0]["text"] for p in good] == texts
     for p, vector in zip(good, vectors, strict=True):
         assert found[p][1].json()["data"][0]["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)

@@ -149,7 +149,9 @@ def test_packs_ask_what_they_say(router_example, example):
     assert at == len(packs.wanted) > 5
 
 
-@pytest.mark.parametrize("more", [["--reads=request"], ["--reads=row"], ["--sure=0.5"]])
+@pytest.mark.parametrize(
+    "more", [["--reads=request"], pytest.param(["--reads=row"], marks=pytest.mark.slow), ["--sure=0.5"]]
+)
 def test_a_router_is_trained_on(router_example, trained, tmp_path, monkeypatch, capsys, more):
     monkeypatch.setattr(sys.modules["looped"], "SAVE_EVERY", 2)
     given = [*ROUTER, f"--model={trained}", *more]

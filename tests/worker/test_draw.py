@@ -61,10 +61,10 @@ def test_tokens_are_those_of_numpy(both, monkeypatch, vocab, size):
 def test_equals_are_kept_or_left_together(both, option):
     """Rows of few different numbers: what is drawn is what the filters leave, whatever bound falls among equals."""
     rng = np.random.default_rng(5)
-    logits = torch.from_numpy(rng.integers(-2, 3, (4, 130)).astype(np.float32))
-    logits[3] = 1.0
-    logits[2, rng.integers(0, 130, 60)] = -torch.inf
-    found, wanted = both(logits, [option] * 4, [37] * 4)
+    logits = torch.from_numpy(rng.integers(-2, 3, (3, 130)).astype(np.float32))
+    logits[2] = 1.0
+    logits[1, rng.integers(0, 130, 60)] = -torch.inf
+    found, wanted = both(logits, [option] * 3, [37] * 3)
     assert found == wanted
     for row, token in zip(logits, found, strict=True):
         probs = torch.softmax(row / option.temperature, -1).numpy()
@@ -76,7 +76,7 @@ def test_equals_are_kept_or_left_together(both, option):
 
 def test_signs_of_zero_are_equal(both):
     logits = torch.tensor([[-0.0, 0.0, -0.0, -5.0]])
-    found, wanted = both(logits, [Sampling(temperature=1.0, top_k=1)] * 12, list(range(12)))
+    found, wanted = both(logits, [Sampling(temperature=1.0, top_k=1)] * 6, list(range(6)))
     assert found == wanted
     assert set(found) == {0, 1, 2}
 
@@ -117,7 +117,7 @@ def states(seed: int = 0) -> list[SamplerState]:
     return made
 
 
-@pytest.mark.parametrize("altered", [True, False])
+@pytest.mark.parametrize("altered", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_tokens_of_all_options_are_those_of_numpy(on_triton, altered, monkeypatch):  # noqa: F811
     """With tokens that the states have not been told of yet, and several samples of one row."""
     logits = torch.randn(9, 120, generator=torch.Generator().manual_seed(1)) * 2

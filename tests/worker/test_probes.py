@@ -27,7 +27,7 @@ def folder(request, tmp_path_factory):
 def test_results_are_those_of_the_stream(folder, rows, kv_memory):
     plain = LLM(folder, **PLACE)
     cached = LLM(folder, **PLACE, cache=CACHE, cache_prefill=True, kv_memory=kv_memory)
-    token_lists = prompts(3)
+    token_lists = prompts(3, count=8)
     rng = np.random.default_rng(0)
     for _ in range(2):  # cold, then warm
         for kind in ("last", "logits", "logprobs", "mean", "first"):

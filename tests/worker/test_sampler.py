@@ -224,7 +224,7 @@ def test_draws_have_the_right_distribution(options):
     """Over samples at one position, and over positions of one sample."""
     logits = random_logits(1, vocab=12, seed=3) / 3
     expected = slow_probs(logits[0].double().numpy(), options)
-    draws = 4000
+    draws = 2000
     samples = [state(options, sample=i, seed=2) for i in range(draws)]
     counts = np.bincount(choose_for(logits, samples, [0] * draws).ids, minlength=12)
     assert chi_square(counts, expected) > 1e-3

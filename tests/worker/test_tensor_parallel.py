@@ -75,7 +75,7 @@ def test_every_family(family, ranks, tmp_path):
 @pytest.fixture
 def split(folder, monkeypatch):
     monkeypatch.setattr(tensor_parallel, "TIMEOUT_SECONDS", 60)
-    llm = LLM(folder, **PLACE, tensor_parallel=3)
+    llm = LLM(folder, **PLACE, tensor_parallel=2)
     yield llm
     llm.close()
 
@@ -87,13 +87,15 @@ def embed_until_it_fails(llm) -> RankError:
     return error.value
 
 
-def test_a_killed_rank_is_named(split):
-    assert np.isfinite(split.embed(["some text"])).all()
-    victim = split._team._processes[1]
+def test_one_split_model_at_a_time_and_a_killed_rank_is_named(split, folder):
+    with pytest.raises(InputError, match=r"torch\.distributed is in use"):
+        LLM(folder, **PLACE, tensor_parallel=2)
+    assert np.isfinite(split.embed(["the first one goes on"])).all()
+    (victim,) = split._team._processes
     threading.Timer(0.3, os.kill, (victim.pid, signal.SIGKILL)).start()
     error = embed_until_it_fails(split)
-    assert "rank 2 was ended by SIGKILL" in str(error)
-    with pytest.raises(RankError, match="have ended: rank 2 was ended"):
+    assert "rank 1 was ended by SIGKILL" in str(error)
+    with pytest.raises(RankError, match="have ended: rank 1 was ended"):
         split.generate("more", max_tokens=2)
     assert all(process.poll() is not None for process in split._team._processes)
 
@@ -111,12 +113,6 @@ def test_what_a_rank_says_last_is_heard(split):
     """A step that this process could run and another cannot: the rank and its error are named."""
     split._team._pipes[0].send("nonsense")
     assert "rank 1 failed: TypeError: str is no message" in str(embed_until_it_fails(split))
-
-
-def test_one_split_model_at_a_time(split, folder):
-    with pytest.raises(InputError, match=r"torch\.distributed is in use"):
-        LLM(folder, **PLACE, tensor_parallel=2)
-    assert np.isfinite(split.embed(["the first one goes on"])).all()
 
 
 def test_more_ranks_than_heads(folder):
