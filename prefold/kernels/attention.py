@@ -80,7 +80,7 @@ class AttentionKernels(Family):
             sizes = (c_int64 * 4)()
             self._calls[f"{kind}_list_sizes"](handle, sizes)
             tiles, runs, masked, own = sizes
-            lists = {
+            lists: dict[str, Any] = {
                 "run_offsets": np.empty(tiles + 1, np.int64),
                 "mask_offsets": np.empty(tiles + 1, np.int64),
                 "runs": np.empty((runs, 2), np.int32),

@@ -106,13 +106,13 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 KINDS = {"p": c_void_p, "q": c_int64, "i": c_int32, "f": c_float}
 # What may follow a name: in the keys of `bind`, and in C.
-ALONE: dict[tuple, str] = {(): ""}
-MIXED: dict[tuple, str] = {
+ALONE: dict[tuple[Any, ...], str] = {(): ""}
+MIXED: dict[tuple[Any, ...], str] = {
     (torch.float32, torch.float32): "_float32",
     (torch.bfloat16, torch.bfloat16): "_bfloat16",
     (torch.bfloat16, torch.float32): "_bfloat16_float32",
 }
-GATED: dict[tuple, str] = {
+GATED: dict[tuple[Any, ...], str] = {
     (activation, dtype): f"_{activation}_{suffix}"
     for activation in ("silu", "gelu_tanh")
     for dtype, suffix in DTYPES.items()

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -92,7 +93,7 @@ _HASHED = 512  # tokens of one of Mooncake's hash ids
 _OWN = 1 << 30  # numbers of parts that are not shared begin here
 
 
-def _request(number: int, line: dict) -> SimRequest:
+def _request(number: int, line: dict[str, Any]) -> SimRequest:
     rows, output = int(line["input_length"]), max(1, int(line["output_length"]))
     if rows < 1:
         raise ValueError("input_length is below 1")

@@ -30,7 +30,8 @@ class TempFile:
 
     def append(self, parts: Iterable[bytes]) -> tuple[int, int]:
         """Writes parts behind those that were appended before; returns where they begin and end. Raises OSError."""
-        start, held, size = self.end, [], 0
+        start, size = self.end, 0
+        held: list[bytes] = []
         for part in chain(parts, (None,)):
             if size >= _BUFFER or part is None:
                 self.write(b"".join(held), self.end)

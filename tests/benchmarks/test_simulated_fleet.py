@@ -149,7 +149,7 @@ def test_what_each_part_of_the_dispatcher_is_worth():
 
 
 def test_the_published_systems_at_a_small_size():
-    found = {(o.name, o.expected): o for o in published(scale=64, ours=False)}
+    found = {(o.name, o.expected): o for o in published(scale=32, ours=False)}
     assert len(found) == 10
     (small_steps,) = [o for o in found.values() if o.name == "bucketing, steps of 190"]
     assert small_steps.setup.max_batch_rows == 190 and small_steps.expected is None

@@ -11,7 +11,7 @@ from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.errors import InputError, PrefoldError
 
-MAX_TOKENS = 16
+MAX_TOKENS = 24
 # What a family changes are its layers. That which schedules them knows of windows alone.
 SCHEDULED = pytest.mark.parametrize(
     "case",
@@ -61,7 +61,7 @@ def test_all_together(case, rows, sharing):
 def test_little_memory(case, running, reserve):
     llm, asked, expected = case
     longest = max(map(len, asked)) + MAX_TOKENS
-    engine = engine_of(llm, rows=16, slots=longest + 4, max_running=running * 4, reserve_output=reserve)
+    engine = engine_of(llm, rows=16, slots=longest + 10, max_running=running * 4, reserve_output=reserve)
     assert tokens_of(generate(engine, requests_of(asked))) == expected
     if not reserve and running > 1:
         assert engine.stats.generation.preemptions > 0
