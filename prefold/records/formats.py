@@ -178,9 +178,7 @@ class LineSource(Source):
     most_bytes: int | None = None
 
     @classmethod
-    def make(
-        cls, name: str, format: str, identity: dict[str, Any], head: bytes, opener: Any, options: TableOptions
-    ) -> Source:
+    def make(cls, name: str, format: str, identity: dict, head: bytes, opener: Any, options: TableOptions) -> Source:
         """Returns the source of this format. Raises JobError where the first line, `head`, shows that it is another."""
         if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise JobError(f"{name} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {name}")
@@ -196,13 +194,7 @@ class LineSource(Source):
         return source
 
     def __init__(
-        self,
-        name: str,
-        format: str,
-        identity: dict[str, Any],
-        columns: list[str] | None,
-        opener: Any,
-        head: bytes = b"",
+        self, name: str, format: str, identity: dict, columns: list[str] | None, opener: Any, head: bytes = b""
     ):
         super().__init__(name, format, identity, columns)
         self._opener = opener

@@ -30,8 +30,7 @@ class TempFile:
 
     def append(self, parts: Iterable[bytes]) -> tuple[int, int]:
         """Writes parts behind those that were appended before; returns where they begin and end. Raises OSError."""
-        start, size = self.end, 0
-        held: list[bytes] = []
+        start, held, size = self.end, list[bytes](), 0
         for part in chain(parts, (None,)):
             if size >= _BUFFER or part is None:
                 self.write(b"".join(held), self.end)
