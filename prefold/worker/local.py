@@ -183,7 +183,11 @@ class LocalWorker(Worker):
     def _program_for(self, adapters: RowAdapters, how: Mapping[str, Any]) -> Program | None:
         """Returns the program where it runs a pass: no row has an adapter, and nothing is wanted of the model but that
         images have some of the rows. how: further arguments of the model's call"""
-        return None if adapters.adapters or not how.keys() <= {"media"} else self._program
+        if self._program is None or adapters.adapters or not how.keys() <= {"media"}:
+            return None
+        if not self._program.is_current:
+            self._program = program_of(self.model)
+        return self._program
 
     def _end_stream(self, message: EndStream) -> Ticket:
         self.forget(message.stream)

@@ -17,7 +17,7 @@ from ..kernels import Kind, Operation, PathPlane, ProgramCall, TileCall
 from ..model import CausalLM, MediaRows
 from ..model.decoder_layer import Layer, Mlp
 from ..model.layers import Linear, Norm
-from ..model.products import GatePanels, Panels, in_turn
+from ..model.products import GatePanels, Panels, Product, in_turn
 from .rows import Batch, Path, PathKV, heads_of
 from .slots import SlotBatch
 
@@ -41,6 +41,7 @@ class Program:
         hidden, q, kv, wide = config.hidden, config.q_size, config.kv_size, config.intermediate
         self._widths = np.array([hidden, hidden, hidden, q + 2 * kv, q, 2 * kv, q, wide, hidden], np.int64)
         self._kept: list[Tensor] = []  # what operations name by address and the model does not hold
+        self._products: list[tuple[Linear, Product | None]] = []
         self._operations: list[Operation] = []
         delta = -1
         for plane, number in enumerate(config.visited):
@@ -49,6 +50,11 @@ class Program:
         self._add_norm(model.norm, X, OUT, delta)
         self._array = (Operation * len(self._operations))(*self._operations)
         self._memory, self._room = torch.empty(0), 0
+
+    @property
+    def is_current(self) -> bool:
+        """Returns whether the model's linears have the products that they had when this was made."""
+        return all([linear.product is product for linear, product in self._products])
 
     def over_slots(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> Tensor:
         """Returns what `worker.slots.forward` returns of a step in which no row has an adapter."""
@@ -131,9 +137,14 @@ class Program:
         self._add(Kind.NORM, source=source, out=out, beside=beside, weight=weight, eps=norm.eps, wide=wide)
 
     def _add_linear(self, linear: Linear, source: int, out: int) -> None:
+        weight, bias = self._packed(linear), self._address(linear.whole_bias)
+        self._add(Kind.LINEAR, source=source, out=out, weight=weight, bias=bias)
+
+    def _packed(self, linear: Linear) -> int:
+        """Returns the address of a linear's matrix, which is held by its product."""
         assert isinstance(linear.product, Panels)
-        packed, bias = linear.product.packed, self._address(linear.whole_bias)
-        self._add(Kind.LINEAR, source=source, out=out, weight=packed.data_ptr(), bias=bias)
+        self._products.append((linear, linear.product))
+        return linear.product.packed.data_ptr()
 
     def _add_rope(self, plane: int, source: int, at: int, heads: int, norm: nn.Parameter | None) -> None:
         config = self._model.local
@@ -176,10 +187,8 @@ class Program:
             self._add_norm(layer.o_norm, DELTA, DELTA)
         self._add_norm(layer.post_norm, X, H, DELTA)
         first = layer.mlp.gate_up
-        assert isinstance(first.product, GatePanels)
-        bias = self._address(None if first.bias is None else in_turn(first.bias))
-        packed, is_gelu = first.product.packed, first.activation == "gelu_tanh"
-        self._add(Kind.GATED, source=H, out=WIDE, weight=packed.data_ptr(), bias=bias, wide=is_gelu)
+        weight, bias = self._packed(first), self._address(None if first.bias is None else in_turn(first.bias))
+        self._add(Kind.GATED, source=H, out=WIDE, weight=weight, bias=bias, wide=first.activation == "gelu_tanh")
         self._add_linear(layer.mlp.down, WIDE, DELTA)
         if layer.down_norm is not None:
             self._add_norm(layer.down_norm, DELTA, DELTA)

@@ -13,6 +13,7 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM, kernels
 from prefold.model import MediaRows
+from prefold.model.products import Panels, Product
 from prefold.types import Request
 from prefold.worker import local
 from prefold.worker.program import Program, program_of
@@ -126,6 +127,24 @@ def test_rows_with_an_adapter_go_through_the_modules(tmp_path, monkeypatch):
     assert not by_modules and llm.engine.worker._program is not None
     llm.generate(["some text"], max_tokens=3, adapter="a")
     assert by_modules
+
+
+def test_a_product_that_is_put_in_later_is_used(tmp_path):
+    """Another matrix of the same kind, then a product of another kind."""
+    llm = load(tmp_path)
+    before = llm.embed("some text")
+    linear = llm.model.layers[1].o
+    linear.use(Panels(torch.zeros(36, 36), kernels.load()))
+    zero = llm.embed("some text")
+    assert llm.engine.worker._program is not None and not np.array_equal(zero, before)
+
+    class Zero(Product):
+        def __call__(self, x, bias=None):
+            return torch.zeros(len(x), 36)
+
+    linear.use(Zero())
+    np.testing.assert_array_equal(llm.embed("some text"), zero)
+    assert llm.engine.worker._program is None
 
 
 def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch):
