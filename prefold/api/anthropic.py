@@ -121,7 +121,7 @@ class CountTokens(RequestBody, kw_only=True):
     }
 
     def order(self, served: Served) -> TaskOrder:
-        """Returns what a conversation asks of its task. Raises InputError."""
+        """Returns the order of a conversation. Raises InputError."""
         chat: Body = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         chat["stop"] = self.stop_sequences
         chat["messages"] = [new for message in self.messages for new in _messages(message)]

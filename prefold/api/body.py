@@ -28,12 +28,12 @@ _BOUNDS = {">=": ", {} or more", ">": ", more than {}", "<=": ", at most {}"}
 
 
 def doc(text: str, kind: str | None = None, **schema: Any) -> Meta:
-    """Returns what OpenAPI says of a field: what it means, and where its type is Any, which values it may have."""
+    """Returns the description of a field in OpenAPI, and where its type is Any, the schema of its values."""
     return Meta(description=text, extra_json_schema=({"type": kind} if kind else {}) | schema or None)
 
 
 def doc_of_option(name: str, **schema: Any) -> Meta:
-    """Returns what OpenAPI says of an option of generation, by its declaration. schema: of one that is no number."""
+    """Returns the description of an option of generation. schema: of an option that is no number."""
     option = option_of("generate", name)
     least, most = option.metadata["least"], option.metadata["most"]
     bounds = {"exclusiveMinimum" if option.metadata["above"] else "minimum": least, "maximum": most}
@@ -254,11 +254,11 @@ class Batchable(Settings, kw_only=True):
 
     @classmethod
     def fields_of(cls, meta: Mapping[str, Any]) -> Mapping[str, str]:
-        """Returns what the request calls the fields of the task's items. meta: what the response needs."""
+        """Returns {name of a field of the task's items: its name in the request}. meta: what the response needs."""
         return cls.fields | ({"grammar": meta["format"]} if "format" in meta else {})
 
     def order(self, served: Served) -> TaskOrder:
-        """Returns what the request asks of its task. Raises InputError."""
+        """Returns the order of the request: the items of its task, and how the response is made. Raises InputError."""
         return self.ordered(served, *self.read({}))
 
     def ordered(self, served: Served, items: Sequence[Any], meta: dict[str, Any], **more: Any) -> TaskOrder:
@@ -304,7 +304,7 @@ def converted(
 
 
 def _remedy(fault: str, kind: Any, name: str) -> str:
-    """Returns what to do about a field of a struct that is wrong. what: what msgspec says of it."""
+    """Returns the remedy for a field of a struct that is wrong. fault: the words of msgspec."""
     types = [entry.type for entry in msgspec.structs.fields(kind) if entry.name == name]
     for word in (part for each in types for part in (each, *get_args(each))):
         if isinstance(word, type) and issubclass(word, Word):
@@ -317,8 +317,8 @@ def _remedy(fault: str, kind: Any, name: str) -> str:
 
 
 def renamed(field: str | None, names: Mapping[str, str]) -> str | None:
-    """Returns what the request calls a field of a task's items: "text[3]" is "inputs[3]" of a request to TEI, and any
-    part of a grammar the parameter that asks for it."""
+    """Returns the name that a field of a task's items has in the request: "text[3]" is "inputs[3]" of a request to TEI,
+    and any part of a grammar is the parameter that asks for it."""
     name, bracket, index = (field or "").partition("[")
     if name.partition(".")[0] == "grammar":
         return names.get("grammar", name)

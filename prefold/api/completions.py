@@ -438,7 +438,7 @@ class Echo:
 
 
 def read_echo(body: Any, *, most: int) -> Echo | None:
-    """Returns what a request wants of its prompts; None: nothing. Raises InputError for values that are wrong.
+    """Returns the Echo of a request; None where it wants nothing of its prompts. Raises InputError.
 
     body  a Chat or a Completion; where nothing is to be generated, one token is, which is not made
     most  the most likely tokens that may be asked for

@@ -141,7 +141,7 @@ class Classify(Settings):
     use_activation: Annotated[bool | None, doc("false: logits, or vectors that are not scaled.")] = None
 
     def order(self, served: Served) -> TaskOrder:
-        """Returns what asks for the labels of texts. Raises UnsupportedModelError for a model that has none."""
+        """Returns the order for the labels of texts. Raises UnsupportedModelError for a model that has none."""
         return labels_of(self._labels(served, f"classify-{served.id}"), served)
 
     def _labels(self, served: Served, id: str) -> TaskOrder:
@@ -185,7 +185,7 @@ class Pooling(Classify, kw_only=True):
     encoding_format: Encoding = Encoding.float
 
     def order(self, served: Served) -> TaskOrder:
-        """Returns what asks for vectors, or of a model with a classification head for its values. Raises InputError."""
+        """Returns the order for vectors, or of a model with a classification head for its values. Raises InputError."""
         task, id = "embed" if served.llm.config.num_labels is None else "classify", f"pool-{served.id}"
         if self.task is not None and str(self.task).lower() != task:
             message, remedy = f"'task' is {self.task!r:.100}", f"give one of {task}"
@@ -207,7 +207,7 @@ class Pooling(Classify, kw_only=True):
 
 
 def labels_of(order: TaskOrder, served: Served) -> TaskOrder:
-    """Returns what asks for labels. Raises UnsupportedModelError for a model without a classification head."""
+    """Returns an order for labels. Raises UnsupportedModelError for a model without a classification head."""
     if served.llm.config.num_labels is None:
         message = "the model has no classification head, and so no labels; serve one ...ForSequenceClassification"
         raise UnsupportedModelError(message)
@@ -247,7 +247,7 @@ class CohereEmbed(Body, kw_only=True):
     remedies: ClassVar = {"texts": "give a list of texts", "embedding_types": f"give some of {', '.join(_FORMS)}"}
 
     def order(self, served: Served, default: Sequence[str] | None = None) -> TaskOrder:
-        """Returns what asks for a vector of each text, in one form or several. Raises InputError: also for int8 and
+        """Returns the order for a vector of each text, in one form or several. Raises InputError: also for int8 and
         uint8, as their scale is that of a model which was made for them.
 
         default  embedding_types of a body without; None: the vectors are a bare list, as those of /v1/embed are

@@ -235,7 +235,7 @@ def _tool(tool: Function) -> Body:
 
 
 def _format(format: Format | None) -> Body | None:
-    """Returns what a chat request calls a format. Raises InputError."""
+    """Returns a format as a chat request has it. Raises InputError."""
     if format is None or format.type != "json_schema":
         return None if format is None else {"type": format.type}
     if format.schema is None:
@@ -283,7 +283,7 @@ def responses_body(meta: Body, results: Sequence[Body]) -> Body:
 
 
 def _head(meta: Body) -> Body:
-    """Returns what a response says from its beginning on."""
+    """Returns the fields that a response has from its beginning on."""
     repeated = meta["asked"]
     return {
         "id": f"resp_{meta['id']}", "object": "response", "created_at": int(time.time()), "status": "in_progress",

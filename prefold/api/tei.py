@@ -60,7 +60,7 @@ class TeiEmbed(Truncation):
     dimensions: Annotated[Any, doc("The vectors' first so many numbers.", "integer", minimum=1)] = None
 
     def order(self, served: Served) -> TaskOrder:
-        """Returns what asks for a vector of each input. Raises UnsupportedModelError."""
+        """Returns the order for a vector of each input. Raises UnsupportedModelError."""
         options = {"normalize": self.normalize, **self.options}
         items = [{"text": self.inputs, "dimensions": self.dimensions}]
         order = TaskOrder("embed", items, lambda results: vectors_in(*results), options, {"text": "inputs"})
@@ -84,7 +84,7 @@ class TeiRerank(Truncation):
     top_n: Annotated[Any, doc("How many of the best texts are answered.", "integer", minimum=1)] = None
 
     def order(self, served: Served) -> TaskOrder:
-        """Returns what asks for a score of each text, the best first."""
+        """Returns the order for a score of each text, the best first."""
         options: dict[str, Any] = {"raw_scores": self.raw_scores}
         if self.truncate:
             options["truncate"] = "left" if self.truncation_direction == "Left" else True
@@ -111,7 +111,7 @@ class TeiPredict(Truncation):
     parameters: Parameters | None = None
 
     def order(self, served: Served) -> TaskOrder:
-        """Returns what asks how likely the labels of the classification head are. Raises InputError,
+        """Returns the order for the scores of the labels of the classification head. Raises InputError,
         UnsupportedModelError.
 
         With "parameters", as huggingface_hub sends it, a text is answered as a list of one.
@@ -165,7 +165,7 @@ class TeiSimilarity(Body):
     }
 
     def order(self, served: Served) -> TaskOrder:
-        """Returns what asks for the cosine of the angle between a sentence and each of several. Raises
+        """Returns the order for the cosine of the angle between a sentence and each of several. Raises
         UnsupportedModelError."""
 
         def make(results: Results) -> Any:
@@ -193,7 +193,7 @@ class TeiDecode(Body):
 
 
 def vectors_of(order: TaskOrder, served: Served) -> TaskOrder:
-    """Returns what asks for vectors. Raises UnsupportedModelError for a model that by TEI's rule makes none."""
+    """Returns an order for vectors. Raises UnsupportedModelError for a model that by TEI's rule makes none."""
     if served.llm.config.num_labels is not None:
         raise UnsupportedModelError("the model has a classification head and is no embedding model; use /predict")
     return order

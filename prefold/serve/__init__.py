@@ -6,11 +6,11 @@ state         the server's state, what a dialect is, and the way from a request 
 context       what dialects do alike: one request, whole answers and answers in events
 dialects      which path of OpenAI, vLLM, Anthropic, Cohere, TEI is answered how; files: of OpenAI's files and batches
 handler       RequestHandler: bodies become items of tasks, tasks' requests go to the engine, results become responses
-backpressure  who is let in, and threads for which tenants take turns
+backpressure  how many requests may wait, and threads for which tenants take turns
 limits        what a request may not bring, and what the event loop does itself
 http          notices clients that leave, reads bodies within limits, writes events, refuses foreign pages
-keys          who may ask
-batches       which batches there are, and who works for them; batch: one batch's way to its output
+keys          keys and the tenants they stand for
+batches       which batches there are, and the threads that run them; batch: one batch's way to its output
 store         files and batches on disk
 admin         the page, and the cache; metrics: Prometheus, and the access log
 

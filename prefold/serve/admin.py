@@ -1,4 +1,4 @@
-"""What admins see and do: the page of a server, with its trie as it is now, who runs, and its steps over time; and the
+"""The page of a server for its admins: its trie as it is now, the sequences that run, and its steps over time; and the
 state of the cache, with pin, unpin, clear.
 
 The page itself holds no data and is for everybody; what it shows comes from /page/data, which is for admins.
@@ -41,7 +41,7 @@ def route() -> Route:
     text = page_text("page.html")
 
     async def page(request: Request) -> Response:
-        """Answers with the page that shows the trie and who runs."""
+        """Answers with the page that shows the trie and the sequences that run."""
         return page_response(text)
 
     return Route("/", page, methods=["GET"])
@@ -154,7 +154,7 @@ _NOTHING = {"slots": 0, "used_slots": 0, "rows": {"kept": 0, "pinned": 0, "in_us
 
 
 def held_of(names: Mapping[str, str | None], scheduler: Any) -> dict[str, Any]:
-    """Returns what the cache holds. No step may run meanwhile.
+    """Returns the rows that the cache holds. No step may run meanwhile.
 
     names  {namespace: name of its tenant}
     """

@@ -189,7 +189,7 @@ def describe(entries: Sequence[Entry], plain: Sequence[Route]) -> dict[str, Any]
 
 
 def _about(method: str, path: str, described: Any, tag: str) -> dict[str, Any]:
-    """Returns what an operation is. described: what has a docstring that says so."""
+    """Returns the head of an operation. described: the object whose docstring is its summary."""
     name = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
     summary = (inspect.getdoc(described) or "Answers.").split("\n\n")[0]
     return {"tags": [tag], "operationId": name, "summary": " ".join(summary.split())}

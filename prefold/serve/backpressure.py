@@ -1,4 +1,4 @@
-"""Who is let in: what waits is counted, and what comes beyond a limit is told when to come again."""
+"""Bounds what waits: requests are counted, and those beyond a limit are refused, with the time to send them again."""
 
 from __future__ import annotations
 

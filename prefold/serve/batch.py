@@ -417,7 +417,7 @@ def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Counter[
 
 
 def _usage_body(usage: Counter[str]) -> Body:
-    """Returns what a batch says of the tokens of its answers. usage: as `add_usage` adds it up."""
+    """Returns the usage of a batch, the tokens of its answers. usage: as `add_usage` adds it up."""
     copied = {"approximate_tokens": usage["approximate"]} if usage["approximate"] else {}
     return {
         "input_tokens": usage["input"],

@@ -38,7 +38,7 @@ class Batches:
         self._store, self._log = store, log
         self._open: dict[str, OpenBatch] = {}
         self._used: Counter[str] = Counter()  # the files of `_open`: each expired one is looked for again and again
-        self._lock = threading.Lock()  # of `_open` and `_used`, and of who works for what
+        self._lock = threading.Lock()  # of `_open` and `_used`, and of which thread works for which batch
         self._using = threading.Lock()  # of which files are read by batches: none is forgotten while one begins to
         self._turns: Counter[tuple[str, str]] = Counter()  # {(thread's name, tenant): the number of its last turn}
         self._woken, self._can_run = threading.Event(), threading.Event()
@@ -246,7 +246,7 @@ class Batches:
 
 
 def _told(error: Exception) -> str:
-    """Returns what everybody may know of an error for which a batch waits: no paths, and no ids."""
+    """Returns an error for which a batch waits in words for all clients: without paths and ids."""
     if isinstance(error, Refusal):
         return str(error)
     if isinstance(error, RankError):

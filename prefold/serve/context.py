@@ -43,12 +43,12 @@ class RequestContext:
 
     @property
     def handler(self) -> RequestHandler:
-        """Returns what answers. Raises Refusal (503) while no requests are taken."""
+        """Returns the handler. Raises Refusal (503) while no requests are taken."""
         return self.state.handler_for_requests()
 
     @property
     def served(self) -> Served:
-        """Returns what an order depends on besides its body, which has been read."""
+        """Returns the things on which an order depends besides its body, which has been read."""
         handler = self.handler
         return Served(handler.llm, self.model, self.id, handler.fingerprint, self.state.options.max_logprobs)
 
@@ -188,7 +188,7 @@ class Entry:
                     await context.read(computes=self.computes)
                 return await self.handle(context)
             except ClientGone:
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # its client is gone
             except Exception as error:
                 # Of a path that several share, the body says whose it is.
                 dialect: Dialect = request.scope.get("dialect", self.dialect)

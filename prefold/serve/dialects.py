@@ -77,7 +77,7 @@ class Detokenize(Body, kw_only=True):
 
 
 def taking(kind: type[Body], **more: Any) -> Handle:
-    """Returns what answers requests with bodies of one kind. more: for their `order`."""
+    """Returns the handle of requests with bodies of one kind. more: for their `order`."""
 
     async def handle(context: RequestContext) -> Response:
         return await context.answer(kind.of(context.body).order(context.served, **more))  # type: ignore[attr-defined]

@@ -209,7 +209,7 @@ class RequestHandler:
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
         task = self.task(order)
         works: list[Work] = [raised(work) for work in task.prepare(order.items)]
-        if not any(work.requests for work in works):  # nobody would ever answer
+        if not any(work.requests for work in works):  # no answer would ever come
             raise InputError("the request holds no text", remedy="give at least one", code="empty")
         return task, works
 

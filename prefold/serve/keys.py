@@ -1,4 +1,4 @@
-"""Who may ask: keys, the tenants they stand for, and the namespace in which each tenant's prompts are shared."""
+"""Reads the file of keys: the tenants that they stand for, and the namespace in which a tenant's prompts are shared."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ UNLIMITED = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A Tenant is who a key stands for.
+    """A Tenant is the person or program that a key stands for.
 
     name      in metrics; None where there are no keys
     admin     whether it may see metrics, and look after the cache
@@ -115,7 +115,7 @@ class Keys:
 
     @property
     def tenants(self) -> list[Tenant]:
-        """Returns those whom keys stand for, each once."""
+        """Returns the tenants that keys stand for, each once."""
         return list({tenant.name: tenant for _, tenant in self._tenants.values()}.values())
 
     @property
@@ -137,7 +137,7 @@ class Keys:
             self._limits = {tenant.name: tenant.limits for tenant in self.tenants}
 
     def tenant_of(self, namespace: Hashable) -> Hashable:
-        """Returns the name of the tenant whose rows a namespace of the engine (adapter, salt) has; None: nobody's."""
+        """Returns the name of the tenant whose rows are in a namespace (adapter, salt) of the engine; None: of none."""
         salt = namespace[1] if isinstance(namespace, tuple) else ""
         return self._names.get(str(salt).partition("/")[0])
 
@@ -146,11 +146,11 @@ class Keys:
         return self._limits.get(name, UNLIMITED)  # type: ignore[call-overload]
 
     def most_stored(self, owner: str) -> int | None:
-        """Returns how many bytes may be stored for an owner of the store; None: nobody has said it."""
+        """Returns how many bytes may be stored for an owner of the store; None: there is no limit of its own."""
         return self.limits_of(owner or None).max_stored_bytes
 
     def tenant(self, header: Mapping[str, str]) -> Tenant | None:
-        """Returns the tenant of a request's headers (Authorization: Bearer KEY, or x-api-key: KEY); None for nobody."""
+        """Returns the tenant of a request's headers (Authorization: Bearer KEY, or x-api-key: KEY), or None."""
         if self._path is None:
             return ANYBODY
         scheme, _, key = header.get("authorization", "").partition(" ")
@@ -165,7 +165,7 @@ class Keys:
         return hmac.digest(self._secret, digest, "sha256")
 
     def namespace(self, tenant: Tenant) -> str:
-        """Returns what stands before the salts of a tenant's requests, so that no prefix is shared with another."""
+        """Returns the text before the salts of a tenant's requests, so that no prefix is shared with another."""
         if tenant.name is None:
             return ""
         return hmac.new(self._secret, tenant.name.encode(), "sha256").hexdigest()

@@ -1,5 +1,5 @@
-"""What Prometheus is told: vLLM's names with our prefix, and the rows that prefold is about; and the access log: a line
-for each request once its answer has been sent, without prompts, answers and keys."""
+"""The metrics for Prometheus: vLLM's names with our prefix, and the rows that prefold is about; and the access log: a
+line for each request once its answer has been sent, without prompts, answers and keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hits_of(stats: GenerationStats) -> int:
 
 
 class Metrics:
-    """Counts what happens to requests; what the engine counts is read when somebody asks."""
+    """Counts what happens to requests; the counts of the engine are read when metrics are asked for."""
 
     def __init__(self, state: AppState):
         self._state = state

@@ -84,7 +84,7 @@ class ServeOptions:
         return self.max_receiving_bytes // (1 if self.api_keys is None else 2)
 
     def check(self) -> None:
-        """Raises JobError where other machines could reach the server and nobody asked for that, and where a body that
+        """Raises JobError where other machines could reach the server and no option allows that, and where a body that
         is allowed could never be received."""
         if not self.is_local and self.api_keys is None and not self.insecure:
             raise JobError(

@@ -111,7 +111,7 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
             super().on_headers_complete()
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            if not self._in_trailers:  # nobody reads those
+            if not self._in_trailers:  # trailers are not read
                 super().on_header(name, value)
 
         def on_body(self, body: bytes) -> None:

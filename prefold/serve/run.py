@@ -35,7 +35,7 @@ def run(load: Callable[[], Any], options: ServeOptions) -> None:
     logging.basicConfig(format=f"{stamp}prefold: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z", level=logging.WARNING)
     for name in ("prefold.serve", "prefold.access"):
         logging.getLogger(name).setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # whoever sends no HTTP must not fill the log
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients that send no HTTP must not fill the log
     sys.setswitchinterval(1e-3)  # a step plans in Python, and a request should not wait 5 ms for its turn
     state = AppState(options)
     bound = bind(options)
@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # nobody asks for the client's address
+            proxy_headers=False,  # the client's address is not used
             timeout_keep_alive=30,
             timeout_graceful_shutdown=CLOSE_SECONDS,
             backlog=2048,

@@ -1,4 +1,4 @@
-"""The state of a server: its model, who may ask it what, and what fails."""
+"""The state of a server: its model, the keys of its clients, and its failures."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Status = Literal["loading", "ready", "draining", "failed"]
 
 
 class AppState:
-    """An AppState is one served model, and who may ask it what.
+    """An AppState is one served model, with the keys of its clients and what they keep here.
 
-    handler     None until the model is loaded
+    handler  None until the model is loaded
     store    what clients leave here, and `batches` what is done with it; None without a folder for data
     """
 
@@ -57,7 +57,7 @@ class AppState:
 
     @property
     def failing(self) -> str | None:
-        """Returns what fails at present, in words; None where nothing does."""
+        """Returns the present failure in words; None where there is none."""
         failure = None if self.handler is None else self.handler.engine.failure
         if isinstance(failure, RankError):
             return "a rank of the model is gone, and the server has to be started again"
@@ -152,5 +152,5 @@ def as_refusal(error: Exception) -> Refusal:
 
 
 def new_id() -> str:
-    """Returns what makes a response's id different from all others."""
+    """Returns a text that makes a response's id different from all others."""
     return secrets.token_hex(12)

@@ -22,7 +22,7 @@ from ..files import replacing
 from ..job.journal import lock
 from .http import Refusal
 
-# How long somebody waits for a database that another process has locked.
+# How long a thread waits for a database that another process has locked.
 LOCKED_SECONDS = 2.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS objects (
