@@ -332,7 +332,7 @@ def test_a_request_that_is_not_answered_in_time_is_tried_again_within_a_bound():
     with serving(ids=False, fault=fault) as server:
         none = np.empty(0, np.int32)
         of_bytes = SimpleNamespace(prefix_ids=none, suffix_ids=none, decode=lambda ids: bytes(ids.tolist()).decode())
-        replicas = HttpReplicas([server.url], "m", of_bytes, takes_ids=False, timeout=0.3)
+        replicas = HttpReplicas([server.url], "m", of_bytes, takes_ids=False, timeout=1.0)
         with closing(Fleet(replicas)) as fleet, Spool() as spool:
             for text in (b"hang", b"one", b"two"):
                 tokens = np.frombuffer(text, np.uint8).astype(np.int32)
