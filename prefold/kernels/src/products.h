@@ -10,15 +10,27 @@
 // company, nor on the number of threads.
 #pragma once
 
+#include <array>
+#include <utility>
+
 #include "formats.h"
 #include "parallel.h"
 
 namespace prefold {
 
 constexpr int kPanel = 32;      // columns
-constexpr int kBlockRows = 12;  // with a block's vectors, three quarters of the registers
-constexpr int kBlockParts = kRegisters / 16;
-constexpr int kPasses = kPanel / (kBlockParts * kPartLanes);
+// With eight lanes and sixteen registers, six rows by two vectors need fewer loads than twelve by one.
+constexpr int kBlockRows = kPartBytes == 32 ? 6 : 12;
+constexpr int kBlockSums = 12 * (kRegisters / 16);  // vectors of sums: three quarters of the registers
+
+// Vectors of a panel's columns that so many rows are multiplied with at once: as many as there are registers for their
+// sums, at most all. The fewer times rows go through a panel, the better its memory is read.
+constexpr int block_parts(int rows) {
+  int parts = kPanel / kPartLanes;
+  while (parts > 1 && rows * parts > kBlockSums) parts /= 2;
+  return parts;
+}
+
 constexpr int kLine = 64;                                             // bytes
 constexpr int64_t kStepLines = kPanel * sizeof(uint32_t) / kLine;     // of a panel
 // Rows whose time is that of reading the matrix: the hardware sees so simple a stream coming by itself.
@@ -48,6 +60,7 @@ PREFOLD_APART void multiply(const char* x, int64_t x_row, const uint32_t* slab, 
                             float* tile, bool more) {
   using Lane = typename Format::Lane;
   using Stored = typename Format::Stored;
+  constexpr int kBlockParts = block_parts(ROWS), kPasses = kPanel / (kBlockParts * kPartLanes);
   for (int pass = 0; pass < kPasses; ++pass) {
     const uint32_t* words = slab + pass * kBlockParts * kPartLanes;
     Part<float> acc[ROWS][kBlockParts] = {};
@@ -65,7 +78,7 @@ PREFOLD_APART void multiply(const char* x, int64_t x_row, const uint32_t* slab, 
 #pragma GCC unroll 2
       for (int part = 0; part < Format::kParts; ++part) {
         Part<Lane> w[kBlockParts];
-#pragma GCC unroll 2
+#pragma GCC unroll 8
         for (int i = 0; i < kBlockParts; ++i) {
           Part<uint32_t> word;
           memcpy(&word, words + i * kPartLanes, sizeof word);
@@ -75,7 +88,7 @@ PREFOLD_APART void multiply(const char* x, int64_t x_row, const uint32_t* slab, 
         for (int r = 0; r < ROWS; ++r) {
           Stored number;
           memcpy(&number, base[r / 3] + r % 3 * x_row + part * sizeof(Stored), sizeof number);
-#pragma GCC unroll 2
+#pragma GCC unroll 8
           for (int i = 0; i < kBlockParts; ++i) acc[r][i] = Format::mul_add(acc[r][i], w[i], number);
         }
       }
@@ -96,11 +109,14 @@ PREFOLD_APART void multiply(const char* x, int64_t x_row, const uint32_t* slab, 
 template <class Format>
 using Multiply = decltype(&multiply<Format, 1, 0>);
 
+template <class Format, int LINES, int... ROWS>
+constexpr std::array<Multiply<Format>, sizeof...(ROWS)> multiply_rows(std::integer_sequence<int, ROWS...>) {
+  return {multiply<Format, ROWS + 1, LINES>...};
+}
+
+// By the number of rows, less one.
 template <class Format, int LINES>
-constexpr Multiply<Format> kMultiply[kBlockRows] = {
-    multiply<Format, 1, LINES>, multiply<Format, 2, LINES>,  multiply<Format, 3, LINES>,  multiply<Format, 4, LINES>,
-    multiply<Format, 5, LINES>, multiply<Format, 6, LINES>,  multiply<Format, 7, LINES>,  multiply<Format, 8, LINES>,
-    multiply<Format, 9, LINES>, multiply<Format, 10, LINES>, multiply<Format, 11, LINES>, multiply<Format, 12, LINES>};
+constexpr auto kMultiply = multiply_rows<Format, LINES>(std::make_integer_sequence<int, kBlockRows>());
 
 // Rows and a packed matrix. x as `multiply` takes it.
 struct Product {
