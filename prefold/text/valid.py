@@ -35,8 +35,11 @@ def valid_text(text: object, field: str = "text") -> str:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            message = f"{field!r} holds half of a surrogate pair at character {error.start}, so it is not valid Unicode"
+            at = f"at character {error.start}"
+            message = f"{field!r} holds half of a surrogate pair {at}, so it is not valid Unicode"
             remedy = "decode the text again from its source"
+            if "\udc80" <= text[error.start] <= "\udcff":  # a byte of a file (`surrogateescape`)
+                message, remedy = f"{field!r} is not valid UTF-8 {at}", "re-encode it as UTF-8"
             raise InputError(message, field=field, remedy=remedy, code="invalid_utf8") from None
     return text
 

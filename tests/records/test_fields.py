@@ -53,10 +53,15 @@ def test_bad_values_name_the_field_and_a_remedy(template, field, code):
     assert error.value.remedy and field in str(error.value)
 
 
-def test_lone_surrogates_are_not_text():
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [("a\ud800", "decode the text again"), (b"a\xff".decode("utf-8", "surrogateescape"), "re-encode it as UTF-8")],
+    ids=["half of a pair", "a byte of a file"],
+)
+def test_lone_surrogates_are_not_text(text, remedy):
     with pytest.raises(InputError) as error:
-        Template("{q}", "--prompt").render({"q": "a\ud800"})
-    assert error.value.code == "invalid_utf8"
+        Template("{q}", "--prompt").render({"q": text})
+    assert error.value.code == "invalid_utf8" and remedy in error.value.remedy
 
 
 def test_lists_of_texts():
