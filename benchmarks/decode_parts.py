@@ -1,6 +1,7 @@
 """Times the parts of a decode step outside attention, beside oneDNN's packed products.
 
-    python benchmarks/decode_parts.py [--model smollm2-135m] [--rows 1,8,64,256] [--repeats N] [--json FILE]
+    python benchmarks/decode_parts.py [--model smollm2-135m] [--rows 1,8,64,256] [--threads N] [--repeats N]
+        [--json FILE]
 
 Weights are random. `linears` are the linears of all layers and nothing else; `forward` is the model with an attention
 that does nothing; `head` is the LM head. `oneDNN` computes the same products with its own packed weights, the head's
@@ -65,8 +66,10 @@ def main() -> None:
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
     checkpoint, dtype = resolve(options.model, load_format="dummy"), getattr(torch, options.dtype)
     model = load_model(checkpoint, dtype=dtype, device="cpu")
