@@ -31,7 +31,7 @@ from prefold.types import Readout, Request, Sampling
 from prefold.worker import rows as module
 from prefold.worker.graphs import SIZES, DecodeGraphs, FixedStep, padded_size
 from prefold.worker.local import LocalWorker, batch_rows
-from prefold.worker.rows import Path, Reads, heads_of, prepare
+from prefold.worker.rows import Path, Reads, forward_stream, heads_of, prepare, read_stream
 from prefold.worker.slots import SlotAttend, make_store, prepare_slots
 
 # Greedy, drawn with and without filters, and with what the host has to know. Few tokens: the interpreter is slow.
@@ -175,7 +175,7 @@ def test_a_step_never_waits(without_data, sharing, readout):
     batch = one_step(model, prompts(5), sharing, readout)
     assert not model.launches, "what is prepared ahead launches nothing"
     with NoWaiting(), torch.inference_mode():
-        reads, path = module.run(model, batch, Path())
+        reads, path = read_stream(model, batch, Path(), *forward_stream(model, batch, Path(), {}))
     assert reads._values.device.type == "meta"
     assert model.launches.count("_forward") == model.config.layers
     assert {"_add_rms_norm", "_rope", "_gate"} <= set(model.launches)
