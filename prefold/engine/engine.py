@@ -82,7 +82,7 @@ class Engine(EngineLoop):
 
     @property
     def max_batch_rows(self) -> int:
-        """Returns the most rows of a step; it falls when memory runs out."""
+        """Returns the most rows of a step: fewer for a while when memory runs out."""
         return self._budget.rows
 
     @property

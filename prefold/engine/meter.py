@@ -91,8 +91,13 @@ class Meter:
             self._listeners.remove(listener)
 
 
+# After so many steps for which memory was large enough, they may be twice as large again.
+STEPS_UNTIL_LARGER = 256
+
+
 class StepBudget:
-    """A StepBudget is the most rows that a step may have: what was asked for, until memory is too small for it.
+    """A StepBudget is the most rows that a step may have: as many as were asked for, fewer after memory was too small,
+    and more again once it has been large enough for long.
 
     rows   the most rows of the next step
     least  it never falls below that
@@ -100,6 +105,7 @@ class StepBudget:
 
     def __init__(self, rows: int, *, least: int = 1):
         self.rows, self.least = rows, least
+        self._most, self._steps = rows, 0
 
     def start(self, worker: Worker, message: Message, rows: int, prepared: Any = None) -> Ticket | None:
         """Starts a step of `rows` rows and returns its ticket.
@@ -109,9 +115,14 @@ class StepBudget:
         Raises OutOfMemoryError where memory is too small for the least of steps.
         """
         try:
-            return worker.start(message, prepared)
+            ticket = worker.start(message, prepared)
         except OutOfMemoryError:
             if rows <= self.least:
                 raise
-            self.rows = max(self.least, min(self.rows, rows // 2))
+            self.rows, self._steps = max(self.least, min(self.rows, rows // 2)), 0
             return None
+        if self.rows < self._most:
+            self._steps += 1
+            if self._steps == STEPS_UNTIL_LARGER:
+                self.rows, self._steps = min(2 * self.rows, self._most), 0
+        return ticket

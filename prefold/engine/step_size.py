@@ -201,14 +201,14 @@ class StepRows:
 
     def before_admission(self, *, is_idle: bool) -> None:
         """Says how many rows the next step may have, where no pace does. is_idle: nobody has anything to do."""
-        if self._size is None:
-            return
-        if is_idle:
+        if self._size is not None and is_idle:
             self._size.reset()
         if self._speaks is None:
             scheduler, budget = self._scheduler, self._budget
-            waiting, running = scheduler.num_waiting, len(scheduler.running)
-            self.most = self._size.rows(budget.rows, waiting, running, least=budget.least)
+            self.most = budget.rows
+            if self._size is not None:
+                waiting, running = scheduler.num_waiting, len(scheduler.running)
+                self.most = self._size.rows(budget.rows, waiting, running, least=budget.least)
 
     def before_plan(self) -> None:
         """Says how many rows the next step may have, where a pace does."""

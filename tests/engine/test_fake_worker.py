@@ -241,3 +241,37 @@ if __name__ == "__main__":
         preempted, anew = preempted + counts[0], anew + counts[1]
     assert "torch" not in sys.modules
     print(preempted, anew)
+
+
+def test_steps_are_small_after_memory_was_too_small_and_large_again_after_long():
+    class Short(FakeWorker):
+        rows: list[int]
+        is_short = True
+
+        def start(self, message, prepared=None):
+            if isinstance(message, SlotStep):
+                if self.is_short and message.num_rows > 3:
+                    raise OutOfMemoryError("made up")
+                self.rows.append(message.num_rows)
+            return super().start(message, prepared)
+
+    worker = Short(random.Random(0), 1, 0.0)
+    worker.rows = []
+    generation = GenerateOptions(kv_memory=1000, max_running=4)
+    engine = Engine(worker, EngineOptions(max_batch_rows=24, generation=generation))
+    generator = engine.generator
+
+    def run(first: int) -> int:
+        """Returns the rows of the largest step of a prompt that shares nothing with others, of 30 tokens."""
+        worker.rows.clear()
+        prompt = np.array([first, *[0, 1, 2] * 10], np.int32)
+        generator.add(Request(prompt, sampling=Sampling(max_tokens=28, ignore_eos=True)), None, lambda answer: None)
+        while generator.has_work:
+            generator.step()
+        return max(worker.rows)
+
+    assert run(0) == 3 == engine.max_batch_rows
+    worker.is_short = False
+    largest = [run(1) for _ in range(60)]
+    assert largest[0] == 3 and largest[-1] == 24 == engine.max_batch_rows
+    assert largest == sorted(largest)

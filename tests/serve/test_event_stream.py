@@ -16,16 +16,17 @@ def test_events_of_several_replies_come_as_they_are_made_and_an_error_ends_them(
         loop, found = asyncio.get_running_loop(), []
         replies = [Reply(loop, 1), Reply(loop, 1)]
         replies[1].put([TextPiece(0, "b", ())])  # before anybody reads
-        for delay, number, event in (
-            (0.01, 0, TextPiece(0, "a", ())),
-            (0.02, 1, ["answer"]),
-            (0.03, 0, TextPiece(0, "c", ())),
-            (0.04, 0, InputError("wrong", remedy="none")),
-        ):
-            loop.call_later(delay, replies[number].put, [event])
+        later = [
+            (0, TextPiece(0, "a", ())),
+            (1, ["answer"]),
+            (0, TextPiece(0, "c", ())),
+            (0, InputError("wrong", remedy="none")),
+        ]
         with pytest.raises(InputError, match="wrong"):
             async for number, event in events_of(replies):
                 found.append((number, event.text if isinstance(event, TextPiece) else event))
+                number, event = later.pop(0)
+                loop.call_soon(replies[number].put, [event])  # while the next one is waited for
         return found
 
     found = asyncio.run(asyncio.wait_for(run(), 60))
