@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -105,6 +106,13 @@ class EngineThread:
     def _run(self) -> None:
         if not self._enter():
             return
+        _RUNNING.add(self)
+        try:
+            self._work()
+        finally:
+            _RUNNING.discard(self)
+
+    def _work(self) -> None:
         while not self.is_closed:  # else what woke the thread at its end was taken while it worked
             came = self._came.get()
             engine = self._engine()
@@ -131,6 +139,17 @@ class EngineThread:
             while True:
                 if (came := self._came.get(block=False)) is not None:
                     came.end(PrefoldError(CLOSED))
+
+
+# Those whose thread runs. An engine that is let go of while its thread holds it goes in that thread, and a thread that
+# frees memory of NumPy while the interpreter ends ends the process with an error: the interpreter waits for it.
+_RUNNING: set[EngineThread] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    for thread in list(_RUNNING):
+        thread.close()
 
 
 class _Called:

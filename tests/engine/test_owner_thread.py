@@ -248,3 +248,39 @@ def test_numbers_and_texts_of_many_threads_take_turns(folder):
     for thread in asking:
         thread.join()
     assert not failures
+
+
+GOES_IN_ITS_THREAD = """
+import random, threading, time, weakref
+from fake_worker import FakeWorker
+from prefold.engine import Engine, EngineOptions, GenerateOptions
+
+going = threading.Event()
+
+class Last:
+    def __del__(self):
+        going.set()
+        time.sleep(0.5)
+        print("freed", threading.current_thread().name, flush=True)
+
+def run():
+    engine = Engine(FakeWorker(random.Random(0), 1, 0.0), EngineOptions(generation=GenerateOptions(kv_memory=100)))
+    engine.last, deliver, came = Last(), type(engine)._deliver, threading.Event()
+    def slowly(this):
+        deliver(this)
+        came.set()
+        time.sleep(0.2)
+    type(engine)._deliver = slowly
+    engine.wake()
+    came.wait()
+
+run()
+going.wait()
+"""
+
+
+def test_the_interpreter_waits_for_an_engine_that_goes_in_its_own_thread():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    command = [sys.executable, "-c", GOES_IN_ITS_THREAD]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "freed prefold-engine\n"), done.stderr
