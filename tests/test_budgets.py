@@ -20,7 +20,7 @@ BUDGETS = {
     "schedule": (2150, 2000),
     "kernels": (859, 900),
     "attention": (2145, 2050),
-    "model": (3201, 2900),
+    "model": (3160, 2900),
     "worker": (2304, 1950),
     "engine": (3311, 2400),
     "looped": (4110, 3400),
