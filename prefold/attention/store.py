@@ -4,7 +4,7 @@ compiled kernel reads it, so that a step packs only the rows it adds."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -107,7 +107,7 @@ class KVStore:
             shape = (planes, 2, slots, heads.kv_heads, heads.head_dim)
             self._memory = torch.zeros(shape, dtype=heads.dtype, device=self.device)
 
-    @property
+    @cached_property
     def structs(self) -> Any:
         """Returns an array of `kernels.SlotPlane`, which says where the planes lie; for the compiled kernels."""
         return (kernels.SlotPlane * len(self._packed))(*(plane.struct for plane in self._packed))

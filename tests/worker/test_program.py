@@ -148,20 +148,20 @@ def test_a_product_that_is_put_in_later_is_used(tmp_path):
 
 
 def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch):
-    counts, run = [], Program._run
+    counts, run = [], Program.over_slots
 
-    def counted(program, *arguments, **place):
+    def counted(program, *arguments):
         def count(frame, event, argument):
             counts[-1] += event in ("call", "c_call")
 
         counts.append(0)
         sys.setprofile(count)
         try:
-            return run(program, *arguments, **place)
+            return run(program, *arguments)
         finally:
             sys.setprofile(None)
 
-    monkeypatch.setattr(Program, "_run", counted)
+    monkeypatch.setattr(Program, "over_slots", counted)
     each = []
     for layers in (2, 6):
         llm = load(tmp_path, num_hidden_layers=layers)
