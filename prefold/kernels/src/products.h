@@ -2,9 +2,9 @@
 //
 // The matrix comes in panels of 32 columns: [columns / 32][steps][32] words, zeros past the last column. A word
 // is a float, or two bfloat16 numbers that follow each other along k. A panel is one stream of memory, cut into
-// slabs that fit into the second-level cache. A block of up to twelve rows goes through a slab; each block
-// fetches a part of the next slab on its way, so that with many rows reading the matrix costs nothing. With few
-// rows the time is that of reading it.
+// slabs that fit into the second-level cache. A block of up to twelve rows goes through a slab, in one pass or in
+// several; each pass fetches an equal part of the next slab on its way, so that reading the matrix costs nothing while
+// multiplying takes longer. With few rows the time is that of reading it.
 //
 // Every row's sums run in the order of k, whatever rows are beside it: a row's result does not depend on its
 // company, nor on the number of threads.
@@ -31,10 +31,16 @@ constexpr int block_parts(int rows) {
   return parts;
 }
 
+// How often so many rows go through a panel.
+constexpr int block_passes(int rows) { return kPanel / kPartLanes / block_parts(rows); }
+
 constexpr int kLine = 64;                                             // bytes
-constexpr int64_t kStepLines = kPanel * sizeof(uint32_t) / kLine;     // of a panel
-// Rows whose time is that of reading the matrix: the hardware sees so simple a stream coming by itself.
+constexpr int64_t kStepBytes = kPanel * sizeof(uint32_t);             // of a panel
+// Rows whose time is that of reading the matrix.
 constexpr int kFewRows = 5;
+// Rows that go through a panel in one pass and do little else than read it: the hardware sees so simple a stream
+// coming by itself.
+constexpr int kOnePassRows = kPartBytes == 32 ? 3 : kFewRows;
 // Rows that go through the matrix together: so many stay in the second-level cache.
 constexpr int64_t kGroupRows = 384;
 constexpr int64_t kSlabSteps = 1024;
@@ -53,11 +59,20 @@ struct Bf16Words : InBf16 {
   }
 };
 
+// Keeps x in a register: GCC would read it from memory again for each product with AVX2, which can read two vectors a
+// cycle, as many as it can multiply.
+template <class Vector>
+PREFOLD_INLINE void keep_in_register(Vector& x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  asm("" : "+x"(x));
+#endif
+}
+
 // tile [ROWS, kPanel] = (tile +, where `more`) ROWS rows times a slab. x has `steps` * kParts Stored a row, rows
-// x_row bytes apart. On the way fetches LINES cache lines a step from `ahead` on.
+// x_row bytes apart. Each step of a pass fetches LINES cache lines from `ahead` on, which moves by `stride` bytes.
 template <class Format, int ROWS, int LINES>
 PREFOLD_APART void multiply(const char* x, int64_t x_row, const uint32_t* slab, int64_t steps, const char* ahead,
-                            float* tile, bool more) {
+                            int64_t stride, float* tile, bool more) {
   using Lane = typename Format::Lane;
   using Stored = typename Format::Stored;
   constexpr int kBlockParts = block_parts(ROWS), kPasses = kPanel / (kBlockParts * kPartLanes);
@@ -83,6 +98,7 @@ PREFOLD_APART void multiply(const char* x, int64_t x_row, const uint32_t* slab, 
           Part<uint32_t> word;
           memcpy(&word, words + i * kPartLanes, sizeof word);
           w[i] = Format::lanes(word, part);
+          if constexpr (ROWS > kBlockParts) keep_in_register(w[i]);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r) {
@@ -94,10 +110,9 @@ PREFOLD_APART void multiply(const char* x, int64_t x_row, const uint32_t* slab, 
       }
 #pragma GCC unroll 4
       for (int i = 0; i < kBases; ++i) base[i] += Format::kParts * sizeof(Stored);
-      if (pass == 0) {
 #pragma GCC unroll 2
-        for (int i = 0; i < LINES; ++i) __builtin_prefetch(ahead + (s * LINES + i) * kLine, 0, 2);
-      }
+      for (int i = 0; i < LINES; ++i) __builtin_prefetch(ahead + i * kLine, 0, 2);
+      if constexpr (LINES > 0) ahead += stride;
     }
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) {
@@ -135,25 +150,28 @@ void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t st
   const int64_t rows = stop - first, blocks = (rows + kBlockRows - 1) / kBlockRows;
   const auto block_row = [&](int64_t b) { return rows * b / blocks; };
   const int64_t columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
+  int64_t passes = 0;
+  for (int64_t b = 0; b < blocks; ++b) passes += block_passes(block_row(b + 1) - block_row(b));
+  const int64_t stride = kStepBytes / passes;
   float tiles[kGroupRows * kPanel];
   for (int64_t step = 0; step < product.steps; step += kSlabSteps) {
     const int64_t steps = std::min(kSlabSteps, product.steps - step);
     const uint32_t* slab = product.packed + (p * product.steps + step) * kPanel;
     const char* x = product.x + first * product.x_row + step * Format::kParts * sizeof(typename Format::Stored);
     const bool done = step + steps == product.steps;
-    // Cache lines a step that each block fetches, until the next slab is there.
-    const int64_t lines = (done && p + 1 == product.panels()) || rows <= kFewRows ? 0 : blocks < kStepLines ? 2 : 1;
+    const bool fetch = rows > kOnePassRows && !(done && p + 1 == product.panels());
     const char* ahead = reinterpret_cast<const char*>(slab + steps * kPanel);
     for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t row = block_row(b), fetch = (b + 1) * lines <= kStepLines ? lines : 0;
-      const auto& functions = fetch == 0   ? kMultiply<Format, 0>
-                              : fetch == 1 ? kMultiply<Format, 1>
+      const int64_t row = block_row(b);
+      const auto& functions = !fetch       ? kMultiply<Format, 0>
+                              : passes > 1 ? kMultiply<Format, 1>
                                            : kMultiply<Format, 2>;
       const int64_t count = block_row(b + 1) - row;
       // Sums that no later slab adds to stay near.
       float* tile = tiles + (product.steps > kSlabSteps ? row * kPanel : 0);
-      functions[count - 1](x + row * product.x_row, product.x_row, slab, steps, ahead + b * lines * steps * kLine, tile,
+      functions[count - 1](x + row * product.x_row, product.x_row, slab, steps, ahead, stride, tile,
                            step > 0);
+      ahead += stride * steps * block_passes(count);
       if (done) store(first + row, p * kPanel, count, columns, tile);
     }
   }
