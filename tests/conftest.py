@@ -1,4 +1,5 @@
 import functools
+import gc
 import itertools
 import os
 import random
@@ -15,6 +16,10 @@ from hypothesis import HealthCheck, settings
 # the time of those that work when tests run side by side. What more threads change has tests of its own.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The processes that tests begin need not compile prefold anew, each for itself.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Triton decides when it is imported whether it compiles for a GPU, or interprets its kernels on a CPU.
 if not Path("/dev/nvidiactl").exists():
@@ -37,7 +42,7 @@ same = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "prin
 settings.register_profile("default", **same)
 settings.register_profile("prefold", derandomize=True, **same)
 settings.load_profile("prefold")
-FEW = 25  # examples of a property test in a quick run, where it asks for at most four times as many
+FEW = 12  # examples of a property test in a quick run, where it asks for at most eight times as many
 
 
 def pytest_addoption(parser):
@@ -82,6 +87,18 @@ def layer_of(path):
         if each.as_posix() in PLACES:
             return PLACES[each.as_posix()]
     raise pytest.UsageError(f"tests/{place} has no layer: add it, or its folder, to LAYERS in tests/conftest.py")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests stay to the end: the garbage collector need not look through them, again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -134,7 +151,7 @@ def parameters_of(item):
 
 
 def thin_properties(items, quick):
-    """A quick run draws a quarter of the examples that a property test asks for; `-m slow` runs it with all of them."""
+    """A quick run draws an eighth of the examples that a property test asks for; `-m slow` runs it with all of them."""
     functions = {}
     for item in items:
         own = getattr(item.obj, "_hypothesis_internal_use_settings", None)
@@ -144,16 +161,20 @@ def thin_properties(items, quick):
                 item.add_marker("slow")
     if quick:
         for function, own in functions.items():
-            function._hypothesis_internal_use_settings = settings(own, max_examples=max(FEW, own.max_examples // 4))
+            function._hypothesis_internal_use_settings = settings(own, max_examples=max(FEW, own.max_examples // 8))
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread(request):
-    """What more threads change has tests of its own."""
+def small_machine(request):
+    """What more threads change has tests of its own. The K/V of tiny models has room in little memory, and with 4 GiB
+    the arrays that have an entry for each slot would take longer to make than a test takes."""
     if any(item.get_closest_marker("unit") is None for item in request.session.items):
         import torch
 
+        from prefold.worker import local
+
         torch.set_num_threads(1)
+        local.KV_MOST_ON_CPU = 1 << 26
 
 
 @pytest.fixture(autouse=True)

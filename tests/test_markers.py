@@ -85,11 +85,11 @@ def test_values_that_are_named_together_are_one_parameter(conftest):
     assert not any(item.markers for item in items)
 
 
-def test_a_quick_run_draws_a_quarter_of_the_examples(conftest):
+def test_a_quick_run_draws_an_eighth_of_the_examples(conftest):
     def property_of(examples):
         return settings(max_examples=examples)(given(st.none())(lambda value: None))
 
-    for examples, few in ((200, 50), (60, 25), (10, 10)):
+    for examples, few in ((200, 25), (60, 12), (10, 10)):
         items = [Item(property_of(examples))] * 2
         conftest.thin_properties(items, quick=False)
         assert items[0].obj._hypothesis_internal_use_settings.max_examples == examples

@@ -93,7 +93,7 @@ def test_independent_prompts_are_cut_evenly_or_by_speed():
     assert costs.cut(20, 100, [1, 0, 1], busy=[200, 0, 0]) == [(20, 50), (50, 50), (50, 100)]
 
 
-@pytest.mark.parametrize("num", [2, 8, 64, 1024])
+@pytest.mark.parametrize("num", [8, 1024])
 def test_even_and_cheap_on_a_large_stream(num):
     rng = np.random.default_rng(num)
     sequences = [(0, *s) for s in random_sequences(rng, 20_000, 50, 1000)]

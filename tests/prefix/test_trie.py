@@ -135,13 +135,13 @@ def base(n: int) -> np.ndarray:
 
 
 SHAPES = {
-    "100,000 prompts": lambda: list(np.sort(base(1_000_000).reshape(-1, 10), axis=1)),
-    "one-token prompts": lambda: list(base(100_000)[:, None]),
+    "20,000 prompts": lambda: list(np.sort(base(200_000).reshape(-1, 10), axis=1)),
+    "one-token prompts": lambda: list(base(20_000)[:, None]),
     "prompts of 100,000 tokens": lambda: [np.append(base(99_999 - 7 * i), np.arange(7 * i + 1)) for i in range(10)],
-    "a chain": lambda: [base(n) for n in range(1, 1400)],
-    "stairs": lambda: [np.append(base(1400 - n), 1001) for n in range(1400)],
-    "one long, many short": lambda: [base(100_000), *base(150_000).reshape(-1, 3)],
-    "the same over and over": lambda: [base(10)] * 100_000,
+    "a chain": lambda: [base(n) for n in range(1, 500)],
+    "stairs": lambda: [np.append(base(500 - n), 1001) for n in range(500)],
+    "one long, many short": lambda: [base(20_000), *base(30_000).reshape(-1, 3)],
+    "the same over and over": lambda: [base(10)] * 20_000,
 }
 
 

@@ -173,4 +173,4 @@ def test_a_prompt_goes_in_in_the_time_of_its_own_length():
         put(window, 0, count)
         return lines_run(lambda: put(window, count, 64))
 
-    assert lines(16384) < 1.1 * lines(256)
+    assert lines(4096) < 1.1 * lines(256)

@@ -76,12 +76,12 @@ def test_batches_equal_single_texts(backends, kind):
     assert ours._cuts_at_lines
     rng = random.Random(1)
     cut = 0
-    for _ in range(60):
+    for _ in range(20):
         texts = [text for _ in range(rng.randrange(1, 4)) for text in family(rng)]
         cut += sum(c > 0 for c in shared_cuts(texts))
         for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
             assert ids.tolist() == backend.encode(text, add_special_tokens=False).ids
-    assert cut > 100
+    assert cut > 30
 
 
 def test_the_shared_beginning_is_encoded_once(backends):
