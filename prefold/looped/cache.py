@@ -18,10 +18,10 @@ import numpy as np
 from ..cache.radix import RadixCache
 from ..cache.slots import SlotPool
 from ..cache.tree import Node, common_prefix
+from .outputs import OutputRows
 from .steps import VisitOptions
 
 Prefix = tuple[int, ...]
-_NO_SLOTS = np.empty(0, np.int64)
 
 
 class NodeVisit:
@@ -29,26 +29,25 @@ class NodeVisit:
 
     node    whose rows these are
     prefix  the blocks visited, this one included
-    slots   int64 [rows or more]: where the K/V lies that this visit sees of each row; 0: nowhere yet
+    slots   int64 [rows]: where the K/V lies that this visit sees of each row; 0: nowhere yet
     owned   bool: the slot was claimed for this row at this visit; else it is that of another visit of the row
     left    bool: the row left after this visit or an earlier one
     done    how many leading rows are settled: what this visit sees of them is there
     users   how many sequences, waiting or running, take this route prefix
     """
 
-    __slots__ = ("counts", "done", "left", "node", "owned", "positions", "prefix", "slots", "starts", "users")
+    __slots__ = ("_runs", "done", "left", "node", "owned", "prefix", "slots", "users")
 
     def __init__(self, node: VisitNode, prefix: Prefix):
         self.node, self.prefix, self.users = node, prefix, 0
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Forgets all rows; whoever calls it sees to their slots."""
         size = len(self.node)
         self.slots, self.owned, self.left = np.zeros(size, np.int64), np.zeros(size, bool), np.zeros(size, bool)
         self.done = 0
-        self.starts: list[int] = []  # of the settled rows, as runs of neighbouring slots
-        self.counts: list[int] = []
-        self.positions: list[int] = []
+        self._runs: list[tuple[int, int, int]] | None = None
 
     @property
     def pending(self) -> int:
@@ -68,69 +67,40 @@ class NodeVisit:
         return above.visits[self.prefix] if isinstance(above, VisitNode) and above.parent is not None else None
 
     @property
-    def num_slots(self) -> int:
-        """Returns how many slots are this visit's own."""
-        return int(np.count_nonzero(self.owned)) + len(self.spare)
-
-    @property
-    def spare(self) -> np.ndarray:
-        """Returns the slots claimed for rows that are still to come, which only tails have."""
-        return _NO_SLOTS
-
-    def make_room(self) -> None:
-        """Lets the arrays grow with the tokens, which only those of tails do."""
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Returns (first slot, count, position of the first row) of each run of neighbouring slots that the settled
+        rows lie in."""
+        if self._runs is None:
+            slots, start = self.slots[: self.done], self.node.start
+            edges = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), self.done] if self.done else []
+            self._runs = [(int(slots[at]), stop - at, start + at) for at, stop in itertools.pairwise(edges)]
+        return self._runs
 
     def settle(self, rows: int) -> None:
         """Says that of so many more rows what this visit sees is there."""
-        stop, position = self.done + rows, self.node.start + self.done
-        if rows == 0:
-            return
-        if rows == 1:
-            self._join(int(self.slots[self.done]), 1, position)
-        else:
-            some = self.slots[self.done : stop]
-            edges = [0, *(np.flatnonzero(np.diff(some) != 1) + 1).tolist(), rows]
-            for first, last in itertools.pairwise(edges):
-                self._join(int(some[first]), last - first, position + first)
-        self.done = stop
-        self.node.computed = max(self.node.computed, stop)
-
-    def _join(self, slot: int, count: int, position: int) -> None:
-        if self.starts and self.starts[-1] + self.counts[-1] == slot:
-            self.counts[-1] += count
-        else:
-            self.starts.append(slot)
-            self.counts.append(count)
-            self.positions.append(position)
-
-    def hold(self, slots: int) -> None:
-        """Books that so many more slots are this visit's own, in the account of its tenant."""
-        if self.node.account is not None:
-            self.node.account.hold(slots)
+        self.done, self._runs = self.done + rows, None
+        self.node.computed = max(self.node.computed, self.done)
 
     def give_up(self) -> np.ndarray:
         """Forgets all rows, and returns the slots that were this visit's own, int64."""
         slots = self.slots[self.owned]
-        self._forget()
-        self._gave_up(len(slots))
+        self.forget()
+        if self.node.account is not None:
+            self.node.account.held -= len(slots)
         return slots
 
-    def _gave_up(self, slots: int) -> None:
-        if self.node.account is not None:
-            self.node.account.held -= slots
-
-    def split(self, upper: VisitNode, size: int) -> NodeVisit:
-        """Returns this visit of the first `size` rows, which go to `upper`; the others stay."""
-        first = NodeVisit(upper, self.prefix)
-        first.users, done = self.users, self.done
+    def part(self, node: VisitNode, first: int, stop: int) -> NodeVisit:
+        """Returns this visit of the rows from `first` up to `stop`, which are those of `node`."""
+        part = NodeVisit(node, self.prefix)
         for name in ("slots", "owned", "left"):
-            values = getattr(self, name)
-            setattr(first, name, values[:size])
-            setattr(self, name, values[size:])
-        self.starts, self.counts, self.positions, self.done = [], [], [], 0
-        first.settle(min(done, size))
-        self.settle(max(0, done - size))
-        return first
+            setattr(part, name, getattr(self, name)[first:stop].copy())
+        part.done = min(max(self.done - first, 0), stop - first)
+        return part
+
+    def cut(self, size: int) -> None:
+        """Forgets the first `size` rows, which its node has no more."""
+        self.slots, self.owned, self.left = self.slots[size:], self.owned[size:], self.left[size:]
+        self.done, self._runs = max(0, self.done - size), None
 
 
 class VisitNode(Node):
@@ -163,19 +133,69 @@ class VisitNode(Node):
     def split(self, size: int) -> Node:
         upper = super().split(size)
         assert isinstance(upper, VisitNode)
-        upper.computed = self.computed = 0
         for prefix, visit in self.visits.items():
-            upper.visits[prefix] = visit.split(upper, size)
+            upper.visits[prefix] = first = visit.part(upper, 0, size)
+            first.users = visit.users
+            visit.cut(size)
+        for node in (upper, self):
+            node.computed = max((visit.done for visit in node.visits.values()), default=0)
         return upper
 
     @property
     def num_slots(self) -> int:
         """Returns how many slots all visits of its rows hold."""
-        return sum(visit.num_slots for visit in self.visits.values())
+        return sum(int(np.count_nonzero(visit.owned)) for visit in self.visits.values())
 
     @property
     def num_missing(self) -> int:
         return self.pending
+
+
+class TailNode(VisitNode):
+    """A TailNode is the VisitNode of the tokens that a sequence has made.
+
+    While rows of these are computed again, it is as any other. Once the sequence generates, what its rows have lies in
+    arrays, and its visits are empty.
+
+    outputs  the arrays
+    place    its place there, while the sequence runs; or None
+    """
+
+    __slots__ = ("outputs", "place")
+
+    def __init__(self, parent: Node, tokens: list[int], start: int, outputs: OutputRows):
+        super().__init__(parent, tokens, start)
+        self.outputs = outputs
+        self.place: int | None = None
+
+    def enter(self) -> None:
+        """Lays what its rows have into the arrays."""
+        for visit in self.visits.values() if len(self) else ():
+            at = self.place, len(visit.prefix) - 1
+            self.outputs.enter(*at, visit.slots, visit.owned, visit.left, np.array(visit.runs).T)
+            visit.forget()
+
+    def leave(self) -> np.ndarray:
+        """Takes what its rows have out of the arrays, and returns the slots of rows that never came, int64."""
+        rows, outputs = len(self), self.outputs
+        for visit in self.visits.values():
+            at = self.place, len(visit.prefix) - 1
+            visit.slots, visit.left = outputs.slots[at][:rows].copy(), outputs.left[at][:rows].copy()
+            visit.owned, visit.done = outputs.owned[at][:rows].copy(), int(outputs.done[at])
+        outputs.owned[self.place] = False
+        return self._release()
+
+    def _release(self) -> np.ndarray:
+        assert self.place is not None
+        slots = self.outputs.release(self.place)
+        self.place = None
+        if self.account is not None:
+            self.account.held -= len(slots)
+        return slots
+
+    def give_up(self) -> np.ndarray:
+        slots = super().give_up()
+        return slots if self.place is None else np.concatenate((slots, self._release()))
 
 
 class VisitCache(RadixCache):
@@ -235,16 +255,20 @@ class VisitCache(RadixCache):
 
     def graft(self, tail: Node, priority: int) -> None:
         """Enters the rows of a tail whose sequence ends into the tree: those that are settled at all of its visits."""
-        assert isinstance(tail, VisitNode) and tail.parent is not None
+        assert isinstance(tail, TailNode) and tail.parent is not None
+        spare, new = tail.leave(), None
         node, at = tail.parent, 0
         rows = min((visit.done for visit in tail.visits.values()), default=0)
-        rows = min(rows, len(tail.tokens))
         tokens = np.asarray(tail.tokens[:rows], np.int32)
         while at < rows:
             child = node.children.get(int(tokens[at]))
             if child is None:
-                self._hang(node, tail, tokens, at, priority)
-                return
+                new = node.children[int(tokens[at])] = VisitNode(node, tokens[at:], node.stop)
+                new.priority, new.computed = priority, rows - at
+                for prefix, visit in tail.visits.items():
+                    new.visits[prefix] = visit.part(new, at, rows)
+                    visit.owned[at:rows] = False
+                break
             assert isinstance(child, VisitNode)
             same = common_prefix(child.tokens, tokens[at:])
             # The rows below would have none above them at some visit.
@@ -252,23 +276,10 @@ class VisitCache(RadixCache):
                 break
             child = child if same == len(child) else self._tree.split(child, same)
             node, at = child, at + same
-        self._pool.free(tail.give_up())
-
-    def _hang(self, node: Node, tail: VisitNode, tokens: np.ndarray, at: int, priority: int) -> None:
-        """Makes a child of `node` of the rows of a tail from `at` on."""
-        child = VisitNode(node, tokens[at:], node.stop)
-        child.priority = priority
-        rows, stop = len(tokens) - at, len(tokens)
-        for prefix, visit in tail.visits.items():
-            moved = child.visit(prefix)
-            for name in ("slots", "owned", "left"):
-                getattr(moved, name)[:] = getattr(visit, name)[at:stop]
-            visit.owned[at:stop] = False
-            moved.settle(rows)
-        self._pool.free(tail.give_up())
-        node.children[int(child.tokens[0])] = child
-        self._tree.stored(child)
-        self.keep(child)
+        self._pool.free(np.concatenate((tail.give_up(), spare)))
+        if new is not None:
+            self._tree.stored(new)
+            self.keep(new)
 
     def _split(self, upper: Node, lower: Node) -> None:
         super()._split(upper, lower)

@@ -11,7 +11,7 @@ leave on the way has slots for all of these visits; it gives back those of visit
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from ..cache.tree import Node
 from ..schedule.generate_step import joined, marked
 from .cache import OUTPUT_SLOTS, SlotAllocator
-from .outputs import OutputRows
+from .outputs import OutputRows, ragged
 from .sequence import Routed, leaves_after
 from .steps import DECIDES, LEAVES, PRELUDE, STAYS, VisitOptions, VisitResult, VisitRounds
 
@@ -48,7 +48,9 @@ class DecodeBatch:
     seen       int64 [routes, visits, visits]: which visit's slot the second visit sees of a row that left after the
                first; -1: K/V are to be made of its state there, or at a visit between them
     has_accounts   whether the slots of any count for a tenant
-    made       of each that is plain: after how many visits the rows of its output left, as of Decided; of others None
+    made       of each: after how many visits the rows of its output left, as of Decided
+    plain      whether the rows to come leave by its rule alone, so that nothing is to be looked up for them
+    blocks     int64 [routes, visits]: how many visits to blocks there are up to each, itself included
     """
 
     def __init__(self, sequences: Collection[Routed], outputs: OutputRows, visits: VisitOptions):
@@ -66,17 +68,20 @@ class DecodeBatch:
         self.limit = np.array([one.limit for one in self.sequences], np.int64)
         self.has_accounts = any(one.tail.account is not None for one in self.sequences)
         self.criteria = np.array([one.criteria for one in self.sequences], np.float64).reshape(-1, 2)
-        self.made = [
-            one.decided.tails.setdefault(one.sample, []) if one.is_plain and not visits.coda else None
-            for one in self.sequences
+        self.made = [one.decided.tails.setdefault(one.sample, []) for one in self.sequences]
+        self.plain = [
+            not one.exits.visits and len(made) < len(one.tail.tokens)
+            for one, made in zip(self.sequences, self.made, strict=True)
         ]
         size = (len(numbers), self.most)
-        self.units, self.rest = np.full(size, PRELUDE - 2, np.int64), np.zeros(size, np.int64)
+        self.units = np.full(size, PRELUDE - 2, np.int64)
+        self.blocks, self.rest = np.zeros(size, np.int64), np.zeros(size, np.int64)
         self.earlier, self.seen = np.full(size, -1, np.int64), np.full((*size, self.most), -1, np.int64)
         for number, route in enumerate(numbers):
             blocks = np.array([unit >= 0 for unit in route], np.int64)
             self.units[number, : len(route)] = route
-            self.rest[number, : len(route)] = blocks[::-1].cumsum()[::-1] - blocks
+            self.blocks[number, : len(route)] = blocks.cumsum()
+            self.rest[number, : len(route)] = blocks.sum() - blocks.cumsum()
             for left in range(len(route)):
                 last = {unit: at for at, unit in enumerate(route[: left + 1])}
                 if left + 1 < len(route):
@@ -109,10 +114,7 @@ class DecodeBatch:
                 del open_nodes[same:]
                 for node in path[same:]:
                     there, first = node.visits[prefix], len(runs)  # type: ignore[attr-defined]
-                    runs += [
-                        (start, count, position, number, number)
-                        for start, count, position in zip(there.starts, there.counts, there.positions, strict=True)
-                    ]
+                    runs += [(*run, number, number) for run in there.runs]
                     open_nodes.append((node, first, len(runs)))
             columns = np.array(runs, np.int64).reshape(-1, 5).T
             table = self._tables[route, visit] = tuple(np.ascontiguousarray(column) for column in columns)
@@ -235,7 +237,7 @@ class Decoding:
         done = outputs.done[place, visit]
         if (done == outputs.row[place]).all():
             return NOTHING, NOTHING, np.zeros(0, bool)
-        which, rows = _ragged(outputs.row[place] - done)
+        which, rows = ragged(outputs.row[place] - done)
         rows += done[which]
         place, visit, earlier = place[which], visit[which], batch.earlier[batch.route[numbers], visit][which]
         there = earlier >= 0
@@ -460,12 +462,12 @@ class Decoding:
             parts.append((start[seen], count[seen], at[seen], begins[seen], ends[seen]))
         # Those of each row's output; then the rows that left before and are settled with this step, and the row itself.
         number, done = outputs.num_runs[place, visit], outputs.done[place, visit]
-        query, which = _ragged(number)
+        query, which = ragged(number)
         of_output = (outputs.run_start, outputs.run_count, outputs.run_position)
         columns = [runs[place[query], visit[query], which] for runs in of_output]
         parts.append((*columns, query, query + 1))
         row = position - batch.start[drafted.members[drafted.rows]]
-        query, which = _ragged(row - done + 1)
+        query, which = ragged(row - done + 1)
         which += done[query]
         start = outputs.slots[place[query], visit[query], which]
         parts.append((start, np.ones_like(start), position[query] - row[query] + which, query, query + 1))
@@ -527,51 +529,39 @@ class Decoding:
         outputs.add_runs(place, deeper, slots, 1, start[gone[which]] + row)
         return int(batch.rest[route, last].sum())
 
-    def take(
-        self,
-        drafted: DecodeRows,
-        result: VisitResult,
-        takers: Sequence[Routed],
-        tokens: Sequence[int],
-        ended: Sequence[bool],
-        taken: np.ndarray,
-    ) -> list[Routed]:
-        """Books that the rows of takers left, and gave tokens, as `Routed.leave_with` does for one; returns the
-        sequences that have ended. taken: bool, as of VisitResult."""
-        batch, outputs = drafted.batch, self.outputs
-        numbers = drafted.members[drafted.reads]
-        visits = (drafted.at + drafted.made(result) - 1)[drafted.reads].tolist()
-        blocks = (np.array(visits, np.int64) + ~batch.has_prelude[batch.route[numbers]]).tolist()
-        done, places, rows, new = [], [], [], []
-        for i in np.flatnonzero(taken).tolist():
-            sequence, made = takers[i], batch.made[numbers[i]]
-            if sequence.state == "ended":
-                continue
-            if made is None:
-                if sequence.leave_with(visits[i], tokens[i], ended[i]):
-                    done.append(sequence)
-                continue
-            made.append(blocks[i])
+    def note_exits(self, drafted: DecodeRows, taken: np.ndarray) -> None:
+        """Notes with what was decided after how many visits rows left of which reads were made. taken: bool [reads]"""
+        batch, reads = drafted.batch, drafted.reads[taken]
+        numbers, place, row = drafted.members[reads], drafted.place[reads], drafted.row[reads]
+        left = self.outputs.left[place, :, row]
+        last = np.where(left.any(1), left.argmax(1), batch.length[numbers] - 1)
+        blocks = batch.blocks[batch.route[numbers], last]
+        for number, of_row, count in zip(numbers.tolist(), row.tolist(), blocks.tolist(), strict=True):
+            if len(batch.made[number]) == of_row:  # else it was known before
+                batch.made[number].append(count)
+
+    def take(self, takers: Iterable[tuple[Routed, int, bool, bool]]) -> list[Routed]:
+        """Gives sequences the tokens that follow from their last rows: (sequence, token, whether it ends there, so that
+        the token is no part of its output, whether its rows leave by its rule alone). Returns those that have ended."""
+        outputs, done, places, rows, last = self.outputs, [], [], [], []
+        for sequence, token, ends, is_plain in takers:
             tail = sequence.tail
-            places.append(tail.place)
-            if not ended[i]:
+            if not ends:
                 tail.computed = len(tail.tokens)
-                tail.tokens.append(tokens[i])
+                tail.tokens.append(token)
                 sequence.known += 1
-            rows.append(len(tail.tokens) - 1)
-            new.append(tail.tokens[-1])
-            if ended[i] or sequence.known == sequence.limit:
+            if ends or sequence.known == sequence.limit:
                 done.append(sequence)
+            if is_plain:
+                places.append(tail.place)
+                rows.append(len(tail.tokens) - 1)
+                last.append(tail.tokens[-1])
+            else:
+                sequence.come_to_row()
         outputs.room_for(max(rows, default=0) + 1)
         outputs.visit[places] = 0
-        outputs.row[places], outputs.token[places] = rows, new
+        outputs.row[places], outputs.token[places] = rows, last
         return done
-
-
-def _ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for counts (2, 3) the arrays (0, 0, 1, 1, 1) and (0, 1, 0, 1, 2)."""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)
 
 
 def _depth_first(running: Collection[Routed]) -> list[Routed]:

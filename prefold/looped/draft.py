@@ -174,7 +174,6 @@ class VisitDraft:
 
     def _settle_left(self, sequence: Routed, visit: NodeVisit) -> bool:
         """Settles the next rows that left before and whose K/V is there already; returns whether rows are pending."""
-        visit.make_room()
         node, first = visit.node, visit.done
         rows = slice(first, len(node))
         left = sequence.has_left(node, sequence.visit, rows)
@@ -214,7 +213,6 @@ class VisitDraft:
     def _give(self, sequence: Routed, visit: NodeVisit) -> int:
         """Gives the next rows of a node slots at the visit that a sequence comes to, as long as there are slots, and
         room for those that are computed or projected. Returns how many rows have slots."""
-        visit.make_room()
         node, first = visit.node, visit.done
         rows = slice(first, len(node))
         left = sequence.has_left(node, sequence.visit, rows)
@@ -225,7 +223,8 @@ class VisitDraft:
         count = int(np.searchsorted(np.cumsum(needs), self.left, side="right"))
         places = np.flatnonzero(needs[:count] & ~visit.owned[first : first + count])
         slots = self.slots.allocate(len(places))
-        visit.hold(len(slots))
+        if node.account is not None:
+            node.account.hold(len(slots))
         if len(slots) < len(places):
             count = int(places[len(slots)])
             places = places[: len(slots)]

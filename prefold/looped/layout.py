@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 
 import numpy as np
 
@@ -81,7 +81,7 @@ class _Rows:
         self.queries: dict[NodeVisit, np.ndarray] = {}
 
     def add_settled(self, visit: NodeVisit) -> None:
-        self.runs.extend(zip(visit.starts, visit.counts, visit.positions, repeat(len(self.rows))))
+        self.runs.extend((*run, len(self.rows)) for run in visit.runs)
 
     def add(self, visit: NodeVisit, take: Take) -> None:
         node, sequence, first, count = visit.node, take.sequence, visit.done, take.rows

@@ -1,7 +1,8 @@
 """What the rows of generated tokens have at each visit, of all sequences that run, in arrays.
 
 Sequences that generate go on a row at a time, many of them in one step. What they have lies side by side, so that a
-step is drafted, laid out and booked for all of them at once. Seen by itself, a tail is a node like others: TailNode.
+step is drafted, laid out and booked for all of them at once. A tail whose rows are computed again is a node like others
+until all are there: TailNode.
 """
 
 from __future__ import annotations
@@ -9,9 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-
-from ..cache.tree import Node
-from .cache import NodeVisit, Prefix, VisitNode
 
 # Of a row that no criterion lets leave.
 NEVER = 1 << 30
@@ -60,9 +58,27 @@ class OutputRows:
         self.row[place] = -1
         return place
 
-    def release(self, place: int) -> None:
-        """Takes a place back, and the room that nobody else needs where its tail was among the longest."""
+    def enter(
+        self, place: int, visit: int, slots: np.ndarray, owned: np.ndarray, left: np.ndarray, runs: np.ndarray
+    ) -> None:
+        """Lays down what rows have at a visit, all of which are settled. runs: their starts, counts and positions,
+        int64 [3, runs]"""
+        rows, count = len(slots), runs.shape[1]
+        self.slots[place, visit, :rows], self.owned[place, visit, :rows] = slots, owned
+        self.left[place, visit, :rows], self.done[place, visit] = left, rows
+        if count > self._size[2]:
+            self._resize(self._size[0], self._size[1], 2 * count)
+        for array, numbers in zip((self.run_start, self.run_count, self.run_position), runs, strict=True):
+            array[place, visit, :count] = numbers
+        self.num_runs[place, visit] = count
+
+    def release(self, place: int) -> np.ndarray:
+        """Takes a place back, and the room that nobody else needs where its tail was among the longest. Returns the
+        slots that were the tail's own, int64."""
         rows = int(self.row[place]) + 1
+        visits, number = ragged(self.num_spare[place])
+        slots = self.slots[place, :, :rows][self.owned[place, :, :rows]]
+        slots = np.concatenate((slots, self.spare_at[place, visits] + number))
         for array in (self.slots, self.owned, self.left):
             array[place, :, :rows] = 0
         for array in (self.done, self.num_runs, self.num_spare):
@@ -71,6 +87,7 @@ class OutputRows:
         self._free.append(place)
         if self._size[1] > _ROWS and 4 * rows > self._size[1]:
             self._shrink()
+        return slots
 
     def room_for(self, rows: int) -> None:
         """Lets every tail have so many rows."""
@@ -122,100 +139,7 @@ class OutputRows:
         self._size = (places, rows, runs)
 
 
-def _rows(name: str) -> Any:
-    return property(lambda visit: visit.of(name, len(visit.tail)))
-
-
-def _runs(name: str) -> Any:
-    return property(lambda visit: visit.of(name)[: visit.of("num_runs")].tolist() if visit.is_placed else [])
-
-
-class TailVisit(NodeVisit):
-    """A TailVisit is what the rows of a tail have at one visit; it lies in the arrays of an OutputRows while the tail
-    has a place there.
-
-    t  which visit it is, from 0
-    """
-
-    __slots__ = ("t", "tail")
-
-    slots, owned, left = _rows("slots"), _rows("owned"), _rows("left")
-    starts, counts, positions = _runs("run_start"), _runs("run_count"), _runs("run_position")
-
-    def __init__(self, tail: TailNode, prefix: Prefix):
-        self.node = self.tail = tail
-        self.prefix, self.users, self.t = prefix, 0, len(prefix) - 1
-
-    @property
-    def is_placed(self) -> bool:
-        """Returns whether the tail has a place."""
-        return self.tail.place is not None
-
-    def of(self, name: str, size: int = 0) -> np.ndarray:
-        """Returns what one of the arrays has of this visit; where the tail has no place, zeros."""
-        array: np.ndarray = getattr(self.tail.outputs, name)
-        return array[self.tail.place, self.t] if self.is_placed else np.zeros(size, array.dtype)
-
-    @property
-    def done(self) -> int:  # type: ignore[override]
-        return int(self.of("done")) if self.is_placed else 0
-
-    @done.setter
-    def done(self, done: int) -> None:
-        self.tail.outputs.done[self.tail.place, self.t] = done
-
-    @property
-    def spare(self) -> np.ndarray:
-        return np.arange(self.of("num_spare")) + self.of("spare_at") if self.is_placed else np.zeros(0, np.int64)
-
-    def make_room(self) -> None:
-        self.tail.outputs.room_for(len(self.tail))
-
-    def _join(self, slot: int, count: int, position: int) -> None:
-        numbers = (self.tail.place, self.t, slot, position)
-        place, visit, slots, positions = (np.array([number]) for number in numbers)
-        self.tail.outputs.add_runs(place, visit, slots, count, positions)
-
-    def give_up(self) -> np.ndarray:
-        slots = np.concatenate((self.slots[self.owned], self.spare))
-        if self.tail.place is not None:
-            outputs, at = self.tail.outputs, (self.tail.place, self.t)
-            for name in ("slots", "owned", "left"):
-                getattr(outputs, name)[at][: len(self.tail)] = 0
-            for name in ("done", "num_runs", "num_spare"):
-                getattr(outputs, name)[at] = 0
-        self._gave_up(len(slots))
-        return slots
-
-
-class TailNode(VisitNode):
-    """A TailNode is the VisitNode of the tokens that a sequence has made.
-
-    outputs  where what it has at each visit lies
-    place    its place there, while the sequence runs; or None
-    """
-
-    __slots__ = ("outputs", "place")
-
-    def __init__(self, parent: Node, tokens: list[int], start: int, outputs: OutputRows):
-        super().__init__(parent, tokens, start)
-        self.outputs = outputs
-        self.place: int | None = None
-
-    def visit(self, prefix: Prefix) -> NodeVisit:
-        visit = self.visits.get(prefix)
-        if visit is None:
-            visit = self.visits[prefix] = TailVisit(self, prefix)
-        return visit
-
-    def find_place(self) -> None:
-        """Gives it a place."""
-        self.place = self.outputs.take()
-        self.outputs.room_for(len(self))
-
-    def give_up(self) -> np.ndarray:
-        slots = super().give_up()
-        if self.place is not None:
-            self.outputs.release(self.place)
-            self.place = None
-        return slots
+def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns for counts (2, 3) the arrays (0, 0, 1, 1, 1) and (0, 1, 0, 1, 2)."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)

@@ -215,15 +215,21 @@ class VisitScheduler(Sequences[Routed]):
         for sequence, blocks in zip(step.routed, result.blocks.tolist(), strict=True):
             for block in blocks:
                 self._go_on(sequence, block)
-        done = []
-        for sequence, token, stop in zip(step.takers[:prompts], tokens, ended):  # noqa: B905 (the first of them)
+        is_plain, taken = [False] * prompts, np.ones(prompts, bool)
+        for sequence in step.takers[:prompts]:
             if sequence.state != "ended":
-                self._decoding.forget()  # it generates from now on
-                if sequence.leave_with(sequence.visit, token, stop):
-                    done.append(sequence)
+                self._decoding.forget()
+                sequence.begin_output()
         if decode is not None:
-            taken = result.taken[prompts:]
-            done += self._decoding.take(decode, result, step.takers[prompts:], tokens[prompts:], ended[prompts:], taken)
+            taken = np.concatenate((taken, result.taken[prompts:]))
+            self._decoding.note_exits(decode, taken[prompts:])
+            is_plain += [decode.batch.plain[number] for number in decode.members[decode.reads].tolist()]
+        takers = [
+            (step.takers[i], int(tokens[i]), ended[i], is_plain[i])
+            for i in np.flatnonzero(taken).tolist()
+            if step.takers[i].state != "ended"
+        ]
+        done = self._decoding.take(takers)
         for sequence in done:
             self._end(sequence)
         stats.kv_bytes_now = self.pool.used_slots * self._slot_bytes

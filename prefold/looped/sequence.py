@@ -10,8 +10,8 @@ import numpy as np
 
 from ..schedule.generate_step import Running
 from ..types import Exits
-from .cache import NodeVisit, Prefix, VisitNode
-from .outputs import NEVER, OutputRows, TailNode
+from .cache import NodeVisit, Prefix, TailNode, VisitNode
+from .outputs import NEVER, OutputRows
 from .steps import CODA, DECIDES, LEAVES, PRELUDE, STAYS, VisitOptions
 
 NAN = float("nan")
@@ -36,7 +36,7 @@ class Decided:
     For a route that ends is no exit: others may go on from its rows. By its rule a row STAYS for good where it has
     neither criteria nor max_visits, and after the last visit that any route may make. Rows of prompts that do not leave
     by rules always stay. `Routed.when` gives a line of the table as two numbers, `leaves_after` applies
-    them, and `Routed.leave` makes a row known.
+    them, and what rows have done is entered in `tails` when they are read.
     """
 
     route: tuple[int, ...] | None = None
@@ -120,28 +120,14 @@ class Routed(Running):
     def run(self) -> None:
         """Lets it run: its tail has a place from now on, and its rows come to the first visit."""
         self.state, self.ready = "running", False
-        self.tail.find_place()
-        self._come_to_row()
+        self.tail.place = self.outputs.take()
+        self.come_to_row()
 
-    @property
-    def is_plain(self) -> bool:
-        """Returns whether all rows of its tail but the last have left, and the last and those to come leave by its rule
-        alone: then nothing is to be looked up for them."""
-        made = self.decided.tails.get(self.sample, ())
-        return self.ready and not self.exits.visits and len(made) == len(self.tail.tokens) - 1
-
-    def take(self, token: int) -> None:
-        """Adds a token to its own. All rows before it have been computed."""
-        self.tail.computed = len(self.tail.tokens)
-        self.tail.tokens.append(token)
-        self.known += 1
-        self._come_to_row()
-
-    def _come_to_row(self) -> None:
-        """Notes what there is to know of the row of its last token."""
+    def come_to_row(self) -> None:
+        """Notes what there is to know of the row of its last token, which comes to the first visit."""
         outputs, place, row = self.outputs, self.tail.place, len(self.tail.tokens) - 1
         outputs.room_for(row + 1)
-        outputs.row[place] = row
+        outputs.visit[place], outputs.row[place] = 0, row
         if row >= 0:
             outputs.token[place] = self.tail.tokens[row]
             outputs.decides[place], outputs.leaves[place] = self.when(row)
@@ -181,12 +167,8 @@ class Routed(Running):
             self.rows_there = min(self.rows_there, sum(node.visits[prefix].done for node in path))
 
     def at(self, t: int) -> Iterator[NodeVisit]:
-        """Yields what its rows have at visit t, from the root down; those of the tail alone once the prompt is done."""
-        prefix = self.prefixes[t]
-        if not self.ready:
-            for node in self.leaf.path():
-                yield node.visits[prefix]  # type: ignore[attr-defined]
-        yield self.tail.visits[prefix]
+        """Yields what its rows have at visit t, from the root down, until it generates."""
+        return (node.visits[self.prefixes[t]] for node in self.nodes())
 
     @property
     def num_visits(self) -> int:
@@ -280,28 +262,16 @@ class Routed(Running):
         for unit, prefix in zip(self.route, self.prefixes, strict=True):
             number += unit >= 0
             if unit >= 0:
-                left = node.visits[prefix].left[: len(node)]  # of a tail perhaps fewer
-                first = made[: len(left)]
-                first[(first == 0) & left] = number
+                made[(made == 0) & node.visits[prefix].left] = number
         made[made == 0] = number
         return made
 
-    def leave_with(self, t: int, token: int, stop: bool) -> bool:
-        """Books that its last row left after visit t, and gave a token, which is no part of the output if it stops
-        there; returns whether it has ended."""
-        self.leave(t)
-        if not stop:
-            self.take(int(token))
-        return stop or self.known == self.limit
-
-    def leave(self, t: int) -> None:
-        """Books that its last row has left after visit t, and gave a token: so it is known from now on."""
-        decided, tails = self.decided, self.decided.tails.setdefault(self.sample, [])
-        if not self.ready and self.exits.prompts and decided.prompt is None:
-            decided.prompt = np.concatenate([self.visits_made(node) for node in self.nodes()[:-1]])
-        rows = len(self.tail.tokens)
-        if self.ready and rows == len(tails) + 1 and self.route[t : t + 1] not in ([], [CODA]):
-            tails.append(t + (self.route[0] != PRELUDE))
-        elif rows > len(tails):
-            tails.extend(self.visits_made(self.tail)[len(tails) :].tolist())
-        self.ready, self.visit = True, 0
+    def begin_output(self) -> None:
+        """Books that all its rows have left, those of its prompt and of the tokens that it had made: it generates."""
+        tails, tail = self.decided.tails.setdefault(self.sample, []), self.tail
+        if self.exits.prompts and self.decided.prompt is None:
+            self.decided.prompt = np.concatenate([self.visits_made(node) for node in self.nodes()[:-1]])
+        if len(tail.tokens) > len(tails):
+            tails.extend(self.visits_made(tail)[len(tails) :].tolist())
+        tail.enter()
+        self.ready = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefold.cache.tree import Node
-from prefold.looped.cache import NodeVisit, VisitNode
+from prefold.looped.cache import NodeVisit, TailNode, VisitNode
 from prefold.looped.outputs import OutputRows
 from prefold.looped.scheduler import VisitScheduler
 from prefold.looped.sequence import Routed
@@ -21,12 +21,14 @@ def check_visits(scheduler: VisitScheduler) -> None:
     sequences: list[Routed] = [*scheduler.running, *scheduler.waiting]  # type: ignore[list-item]
     for sequence in sequences:
         assert sequence in (scheduler.running if sequence.state == "running" else scheduler.waiting)
-        assert sequence.state == "running" or not sequence.tail.num_slots
+        assert sequence.state == "running" or not (sequence.tail.num_slots or sequence.tail.place is not None)
         assert len(sequence.prefixes) == len(sequence.route) >= sequence.visit
         for node in sequence.nodes():
             users[node] = users.get(node, 0) + 1
             for prefix in sequence.prefixes:
                 takes[node.visits[prefix]] = takes.get(node.visits[prefix], 0) + 1
+        if sequence.ready:
+            held.append(_tail_slots(sequence.tail))
         _check_deeper(sequence)
         _check_tail(sequence)
     nodes: list[VisitNode] = [*scheduler.tree.nodes(), *(sequence.tail for sequence in sequences)]  # type: ignore[list-item]
@@ -37,14 +39,8 @@ def check_visits(scheduler: VisitScheduler) -> None:
         for visit in node.visits.values():
             assert visit.users == takes.get(visit, 0)
             assert visit.done <= len(node)
-            held += [visit.slots[visit.owned], visit.spare]
-            assert sum(visit.counts) == visit.done and visit.slots[: visit.done].all()
-            flat = [
-                slot
-                for start, count in zip(visit.starts, visit.counts, strict=True)
-                for slot in range(start, start + count)
-            ]
-            assert flat == visit.slots[: visit.done].tolist()
+            held.append(visit.slots[visit.owned])
+            _check_runs(visit.runs, visit.slots[: visit.done], node.start)
     places = [sequence.tail.place for sequence in scheduler.running]
     assert len(set(places)) == len(places), "two tails in one place"
     check_tails(scheduler._outputs)
@@ -55,7 +51,25 @@ def check_visits(scheduler: VisitScheduler) -> None:
     if scheduler.cache is not None:
         scheduler.cache.check()
         for account in scheduler.cache.accounts:
-            assert account.held == sum(node.num_slots for node in nodes if node.account is account)
+            own = sum(node.num_slots for node in nodes if node.account is account)
+            tails = [one.tail for one in sequences if one.ready and one.tail.account is account]
+            assert account.held == own + sum(len(_tail_slots(tail)) for tail in tails)
+
+
+def _check_runs(runs: list[tuple[int, int, int]], slots: np.ndarray, start: int) -> None:
+    """Runs of neighbouring slots are those of the settled rows."""
+    assert [slot for first, count, _ in runs for slot in range(first, first + count)] == slots.tolist()
+    assert [at for _, count, first in runs for at in range(first, first + count)] == list(
+        range(start, start + len(slots))
+    )
+    assert slots.all()
+
+
+def _tail_slots(tail: TailNode) -> np.ndarray:
+    """Returns the slots that a tail holds in the arrays, those of rows to come too."""
+    tails, at = tail.outputs, tail.place
+    spare = [np.arange(count) + first for first, count in zip(tails.spare_at[at], tails.num_spare[at], strict=True)]
+    return np.concatenate((tails.slots[at][tails.owned[at]], *spare))
 
 
 def check_tails(tails: OutputRows) -> None:
@@ -74,20 +88,28 @@ def _check_tail(sequence: Routed) -> None:
     if tail.tokens:
         assert tails.token[tail.place] == tail.tokens[-1]
         assert (tails.decides[tail.place], tails.leaves[tail.place]) == sequence.when(len(tail.tokens) - 1)
+    for t in range(len(sequence.prefixes) if sequence.ready else 0):
+        of_runs = (array[tail.place, t] for array in (tails.run_start, tails.run_count, tails.run_position))
+        runs = list(zip(*(numbers[: tails.num_runs[tail.place, t]].tolist() for numbers in of_runs), strict=True))
+        _check_runs(runs, tails.slots[tail.place, t, : tails.done[tail.place, t]], tail.start)
 
 
 def _check_deeper(sequence: Routed) -> None:
     """A visit has no more rows than the one before, and what it sees of a row that left is a slot of that row."""
     for node in sequence.nodes():
+        visits = [node.visits[prefix] for prefix in sequence.prefixes]
+        rows = [(visit.done, visit.slots, visit.owned, visit.left) for visit in visits]
+        if sequence.ready and node is sequence.tail:
+            tails, at = sequence.outputs, sequence.tail.place
+            columns = (tails.done[at].tolist(), tails.slots[at], tails.owned[at], tails.left[at])
+            rows = list(zip(*columns, strict=True))[: len(visits)]
         own: set[int] = set()
         done = len(node)
-        for t, prefix in enumerate(sequence.prefixes):
-            visit = node.visits[prefix]
-            assert visit.done <= done or sequence.route[t] == CODA, "rows that left come to the coda at once"
-            done = visit.done
+        for t, (settled, slots, owned, left) in enumerate(rows):
+            assert settled <= done or sequence.route[t] == CODA, "rows that left come to the coda at once"
+            done = settled
             if t and sequence.route[t] >= 0:
-                left = node.visits[sequence.prefixes[t - 1]].left[:done]
-                assert visit.left[:done][left].all(), "a row that had left is back"
-            own |= {int(slot) for slot in visit.slots[: visit.done]} if t == 0 else set()
-            own |= {int(slot) for slot in visit.slots[visit.owned]}
-            assert {int(slot) for slot in visit.slots[: visit.done]} <= own
+                assert left[:done][rows[t - 1][3][:done]].all(), "a row that had left is back"
+            own |= {int(slot) for slot in slots[:done]} if t == 0 else set()
+            own |= {int(slot) for slot in slots[owned]}
+            assert {int(slot) for slot in slots[:done]} <= own
