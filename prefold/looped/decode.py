@@ -5,7 +5,7 @@ as a visit. Here everything is done over arrays: those of `OutputRows`, and what
 generate: in which order they lie, and which slots they see of their prompts at each visit.
 
 The rows of a step may make several visits, in rounds: as long as all that go on come to the same block. A row that may
-leave on the way has slots for all of these visits; it gives back those of visits that it does not make.
+leave on the way has slots for all of these visits; when it leaves, it gives back those of visits that it does not make.
 """
 
 from __future__ import annotations
@@ -173,17 +173,10 @@ class Decoding:
     def __init__(self, slots: SlotAllocator, outputs: OutputRows):
         self.slots, self.visits, self.outputs = slots, slots.visits, outputs
         self._batch: DecodeBatch | None = None
-        # Slots given for visits that a step's rows perhaps do not make, until it is run: place, visit, row.
-        self._ahead: tuple[np.ndarray, np.ndarray, np.ndarray] = (NOTHING, NOTHING, NOTHING)
 
     def forget(self) -> None:
         """Forgets which sequences generate: one has come or gone."""
         self._batch = None
-
-    def clear(self) -> None:
-        """Forgets which sequences generate, and what was given: no output is there any more."""
-        self.forget()
-        self._ahead = NOTHING, NOTHING, NOTHING
 
     def batch(self, running: Collection[Routed]) -> DecodeBatch:
         """Returns those of the running sequences that generate."""
@@ -224,9 +217,7 @@ class Decoding:
                 first = needs[len(slots)]
                 numbers = numbers[~np.isin(numbers, late[0][first:])]
                 late = tuple(array[:first] for array in late)
-        place = batch.place[numbers]
-        row = outputs.row[place]
-        numbers = numbers[self._give(batch, numbers, place, outputs.visit[place], row, np.zeros(len(row), bool))]
+        numbers = numbers[self._give(batch, numbers, np.zeros_like(numbers))]
         return (numbers, *late), len(numbers) + int(np.count_nonzero(late[2]))
 
     def _late(self, batch: DecodeBatch, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -269,10 +260,7 @@ class Decoding:
         if rounds < 2 or len(drafted.late_rows) or self.visits.coda:
             return
         self._set_rounds(drafted, rounds)
-        numbers, place, row = (array[drafted.rows] for array in (drafted.members, drafted.place, drafted.row))
-        visit = drafted.at[drafted.rows] + drafted.rounds
-        if not self._give(drafted.batch, numbers, place, visit, row, drafted.rounds > 0).all():
-            self.withdraw()
+        if not self._give(drafted.batch, drafted.members[drafted.rows], drafted.rounds).all():
             self._set_rounds(drafted, 1)
 
     def _set_rounds(self, drafted: DecodeRows, most: int) -> None:
@@ -308,38 +296,27 @@ class Decoding:
         may_be_read[drafted.rows[ends if self.visits.coda else ends | (drafted.leaves >= DECIDES)]] = True
         drafted.reads = np.flatnonzero(may_be_read)
 
-    def _give(
-        self,
-        batch: DecodeBatch,
-        numbers: np.ndarray,
-        place: np.ndarray,
-        visit: np.ndarray,
-        row: np.ndarray,
-        ahead: np.ndarray,
-    ) -> np.ndarray:
-        """Gives rows of outputs their slots at visits, no two of one output at one visit, as far as there are slots;
-        returns which rows have one, bool. ahead: whether a row may never come to the visit."""
-        outputs = self.outputs
+    def _give(self, batch: DecodeBatch, numbers: np.ndarray, rounds: np.ndarray) -> np.ndarray:
+        """Gives the last rows of sequences their slots, so many rounds behind the visits that they come to next, as far
+        as there are slots; returns which rows have one, bool. No row has the same round twice."""
+        outputs, place = self.outputs, batch.place[numbers]
+        visit, row = outputs.visit[place] + rounds, outputs.row[place]
         needs = ~outputs.owned[place, visit, row]
         short = np.flatnonzero(needs & (outputs.num_spare[place, visit] == 0))
         if short.size:
-            self._take_spare(batch, numbers[short], place[short], visit[short], ahead[short])
-        given = np.flatnonzero(needs & (outputs.num_spare[place, visit] > 0))
-        at = place[given], visit[given]
-        outputs.slots[(*at, row[given])] = outputs.spare_at[at]
-        outputs.owned[(*at, row[given])] = True
+            self._take_spare(batch, numbers[short], visit[short], rounds[short] > 0)
+        some = np.flatnonzero(needs & (outputs.num_spare[place, visit] > 0))
+        at = place[some], visit[some]
+        outputs.slots[(*at, row[some])] = outputs.spare_at[at]
+        outputs.owned[(*at, row[some])] = True
         outputs.spare_at[at] += 1
         outputs.num_spare[at] -= 1
-        given = given[ahead[given]]
-        self._ahead = place[given], visit[given], row[given]
         return outputs.owned[place, visit, row]
 
-    def _take_spare(
-        self, batch: DecodeBatch, numbers: np.ndarray, place: np.ndarray, visit: np.ndarray, ahead: np.ndarray
-    ) -> None:
+    def _take_spare(self, batch: DecodeBatch, numbers: np.ndarray, visit: np.ndarray, ahead: np.ndarray) -> None:
         """Gives outputs slots at visits, and some for the rows to come, those of each side by side; as many as there
-        are. No rows are evicted for what is ahead."""
-        outputs, pool = self.outputs, self.slots.pool
+        are. ahead: whether a row may never come to the visit, so that no other rows are evicted for it"""
+        outputs, pool, place = self.outputs, self.slots.pool, batch.place[numbers]
         rows = batch.limit[numbers] - 1 - outputs.row[place]
         # All together, if there is a run so long: those of an even number before the others begin with an even slot.
         counts = np.minimum(rows, OUTPUT_SLOTS)
@@ -367,19 +344,6 @@ class Decoding:
                 account = batch.sequences[number].tail.account
                 if account is not None:
                     account.hold(count)
-
-    def withdraw(self) -> None:
-        """Takes back the slots of visits to come, where the step that was drafted last is not to be run."""
-        self._give_back(*self._ahead)
-        self._ahead = NOTHING, NOTHING, NOTHING
-
-    def _give_back(self, place: np.ndarray, visit: np.ndarray, row: np.ndarray) -> None:
-        """Keeps the slots that rows were given last at visits for other rows."""
-        outputs = self.outputs
-        outputs.slots[place, visit, row] = 0
-        outputs.owned[place, visit, row] = False
-        outputs.spare_at[place, visit] -= 1
-        outputs.num_spare[place, visit] += 1
 
     # ------------------------------------------------------------------------------------------------ the step
 
@@ -479,7 +443,6 @@ class Decoding:
         """Books rows as being computed. Returns how many slots all sequences that generate would need if nothing was
         shared."""
         outputs = self.outputs
-        self._ahead = NOTHING, NOTHING, NOTHING
         outputs.waited[batch.place] += 1
         if drafted is not None:
             outputs.waited[drafted.place] = 0
@@ -501,9 +464,6 @@ class Decoding:
             outputs.add_runs(place, visit, outputs.slots[place, visit, row], 1, batch.start[members] + row)
         made, rows = drafted.made(result), drafted.rows
         was = drafted.rounds < made[rows]
-        # The slots of visits that were not made stay with their outputs.
-        some = rows[~was]
-        self._give_back(drafted.place[some], drafted.at[some] + drafted.rounds[~was], drafted.row[some])
         rows, rounds = rows[was], drafted.rounds[was]
         place, visit, row = drafted.place[rows], drafted.at[rows] + rounds, drafted.row[rows]
         outputs.left[place, visit, row] = left[rows] & (rounds + 1 == made[rows])
@@ -518,6 +478,12 @@ class Decoding:
         place, row = drafted.place[gone], drafted.row[gone]
         if self.visits.coda:
             outputs.visit[place] = batch.length[drafted.members[gone]] - 1
+        # Slots of visits that they do not make are for the rows behind them.
+        which, deeper = np.nonzero(outputs.owned[place, :, row] & (np.arange(batch.most) > last[:, None]))
+        at = place[which], deeper
+        outputs.owned[(*at, row[which])] = False
+        outputs.spare_at[at] -= 1
+        outputs.num_spare[at] += 1
         # What deeper visits see of them is there, but for K/V that are made of a state, and what comes behind such.
         seen = batch.seen[route, last]
         which, deeper = np.nonzero((seen >= 0) & (outputs.done[place] == row[:, None]))

@@ -106,13 +106,13 @@ class VisitScheduler(Sequences[Routed]):
         return replace(exits, threshold=self.visits.threshold) if exits.threshold is None else exits
 
     def cancel(self, key: Hashable) -> None:
-        self._drop_draft()
+        self._draft = None
         super().cancel(key)
 
     def clear(self) -> None:
         super().clear()
         self._outputs.clear()
-        self._decoding.clear()
+        self._decoding.forget()
         self._draft = self._begun = None
 
     @property
@@ -129,7 +129,7 @@ class VisitScheduler(Sequences[Routed]):
         if self._begun is not None:
             return []
         failed, self._failed = self._failed, []
-        self._drop_draft()
+        self._draft = None
         if self.cache is not None:
             self.cache.expire()
         self._admit()
@@ -154,10 +154,6 @@ class VisitScheduler(Sequences[Routed]):
             if self.waiting.are_alike and len(batch.sequences) == len(self.running):
                 self._decoding.go_on(draft.decode, most)
         return draft
-
-    def _drop_draft(self) -> None:
-        self._draft = None
-        self._decoding.withdraw()
 
     def plan(self, most: int | None = None) -> VisitPlan | None:
         """Returns the step that `admit` settled; changes nothing. None where there is none, or one has begun."""
