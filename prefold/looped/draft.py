@@ -174,14 +174,8 @@ class VisitDraft:
 
     def _settle_left(self, sequence: Routed, visit: NodeVisit) -> bool:
         """Settles the next rows that left before and whose K/V is there already; returns whether rows are pending."""
-        node, first = visit.node, visit.done
-        rows = slice(first, len(node))
-        left = sequence.has_left(node, sequence.visit, rows)
-        if left is None or not left[0]:
-            return True
-        seen = sequence.seen_of_left(node, sequence.visit, rows)
-        there = left & (seen != 0) & ~visit.owned[rows]
-        count = len(there) if there.all() else int(there.argmin())
+        first, seen = visit.done, sequence.seen_of_left(visit, sequence.visit)
+        count = len(seen) if seen.all() else int((seen == 0).argmax())
         if count:
             visit.slots[first : first + count] = seen[:count]
             visit.left[first : first + count] = True
@@ -213,12 +207,7 @@ class VisitDraft:
     def _give(self, sequence: Routed, visit: NodeVisit) -> int:
         """Gives the next rows of a node slots at the visit that a sequence comes to, as long as there are slots, and
         room for those that are computed or projected. Returns how many rows have slots."""
-        node, first = visit.node, visit.done
-        rows = slice(first, len(node))
-        left = sequence.has_left(node, sequence.visit, rows)
-        seen = np.zeros(rows.stop - first, np.int64)
-        if left is not None:
-            seen = np.where(left & ~visit.owned[rows], sequence.seen_of_left(node, sequence.visit, rows), 0)
+        node, first, seen = visit.node, visit.done, sequence.seen_of_left(visit, sequence.visit)
         needs = seen == 0  # a slot of its own, to be computed or projected
         count = int(np.searchsorted(np.cumsum(needs), self.left, side="right"))
         places = np.flatnonzero(needs[:count] & ~visit.owned[first : first + count])

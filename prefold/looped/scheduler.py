@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -79,22 +78,14 @@ class VisitScheduler(Sequences[Routed]):
 
     # ------------------------------------------------------------------------------------ what comes and goes
 
-    def submit(self, key: Hashable, tokens: np.ndarray, **how: Any) -> None:
-        """Takes a prompt; arguments and errors as of `Sequences.submit`, and beside these:
-
-        exits    the route, and when rows leave; its threshold is that of the model where nobody gave one
-        decided  what was decided for this request before; written to as more is decided
-        """
-        super().submit(key, tokens, **how)
-        for sequence in self._requests[key]:
-            sequence.set_out(self.visits)
-
     def _taken(
         self, namespace: tuple[Hashable, ...], exits: Exits | None = None, decided: Decided | None = None
     ) -> tuple[int, tuple[Hashable, ...], Callable[..., Routed]]:
+        """exits: the route, and when rows leave; without a threshold by that of the model. decided: what was decided for
+        this request before; written to as more is decided"""
         exits, namespace = self._filled(exits), self.namespace_of(namespace, exits)
         visits = self._most if exits.route is None else len(exits.route) + self.visits.prelude + self.visits.coda
-        how = {"exits": exits, "keys": self.visits.keys, "decided": decided or Decided()}
+        how = {"exits": exits, "visits": self.visits, "decided": decided or Decided()}
         return visits, namespace, partial(Routed, outputs=self._outputs, namespace=namespace, **how)
 
     def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:

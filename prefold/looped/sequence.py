@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -63,17 +63,15 @@ class Routed(Running):
     is_open   whether the router has still to say how the route goes on
     prefixes  the route prefix of each visit
     exits     when rows leave
-    keys      what deeper visits see of a row that left: the K/V of its "last" visit to that block, or K/V that is made
-              of its state ("project")
+    visits    how rows go through the model
     decided   what was decided once
     outputs   where what its tail has lies, while it runs
     visit     the index of the visit that its rows come to next; as many as the route has: all rows are there
     waited    for how many steps it has waited
-    most      visits to blocks that any route may make
     rows_there     how many leading rows of the prompt were there at each of the visits that it has come to
     """
 
-    __slots__ = ("decided", "exits", "is_open", "keys", "most", "namespace", "outputs", "prefixes", "rows_there")
+    __slots__ = ("decided", "exits", "is_open", "namespace", "outputs", "prefixes", "rows_there", "visits")
 
     tail: TailNode
 
@@ -83,19 +81,27 @@ class Routed(Running):
         outputs: OutputRows,
         namespace: tuple[Hashable, ...],
         exits: Exits,
-        keys: Literal["last", "project"],
+        visits: VisitOptions,
         decided: Decided,
     ):
         super().__init__(*given)
         self.outputs, leaf, tokens = outputs, self.leaf, self.tail.tokens
         self.tail = TailNode(leaf, tokens, leaf.stop, outputs)
         self.tail.lost = bool(tokens)
-        self.namespace, self.exits, self.keys, self.decided = namespace, exits, keys, decided
+        self.namespace, self.exits, self.visits, self.decided = namespace, exits, visits, decided
         self.route: list[int] = []  # type: ignore[assignment]
         self.prefixes: list[Prefix] = []
-        self.is_open = True
-        self.most = NEVER
         self.rows_there = leaf.stop
+        if decided.route is None:
+            known = exits.route or (() if visits.routed else visits.order)
+            route = (*((PRELUDE,) if visits.prelude else ()), *known)
+            if known:
+                route = decided.route = (*route, *((CODA,) if visits.coda else ()))
+        else:
+            route = decided.route
+        self.is_open = decided.route is None
+        for unit in route:
+            self.go_on(unit)
 
     @property
     def visit(self) -> int:
@@ -132,18 +138,6 @@ class Routed(Running):
             outputs.token[place] = self.tail.tokens[row]
             outputs.decides[place], outputs.leaves[place] = self.when(row)
 
-    def set_out(self, visits: VisitOptions) -> None:
-        """Enters its rows at as much of its route as is known."""
-        route, self.most = self.decided.route, len(visits.order)
-        if route is None:
-            known = self.exits.route or (() if visits.routed else visits.order)
-            route = (*((PRELUDE,) if visits.prelude else ()), *known)
-            if known:
-                route = self.decided.route = (*route, *((CODA,) if visits.coda else ()))
-        self.is_open = self.decided.route is None
-        for unit in route:
-            self.go_on(unit)
-
     def nodes(self) -> list[VisitNode]:
         """Returns the nodes of the prompt and the tail, from the root down."""
         return [*self.leaf.path(), self.tail]  # type: ignore[list-item]
@@ -175,39 +169,31 @@ class Routed(Running):
         """Returns how many of its visits are to blocks."""
         return sum(unit >= 0 for unit in self.route)
 
-    def before(self, node: VisitNode, t: int) -> NodeVisit | None:
-        """Returns what a node's rows have at the visit before visit t; None before the first."""
-        return node.visits[self.prefixes[t - 1]] if t else None
-
     def has_left(self, node: VisitNode, t: int, rows: slice) -> np.ndarray | None:
-        """Returns which of a node's rows left before visit t, bool; None: none did."""
-        before = self.before(node, t)
-        if before is None or self.route[t] == CODA:
-            return None
-        left = before.left[rows]
-        return left if left.any() else None
+        """Returns which of a node's rows left before visit t, bool; None: none did, or all come to it, for it is the
+        coda."""
+        left = node.visits[self.prefixes[t - 1]].left[rows] if t and self.route[t] != CODA else None
+        return left if left is not None and left.any() else None
 
-    def seen_of_left(self, node: VisitNode, t: int, rows: slice) -> np.ndarray:
-        """Returns the slots that visit t sees of rows that left before it, int64; 0 where K/V has to be projected."""
-        block = self.route[t]
-        earlier = next((one for one in range(t - 1, -1, -1) if self.route[one] == block), None)
-        if earlier is None:
-            return np.zeros(rows.stop - rows.start, np.int64)
-        slots = node.visits[self.prefixes[earlier]].slots[rows]
-        if self.keys == "project":
-            before = self.before(node, earlier)
-            return np.where(before.left[rows], slots, 0) if before is not None else np.zeros_like(slots)
-        return slots
+    def seen_of_left(self, visit: NodeVisit, t: int) -> np.ndarray:
+        """Returns the slots that visit t sees of those rows, not settled yet, which left before it, int64; 0 of other
+        rows, and where K/V has to be projected."""
+        node, rows = visit.node, slice(visit.done, len(visit.node))
+        left = self.has_left(node, t, rows)
+        earlier = next((one for one in range(t - 1, -1, -1) if self.route[one] == self.route[t]), None)
+        if left is None or earlier is None or (self.visits.keys == "project" and not earlier):
+            return np.zeros(visit.pending, np.int64)
+        there = left & ~visit.owned[rows]
+        if self.visits.keys == "project":
+            there &= node.visits[self.prefixes[earlier - 1]].left[rows]
+        return np.where(there, node.visits[self.prefixes[earlier]].slots[rows], 0)
 
     def state_slots(self, node: VisitNode, t: int, rows: slice) -> np.ndarray:
         """Returns the slots of the states with which rows come to visit t, int64; 0 before the first."""
         slots = np.zeros(rows.stop - rows.start, np.int64)
         for earlier in range(t - 1, -1, -1):
-            own = node.visits[self.prefixes[earlier]]
-            before = self.before(node, earlier)
-            made = own.owned[rows]
-            if before is not None and self.route[earlier] != CODA:  # projected for rows that had left
-                made = made & ~before.left[rows]
+            own, left = node.visits[self.prefixes[earlier]], self.has_left(node, earlier, rows)
+            made = own.owned[rows] if left is None else own.owned[rows] & ~left  # projected for rows that had left
             slots = np.where((slots == 0) & made, own.slots[rows], slots)
             if slots.all():
                 break
@@ -226,7 +212,7 @@ class Routed(Running):
 
     def _by_rule(self) -> tuple[int, int]:
         exits = self.exits
-        most = NEVER if exits.max_visits is None or exits.max_visits >= self.most else exits.max_visits
+        most = NEVER if exits.max_visits is None or exits.max_visits >= len(self.visits.order) else exits.max_visits
         if exits.threshold in (None, 1) and exits.change is None:
             return NEVER, NEVER if most == NEVER else max(most, exits.min_visits)
         return exits.min_visits, most
@@ -247,7 +233,7 @@ class Routed(Running):
             return np.full(len(positions), STAYS, np.int8), (NAN, NAN)
         rules = [self.when(at - start) if at >= start else self._when_of_prompt(at) for at in positions]
         number = t + (self.route[0] != PRELUDE)  # of visits to blocks, this one included
-        return leaves_after(number, *np.array(rules, np.int64).T, self.most), self.criteria
+        return leaves_after(number, *np.array(rules, np.int64).T, len(self.visits.order)), self.criteria
 
     @property
     def criteria(self) -> tuple[float, float]:

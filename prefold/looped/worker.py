@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from ..model import NO_ADAPTERS, Adapter, RowAdapters
 from ..model.decoder_layer import Layer
 from ..model.ops import choose_ops
 from ..model.transformer import Pass
-from ..schedule.steps import NOT_FINITE, NOTHING, Drawing, Numbers, SlotStep
+from ..schedule.steps import NOT_FINITE, NOTHING, Numbers, SlotStep
 from ..worker.local import LocalWorker
 from ..worker.protocol import DONE, Ticket, WorkerPart
 from ..worker.rows import heads_of
@@ -135,8 +135,11 @@ class VisitStore:
             taken_slots |= ends[np.maximum(step.read_rows, 0)]
         taken = taken_slots[step.reads]
         reads = self._read(step, slots[taken_slots], taken_slots, taken) if taken.any() else None
-        blocks = [self._route(routing) for routing in step.routings]
-        return VisitTicket(left, taken, np.concatenate(blocks) if blocks else NOTHING.reshape(0, 1), reads, made)
+        blocks = [self._route(routing) for routing in step.routings] or [NOTHING.reshape(0, 1)]
+        known = VisitResult(
+            np.full(len(taken), -1, np.int64), taken=taken, left=left, blocks=np.concatenate(blocks), made=made
+        )
+        return VisitTicket(known, reads)
 
     def _run_rounds(self, step: VisitStep, rounds: VisitRounds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Takes rows through several visits one after another, each as long as it has not left. Returns of each row
@@ -276,13 +279,16 @@ class VisitStore:
     def _read(self, step: VisitStep, slots: np.ndarray, taken_slots: np.ndarray, taken: np.ndarray) -> SlotReads:
         """Returns the ticket of those reads that are made, of the states in `slots`."""
         hidden = self._hidden(self.states[send(slots, self.model.device)])
-        number = np.cumsum(taken_slots) - 1
-        reads = number[step.reads[taken]]
-        order = np.cumsum(taken) - 1
-        drawing = None if step.drawing is None else _picked(step.drawing, taken, order)
-        numbers = tuple(_renumbered(some, taken, order) for some in step.numbers)
-        empty = (NOTHING,) * 8
-        return SlotReads(self.model, hidden, SlotStep(*empty, NOTHING, reads, drawing, numbers))
+        reads = (np.cumsum(taken_slots) - 1)[step.reads[taken]]
+        order, drawing, numbers = np.cumsum(taken) - 1, step.drawing, []
+        if drawing is not None:
+            drawing = drawing.pick(np.flatnonzero(taken[drawing.reads]))
+            drawing = replace(drawing, reads=order[drawing.reads]) if len(drawing.reads) else None
+        for some in step.numbers:
+            made = taken[some.reads]
+            targets = some.targets[made] if len(some.targets) else some.targets
+            numbers.append(Numbers(some.readout, order[some.reads[made]], targets))
+        return SlotReads(self.model, hidden, SlotStep(*(NOTHING,) * 9, reads, drawing, tuple(numbers)))
 
     def _route(self, routing: Routing) -> np.ndarray:
         """Returns what the router chooses for each request of a Routing, int64 [n, visits]."""
@@ -311,34 +317,20 @@ class VisitStore:
 
 @dataclass(frozen=True, slots=True)
 class VisitTicket:
-    """A VisitTicket stands for a VisitStep; its result is on the way only as far as it is read from logits."""
+    """A VisitTicket stands for a VisitStep; its result is on the way only as far as it is read from logits.
 
-    left: np.ndarray
-    taken: np.ndarray
-    blocks: np.ndarray
+    known  the result but for what is read, with an id for each read
+    reads  what is read; None: nothing
+    """
+
+    known: VisitResult
     reads: SlotReads | None
-    made: np.ndarray = field(default_factory=lambda: NOTHING)
 
     def result(self) -> VisitResult:
-        ids = np.full(len(self.taken), -1, np.int64)
         if self.reads is None:
-            return VisitResult(ids, taken=self.taken, left=self.left, blocks=self.blocks, made=self.made)
-        result, at = self.reads.result(), np.flatnonzero(self.taken)
-        ids[at] = result.ids
+            return self.known
+        assert self.known.taken is not None
+        result, at = self.reads.result(), np.flatnonzero(self.known.taken)
+        self.known.ids[at] = result.ids
         logprobs = {int(at[read]): one for read, one in result.logprobs.items()}
-        return VisitResult(ids, logprobs, result.numbers, self.taken, self.left, self.blocks, self.made)
-
-
-def _picked(drawing: Drawing, taken: np.ndarray, order: np.ndarray) -> Drawing | None:
-    """Returns how tokens are chosen at those reads that are made, numbered among themselves."""
-    keep = np.flatnonzero(taken[drawing.reads])
-    if not keep.size:
-        return None
-    some = drawing.pick(keep)
-    return replace(some, reads=order[some.reads])
-
-
-def _renumbered(some: Numbers, taken: np.ndarray, order: np.ndarray) -> Numbers:
-    """Returns the reads of numbers that are made, numbered among themselves."""
-    made = taken[some.reads]
-    return Numbers(some.readout, order[some.reads[made]], some.targets[made] if len(some.targets) else some.targets)
+        return replace(self.known, logprobs=logprobs, numbers=result.numbers)
