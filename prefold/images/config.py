@@ -241,16 +241,17 @@ def tower_settings(tower: GGUFFile) -> Settings:
     """Returns the keys that an image processor's file has, as far as a tower's GGUF file says."""
     read = Settings(tower.metadata, str(tower.path))
     size = read.size("clip.vision.image_size")
-    keys: dict[str, Any] = {
-        "image_mean": read.get("clip.vision.image_mean", [0.5] * 3),
-        "image_std": read.get("clip.vision.image_std", [0.5] * 3),
-    }
-    if _kind(tower) == "gemma3":
-        keys["size"] = {"height": size, "width": size}
-    else:
-        longest = read.size("clip.vision.preproc_image_size", 4 * size)
-        keys |= {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
-    return Settings(keys, str(tower.path))
+    colours = {key: read.get(f"clip.vision.{key}", [0.5] * 3) for key in ("image_mean", "image_std")}
+    sizes = tile_settings(_kind(tower), size, read.size("clip.vision.preproc_image_size", 4 * size))
+    return Settings(colours | sizes, str(tower.path))
+
+
+def tile_settings(kind: str, size: int, longest: int) -> dict[str, Any]:
+    """Returns the keys of an image processor's file that make tiles of this size. longest: of an image's longest side,
+    where it is cut"""
+    if kind == "gemma3":
+        return {"size": {"height": size, "width": size}}
+    return {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
 
 
 def _kind(tower: GGUFFile) -> str:

@@ -25,7 +25,7 @@ from ..types import Medium, within
 from .config import TowerConfig
 from .decode import Allowance, Image
 from .processor import Processor, load_processor
-from .reading import Reader, content_of, reader_of
+from .reading import Reader, reader_of
 from .sending import HeldPictures
 from .table import MediaTable
 
@@ -43,6 +43,10 @@ class Seen:
     width: int
     digest: bytes
     animated: bool
+
+    @classmethod
+    def of(cls, image: Image, animated: bool = False) -> Seen:
+        return cls(image.height, image.width, image.digest, animated)
 
 
 class Recent(Generic[T]):
@@ -194,14 +198,9 @@ class ImageInputs:
         return [self._picture(value, field, allowance) for value, field in given]
 
     def _picture(self, value: Any, field: str, allowance: Allowance | None) -> Picture:
-        content = content_of(value, field)
-        data = self.reader.file(value, field) if content is None else content
-        if data is None:
-            again = image = self.reader.read(value, field).image
-            seen = Seen(image.height, image.width, image.digest, False)
-        else:
-            # What can be read again is not held as pixels for long: they take ten times the memory of a file.
-            seen, again = self._seen(data, field, allowance), value if content is None else content
+        # Of a file no pixels are held for long: they take ten times its memory.
+        source, again = self.reader.source(value, field)
+        seen = Seen.of(source) if isinstance(source, Image) else self._seen(source, field, allowance)
         tiles = self.processor.layout(seen.height, seen.width).tiles
         load = Loading(self.processor, self.reader, again, seen.digest, tiles, self.recent)
         return Picture((seen.height, seen.width), self.processor.key(seen.digest), load, field, seen.animated)
@@ -214,10 +213,8 @@ class ImageInputs:
         seen = self.files.get(key := digest.digest())
         if seen is None:
             decoded = self.reader.decoder.decode(data, field, allowance)
-            image = decoded.image
-            self.recent.put(image.digest, image)
-            seen = Seen(image.height, image.width, image.digest, decoded.animated)
-            self.files.put(key, seen)
+            self.recent.put(decoded.image.digest, decoded.image)
+            self.files.put(key, seen := Seen.of(decoded.image, decoded.animated))
         return seen
 
     def encode(

@@ -21,7 +21,7 @@ from ..checkpoint import Checkpoint, read_object
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, InputError, UnsupportedModelError
 from ..text import Tokenizer
-from .config import TowerConfig, tower_settings
+from .config import TowerConfig, tile_settings, tower_settings
 from .decode import Image, pillow
 
 BILINEAR, LANCZOS = 2, 1  # of Pillow
@@ -343,7 +343,6 @@ def load_processor(checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokeni
 
 def _settings(checkpoint: Checkpoint, tower: TowerConfig) -> Settings:
     """Returns the settings of the checkpoint's images; without a file of them those that fit the tower."""
-    size = tower.image_size
     if checkpoint.mmproj is not None:
         return tower_settings(checkpoint.mmproj)
     nested = read_object(checkpoint, NESTED)
@@ -352,7 +351,5 @@ def _settings(checkpoint: Checkpoint, tower: TowerConfig) -> Settings:
     alone = read_object(checkpoint, ALONE)
     if alone:
         return Settings(alone, str(checkpoint.file(ALONE)))
-    sizes = {"size": {"height": size, "width": size}}
-    if tower.kind == "idefics3":
-        sizes = {"size": {"longest_edge": 4 * size}, "max_image_size": {"longest_edge": size}}
+    sizes = tile_settings(tower.kind, tower.image_size, 4 * tower.image_size)
     return Settings(sizes, str(checkpoint.path or checkpoint.name))

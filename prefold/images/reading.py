@@ -204,29 +204,29 @@ class Reader:
 
         Raises InputError, with `field` as its field, for what is none of them or is not allowed.
         """
-        if isinstance(value, Mapping):
-            value = _inner(value, field)
-        if isinstance(value, Image):
-            return Decoded(value, False)
-        data = self.file(value, field)
-        if data is not None:
-            return self.decoder.decode(data, field, allowance)
-        if isinstance(value, np.ndarray):
-            return Decoded(_of_array(value, field), False)
-        if is_picture(value):
-            return Decoded(image_of(value, field), False)
-        kind = "None" if value is None else f"of type {type(value).__name__}"
-        raise InputError(f"{field!r} is {kind}, no image", field=field, remedy=_GIVE, code="wrong_type")
+        source, _ = self.source(value, field)
+        return Decoded(source, False) if isinstance(source, Image) else self.decoder.decode(source, field, allowance)
 
-    def file(self, value: Any, field: str = "image") -> bytes | None:
-        """Returns the bytes of the file that a value holds, or says the place of; None for pixels, and for what stands
-        for no image. Raises InputError as `read` does."""
-        if isinstance(value, Mapping):
-            value = _inner(value, field)
-        content = content_of(value, field)
-        if content is None and isinstance(value, (str, os.PathLike)):
-            return self._named(os.fspath(value), field)
-        return content
+    def source(self, value: Any, field: str = "image") -> tuple[bytes | Image, Any]:
+        """Returns the bytes of the file that a value holds or says the place of, or the image whose pixels it has; and
+        from what these can be read again: they themselves, or a value that says the place. Raises InputError as `read`
+        does."""
+        image: bytes | Image | None
+        inner = _inner(value, field)
+        if isinstance(inner, Image):
+            image = inner
+        elif isinstance(inner, np.ndarray):
+            image = _of_array(inner, field)
+        elif is_picture(inner):
+            image = image_of(inner, field)
+        else:
+            image = content_of(inner, field)
+        if image is not None:
+            return image, image
+        if isinstance(inner, (str, os.PathLike)):
+            return self._named(os.fspath(inner), field), value
+        kind = "None" if inner is None else f"of type {type(inner).__name__}"
+        raise InputError(f"{field!r} is {kind}, no image", field=field, remedy=_GIVE, code="wrong_type")
 
     def _named(self, name: str | bytes, field: str) -> bytes:
         """Returns the bytes of the file whose path, address or id a text is."""
@@ -297,10 +297,8 @@ def reader_of(*, folder: Path | None = None, paths: bool = True, hosts: Iterable
 
 
 def content_of(value: Any, field: str = "image") -> bytes | None:
-    """Returns the bytes of the file that a value holds itself; None for one that says where the file is, and for
-    pixels. Raises InputError for what is no base64, and for a mapping without an image."""
-    if isinstance(value, Mapping):
-        value = _inner(value, field)
+    """Returns the bytes of the file that a value holds itself; None where it says the place of the file. Raises
+    InputError for what is no base64."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     if not isinstance(value, str):
@@ -313,12 +311,14 @@ def content_of(value: Any, field: str = "image") -> bytes | None:
     return _decoded64(value, field) if len(value) >= LEAST_BASE64 and BASE64.fullmatch(value) else None
 
 
-def _inner(value: Mapping[str, Any], field: str) -> Any:
+def _inner(value: Any, field: str) -> Any:
     """Returns what a mapping holds of an image: OpenAI's {"url": ...} or {"file_id": ...}, Hugging Face's {"bytes":
-    ..., "path": ...}."""
+    ..., "path": ...}; other values as they are."""
+    if not isinstance(value, Mapping):
+        return value
     for key in ("bytes", "base64", "url", "path", "image", "file_id"):
         if value.get(key) is not None:
-            return value[key]
+            return _inner(value[key], field)
     raise InputError(f"{field!r} has neither a url nor bytes", field=field, remedy=_GIVE, code="missing_field")
 
 

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,17 +103,11 @@ def _picture(medium: Medium) -> SentPicture:
         return SentPicture(medium.key, medium.salt, medium.ids, None, str(error))
 
 
-@dataclass(frozen=True)
-class _Pixels:
-    """A _Pixels gives the tiles of an image that a replica was sent."""
-
-    processor: Processor
-    picture: SentPicture
-
-    def __call__(self) -> np.ndarray:
-        if self.picture.pixels is None:
-            raise InputError(self.picture.error, field="image")
-        return self.processor.tiles(Image(self.picture.pixels))
+def _tiles(processor: Processor, picture: SentPicture) -> np.ndarray:
+    """Returns the tiles of an image that a replica was sent."""
+    if picture.pixels is None:
+        raise InputError(picture.error, field="image")
+    return processor.tiles(Image(picture.pixels))
 
 
 class HeldPictures:
@@ -139,7 +134,7 @@ class HeldPictures:
             rows, span = self._processor.rows_per_tile, self._processor.span
             for one in pictures:
                 how = {"tiles": len(one.ids) // rows, "rows_per_tile": rows, "span": span, "salt": one.salt}
-                medium = self._table.medium(one.key, load=_Pixels(self._processor, one), **how)
+                medium = self._table.medium(one.key, load=partial(_tiles, self._processor, one), **how)
                 self._media[int(one.ids[0])] = medium
                 self._theirs[first_id(medium)] = int(one.ids[0])
 

@@ -6,8 +6,9 @@ others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +17,9 @@ from ..model.layers import ActivatedLinear, Linear, Norm
 from ..model.ops import Ops, choose_ops
 from .config import PIECE_ROWS, TowerConfig
 
-
-class TowerAttention(Protocol):
-    """A TowerAttention attends in a layer of the tower: every patch sees all patches of its tile."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Returns attention of q, whose first row is row `start` of all, shaped as q.
-
-        q  [n, heads, dim], of some rows; k, v [tiles * patches, heads, dim], of all
-        """
-        ...
+# attend(layer, q, k, v, start) returns attention of q [n, heads, dim], whose first row is row `start` of all, shaped as
+# q; k, v [tiles * patches, heads, dim], of all. Every patch sees all patches of its tile.
+TowerAttention = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
 
 
 @dataclass(slots=True)

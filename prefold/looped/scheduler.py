@@ -81,7 +81,7 @@ class VisitScheduler(Sequences[Routed]):
     def _taken(
         self, namespace: tuple[Hashable, ...], exits: Exits | None = None, decided: Decided | None = None
     ) -> tuple[int, tuple[Hashable, ...], Callable[..., Routed]]:
-        """exits: the route, and when rows leave; without a threshold by that of the model. decided: what was decided for
+        """exits: the route, and when rows leave; without a threshold by the model's. decided: what was decided for
         this request before; written to as more is decided"""
         exits, namespace = self._filled(exits), self.namespace_of(namespace, exits)
         visits = self._most if exits.route is None else len(exits.route) + self.visits.prelude + self.visits.coda
