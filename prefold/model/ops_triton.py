@@ -39,11 +39,12 @@ def rope(x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> 
 def gate_mul(gate_up: Tensor, activation: str) -> Tensor:
     """Returns activation(gate) * up, [rows, width]; arguments as for `Ops.gate`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    is_silu = {"silu": True, "gelu_tanh": False}[activation]
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         size = min(WIDTH, triton.next_power_of_2(width))
         _gate[(rows, triton.cdiv(width, size))](
-            gate_up, out, gate_up.stride(0), width, SIZE=size, SILU=activation == "silu", num_warps=4
+            gate_up, out, gate_up.stride(0), width, SIZE=size, SILU=is_silu, num_warps=4
         )
     return out
 

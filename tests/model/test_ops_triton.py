@@ -80,6 +80,13 @@ def test_gates(both, dtype, activation, width):
     both(lambda ops, x: ops.gate(x, activation), random(4, 2 * width, dtype=dtype) * 3)
 
 
+def test_a_gate_that_the_kernel_has_not_is_not_taken_for_another(on_triton):  # noqa: F811
+    from prefold.model import ops_triton
+
+    with pytest.raises(KeyError, match="relu"):
+        ops_triton.gate_mul(torch.ones(1, 4), "relu")
+
+
 def test_no_rows(both):
     empty = torch.empty(0, 8)
     both(lambda ops, x, w: ops.add_rms_norm(x, None, w, 1e-6), empty, torch.ones(8))
