@@ -52,6 +52,17 @@ class SlotPlan(Plan):
     slots_needed: int
     lists: kernels.SlotLists | None = None
 
+    def grow(self, slots: np.ndarray) -> bool:
+        """Lets each query see one key more, in the slot behind those of its own list, as `slots` int64 [queries] has
+        it, for the compiled kernel alone; returns False where that cannot be, as where there is a window."""
+        if self.lists is None or self.window is not None:
+            return False
+        own, last = self.lists.own, self.lists.own_offsets[1:] - 1
+        if not len(own) or (own[last].sum(1) != slots).any():
+            return False
+        own[last, 1] += 1
+        return True
+
 
 def plan_slots(
     runs: KeyRuns,

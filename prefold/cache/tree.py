@@ -136,14 +136,24 @@ class Node:
         slots, self.slots, self.computed, self._runs = self.slots, _NO_SLOTS, 0, None
         return slots
 
-    def runs(self, rows: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (first slot, count, position of the first row) of each run of neighbouring slots that the first `rows`
-        rows lie in."""
+    @property
+    def stretches(self) -> list[tuple[int, int]]:
+        """Returns the rows [first, stop) of each run of neighbouring slots."""
         if self._runs is None:
             breaks = np.flatnonzero(np.diff(self.slots) != 1) + 1 if len(self.slots) > 1 else ()
             edges = [0, *(int(b) for b in breaks), len(self.slots)]
             self._runs = [(edges[i], edges[i + 1]) for i in range(len(edges) - 1)]
-        for first, stop in self._runs:
+        return self._runs
+
+    @property
+    def neighbours(self) -> int:
+        """Returns how many slots follow that of the last computed row without a gap."""
+        return next(stop for _, stop in self.stretches if stop >= self.computed) - self.computed
+
+    def runs(self, rows: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (first slot, count, position of the first row) of each run of neighbouring slots that the first `rows`
+        rows lie in."""
+        for first, stop in self.stretches:
             if first >= rows:
                 return
             yield int(self.slots[first]), min(stop, rows) - first, self.start + first

@@ -30,7 +30,7 @@ from ..cache.tree import Node, RadixTree
 from ..errors import InputError
 from ..prefix import clear_of_span, span_starts
 from ..types import Exits
-from .generate_step import Draft, GenerateStep, Held, Running, lay_out
+from .generate_step import Draft, GenerateStep, Held, Running, following, lay_out
 from .sequences import Sequences
 
 # Slots that a sequence of unknown length takes at once, so that its rows lie side by side.
@@ -71,6 +71,7 @@ class GenerateScheduler(Sequences[Running]):
         )
         self._ending: dict[Running, None] = {}  # whose last token is on its way
         self._begun: deque[GenerateStep] = deque()
+        self._before: GenerateStep | None = None  # the step that was begun last, while nobody was admitted since
         self._has_routes = False  # some request came with a route
         self._last_steps: dict[tuple[int, ...] | None, int] = {}  # when each route had its last step
         self._numbers = itertools.count()
@@ -96,6 +97,7 @@ class GenerateScheduler(Sequences[Running]):
         super().clear()
         self._ending.clear()
         self._begun.clear()
+        self._before = None
         self._forget_routes()
 
     def _forget_routes(self) -> None:
@@ -139,6 +141,9 @@ class GenerateScheduler(Sequences[Running]):
         for running in self._by_route() if self._has_routes else (self.running,):
             draft = self.waiting.draft(running, Draft(most, self._held))
             if draft.takes or draft.again:
+                before = None if self._has_routes else self._before
+                if before is not None and (step := following(before, draft)) is not None:
+                    return step
                 step, route = lay_out(draft), next(iter(running)).route
                 return step if route is None else replace(step, message=replace(step.message, route=route))
         return None
@@ -146,6 +151,7 @@ class GenerateScheduler(Sequences[Running]):
     def begin(self, step: GenerateStep) -> None:
         """Books a step as being run: the next one may be planned before the tokens of this one are there."""
         self._begun.append(step)
+        self._before = step
         if self._has_routes:
             self._last_steps[step.message.route] = next(self._numbers)
             if len(self._last_steps) > 2 * self.max_running:  # clients may think of ever new ones
@@ -284,7 +290,7 @@ class GenerateScheduler(Sequences[Running]):
             slots = slots[count:]
         sequence.tail.claim(slots)
         sequence.state, sequence.ready = "running", False
-        self.running[sequence] = None
+        self.running[sequence], self._before = None, None
         rows -= self._spare(sequence)
         self.waiting.admitted(sequence, rows)
         return 1 + rows + len(sequence.tail)

@@ -94,6 +94,8 @@ class GenerateStep:
     takes        (node, how many of its rows are computed here)
     decode_rows  how many of its rows are the last token of a sequence
     again        how many of its rows had been computed before
+    growth       where it follows another: 1 for each run that grows by a row in the next step, 0 for others, int64 [r],
+                 and for how many steps that goes on
     """
 
     message: SlotStep
@@ -102,6 +104,7 @@ class GenerateStep:
     takes: list[tuple[Node, int]]
     decode_rows: int
     again: int
+    growth: tuple[np.ndarray, int] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -313,6 +316,30 @@ def lay_out(draft: Draft) -> GenerateStep:
         decode_rows=draft.decode_rows,
         again=len(draft.again) + sum(rows for node, rows in draft.takes.items() if node.lost),
     )
+
+
+def following(before: GenerateStep, draft: Draft) -> GenerateStep | None:
+    """Returns what `lay_out` does of the draft of a step that follows one that has begun, where it has one more row of
+    the same sequences, and nothing else; else None. The sequences have run since without a break."""
+    last, takers = before.message, before.takers
+    if before.again or draft.again or not before.decode_rows == len(before.takes) == before.num_rows:
+        return None
+    if list(draft.takes.items()) != before.takes:
+        return None
+    if before.growth is None:
+        grows = np.isin(last.run_start + last.run_count, last.slots + 1).astype(np.int64)
+        left = min(sequence.tail.neighbours for sequence in takers)
+    else:
+        grows, left = before.growth
+    if not left:
+        return None
+    message = SlotStep(
+        np.array([sequence.tail.tokens[-1] for sequence in takers], np.int32), last.positions + 1, last.slots + 1,
+        last.run_start, last.run_count + grows, last.run_position, last.run_first, last.run_last, last.read_rows,
+        last.reads, follows=True,
+    )  # fmt: skip
+    growth = grows, left - 1
+    return GenerateStep(message, takers, before.namespaces, before.takes, before.decode_rows, 0, growth)
 
 
 def joined(

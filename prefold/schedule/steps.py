@@ -226,6 +226,8 @@ class SlotStep(Message):
                        which its row leaves (nan for that of the checkpoint), and the fewest and the most visits that
                        it makes; None: as the checkpoint says
     route              the blocks of a looped model that all rows visit; None: as the model's order says
+    follows            whether its rows are those of the SlotStep before, each one position and one slot further, and
+                       each sees what that row saw, and the row itself
 
     Its result is a SlotResult.
     """
@@ -246,6 +248,7 @@ class SlotStep(Message):
     exits: np.ndarray | None = None
     route: tuple[int, ...] | None = None
     kept: np.ndarray = field(default_factory=lambda: NOTHING)
+    follows: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -17,12 +17,12 @@ from ..errors import InputError, OutOfMemoryError
 from ..model import Adapter, CausalLM, RowAdapters
 from ..model.parallel import Shard
 from ..prefix import MEDIA_BASE
-from ..schedule.steps import EndStream, MakeStore, Message, SlotStep, StreamStep
+from ..schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
 from .graphs import DecodeGraphs
 from .program import Program, program_of
-from .protocol import DONE, Facts, Ticket, Worker, WorkerPart, parts_of
+from .protocol import DONE, Completed, Facts, Ticket, Worker, WorkerPart, parts_of
 from .rows import Batch, Path, forward_stream, heads_of, prepare, read_stream
-from .slots import SlotReads, forward, make_store, prepare_slots
+from .slots import SlotBatch, SlotReads, forward, greedy, make_store, prepare_slots
 
 # What a device affords, where nobody says. On a CPU larger steps hardly gain, and hold their intermediates in memory.
 ROWS_ON_CPU = 4096
@@ -116,6 +116,7 @@ class LocalWorker(Worker):
         self.store: KVStore | None = None
         self._with_graphs, self._graphs = graphs, None
         self._program = program_of(model)
+        self._kept: tuple[SlotBatch | None, Program | None] = None, None  # of the last step, which a program ran
         self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
         self._paths: dict[int, Path] = {}
@@ -194,7 +195,7 @@ class LocalWorker(Worker):
         return DONE
 
     def _make_store(self, message: MakeStore) -> Ticket:
-        self.store, self._states = make_store(self.model, message.slots), None
+        self.store, self._states, self._kept = make_store(self.model, message.slots), None, (None, None)
         alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
         self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
         return DONE
@@ -205,21 +206,27 @@ class LocalWorker(Worker):
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             how["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
+        (batch, program), self._kept = self._kept, (None, None)
         if self._graphs is not None and not how and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._last_ids)
         else:
-            batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
-            program = self._program_for(batch.adapters, how)
+            if batch is None or how or not step.follows or not batch.follow(step):
+                batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
+                program = self._program_for(batch.adapters, how)
             if program is None:
                 hidden = forward(self.model, self.store, batch, how)
             else:
                 hidden = program.over_slots(batch, self.store, **how)
+                self._kept = batch, program
             if step.exits is not None:  # there is a hidden state for each of these
                 each = np.concatenate((step.reads, step.kept))
                 places, kept = np.split(np.arange(len(each)), [len(step.reads)])
                 step = replace(step, read_rows=step.read_rows[each], reads=places, kept=kept)
         if len(step.kept):
             self._keep(step, hidden)
+        is_alone = self.model.device.type == "cpu" and self.model.ranks.size == self.facts.slot_depth == 1
+        if is_alone and step.drawing is None and not step.numbers and not len(step.kept):
+            return Completed(SlotResult(greedy(self.model, hidden)[step.reads]))
         reads = SlotReads(self.model, hidden, step, self._states)
         self._last_ids = reads.ids if self.facts.slot_depth > 1 else None
         return reads

@@ -18,8 +18,8 @@ from ..model.config import Plane
 from ..schedule.steps import NOTHING, Numbers, SlotResult, SlotStep
 from ..types import TokenLogprobs
 from .pool import mean_of_rows
-from .rows import Reads, head_blocks, heads_of, logprobs_of
-from .sampler import choose
+from .rows import HEAD_ROWS, Reads, head_blocks, heads_of, logprobs_of
+from .sampler import choose, likeliest
 
 
 def make_store(model: CausalLM, slots: int) -> KVStore:
@@ -36,6 +36,7 @@ class SlotBatch:
     plans                     by sliding window, every row queries
     read_plans                by sliding window, only the read rows query: for the last layer
     adapters                  which rows have a LoRA adapter
+    numbers                   tokens, positions and slots as they lie in the memory of a CPU, int64 [3, rows]
     """
 
     tokens: Tensor
@@ -45,6 +46,15 @@ class SlotBatch:
     plans: dict[int | None, SlotPlan]
     read_plans: dict[int | None, SlotPlan]
     adapters: RowAdapters
+    numbers: np.ndarray | None = None
+
+    def follow(self, step: SlotStep) -> bool:
+        """Makes this the batch of a step that follows its own (`SlotStep.follows`), for the compiled kernels; returns
+        False where it cannot be, and may then not be used any more."""
+        if self.numbers is None or not all(plan.grow(step.slots) for plan in self.plans.values()):
+            return False
+        self.numbers[0], self.numbers[1], self.numbers[2] = step.tokens, step.positions, step.slots
+        return True
 
 
 def prepare_slots(
@@ -63,9 +73,14 @@ def prepare_slots(
     row_adapters = NO_ADAPTERS
     if step.adapters is not None and step.adapters.max(initial=-1) >= 0:
         row_adapters = RowAdapters(list(adapters.values()), step.adapters, read_rows)
-    tokens, positions, slots = (send(a, store.device) for a in (step.tokens, step.positions, step.slots))
+    arrays, numbers = (step.tokens, step.positions, step.slots), None
+    if store.compiled is None or last_ids is not None:
+        tokens, positions, slots = (send(array, store.device) for array in arrays)
+    else:
+        numbers = np.stack(arrays, dtype=np.int64)
+        tokens, positions, slots = torch.from_numpy(numbers)
     read = None if read_rows is None else send(read_rows, store.device)
-    return SlotBatch(fill_in(tokens, last_ids), positions, slots, read, plans, read_plans, row_adapters)
+    return SlotBatch(fill_in(tokens, last_ids), positions, slots, read, plans, read_plans, row_adapters, numbers)
 
 
 def slot_plans(
@@ -116,6 +131,14 @@ def forward(model: CausalLM, store: KVStore, batch: SlotBatch, how: Mapping[str,
     """
     attend = SlotAttend(store, batch, model.config.planes, model.config.scale)
     return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **how)
+
+
+def greedy(model: CausalLM, hidden: Tensor) -> np.ndarray:
+    """Returns the most likely token of each row of hidden [rows, hidden], int64, as `choose` does; on a CPU, of a model
+    that is not split."""
+    blocks = [hidden] if len(hidden) <= HEAD_ROWS else hidden.split(HEAD_ROWS)
+    tokens = [likeliest(model.logits(block).numpy()) for block in blocks]
+    return tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
 
 
 class SlotReads:

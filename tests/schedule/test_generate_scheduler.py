@@ -404,3 +404,29 @@ def test_a_step_has_at_most_as_many_rows_as_it_is_planned_with():
     assert [scheduler.plan(most).num_rows for most in (30, 7)] == [30, 7]
     assert scheduler.plan().num_rows == 40
     assert not scheduler.admit() and scheduler.plan().num_rows == 60
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_a_step_of_the_same_sequences_follows_the_one_before(reserve):
+    scheduler = scheduler_of(200)
+    for key, prompt in enumerate(([1, 2, 3], [1, 2, 4, 5], [6])):
+        scheduler.submit(key, np.array(prompt, np.int32), limit=24, reserve=reserve)
+    follows = []
+    run_to_end(scheduler, on_step=lambda step: follows.append(step.message.follows))
+    # The prompts' step, and the first one after it; without a reserve all slots but one were claimed with the prompts,
+    # so that the step of the sixteenth output row is laid out anew, as are those beside a sequence that has ended.
+    assert follows[:2] == [False, False] and sum(follows) >= 18, follows
+
+
+def test_a_step_beside_a_sequence_that_comes_is_laid_out_anew():
+    scheduler = scheduler_of(200)
+    scheduler.submit("first", np.array([1, 2, 3], np.int32), limit=9)
+    follows = []
+
+    def on_step(step):
+        follows.append(step.message.follows)
+        if len(follows) == 4:
+            scheduler.submit("second", np.array([1, 2, 5], np.int32), limit=4)
+
+    run_to_end(scheduler, on_step=on_step)
+    assert follows == [False, False, True, True, False, False, True, True, False], follows

@@ -18,7 +18,7 @@ from prefold.types import Request
 from prefold.worker import local
 from prefold.worker.program import Program, program_of
 from prefold.worker.rows import forward_stream
-from prefold.worker.slots import forward, make_store
+from prefold.worker.slots import SlotBatch, forward, make_store
 
 # Gate and up in whole vectors: other widths have no program.
 WIDTH = 64
@@ -104,6 +104,27 @@ def test_many_rows_after_few_and_few_after_many(tmp_path, monkeypatch):
     plain.generator  # noqa: B018 (makes the store)
     plain.worker._program = None
     assert found == [tokens_of(generate(plain, some)) for some in (small, large, small)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan(tmp_path, monkeypatch, family):
+    llm, run, follow = load(tmp_path, family), Program.over_slots, SlotBatch.follow
+    hidden, kept = [], []
+
+    def note(program, batch, store):
+        hidden.append(run(program, batch, store))
+        return hidden[-1]
+
+    monkeypatch.setattr(Program, "over_slots", note)
+    asked = [ask(request.tokens, max_tokens=40, ignore_eos=True) for request in requests(3)]
+    monkeypatch.setattr(SlotBatch, "follow", lambda batch, step: kept.append(follow(batch, step)) or kept[-1])
+    followed = tokens_of(generate(engine_of(llm, slots=400), asked))
+    grown, hidden = hidden, []
+    monkeypatch.setattr(SlotBatch, "follow", lambda batch, step: False)
+    assert followed == tokens_of(generate(engine_of(llm, slots=400), asked))
+    assert len(grown) == len(hidden) and all(torch.equal(*pair) for pair in zip(grown, hidden, strict=True))
+    # With few keys of its own a row has them in the list of its tile, and the plan is made anew; so is a window's.
+    assert sum(kept) > 20 if family == "llama" else not any(kept)
 
 
 @pytest.mark.parametrize(
