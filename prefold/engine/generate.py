@@ -334,10 +334,10 @@ class Generator:
         if ticket is None:
             self._rows.shrink()
             return
-        self._meter.add(seconds={"plan": planned - started, "model": time.perf_counter() - planned})
+        spent = {"plan": planned - started, "model": time.perf_counter() - planned}
         with self._change():
             self.scheduler.begin(step)
-            self._flights.append(Flight(step, message, readers, ticket, started))
+            self._flights.append(Flight(step, message, readers, ticket, started, spent))
         # The last one is landed at once where nobody may come to ask for its tokens.
         while len(self._flights) >= self.depth or (self._flights and not self.scheduler.can_plan):
             self._land()
@@ -356,7 +356,7 @@ class Generator:
         except BaseException:  # what was in flight is lost, and with it the K/V of its rows
             self._begin_anew()
             raise
-        self._meter.add(seconds={"model": time.perf_counter() - waiting})
+        flight.seconds["model"] += time.perf_counter() - waiting
         stats = self.scheduler.stats
         before = stats.recomputed_rows + stats.discarded_rows
         with self._change():
@@ -392,7 +392,7 @@ class Generator:
     def _account(self, flight: Flight, requests: int, tokens: int, again: int, done: list[Running]) -> None:
         step, rows = flight.step, flight.step.first_rows
         self._meter.add(
-            seconds={"compile": self.worker.compile_seconds()},
+            seconds=flight.seconds | {"compile": self.worker.compile_seconds()},
             steps=1,
             rows_computed=rows,
             unique_tokens=rows - again,
@@ -403,7 +403,7 @@ class Generator:
         seconds = self._finished - started
         self._rows.note(step, seconds, done)
         if self._meter.is_heard:
-            path_rows = int(step.message.run_count.sum()) - step.num_rows
+            path_rows = sum(step.message.run_count.tolist()) - step.num_rows
             info = StepInfo(rows, path_rows, requests, tokens, started, seconds, step.decode_rows)
             self._meter.tell(info)
 

@@ -100,6 +100,7 @@ class Flight:
     readers  of the step's takers, in their order
     ticket   gives what the step read, once the worker has it
     started  when the step's planning began, by `time.perf_counter`
+    seconds  that it took so far, by part (see `Stats`)
     """
 
     step: GenerateStep
@@ -107,6 +108,7 @@ class Flight:
     readers: Sequence[Reader]
     ticket: Ticket
     started: float
+    seconds: dict[str, float]
 
     def take(self, result: SlotResult, stats: GenerationStats) -> tuple[list[bool], dict[Hashable, Exception]]:
         """Gives tokens and numbers to their readers, and counts the tokens.

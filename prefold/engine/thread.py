@@ -81,11 +81,11 @@ class EngineThread:
     def take_in(self, seconds: float = 0.0) -> None:
         """Calls the functions that have come, and waits at most so long where nothing has. For the thread itself."""
         with suppress(Empty):
-            came = self._came.get(timeout=seconds) if seconds else self._came.get(block=False)
-            while True:
-                if came is not None:
-                    came.call()
-                came = self._came.get(block=False)
+            if seconds and (came := self._came.get(timeout=seconds)) is not None:
+                came.call()
+        while not self._came.empty():  # nobody else takes from it
+            if (came := self._came.get()) is not None:
+                came.call()
 
     def _send(self, what: _Called | None) -> None:
         if self._process != os.getpid():

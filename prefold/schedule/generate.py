@@ -72,6 +72,7 @@ class GenerateScheduler(Sequences[Running]):
         self._ending: dict[Running, None] = {}  # whose last token is on its way
         self._begun: deque[GenerateStep] = deque()
         self._before: GenerateStep | None = None  # the step that was begun last, while nobody was admitted since
+        self._held_rows = 0  # that the step which was begun last had in place, beside those kept
         self._has_routes = False  # some request came with a route
         self._last_steps: dict[tuple[int, ...] | None, int] = {}  # when each route had its last step
         self._numbers = itertools.count()
@@ -160,9 +161,11 @@ class GenerateScheduler(Sequences[Running]):
         stats = self.stats
         stats.running_peak = max(stats.running_peak, len(self.running))
         held = self.pool.used_slots - (self.cache.rows if self.cache else 0)
-        unshared = sum(len(s.tail.slots) + s.leaf.stop for some in (self.running, self._ending) for s in some)
         stats.kv_bytes_peak = max(stats.kv_bytes_peak, held * self._slot_bytes)
-        stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
+        if held != self._held_rows or not step.message.follows:
+            self._held_rows = held
+            unshared = sum(len(s.tail.slots) + s.leaf.stop for some in (self.running, self._ending) for s in some)
+            stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
         for node, rows in step.takes:
             node.computed += rows
             node.lost &= node.pending > 0

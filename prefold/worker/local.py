@@ -96,7 +96,8 @@ class LocalWorker(Worker):
         parts: Sequence[WorkerPart] | None = None,
     ):
         parts = parts_of(model) if parts is None else parts
-        self.model = model
+        self.model, self._device = model, model.device
+        self._compiles = runs_triton(model.device)
         self._handlers = {**_HANDLERS, **{kind: do for part in parts for kind, do in part.handlers.items()}}
         self._media = next((part.media for part in parts if part.media is not None), None)
         self.adapters = dict(adapters or {})
@@ -113,6 +114,8 @@ class LocalWorker(Worker):
             span_rows=model.config.span_rows,
             features=tuple(part.facts for part in parts if part.facts is not None),
         )
+        # Whether nothing is on its way from a device or to other ranks when a step has been started.
+        self._is_alone = model.device.type == "cpu" and model.ranks.size == self.facts.slot_depth == 1
         self.store: KVStore | None = None
         self._with_graphs, self._graphs = graphs, None
         self._program = program_of(model)
@@ -136,7 +139,7 @@ class LocalWorker(Worker):
         return batch if step is message else replace(batch, step=message)  # which has the ids of media too
 
     def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
-        with self._lock, on(self.model.device), torch.inference_mode():
+        with self._lock, on(self._device), torch.inference_mode():
             try:
                 work = message if prepared is None else prepared
                 handler = self._handlers.get(type(work))
@@ -157,7 +160,7 @@ class LocalWorker(Worker):
         return max(1, kv_bytes(kv_memory, self.model.device, self.model.ranks.size) // slot_bytes - 1)
 
     def compile_seconds(self) -> float:
-        return compile_seconds() if runs_triton(self.model.device) else 0.0
+        return compile_seconds() if self._compiles else 0.0
 
     def _run_stream(self, step: StreamStep) -> Ticket:
         batch = self.prepare(step)
@@ -224,8 +227,7 @@ class LocalWorker(Worker):
                 step = replace(step, read_rows=step.read_rows[each], reads=places, kept=kept)
         if len(step.kept):
             self._keep(step, hidden)
-        is_alone = self.model.device.type == "cpu" and self.model.ranks.size == self.facts.slot_depth == 1
-        if is_alone and step.drawing is None and not step.numbers and not len(step.kept):
+        if self._is_alone and step.drawing is None and not step.numbers and not len(step.kept):
             return Completed(SlotResult(greedy(self.model, hidden)[step.reads]))
         reads = SlotReads(self.model, hidden, step, self._states)
         self._last_ids = reads.ids if self.facts.slot_depth > 1 else None

@@ -137,8 +137,7 @@ def greedy(model: CausalLM, hidden: Tensor) -> np.ndarray:
     """Returns the most likely token of each row of hidden [rows, hidden], int64, as `choose` does; on a CPU, of a model
     that is not split."""
     blocks = [hidden] if len(hidden) <= HEAD_ROWS else hidden.split(HEAD_ROWS)
-    tokens = [likeliest(model.logits(block).numpy()) for block in blocks]
-    return tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+    return np.concatenate([likeliest(model.logits(block).numpy()) for block in blocks])
 
 
 class SlotReads:
