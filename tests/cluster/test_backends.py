@@ -1,9 +1,11 @@
-"""A backend that nobody knew of: one file, by --plugin or by an entry point, and jobs run on it."""
+"""A backend that nobody knew of, that of docs/scale.md: one file, by --plugin or by an entry point; jobs run on it."""
 
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -16,63 +18,15 @@ from prefold.cluster.http_bodies import MESSAGES
 from prefold.errors import InputError
 
 TEXTS = ("abc", "abd", "x")
-MIRROR = '''
-import threading
-
-from prefold.cluster.backends import BACKENDS, Backend
-from prefold.cluster.replicas import ReplicaFacts, ReplicaReport, requests_of
-from prefold.types import Generated
-
-
-class Host:
-    """Answers with the number of the prompt's tokens."""
-
-    def __init__(self, times):
-        self.facts, self._times = ReplicaFacts({"mirror": "1"}), times
-        self._report, self._changed = ReplicaReport(), threading.Condition()
-
-    def begin(self, call): ...
-    def end(self): ...
-    def retell(self): ...
-    def close(self): ...
-
-    def give(self, windows):
-        with self._changed:
-            for number, place, request in requests_of(windows):
-                text = f"{len(request.tokens)} " * self._times
-                self._report.answers.append((number, place, [Generated((), text, "stop")]))
-            self._changed.notify()
-
-    def report(self, wait):
-        with self._changed:
-            self._changed.wait_for(lambda: self._report.answers, wait)
-            self._report, report = ReplicaReport(), self._report
-        return report
-
-
-class Mirror(Backend):
-    where = "in a mirror"
-    takes = frozenset({"backend_option"})
-
-    def refusal(self, o):
-        return "a mirror has no --adapter" if o.get("adapter") else ""
-
-    def options(self, o, llm, own):
-        return {"times": own.get("times", 1)}
-
-    def host(self, model, options):
-        return Host(options["times"])
-
-
-MIRROR = Mirror()
-'''
+PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
+MIRROR = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)[1]
 
 
 @pytest.fixture
 def mirror(tmp_path, monkeypatch):
     """Runs `prefold run` on three texts; the folder has the backend's file, which nothing imports by itself."""
-    (tmp_path / "a_mirror.py").write_text(MIRROR + 'BACKENDS["mirror"] = MIRROR\n')
-    (tmp_path / "entered.py").write_text(MIRROR)
+    (tmp_path / "a_mirror.py").write_text(MIRROR)
+    (tmp_path / "entered.py").write_text(MIRROR.replace('BACKENDS["mirror"]', "MIRROR"))
     rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)

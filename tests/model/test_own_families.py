@@ -57,12 +57,31 @@ def test_the_example_of_the_page_gives_the_logits_of_transformers(tmp_path, name
     example = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
     (tmp_path / "my_families.py").write_text(example[1], encoding="utf-8")
     runpy.run_path(str(tmp_path / "my_families.py"))
+    check_logits(folder)
+
+
+def check_logits(folder: Path) -> None:
+    """Compares a model's logits with those of transformers."""
     model = load_model(resolve(str(folder)), dtype=torch.float32, device="cpu")
     tokens = torch.randint(3, SIZES["vocab_size"], (45,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         theirs = reference(folder)(tokens[None]).logits[0]
         hidden = model(tokens, torch.arange(45), DenseAttend(model.config))
         assert (model.logits(hidden) - theirs).abs().max() < 1e-4
+
+
+def test_a_key_that_a_model_calls_otherwise(tmp_path):
+    """As the page has it: the key under its usual name, in front of the config."""
+    folder = written(tmp_path / "model", "Starcoder2", norm_epsilon=0.3)
+    names = Names(parts={"mlp.c_fc": ("mlp.up_proj",), "mlp.c_proj": ("mlp.down_proj",)})
+
+    def starcoder2(config):
+        biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), config.flag("use_bias"))
+        config = {"rms_norm_eps": config.number("norm_epsilon")} | config
+        return decoder(config, norm="layer", mlp="plain", names=names, **biases)
+
+    register_family("Starcoder2ForCausalLM", starcoder2)
+    check_logits(folder)
 
 
 def test_heads_whose_halves_are_stored_in_turn(tmp_path):
