@@ -331,7 +331,7 @@ def looped(folder: Path) -> LLM:
 
 
 def images(folder: Path) -> LLM:
-    return LLM(str(tiny_vision(folder)), **HOW | {"kv_memory": 1 << 21}, images={"media_memory": 1 << 13}, cache="lru")
+    return LLM(str(tiny_vision(folder)), **HOW | {"kv_memory": 1 << 21}, images={"media_memory": 2000}, cache="lru")
 
 
 def shifting(folder: Path) -> LLM:
