@@ -137,12 +137,13 @@ def test_what_each_part_of_the_dispatcher_is_worth():
     long = [replace(r, limit=1000) for r in prefix_repetition(2000, prefixes=48, prefix=512, suffix=64, output=60)]
     frequent = prefix_repetition(1500, prefixes=8, prefix=512, suffix=256, output=48, skew=2.0)
     found = {}
-    for without in ("", *PARTS):
-        for name, requests in (("long", long), ("frequent", frequent)):
+    for name, requests, parts in (("long", long, ("runs",)), ("frequent", frequent, ("shares", "copies"))):
+        for without in ("", *parts):
             feeder = f"stream without {without}" if without else "stream"
             run = run_setup(Setup(MACHINE, MODEL, replicas=4, feeder=feeder, slow=2.0), requests)
             assert run.requests == len(requests)
             found[without, name] = run
+    assert {without for without, _ in found} == {"", *PARTS}
     assert found["runs", "long"].hits.computed > 1.2 * found["", "long"].hits.computed
     assert found["shares", "frequent"].idle_share("tail") > 1.5 * found["", "frequent"].idle_share("tail")
     assert found["copies", "frequent"].seconds > 1.2 * found["", "frequent"].seconds

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from prefold.cluster.fleet import Fleet
 from prefold.cluster.native_host import ReplicaHost
-from prefold.cluster.replicas import ReplicaFacts, ReplicaLost, ReplicaReady, Replicas
+from prefold.cluster.replicas import ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, Replicas
 from prefold.cluster.router import Router
 from tests.cluster.checks import places_of
 from tests.job.fakes import FakeEngine
@@ -127,6 +129,27 @@ class ThreadReplicas(Replicas):
         self.closed = True
         for host in self.hosts.values():
             host.close()
+
+
+def count_patience(monkeypatch, fleet: Fleet, hangs: Callable[[], bool]) -> Callable[[], float]:
+    """Returns the clock by which a fleet has patience from now on: it goes on by a second with each report of any
+    replica, while `hangs` says that there is something to wait for. So a busy machine tries nobody's patience."""
+    reports, next_event = itertools.count(1), fleet.next_event
+    seconds = [0]
+
+    def counted(timeout: float) -> Any:
+        event = next_event(timeout)
+        if event is not None and isinstance(event[1], ReplicaReport) and hangs():
+            seconds[0] = next(reports)
+        return event
+
+    def now() -> float:
+        return seconds[0] + 1e-3 * time.monotonic()
+
+    monkeypatch.setattr(fleet, "next_event", counted)
+    clock = SimpleNamespace(monotonic=now, perf_counter=time.perf_counter)
+    monkeypatch.setattr("prefold.cluster.fleet.time", clock)
+    return now
 
 
 def held_by(router: Router, name) -> set[tuple]:

@@ -25,7 +25,7 @@ from prefold.stream.window import cut_into_windows
 from prefold.types import GenerationStats, Readout, Request, Sampling, Stats
 from tests.job.fakes import FakeEngine
 
-from .fakes import SlowEngine, ThreadReplicas
+from .fakes import SlowEngine, ThreadReplicas, count_patience
 
 
 def filled(num=400, generate=False, **options) -> Spool:
@@ -182,39 +182,33 @@ def test_a_replica_that_comes_back_works_again():
     assert len([1 for _, windows in replicas.runs if windows]) == 2  # it holds nothing of what it was given before
 
 
-def test_a_replica_that_hangs_is_killed():
-    hang = threading.Event()
+@pytest.mark.parametrize("dies", [0, 60])
+def test_a_replica_that_hangs_is_killed_once(monkeypatch, dies):
+    """Also where it takes longer to die than the fleet has patience."""
+    hangs, release, notes, kills = threading.Event(), threading.Event(), [], []
 
     def before(name, tokens):
         if name == "b" and replicas.given["b"] > 40:
-            hang.wait(300)
-
-    notes = []
-    replicas = ThreadReplicas("ab", before=before)
-    with closing(Fleet(replicas, patience=3.0, notify=notes.append)) as fleet, filled() as spool:
-        assert plain(run(fleet, spool)) == expected()
-    hang.set()
-    assert replicas.killed == ["b"] and "b has done nothing for 3 s and is killed" in notes
-
-
-def test_a_hung_replica_that_takes_long_to_die_is_killed_once():
-    hang, notes, kills = threading.Event(), [], []
-
-    def before(name, tokens):
-        if name == "b" and replicas.given["b"] > 40:
-            hang.wait(300)
+            hangs.set()
+            release.wait(300)
 
     class Slow(ThreadReplicas):
         def kill(self, name):
             kills.append(name)
-            threading.Timer(4.0, self.lose, (name, "killed")).start()
+            threading.Thread(target=self._die, args=(name, now() + dies)).start()
+
+        def _die(self, name, end):
+            while now() < end:
+                time.sleep(0.005)
+            self.lose(name, "killed")
 
     replicas = Slow("ab", before=before)
-    with closing(Fleet(replicas, patience=1.6, notify=notes.append)) as fleet, filled() as spool:
+    with closing(Fleet(replicas, patience=25, notify=notes.append)) as fleet, filled() as spool:
+        now = count_patience(monkeypatch, fleet, hangs.is_set)
         assert plain(run(fleet, spool)) == expected()
-    hang.set()
-    assert kills == ["b"]
-    assert [note for note in notes if "has done nothing" in note] == ["b has done nothing for 2 s and is killed"]
+    release.set()
+    assert kills == replicas.killed == ["b"]
+    assert [note for note in notes if "has done nothing" in note] == ["b has done nothing for 25 s and is killed"]
 
 
 def test_an_engine_that_fails_is_a_replica_that_is_lost():

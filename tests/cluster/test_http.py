@@ -33,6 +33,12 @@ from .servers import logprob_of, serving
 NUM = 80
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    """Between the tries of a request."""
+    monkeypatch.setattr("prefold.cluster.http_host._jittered", lambda pause: pause / 50)
+
+
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

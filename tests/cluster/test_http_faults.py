@@ -19,6 +19,7 @@ from prefold.errors import FleetError, InputError
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
 
+from .fakes import count_patience
 from .servers import _Handler, serving
 
 
@@ -154,15 +155,26 @@ def test_embeddings_of_one_body_are_of_one_adapter():
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_a_server_that_counts_tokens_is_at_work_however_long_an_answer_takes(counts):
+def test_a_server_that_counts_tokens_is_at_work_however_long_an_answer_takes(monkeypatch, counts):
     """One that counts none is killed, and after some times in which that did not help given up."""
     counted, release, notes = itertools.count(), threading.Event(), []
+    monkeypatch.setattr("prefold.cluster.replicas.LONGEST_WAIT", 0.02)
+    monkeypatch.setattr(http_host, "_LOOKS", 600)  # within the patience: every 0.05 s
+
+    def hangs():
+        return len(server.requests) > sum("has done nothing" in note for note in notes)
+
+    def fault(*_):
+        while not release.wait(0.01) and not (counts and now() > 3 * 30):
+            pass
+
     with (
-        serving(ids=False, fault=lambda *_: release.wait(2.0 if counts else 300) and None,
+        serving(ids=False, fault=fault,
                 metrics=(lambda: f"vllm:generation_tokens_total{{}} {next(counted)}") if counts else None) as server,
-        closing(Fleet(replicas_at(server, patience=0.7), patience=0.7, notify=notes.append)) as fleet,
+        closing(Fleet(replicas_at(server, patience=30), patience=30, notify=notes.append)) as fleet,
         requests_of(["long"]) as spool,
     ):  # fmt: skip
+        now = count_patience(monkeypatch, fleet, hangs)
         if counts:
             assert generated(fleet, spool)[b"long"][0].text.startswith("4 of long")
             assert not notes and len(server.requests) == 1

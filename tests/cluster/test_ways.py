@@ -28,7 +28,7 @@ from .servers import Server, serving
 CONTEXT = 320
 # What a server such as vLLM takes for that which a request leaves out, where generation_config.json says so.
 UNLIKE = {"temperature": 1.5, "top_p": 0.3, "top_k": 2, "min_p": 0.4, "repetition_penalty": 3.0}
-TEXTS = ["yes no the", "is it the one?", "   ", "\n", " a", "", None, "no the " * 200]
+TEXTS = ["yes no the", "   ", "\n", " a", "", None, "no the " * 200]
 ENDPOINTS = {"chat": "/v1/chat/completions", "completion": "/v1/completions", "embedding": "/v1/embeddings"}
 NEAR = "x" * (CONTEXT - 20)  # nearly as many tokens as the context has
 
@@ -277,7 +277,7 @@ def test_tables(request, llm, in_one_process, way, task):
     how = ("--task", "generate" if task == "raw" else task, "--id", "id", *TASKS[task])
     expected = in_one_process(table(), *how)
     found = run(table() if has_ids else table()[:-1], *how, *way(request, llm))
-    assert sum("error" not in one for one in expected.values()) > 2
+    assert sum("error" not in one for one in expected.values()) > 1
     for name, other in found.items():
         one = expected[name]
         assert ("error" in one) == ("error" in other), (one, other)

@@ -101,6 +101,7 @@ def test_every_budget_there_is(tmp_path, family, sharing):
             np.testing.assert_allclose(result.values, states[-1], rtol=0, atol=tolerance)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["last", "first", "mean", "logprobs"])
 @pytest.mark.parametrize("window", [1, 7, 30])
 def test_windows_do_not_change_results(model, kind, window):

@@ -73,7 +73,7 @@ def submit(generator, prompt: np.ndarray, asked, on_done) -> int:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 60), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 60), marks=pytest.mark.slow)], ids=len)
 def test_traces(llm, seeds, ahead):
     for seed in seeds:
         run_trace(llm, random.Random(seed), ahead)

@@ -95,7 +95,7 @@ def test_idefics3_pixels(name):
     from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
     rng, split = np.random.default_rng(1), 0
-    for number in range(125):
+    for number in range(50):
         longest = 60 if number % 5 else 500
         height, width = (int(n) for n in rng.integers(1, longest, 2))
         size = {"longest_edge": int(rng.integers(1, 150))}
@@ -125,7 +125,7 @@ def test_idefics3_pixels(name):
         assert layout.tiles == len(tiles) == rows * cols + 1
         assert layout.text.count("<image>") == len(tiles) * ours.rows_per_tile
         assert layout.text == get_image_prompt_string(rows, cols, ours.rows_per_tile, *PLACEHOLDERS)
-    assert split > 60
+    assert split > 20
 
 
 def test_very_long_images():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
@@ -36,11 +38,20 @@ def fresh(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> Path:
-    """A library that was built by the quick flags, the one file in a cache."""
-    with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as said:
-        patch.setenv("PREFOLD_CACHE", str(tmp_path_factory.mktemp("quick")))
+    """A library that was built by the quick flags, once in this run of pytest, whichever of its workers needs it."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "quick"
+    shared.mkdir(exist_ok=True)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stderr(StringIO()) as said,
+        (shared / "lock").open("w") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patch.setenv("PREFOLD_CACHE", str(shared))
+        was_there = any(shared.glob("kernels/*.so"))
         path = build(flags=QUICK)
-    assert "compiling the kernels, once on this machine" in said.getvalue()
+    assert ("compiling the kernels, once on this machine" in said.getvalue()) is not was_there
     return path
 
 

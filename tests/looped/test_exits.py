@@ -69,6 +69,7 @@ def test_numbers_of_a_run(model, sharing, exits, rows):
         np.testing.assert_allclose(result.values, read(dense, tokens, exits), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [3, 1000])
 def test_every_request_has_exits_of_its_own(model, rows):
     """The same prompts with different exits share their rows, and each token is read where its request asks."""

@@ -221,6 +221,7 @@ def test_nobody_waits_for_long():
     assert longest <= 3 + 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step_visits", [1, 3, 8])
 @pytest.mark.parametrize("group", ["block", "template"])
 def test_generation_goes_over_arrays(group, step_visits, monkeypatch):

@@ -184,7 +184,7 @@ def test_a_second_call_finds_rows_of_the_first(gated):
 def test_little_memory(gated, reserve):
     """Sequences give up their rows and go on with the same tokens; no exit is decided twice."""
     llm, dense = gated
-    token_lists, exits = prompts(9, count=6), Exits(0.6, prompts=True)
+    token_lists, exits = prompts(9, count=3), Exits(0.6, prompts=True)
     slots = 5 * (max(map(len, token_lists)) + (24 if reserve else 12))
     engine = engine_of(llm, slots=slots, reserve_output=reserve)
     found = tokens_of(generate(engine, [request_of(tokens, exits, max_tokens=24) for tokens in token_lists]))
@@ -215,7 +215,7 @@ def test_adapters(tmp_path):
     llm = LLM(str(folder), dtype="float32", device="cpu", adapters={"one": str(place)})
     for keys in ("save", "project"):
         engine = Engine(llm.engine.worker, EngineOptions(generation=GenerateOptions(looped={"exits": keys})))
-        cases = [(tokens, name) for tokens in prompts(3, count=4) for name in models]
+        cases = [(tokens, name) for tokens in prompts(3, count=3)[:3] for name in models]
         for exits in (Exits(0.5), Exits(0.4, prompts=True), Exits(max_visits=1)):
             asked = [replace(request_of(tokens, exits), adapter=name) for tokens, name in cases]
             found = tokens_of(generate(engine, asked))
