@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +42,16 @@ def one_message(result):
     return lines[0]
 
 
+def content(path):
+    """Returns the text of an output with numbers of four digits: what a job that was broken off had done by then, which
+    is a matter of time, changes which rows run together, and so the last digits. A Parquet file's text is its rows."""
+    if path.suffix == ".parquet":
+        text = str(pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist())
+    else:
+        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+    return re.sub(r"-?\d+\.\d+(e-?\d+)?", lambda number: f"{float(number[0]):.4f}", text)
+
+
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet", "out.jsonl.gz"])
 def test_a_disk_that_is_full_at_any_moment_is_one_message_and_the_job_goes_on(prefold, tmp_path, name):
     if name.endswith("parquet"):
@@ -47,7 +59,7 @@ def test_a_disk_that_is_full_at_any_moment_is_one_message_and_the_job_goes_on(pr
     write(tmp_path / "in.jsonl")
     arguments = ["embed", "in.jsonl", "--prompt", "text", "--keep", "k", "--dimensions", 2, "--quiet", "-o", name]
     assert prefold(*arguments[:-1], "whole" + name, "--keep-order").exit_code == 3
-    want = (tmp_path / ("whole" + name)).read_bytes()
+    want = content(tmp_path / ("whole" + name))
     codes = []
     for size in (0, 100, 700, 1500, 3500, 4500, 6000, 100_000):
         with files_up_to(size):
@@ -59,8 +71,7 @@ def test_a_disk_that_is_full_at_any_moment_is_one_message_and_the_job_goes_on(pr
             assert "File too large" in said and "same command" in said
             assert not (tmp_path / name).exists() or name.endswith("jsonl")
     assert codes[0] == 1 and codes[-1] == 3 and codes.count(1) >= 4
-    if not name.endswith("gz"):
-        assert (tmp_path / name).read_bytes() == want
+    assert content(tmp_path / name) == want
     assert sorted(p.name for p in tmp_path.glob("out*")) == [name, f"{name}.journal"]
 
 
