@@ -29,6 +29,7 @@ from prefold.records.source import check_grown, file_identity, open_source, open
 from prefold.records.tables import Columns, TableAdapter
 from prefold.report.progress import Progress
 from prefold.stream import Spool
+from tests.record.forked import begin
 
 from .fakes import FakeGenerateTask, FakeTask, digest, fake_llm
 from .tables import FINGERPRINT, check_complete, read_lines, table_job, write_records
@@ -346,7 +347,7 @@ def test_a_second_signal_while_the_first_is_handled(tmp_path):
     for place in range(1, 100):
         out = tmp_path / f"{place}.jsonl"
         command = [sys.executable, "-c", SIGNALS_TOGETHER, str(source), str(out), str(place)]
-        done = subprocess.run(command, env=environment, timeout=60)  # a process that waits for itself is killed
+        done = subprocess.run(command, env=environment, timeout=600)  # a process that waits for itself is killed
         run_job(table_job(source, out), Progress())
         check_complete(source, out)
         if done.returncode == 3:  # nothing more is called while a signal is handled
@@ -448,8 +449,7 @@ def test_spools_are_closed(tmp_path):
 
 
 KILLED = """
-import sys, time
-sys.path.insert(0, {root!r})
+import time
 from pathlib import Path
 from prefold.job.run import run_job
 from prefold.report.progress import Progress
@@ -459,7 +459,7 @@ llm = fake_llm(before=lambda i: time.sleep(0.001))
 import prefold.job.output as output
 output.COMMIT_SECONDS = 0.02
 print("start", flush=True)
-run_job(table_job(Path({source!r}), Path({out!r}), llm=llm, window=3000, streaming={streaming}), Progress())
+run_job(table_job(Path("in.jsonl"), Path("out.jsonl"), llm=llm, window=3000, streaming={streaming}), Progress())
 print("end", flush=True)
 """
 
@@ -468,25 +468,22 @@ print("end", flush=True)
 def test_killed_at_random_moments_every_record_has_one_line(tmp_path, streaming):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 1500, bad={3, 900})
-    root = str(Path(__file__).parents[2])
-    script = KILLED.format(root=root, source=str(source), out=str(out), streaming=streaming)
-    rng = np.random.default_rng(7)
-    kills = progress = 0
+    (tmp_path / "job.py").write_text(KILLED.format(streaming=streaming))
+    said, rng, kills = tmp_path / "stdout", np.random.default_rng(7), 0
     for attempt in range(80):
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
-        assert process.stdout.readline() == "start\n"
-        try:
-            # Later and later, so that a slow machine gets somewhere too.
-            process.wait(float(rng.uniform(0.05, 0.5)) + 0.02 * attempt if kills < 4 else None)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
+        said.unlink(missing_ok=True)
+        process = begin(["job.py"], tmp_path)
+        while process.is_alive() and not (said.exists() and said.read_text()):
+            time.sleep(0.005)
+        # Later and later, so that a slow machine gets somewhere too.
+        process.join(float(rng.uniform(0.05, 0.5)) + 0.02 * attempt if kills < 4 else None)
+        if process.is_alive():
+            process.kill()
             kills += 1
-        rest = process.communicate()[0]
-        now = out.read_bytes().count(b"\n") if out.exists() else 0
-        progress = max(progress, now)
-        if "end" in rest:
+        process.join()
+        if said.read_text().endswith("end\n"):
             break
-    assert rest == "end\n" and kills >= 3
+    assert said.read_text() == "start\nend\n" and kills >= 3, (tmp_path / "stderr").read_text()
     check_complete(source, out)
 
 

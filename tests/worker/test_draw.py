@@ -140,8 +140,7 @@ def test_where_nothing_may_follow_there_is_no_token(on_triton):  # noqa: F811
     assert choose_for(logits.to(on_triton), banned, [0, 0]).ids == [-1, -1]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_logits_that_are_not_finite_give_no_token(on_triton, compiled, monkeypatch):  # noqa: F811
+def test_logits_that_are_not_finite_give_no_token(on_triton, monkeypatch):  # noqa: F811
     """On the device and on the host, whatever is asked of them; the rows beside them are as they were."""
     logits = torch.randn(6, 90, generator=torch.Generator().manual_seed(4))
     logits[1], logits[2, 7], logits[3, 8], logits[4] = torch.nan, torch.nan, torch.inf, -torch.inf
@@ -149,10 +148,11 @@ def test_logits_that_are_not_finite_give_no_token(on_triton, compiled, monkeypat
     some = [[SamplerState(options, seed=i) for i in range(6)] for options in asked]
     found = [choose_for(logits.to(on_triton), samples) for samples in some]
     monkeypatch.undo()
-    if not compiled:
-        monkeypatch.setattr(kernels, "load", lambda: None)
-    for one, samples in zip(found, some, strict=True):
-        assert one.ids[1:5] == [NOT_FINITE] * 4
-        assert one.logprobs[1:5] == [None] * 4
-        assert one.ids == choose_for(logits, samples).ids
-        assert one.ids[5] == choose_for(logits[5:], samples[5:]).ids[0]
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(kernels, "load", lambda: None)
+        for one, samples in zip(found, some, strict=True):
+            assert one.ids[1:5] == [NOT_FINITE] * 4
+            assert one.logprobs[1:5] == [None] * 4
+            assert one.ids == choose_for(logits, samples).ids
+            assert one.ids[5] == choose_for(logits[5:], samples[5:]).ids[0]

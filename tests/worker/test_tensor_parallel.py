@@ -34,23 +34,20 @@ def check_same(folder: str, ranks: int, **options):
     token_lists = prompts(7)
     rng = np.random.default_rng(0)
     try:
-        for sharing in ("full", "mlp", "off"):
-            for rows in (5, 1000):
-                for kind in ("last", "mean", "logits"):
-                    readout = Readout(kind, (3, 200, 17) if kind == "logits" else ())
-                    requests = [as_request(tokens) for tokens in token_lists]
-                    found, expected = (
-                        run(llm, requests, readout, sharing=sharing, rows=rows) for llm in (split, alone)
-                    )
-                    for one, other in zip(found, expected, strict=True):
-                        np.testing.assert_allclose(one.values, other.values, rtol=1e-5, atol=1e-5)
-                requests = [as_request(t, rng.integers(0, 300, min(len(t), 3)).tolist()) for t in token_lists]
-                found, expected = (
-                    run(llm, requests, Readout("logprobs"), sharing=sharing, rows=rows) for llm in (split, alone)
-                )
+        for sharing, rows in (("full", 5), ("full", 1000), ("mlp", 5), ("off", 1000)):
+            for kind in ("last", "mean", "logits"):
+                readout = Readout(kind, (3, 200, 17) if kind == "logits" else ())
+                requests = [as_request(tokens) for tokens in token_lists]
+                found, expected = (run(llm, requests, readout, sharing=sharing, rows=rows) for llm in (split, alone))
                 for one, other in zip(found, expected, strict=True):
                     np.testing.assert_allclose(one.values, other.values, rtol=1e-5, atol=1e-5)
-                    assert np.array_equal(one.greedy, other.greedy)
+            requests = [as_request(t, rng.integers(0, 300, min(len(t), 3)).tolist()) for t in token_lists]
+            found, expected = (
+                run(llm, requests, Readout("logprobs"), sharing=sharing, rows=rows) for llm in (split, alone)
+            )
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(one.values, other.values, rtol=1e-5, atol=1e-5)
+                assert np.array_equal(one.greedy, other.greedy)
         texts = ["a common start, and one", "a common start, and two", "another"]
         found, expected = (llm.generate(texts, max_tokens=12, logprobs=2) for llm in (split, alone))
         assert [one.tokens for one in found] == [one.tokens for one in expected]
