@@ -287,7 +287,7 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
     """Compares batches with jobs, and live requests beside a batch with the same alone."""
     import openai
 
-    from prefold.engine.pace import LATELY_SECONDS
+    from prefold.engine.step_policy import LATELY_SECONDS
 
     openai_client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     ask_client, folder, found = Client(server.bound_at[1]), Path(server.state.options.data_dir), {}

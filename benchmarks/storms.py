@@ -42,7 +42,7 @@ from common import table
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine.calls import TOKENS
-from prefold.engine.replies import Handle
+from prefold.engine.handles import Handle
 from prefold.errors import PrefoldError
 from prefold.shifted.options import ShiftedReuse
 from prefold.types import Request, Sampling

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import io
+import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -15,14 +19,14 @@ BUDGETS = {
     "checkpoint": (1055, 1050),
     "prefix": (820, 800),
     "text": (2472, 2100),
-    "cache": (1210, 1500),
+    "cache": (1212, 1500),
     "stream": (1422, 1200),
-    "schedule": (2185, 2000),
+    "schedule": (2192, 2000),
     "kernels": (859, 900),
     "attention": (2154, 2050),
     "model": (3160, 2900),
     "worker": (2342, 1950),
-    "engine": (3313, 2400),
+    "engine": (3341, 2400),
     "looped": (3930, 3400),
     "images": (3051, 2700),
     "shifted": (926, 900),
@@ -33,8 +37,8 @@ BUDGETS = {
     "records": (1769, 1750),
     "report": (755, 700),
     "job": (2362, 2050),
-    "cluster": (4475, 3500),
-    "serve": (4378, 3900),
+    "cluster": (4509, 3500),
+    "serve": (4380, 3900),
     "simulate": (1225, 1150),
     "integrations": (1003, 800),
     "cli": (2836, 2500),
@@ -63,3 +67,24 @@ def test_a_folder_keeps_to_its_budget(lines, folder):
         f"prefold/{folder} has {lines[folder]} lines, and its budget is {most} (it is to come down to {target}): "
         "make room, or raise the budget in this table, with a reason in the message of the commit"
     )
+
+
+def test_a_step_of_decoding_is_understood_from_few_lines():
+    """The reading path in docs/design.md: at most 10 files, and 2,000 lines without docstrings, comments and empty
+    lines."""
+    text = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    path = re.findall(r"^\d+\. `([a-z_/]+\.py)`", text.partition("To understand a step of decoding")[2], re.MULTILINE)
+    assert 5 < len(path) <= 10
+    assert sum(map(lines_of_code, path)) <= 2000
+
+
+def lines_of_code(name: str) -> int:
+    source = (PACKAGE / name).read_text(encoding="utf-8")
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING):
+            code.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            code.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(code)

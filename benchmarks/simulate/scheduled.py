@@ -67,7 +67,7 @@ class ScheduledEngine(RowEngine):
         np.add.at(seen, message.run_last, -message.run_count)
         seen = np.cumsum(seen)[:-1]
         is_decode = np.zeros(step.num_rows, bool)
-        goes_on = [sequence.ready for sequence in step.takers]
+        goes_on = [sequence.ready for sequence in step.consumers]
         is_decode[message.read_rows[message.reads[goes_on]]] = True
         counts = np.cumsum(np.concatenate(([0], is_decode)))
         readers = counts[message.run_last] - counts[message.run_first]  # decode rows that see each run
@@ -76,13 +76,13 @@ class ScheduledEngine(RowEngine):
         rows = StepRows(step.num_rows - decode, decode, keys, int(seen[~is_decode].sum()), len(message.read_rows))
         scheduler.begin(step)
         # A token that nothing begins with, so that outputs meet no prompt.
-        tokens = [(1 << 31) - 2] * len(step.takers)
-        stops = [len(one.tokens) >= self._requests[one.key].output for one in step.takers]  # type: ignore[index]
+        tokens = [(1 << 31) - 2] * len(step.consumers)
+        stops = [len(one.tokens) >= self._requests[one.key].output for one in step.consumers]  # type: ignore[index]
         done = scheduler.commit(step, tokens, stops)
         ended = [Ended(self._requests.pop(one.key), one.cached_tokens or 0) for one in done]  # type: ignore[arg-type]
         self._count(rows.prefill)
         self._steps += 1
-        return Stretch(self.cost.seconds(rows), rows.prefill, decode, 1, len(step.takers), ended)
+        return Stretch(self.cost.seconds(rows), rows.prefill, decode, 1, len(step.consumers), ended)
 
     def _count(self, prefill: int) -> None:
         stats, hits = self.scheduler.stats, self.hits

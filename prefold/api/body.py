@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from ..errors import InputError
 from ..options import kind_of, option_of
-from ..schedule.generate_step import NOBODY
+from ..schedule.generate_step import NO_OWNER
 from ..types import Owner, Readout
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ class TaskOrder:
     echo: Any = None
     readout: Readout | None = None
     events: Any = None
-    owner: Owner = NOBODY
+    owner: Owner = NO_OWNER
     num_bytes: int = 0
     namespace: str = ""
     computes: bool = True

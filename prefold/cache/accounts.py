@@ -1,4 +1,4 @@
-"""Whose rows the cache holds: an account for each tenant, and from whom rows are taken when room is needed."""
+"""The accounts of a cache: how many rows it holds for each tenant, and which tenant gives rows when room is needed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 from ..types import Share
 
-# A tenant that has not used its rows for so many seconds has no share: what it has goes first.
+# The rows of a tenant that has not used any of them for so many seconds are evicted first.
 IDLE_SECONDS = 600.0
 
 
 class Account:
-    """An Account is what the cache keeps for one tenant.
+    """An Account counts the rows that the cache keeps for one tenant.
 
-    rows    how many rows may be evicted
+    rows    how many of its rows may be evicted
     held    how many slots its nodes and tails hold, whether kept, pinned or in use
-    nodes   how many nodes are kept
-    leaves  its nodes that may go now, the one that goes first at the head; the RadixCache's
-    used    when the tenant used any of its rows last
+    nodes   how many of its nodes are kept
+    leaves  a heap of its nodes that can be evicted now; the RadixCache fills it
+    used    the time at which the tenant last used any of its rows
     """
 
     __slots__ = ("_grown", "has_grown", "held", "leaves", "max_rows", "nodes", "rows", "tenant", "used", "weight")
@@ -35,7 +35,6 @@ class Account:
         self.set_share(share)
 
     def set_share(self, share: Share) -> None:
-        """Takes over a share."""
         self.weight, self.max_rows = share.weight, share.max_kept_rows
 
     def hold(self, slots: int) -> None:
@@ -47,28 +46,28 @@ class Account:
 
     @property
     def size(self) -> float:
-        """Returns how much it has over its weight: who has most gives rows first."""
+        """Returns the slots that the tenant holds, over its weight; the largest account gives rows first."""
         return max(self.held, self.rows) / self.weight
 
 
 class Accounts:
-    """The Accounts of a cache: each has a part of it by its weight, and who has most above that gives rows first."""
+    """An Accounts holds the accounts of a cache. The cache is shared by weights: the account with the most slots
+    over its weight gives rows first."""
 
     def __init__(self) -> None:
         self._share_of: Callable[[Hashable], Share] = lambda tenant: Share()
         self._by_tenant: dict[Hashable, Account] = {}
         self._numbers = itertools.count()
-        self._grown: list[Account] = []  # those that hold more slots since `next` was called last
+        self._grown: list[Account] = []  # accounts that hold more slots than at the last call of `next`
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what all have."""
         for account in self._by_tenant.values():
             account.rows, account.held, account.nodes, account.leaves = 0, 0, 0, []
-        # Those that have rows, the one first that used them longest ago.
+        # The accounts with rows, in the order in which they were used last.
         self._with_rows: OrderedDict[Account, None] = OrderedDict()
-        # (-its size, number, account), entered whenever it has become larger. An entry that is not what the account has
-        # now is corrected when it comes to the head.
+        # A heap of (-size, number, account): an account is entered whenever it has become larger, and an entry with an
+        # old size is corrected when it comes to the head.
         self._by_size: list[tuple[float, int, Account]] = []
 
     def __iter__(self) -> Iterator[Account]:
@@ -84,13 +83,13 @@ class Accounts:
     def __len__(self) -> int:
         return len(self._by_tenant)
 
-    def keep_only(self, some: Iterable[Account]) -> None:
-        """Forgets accounts that are not among these; they must have no rows."""
-        self._by_tenant = {one.tenant: one for one in some}
-        self._grown[:] = [one for one in self._grown if self._by_tenant.get(one.tenant) is one]
+    def keep_only(self, accounts: Iterable[Account]) -> None:
+        """Forgets all other accounts, which must have no rows."""
+        self._by_tenant = {account.tenant: account for account in accounts}
+        self._grown[:] = [account for account in self._grown if self._by_tenant.get(account.tenant) is account]
 
     def set_shares(self, share_of: Callable[[Hashable], Share]) -> None:
-        """Takes over the shares of all tenants."""
+        """Sets the shares of all tenants, now and of accounts that come later."""
         self._share_of = share_of
         for account in self._by_tenant.values():
             account.set_share(share_of(account.tenant))
@@ -98,13 +97,13 @@ class Accounts:
         self._enter_all()
 
     def use(self, account: Account, now: float) -> None:
-        """Takes note that the tenant used its rows."""
+        """Books that the tenant used its rows."""
         account.used = now
         if account in self._with_rows:
             self._with_rows.move_to_end(account)
 
     def add(self, account: Account, rows: int) -> None:
-        """Books that an account has more rows, or fewer."""
+        """Books that an account has `rows` more rows, or fewer if `rows` is negative."""
         account.rows += rows
         if rows < 0 and not account.rows:
             self._with_rows.pop(account, None)
@@ -118,7 +117,7 @@ class Accounts:
                 self._enter(account)
 
     def next(self, now: float) -> Account | None:
-        """Returns from whom rows are taken next; None where nobody has any."""
+        """Returns the account that gives rows next; None if no account has rows."""
         if not self._with_rows:
             return None
         oldest = next(iter(self._with_rows))
@@ -137,7 +136,7 @@ class Accounts:
                 heapq.heappop(heap)
 
     def check(self) -> None:
-        """Raises AssertionError where the order and what accounts have do not agree; for tests."""
+        """Raises AssertionError if the order of the accounts and their rows disagree; for tests."""
         assert set(self._with_rows) == {account for account in self if account.rows}
         assert all(account in self._grown for account in self if account.has_grown)
         if len(self._with_rows) > 1:

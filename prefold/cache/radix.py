@@ -1,8 +1,8 @@
-"""The radix cache keeps rows of sequences that have ended, for later prompts that begin with the same tokens.
+"""The radix cache: it keeps rows of sequences that have ended, for later prompts that begin with the same tokens.
 
-Rows are kept as they lie, in the radix tree and in their slots. A later prompt is entered into the tree in any case,
-token for token, and there meets the kept rows. So looking up costs nothing of its own, and all that is in the tree is
-exact. Only with `CacheOptions.shifted` are rows found in another way, too: see `shifted.py`.
+Rows are kept where they are, in the radix tree and in their slots. A later prompt is entered into the tree in any case,
+token for token, and meets the kept rows there. So a lookup costs nothing of its own, and the reuse is exact. Only with
+`CacheOptions.shifted` are rows also reused at other positions: see the room `shifted`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from .tree import Node, RadixTree, common_prefix
 
 
 class RadixCache:
-    """A RadixCache holds the kept nodes of a radix tree: those that are computed and that no sequence uses.
+    """A RadixCache holds the kept nodes of a radix tree: nodes whose rows are computed and that no sequence uses.
 
-    rows     how many rows may be evicted
-    seconds  the time spent in the cache
-    clock    returns the time in seconds; tests give one of their own
+    rows      how many rows may be evicted
+    seconds   the time spent in the cache
+    accounts  an account for each tenant
+    clock     returns the time in seconds; tests pass their own
     """
 
     def __init__(
@@ -47,23 +48,23 @@ class RadixCache:
         self._clock = clock
         self._kept: dict[Node, None] = {}
         self._next_expiry = 0.0
-        # The leaves of an account are its kept nodes that may go now (they have neither children nor pins), as (worth,
-        # place, node). A node that comes to be such is entered once more with a new place; an entry that does not have
-        # its node's place any more is passed over when it comes to the head.
+        # The heap `leaves` of an account has an entry (worth, place, node) for each kept node without children and
+        # pins, which can be evicted now. A node is entered again with a new place when this becomes true again; an
+        # entry with an old place is skipped when it comes to the head.
         self.accounts = Accounts()
         self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
-        self._most_accounts = 1024  # then those that have nothing are forgotten
+        self._most_accounts = 1024  # above that, accounts without rows are forgotten
         tree.account_of = self._account_of
-        self._by_age: list[tuple[float, int, Node]] = []  # likewise; used where there is a time to live
+        self._by_age: list[tuple[float, int, Node]] = []  # such a heap by age, for a time to live
         self._places = itertools.count(1)
         tree.on_split.append(self._split)
 
     def keep(self, node: Node) -> None:
-        """Keeps what is computed of a node that no sequence uses any more, and drops the rest of it. Its children must
-        have been kept or dropped before."""
+        """Keeps the computed rows of a node that no sequence uses any more, and drops its other rows. Its children
+        must have been kept or dropped before."""
         started = time.perf_counter()
         if node.pending:
-            self._forget_below(node)
+            self._evict_below(node)
         if node.pending and node.computed:
             lower = node
             node = self._tree.split(node, node.computed)
@@ -71,7 +72,7 @@ class RadixCache:
         if not node.computed or (not node.children and not node.pins and node.stop < self.options.min_overlap):
             self._drop(node)
         else:
-            if len(node.slots) > len(node):  # room for tokens that never came
+            if len(node.slots) > len(node):  # slots for tokens that were never made
                 self._pool.free(node.trim())
             node.kept, node.scant, node.used = True, False, self._clock()
             self._kept[node] = None
@@ -85,8 +86,8 @@ class RadixCache:
         self.seconds += time.perf_counter() - started
 
     def take(self, path: list[Node]) -> None:
-        """Takes out of the cache those of the nodes that it holds, for a sequence that waits, whose tokens go through
-        them. Where they come to fewer than `min_overlap` rows, these are scant."""
+        """Takes the kept nodes of a path out of the cache for a waiting sequence. If their rows are fewer than
+        `min_overlap`, the nodes are marked as scant: the sequence will give them up."""
         overlap = sum(node.computed for node in path)
         if overlap and path[0].account is not None:
             self.accounts.use(path[0].account, self._clock())
@@ -100,16 +101,17 @@ class RadixCache:
             node.uses += not node.scant
 
     def scant(self, path: Sequence[Node]) -> list[Node]:
-        """Returns the nodes of a path whose rows `use` gives up. Where others share enough of it, there are none."""
-        found = [node for node in path if node.scant and not node.pins]
-        return found if found and sum(node.computed for node in path) < self.options.min_overlap else []
+        """Returns the nodes of a path whose rows `use` gives up: none once the path has enough computed rows."""
+        nodes = [node for node in path if node.scant and not node.pins]
+        return nodes if nodes and sum(node.computed for node in path) < self.options.min_overlap else []
 
     def use(self, path: Sequence[Node]) -> list[Node]:
-        """Lets a sequence begin to use the rows of its path. Those that are scant are given up, to be computed again;
-        returns their nodes.
+        """Lets a sequence begin to use the rows of its path. Scant nodes give up their rows, which are computed again;
+        returns these nodes.
 
-        Nothing is lost by a sequence that ends while it waits. Where rows are given up, kept ones may lie below them:
-        these are evicted if everybody ends before the rows above are there again (see `keep`).
+        Rows are given up only now, so that a sequence which ends while it waits costs none. Kept rows may lie below the
+        rows that are given up: they are evicted if all sequences end before the rows above are computed again (see
+        `keep`).
         """
         given_up = self.scant(path)
         for node in given_up:
@@ -121,15 +123,15 @@ class RadixCache:
         return given_up
 
     def touch(self, node: Node) -> None:
-        """Books that rows were copied from the nodes down to this one, for a sequence that does not go through them."""
+        """Books a use of the nodes down to this one whose rows were copied for a sequence on another path."""
         now = self._clock()
-        for one in node.path():
-            if one.kept:
-                one.used, one.uses = now, one.uses + 1
-                self._enter(one)
+        for above in node.path():
+            if above.kept:
+                above.used, above.uses = now, above.uses + 1
+                self._enter(above)
 
     def graft(self, tail: Node, priority: int) -> None:
-        """Enters the rows of a tail whose sequence ends into the tree, for prompts that go on from its tokens."""
+        """Enters the rows of an ending sequence's tail into the tree, for prompts that go on from its tokens."""
         node = tail.parent
         assert node is not None
         rows = min(tail.computed, len(tail.tokens))
@@ -146,27 +148,27 @@ class RadixCache:
                 self._tree.stored(child)
                 self.keep(child)
                 return
-            found = common_prefix(child.tokens, tokens[at:])
-            child = child if found == len(child) else self._tree.split(child, found)
+            same = common_prefix(child.tokens, tokens[at:])
+            child = child if same == len(child) else self._tree.split(child, same)
             if len(child.slots):
-                self._pool.free(slots[at : at + found])
-            else:  # somebody waits for just these rows
-                child.claim(slots[at : at + found])
-                child.computed = found
+                self._pool.free(slots[at : at + same])
+            else:  # a sequence waits for these very rows
+                child.claim(slots[at : at + same])
+                child.computed = same
                 self._tree.stored(child)
-            node, at = child, at + found
+            node, at = child, at + same
 
     def evict(self, rows: int) -> int:
-        """Evicts at least `rows` rows, or all that may go, and returns how many were evicted."""
+        """Evicts at least `rows` rows, or all that may be evicted, and returns how many were evicted."""
         started = time.perf_counter()
-        gone, now = 0, self._clock()
-        while gone < rows and (account := self.accounts.next(now)) is not None:
-            gone += self._forget_of(account, rows - gone)
+        evicted, now = 0, self._clock()
+        while evicted < rows and (account := self.accounts.next(now)) is not None:
+            evicted += self._evict_of(account, rows - evicted)
         self.seconds += time.perf_counter() - started
-        return gone
+        return evicted
 
     def expire(self) -> None:
-        """Evicts what was used last more than `ttl` seconds ago; looks no more than ten times in that time."""
+        """Evicts nodes that were used last more than `ttl` seconds ago; checks at most ten times in `ttl` seconds."""
         if self.options.ttl is None:
             return
         now = self._clock()
@@ -175,17 +177,17 @@ class RadixCache:
         self._next_expiry = now + self.options.ttl / 10
         # A node is used last no earlier than its children, so these go first.
         while (node := self._first(self._by_age)) is not None and now - node.used >= self.options.ttl:
-            self._forget(node)
+            self._evict_leaf(node)
 
     def clear(self) -> None:
         """Evicts all rows that are not pinned."""
         self._tree.owner(lambda: self.evict(self.rows))
 
     def pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        """Pins the rows of these tokens that are computed: they are not evicted until `unpin`. Returns how many leading
-        tokens these are.
+        """Pins the computed rows of these tokens: they are not evicted until `unpin`. Returns how many leading tokens
+        are pinned.
 
-        Where a step fails whose rows were booked, all rows are forgotten, and all pins.
+        A failed step whose rows were booked ends all pins: all rows are forgotten then.
         """
         pinned: int = self._tree.owner(lambda: self._pin(namespace, tokens))
         return pinned
@@ -193,28 +195,28 @@ class RadixCache:
     def _pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         pinned = 0
         for node, same in self._tree.match(namespace, tokens)[0]:
-            there = clear_of_span(node.tokens, min(same, node.computed))
-            if not there:
+            rows = clear_of_span(node.tokens, min(same, node.computed))
+            if not rows:
                 break
-            if there < len(node):
-                node = self._tree.split(node, there)
+            if rows < len(node):
+                node = self._tree.split(node, rows)
             if node.kept:
                 self._count(node, -node.computed)
             node.pins += 1
-            pinned += there
-            if there < same:
+            pinned += rows
+            if rows < same:
                 break
         return pinned
 
     def unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        """Takes back the longest pin that lies along these tokens, and returns how many leading tokens it held."""
-        held: int = self._tree.owner(lambda: self._unpin(namespace, tokens))
-        return held
+        """Takes back the longest pin along these tokens, and returns how many leading tokens it covered."""
+        unpinned: int = self._tree.owner(lambda: self._unpin(namespace, tokens))
+        return unpinned
 
     def _unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node) and node.pins]
         while path and path[-1].pins == sum(child.pins for child in path[-1].children.values()):
-            path.pop()  # all its pins go on below
+            path.pop()  # all its pins reach further down
         for node in path:
             node.pins -= 1
             if node.kept and not node.pins:
@@ -227,14 +229,14 @@ class RadixCache:
         return path[-1].stop if path else 0
 
     def forget_all(self) -> None:
-        """Forgets all nodes, because the tree and the pool were cleared."""
+        """Forgets all nodes, after the tree and the pool were cleared."""
         self._kept.clear()
         self.accounts.clear()
         self._by_age.clear()
         self.rows = 0
 
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable], share_of: Callable[[Hashable], Share]) -> None:
-        """Says which tenant a namespace belongs to, from now on, and how much each may keep."""
+        """Sets the functions that return the tenant of a namespace, and a tenant's share of the cache."""
 
         def change() -> None:
             self._tenant_of = tenant_of
@@ -245,12 +247,12 @@ class RadixCache:
         self._tree.owner(change)
 
     def _cut_down(self, account: Account) -> None:
-        """Evicts what an account has above the most that it may have."""
+        """Evicts the rows of an account above its maximum."""
         while account.max_rows is not None and account.rows > account.max_rows:
-            self._forget_of(account, account.rows - account.max_rows)
+            self._evict_of(account, account.rows - account.max_rows)
 
     def _cut_to_most(self) -> None:
-        """Evicts what there is above `max_tokens`."""
+        """Evicts rows above `max_tokens`."""
         limit = self.options.max_tokens
         if limit is not None and self.rows > limit:
             self.evict(self.rows - limit)
@@ -262,8 +264,8 @@ class RadixCache:
         return self.accounts.of(self._tenant_of(namespace))
 
     def _count(self, node: Node, rows: int, nodes: int = 0) -> None:
-        """Books that so many more rows of a kept node may be evicted, which those of a pinned one never may, and that
-        so many more nodes are kept."""
+        """Books that `rows` more rows of a kept node may be evicted (not those of a pinned node), and that `nodes` more
+        nodes are kept."""
         account = node.account
         assert account is not None
         account.nodes += nodes
@@ -271,18 +273,18 @@ class RadixCache:
             self.rows += rows
             self.accounts.add(account, rows)
 
-    def _forget_of(self, account: Account, rows: int) -> int:
-        """Evicts the first leaf of an account that has rows, or the last `rows` rows of it; returns how many."""
+    def _evict_of(self, account: Account, rows: int) -> int:
+        """Evicts the least worthy leaf of an account, or its last `rows` rows; returns how many rows were evicted."""
         node = self._first(account.leaves)
         assert node is not None
-        return self._forget(node, rows)
+        return self._evict_leaf(node, rows)
 
     def _worth(self, node: Node) -> tuple[float, float]:
         first = {"lru": 0, "lfu": node.uses, "priority": node.priority}[self.options.policy]
         return (first, node.used)
 
     def _enter(self, node: Node | None) -> None:
-        """Enters a node among those that may go, if it is one of them."""
+        """Enters a node into the heaps if it can be evicted now."""
         if node is None or not node.kept or node.children or node.pins:
             return
         node.place = next(self._places)
@@ -293,23 +295,23 @@ class RadixCache:
             heapq.heappush(self._by_age, (node.used, node.place, node))
         for heap, most in ((leaves, node.account.nodes), (self._by_age, len(self._kept))):
             if len(heap) > 2 * most + 64:
-                heap[:] = [entry for entry in heap if self._may_go(entry)]
+                heap[:] = [entry for entry in heap if self._is_evictable(entry)]
                 heapq.heapify(heap)
 
-    def _may_go(self, entry: tuple[Any, int, Node]) -> bool:
+    def _is_evictable(self, entry: tuple[Any, int, Node]) -> bool:
         node = entry[2]
         return node.place == entry[1] and node.kept and not node.children and not node.pins
 
     def _first(self, heap: list[Any]) -> Node | None:
-        while heap and not self._may_go(heap[0]):
+        while heap and not self._is_evictable(heap[0]):
             heapq.heappop(heap)
         return heap[0][2] if heap else None
 
-    def _forget(self, node: Node, rows: int | None = None) -> int:
-        """Evicts a kept leaf, or the last `rows` rows of it and what of a span is before them: the rows before these
-        may still be asked for. Returns how many rows were evicted."""
-        if rows is not None and 0 < rows < len(node) and (left := clear_of_span(node.tokens, len(node) - rows)):
-            self._tree.split(node, left)
+    def _evict_leaf(self, node: Node, rows: int | None = None) -> int:
+        """Evicts a kept leaf, or only its last `rows` rows, and with them the span that they begin in: later prompts
+        may still use the rows before. Returns how many rows were evicted."""
+        if rows is not None and 0 < rows < len(node) and (remaining := clear_of_span(node.tokens, len(node) - rows)):
+            self._tree.split(node, remaining)
         size = node.computed
         del self._kept[node]
         self._count(node, -size, -1)
@@ -318,13 +320,13 @@ class RadixCache:
         self._enter(node.parent)
         return size
 
-    def _forget_below(self, node: Node) -> None:
-        """Evicts the kept nodes below a node: rows are never found where rows above them are missing."""
+    def _evict_below(self, node: Node) -> None:
+        """Evicts the kept nodes below a node: rows are useless while rows above them are missing."""
         below = list(node.children.values())
         for child in below:
             below.extend(child.children.values())
         for child in reversed(below):
-            self._forget(child)
+            self._evict_leaf(child)
 
     def _drop(self, node: Node) -> None:
         self._pool.free(self._tree.drop(node))
@@ -336,14 +338,14 @@ class RadixCache:
             self._count(upper, 0, 1)
 
     def check(self) -> None:
-        """Raises AssertionError where what the cache counts and the tree do not agree; for tests."""
+        """Raises AssertionError if the cache's counts and the tree disagree; for tests."""
         kept = [node for node in self._tree.nodes() if node.kept]
         assert set(kept) == set(self._kept)
         assert self.rows == sum(node.computed for node in kept if not node.pins)
         assert all(node.users == 0 and node.pending == 0 for node in kept)
-        may_go = {node for node in kept if not node.children and not node.pins}
-        leaves = [entry for account in self.accounts for entry in account.leaves if self._may_go(entry)]
-        assert {entry[2] for entry in leaves} == may_go
+        evictable = {node for node in kept if not node.children and not node.pins}
+        leaves = [entry for account in self.accounts for entry in account.leaves if self._is_evictable(entry)]
+        assert {entry[2] for entry in leaves} == evictable
         assert all(entry[0] == self._worth(entry[2]) for entry in leaves)
         nodes: dict[Account | None, list[Node]] = {}
         for node in kept:
@@ -355,7 +357,7 @@ class RadixCache:
             own = nodes.get(account, [])
             assert account.rows == sum(node.computed for node in own if not node.pins)
             assert account.nodes == len(own)
-            assert account.held >= held[account]  # tails hold some too
+            assert account.held >= held[account]  # tails hold slots too
             assert account.max_rows is None or account.rows <= account.max_rows
             assert all(entry[2].account is account for entry in account.leaves)
         assert self.rows == sum(account.rows for account in self.accounts)

@@ -1,4 +1,4 @@
-"""Slots are the places of rows in the KV store. This module knows which of them are free, as runs of neighbours."""
+"""The pool of slots, which are the places of rows in the KV store; free slots are kept as runs of neighbours."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import heapq
 
 import numpy as np
 
-# The slot that rows whose K/V nobody needs are written to. Never handed out, never read.
+# Rows whose K/V is not needed are written to this slot. It is never allocated, and never read.
 SCRATCH = 0
-# How many free runs of about the wanted size are looked at before a larger one is cut; and where there is no larger
-# one, before several are given out.
+# How many free runs of about the wanted size are tried before a larger run is cut; and without a larger one, before
+# several runs are allocated together.
 TRIES, MOST_TRIES = 8, 64
 
 
 class SlotPool:
-    """A SlotPool gives out the slots 1 to `num_slots`, as runs of neighbours where it can: kernels read those fastest.
+    """A SlotPool allocates the slots 1 to `num_slots`, as runs of neighbours if it can: kernels read these fastest.
 
-    The time of a call depends on how many runs it gives out or takes back, and not on how many others are free: free
-    runs are kept by the binary logarithm of their room, the slots from an even one on, and found by their first slot
-    and by the slot behind their last.
+    The time of a call depends on how many runs it allocates or frees, and not on how many others are free. Free runs
+    are kept in heaps by the binary logarithm of their room, which is their slots from the first even slot on, and in
+    tables by their first slot and by the slot behind their last.
 
     free_slots  how many slots are free
     """
@@ -28,50 +28,50 @@ class SlotPool:
         self.clear()
 
     def clear(self) -> None:
-        """Takes all slots back."""
+        """Frees all slots."""
         self.free_slots = self.num_slots
         self._is_free = bytearray(b"\1") * (self.num_slots + 2)  # most runs are too short for NumPy to gain
-        self._sizes: dict[int, int] = {}  # of free runs, by their first slot
-        self._starts: dict[int, int] = {}  # by the slot behind them
-        # First slots of the runs with room for 2**(i - 1) to 2**i - 1, as heaps; among them some where none begins any
-        # more. The first heap has those of a single odd slot, in which nothing begins that could begin elsewhere.
+        self._sizes: dict[int, int] = {}  # sizes of free runs, by their first slot
+        self._starts: dict[int, int] = {}  # first slots of free runs, by the slot behind them
+        # Heap i has the first slots of runs with room for 2**(i - 1) to 2**i - 1 slots, and old entries where no run
+        # begins any more. Heap 0 has runs of a single odd slot.
         self._by_room: list[list[int]] = [[] for _ in range(self.num_slots.bit_length() + 1)]
         self._add(1, self.num_slots)
 
     @property
     def used_slots(self) -> int:
-        """Returns how many slots have been given out and not taken back."""
+        """Returns how many slots are allocated."""
         return self.num_slots - self.free_slots
 
     def allocate(self, count: int) -> np.ndarray | None:
-        """Returns `count` slots, int64, ascending; one run if one of those that are looked at is long enough. None when
-        too few are free."""
+        """Returns `count` slots, int64, ascending: a single run if one that is long enough is among those tried.
+        Returns None if too few slots are free."""
         if count > self.free_slots:
             return None
         if (run := self.allocate_run(count)) is not None:
             return run
-        parts, left = [], count
+        parts, missing = [], count
         for kind in reversed(range(len(self._by_room))):
-            while left and (heap := self._heap(kind)):
-                size = min(left, self._sizes[heap[0]])
+            while missing and (heap := self._heap(kind)):
+                size = min(missing, self._sizes[heap[0]])
                 parts.append(self._take(heap[0], heap[0], size))
-                left -= size
+                missing -= size
         return np.sort(np.concatenate(parts))
 
     def allocate_run(self, count: int) -> np.ndarray | None:
-        """Returns `count` neighbouring slots, int64, the first of them even; None where no free run is so long."""
+        """Returns `count` neighbouring slots, int64, the first of them even; None if no free run is that long."""
         if count == 0:
             return np.empty(0, np.int64)
         start = self._find(count) if count <= self.free_slots else None
         return None if start is None else self._take(start, _even(start), count)
 
     def _find(self, count: int) -> int | None:
-        """Returns where a free run begins that has room for `count`."""
+        """Returns the first slot of a free run with room for `count`; None if there is none."""
         kind = count.bit_length()
         own = self._heap(kind)
-        found = self._first_fitting(own[:TRIES], count)
-        if found is not None:
-            return found
+        start = self._first_fitting(own[:TRIES], count)
+        if start is not None:
+            return start
         for larger in range(kind + 1, len(self._by_room)):
             if heap := self._heap(larger):
                 return heap[0]
@@ -82,7 +82,7 @@ class SlotPool:
         return next((start for start in starts if start in sizes and _room(start, sizes[start]) >= count), None)
 
     def _heap(self, kind: int) -> list[int]:
-        """Returns the first slots of the runs of a kind; the first of them is where one begins."""
+        """Returns the heap of a kind of runs, after removing old entries from its head."""
         heap, sizes = self._by_room[kind], self._sizes
         while heap and (heap[0] not in sizes or _room(heap[0], sizes[heap[0]]).bit_length() != kind):
             heapq.heappop(heap)
@@ -110,18 +110,18 @@ class SlotPool:
         return size
 
     def free(self, slots: np.ndarray) -> None:
-        """Takes slots back, int64 in any order. Raises ValueError for one that is free already or does not exist."""
-        if len(slots) <= 1:  # as when the last rows of many tenants go
+        """Frees slots, int64 in any order. Raises ValueError for a slot that is free already or does not exist."""
+        if len(slots) <= 1:  # single slots are frequent, and NumPy is slow for them
             for slot in slots.tolist():
-                self._give_back(slot, 1)
+                self._free_run(slot, 1)
             return
         slots = np.sort(slots)
         last = 0
         for stop in (*(np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1).tolist(), len(slots)):
-            self._give_back(int(slots[last]), stop - last)
+            self._free_run(int(slots[last]), stop - last)
             last = stop
 
-    def _give_back(self, start: int, size: int) -> None:
+    def _free_run(self, start: int, size: int) -> None:
         stop = start + size
         if start < 1 or stop > self.num_slots + 1 or 1 in self._is_free[start:stop]:
             raise ValueError(f"slots {start} to {stop - 1} are given back, and are not in use")
@@ -140,7 +140,7 @@ class SlotPool:
 
 
 def _room(start: int, size: int) -> int:
-    """Returns how many slots a free run has from an even one on."""
+    """Returns how many slots a free run has from its first even slot on."""
     return size - (start & 1)
 
 

@@ -1,8 +1,8 @@
 """The radix tree: a trie that grows as prompts come and shrinks as they go.
 
-`prefix.Trie` lays a known set of prompts flat, once. The radix tree is for sequences that run, and for what is kept of
-them afterwards. Its nodes hold runs of tokens, and the slots that the K/V of these lies in. Which sequences need a
-node, and when it may go, the scheduler and the cache decide.
+`prefix.Trie` lays a known set of prompts flat, once. The radix tree is for sequences that run, and for the rows that
+are kept of them afterwards. A node holds a run of tokens, and the slots of their K/V. The scheduler knows which
+sequences need a node, and the cache decides when it is evicted.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ class Node:
     users      how many sequences, waiting or running, have tokens that go through the node
     children   the nodes below, by first token; a tail is no child, though this node is its parent
     lost       whether rows were computed before and given up, so that they are computed again
-    namespace  of a root: what was given to `insert`
-    account    the RadixCache's, of the tenant whose namespace it is
+    namespace  for a root: the namespace of its trie
+    account    the account of the namespace's tenant in the RadixCache
 
     kept, scant, pins, used, uses, priority and place belong to the RadixCache:
 
     kept      whether the cache holds the node: it is computed, and no sequence uses it
-    scant     whether sequences that wait found it kept, and too few rows to use; they give these up when they begin
-    pins      how often it was pinned; while it is, it is never evicted
+    scant     whether only waiting sequences took it out of the cache, for too few rows to be worth it; they give the
+              rows up when they begin
+    pins      how often it is pinned; a pinned node is never evicted
     used      when a sequence used it last, by the cache's clock
-    uses      how often it was found in the cache
-    priority  the highest of any request that used it
-    place     the number of its latest entry among the nodes that may go
+    uses      how often sequences took it out of the cache
+    priority  the highest priority of the requests that used it
+    place     the number of its latest entry in the cache's heaps
     """
 
     __slots__ = (
@@ -103,7 +104,7 @@ class Node:
 
     @property
     def num_missing(self) -> int:
-        """Returns how many of its rows are neither there nor being computed."""
+        """Returns how many of its rows have no slot: they are neither computed nor about to be."""
         return len(self.tokens) - len(self.slots)
 
     def path(self) -> list[Node]:
@@ -116,14 +117,14 @@ class Node:
         return nodes[::-1]
 
     def claim(self, slots: np.ndarray) -> None:
-        """Adds slots for the rows that have none yet."""
+        """Adds slots for the rows behind those that have one."""
         self.slots = slots if not len(self.slots) else np.concatenate((self.slots, slots))
         self._runs = None
         if self.account is not None:
             self.account.hold(len(slots))
 
     def trim(self) -> np.ndarray:
-        """Gives up the slots that no row has, and returns them."""
+        """Gives up the slots beyond the last row, and returns them."""
         slots, self.slots = self.slots[len(self) :], self.slots[: len(self)]
         if self.account is not None:
             self.account.held -= len(slots)
@@ -147,7 +148,7 @@ class Node:
 
     @property
     def neighbours(self) -> int:
-        """Returns how many slots follow that of the last computed row without a gap."""
+        """Returns how many slots follow the slot of the last computed row without a gap."""
         return next(stop for _, stop in self.stretches if stop >= self.computed) - self.computed
 
     def runs(self, rows: int) -> Iterator[tuple[int, int, int]]:
@@ -161,7 +162,7 @@ class Node:
     def split(self, size: int) -> Node:
         """Cuts off the first `size` tokens as a new node above this one, and returns the new node.
 
-        Whoever refers to this node means its last row, which stays in it.
+        References to this node stay valid: they mean its last row, which stays in it.
         """
         assert 0 < size < len(self.tokens) and self.parent is not None
         upper = type(self)(self.parent, self.tokens[:size], self.start)
@@ -182,12 +183,12 @@ class RadixTree:
     kind        the class of its nodes
     roots       the root of each trie, by namespace
     account_of  returns the account of a namespace
-    on_split    functions that are called with (upper, lower) when a node has been cut in two
-    on_store    functions that are called with a node of which more rows have been computed
-    on_drop     functions that are called with a node whose rows are about to be given up
-    on_clear    functions that are called when all tries have been forgotten
-    owner       calls a function for a thread that does not own the tries, in the thread that does, and returns what the
-                function returns; until somebody owns them, in the thread that asks
+    on_split    functions to call with (upper, lower) after a node was cut in two
+    on_store    functions to call with a node after more of its rows were computed
+    on_drop     functions to call with a node before its rows are given up
+    on_clear    functions to call after all tries were forgotten
+    owner       calls a function in the thread that owns the tries, and returns its result; before a thread owns them,
+                in the caller's thread
     """
 
     def __init__(self, kind: type[Node] = Node) -> None:
@@ -201,10 +202,10 @@ class RadixTree:
         self.owner: Callable[[Callable[[], Any]], Any] = lambda function: function()
 
     def insert(self, namespace: Hashable, tokens: np.ndarray) -> Node:
-        """Returns the node that ends with `tokens` (int32 [n], n >= 1), and makes it where it is not there.
+        """Returns the node that ends with `tokens` (int32 [n], n >= 1); makes it if it is not there.
 
-        Where a prompt that is there has only the first part of a node in common with `tokens`, that node is cut in two.
-        The time is linear in the tokens that match, with one lookup a node.
+        A node of which only the first part matches `tokens` is cut in two. The time is linear in the tokens that match,
+        with one lookup for each node.
         """
         node = self.roots.get(namespace)
         if node is None:
@@ -227,18 +228,18 @@ class RadixTree:
         """Returns the nodes that `tokens` goes through, each with how many of its rows match, and the sum of these.
         Changes nothing."""
         node = self.roots.get(namespace)
-        found: list[tuple[Node, int]] = []
+        matches: list[tuple[Node, int]] = []
         at = 0
         while node is not None and at < len(tokens):
             node = node.children.get(int(tokens[at]))
             if node is None:
                 break
             same = common_prefix(node.tokens, tokens[at:])
-            found.append((node, same))
+            matches.append((node, same))
             at += same
             if same < len(node):
                 break
-        return found, at
+        return matches, at
 
     def split(self, node: Node, size: int) -> Node:
         """Cuts off the first `size` tokens of a node as a new node above it, and returns the new node."""
@@ -248,12 +249,12 @@ class RadixTree:
         return upper
 
     def stored(self, node: Node) -> None:
-        """Tells those who listen that more of a node's rows have been computed."""
+        """Calls the functions of `on_store` with a node."""
         for listener in self.on_store:
             listener(node)
 
     def dropped(self, node: Node) -> None:
-        """Tells those who listen that a node's rows are about to be given up."""
+        """Calls the functions of `on_drop` with a node."""
         for listener in self.on_drop:
             listener(node)
 

@@ -1,8 +1,9 @@
-"""A fleet runs requests as an engine does: it divides them among replicas, and yields the answer to each once.
+"""A fleet of replicas: it runs requests as an engine does, divides them among the replicas, and yields each answer
+once.
 
-One thread, the caller's, decides and writes. A `Fleet` knows which replicas there are; a `FleetRun` is one run of it,
-whose lease book is fed by a sorted job, by a stream, or by both one after the other. Replicas are told of decisions,
-and answers come back as events; decisions are made in `leases.py`, and by the sources `offline.py` and `online.py`.
+One thread, the caller's, makes all decisions. A `Fleet` knows its replicas; a `FleetRun` is one run, whose lease book
+is fed by a sorted job, by a stream, or by a stream and then the job that it begins. Replicas get orders, and send
+events. Decisions are made in `leases.py`, and by the sources `offline.py` and `online.py`.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from .replicas import ReplicaEvent, ReplicaFacts, ReplicaLost, ReplicaReady, Rep
 from .router import Policy
 
 _TICK, _ONLINE_TICK = 0.25, 0.02
-_AT_ONCE = 64  # events that are taken before new leases are sent
+_AT_ONCE = 64  # the most events that are taken before new leases are sent
 
 
 class Fleet:
-    """Runs requests on replicas.
+    """A Fleet runs requests on replicas.
 
-    replicas   what computes
-    sharing    of rows between requests
-    row_cost   what a row costs, by which work is divided
-    policy     by which requests of a stream get their replica; None: ours
-    window     options of the live window (see `LiveWindow`)
-    patience   seconds without progress after which a replica that has work is killed
-    notify     called with what a person should know: replicas that were lost, or refused
-    media      gave the images of the requests their ids; None: there are none
+    replicas  the replicas, which compute
+    sharing   how requests share rows
+    row_cost  the cost of a row, by which work is divided
+    policy    chooses the replica of a stream's requests; None: prefold's own
+    window    options of the live window (see `LiveWindow`)
+    patience  a replica that has work, and makes no progress for so many seconds, is killed
+    notify    called with messages for a person: replicas that were lost, or refused
+    media     the table of the requests' images; None: the requests have no images
 
-    Raises FleetError when no replica is left, with the reasons.
+    Raises FleetError with the reasons when no replica is left.
     """
 
-    takes_ranges = True  # of a spool's order, in place of its windows one after the other
+    takes_ranges = True  # a run takes a spool's order, and not its windows one after the other
 
     def __init__(
         self,
@@ -67,9 +68,9 @@ class Fleet:
         self.row_cost = row_cost
         self.stats = Stats()
         self.steals = self.moved = self.losses = 0
-        self.retold = 0  # times that events of a cache were missing, and all was asked for anew
-        self.estimated: set[str] = set()  # replicas of a stream whose caches are not reported
-        self.counted_apart = False  # whether replicas of a stream counted unique tokens, each its own
+        self.retold = 0  # how often events of a cache were missing, so that the replica reported anew
+        self.estimated: set[str] = set()  # replicas whose caches are estimated, because they do not report
+        self.counted_apart = False  # whether each replica counted its own unique tokens
         self.policy, self.window = policy, dict(window or {})
         self.patience, self.notify = patience, notify
         self.ready: dict[str, ReplicaFacts] = {}
@@ -82,29 +83,29 @@ class Fleet:
 
     @property
     def facts(self) -> ReplicaFacts | None:
-        """Returns what the first replica that is ready says of itself; None while none is ready."""
+        """Returns the facts of the first ready replica; None while none is ready."""
         return next(iter(self.ready.values()), None)
 
     @property
     def num_ready(self) -> int:
-        """Returns how many replicas were ready when the last run looked."""
+        """Returns how many replicas are ready, as of the last event that a run took."""
         return len(self.ready)
 
     @property
     def in_words(self) -> str:
-        """Returns what became of the replicas."""
+        """Returns a line about the replicas for the summary of a job."""
         words = f"{self.num_ready} of {len(self.replicas.names)} at the end"
         words += f", work was divided anew {self.steals:,} times" if self.steals else ""
         words += f"; {self.losses:,} were lost, {self.moved:,} prompts went to others" if self.losses else ""
         if self.estimated:
-            whose = "all" if len(self.estimated) == len(self.replicas.names) else f"{len(self.estimated)}"
-            words += f"; what the caches of {whose} hold was estimated"
+            number = "all" if len(self.estimated) == len(self.replicas.names) else f"{len(self.estimated)}"
+            words += f"; what the caches of {number} hold was estimated"
         words += "; unique tokens are those of each by itself, added up" if self.counted_apart else ""
         words += f"; events of caches were missing {self.retold:,} times" if self.retold else ""
         return words
 
     def reset_stats(self) -> Stats:
-        """Begins to count anew; returns what was counted until now."""
+        """Sets the counters to zero, and returns what they were."""
         self.stats, before = Stats(), self.stats
         return before
 
@@ -123,8 +124,8 @@ class Fleet:
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, result) of every request of a spool, or of a stream, as `Engine.run` does; of a request that
-        replicas died of, the InputError. text: as of RunCall."""
+        """Yields (tag, result) of every request of a spool or a stream, as `Engine.run` does; for a request that
+        replicas died of, (tag, InputError). text: as of RunCall."""
         call = RunCall(readout, sharing or self.sharing, max_batch_rows, text)
         with self._turn:
             run = FleetRun(self, windows, call, on_step)
@@ -148,7 +149,7 @@ class Fleet:
             return None
 
     def meet(self, name: str, facts: ReplicaFacts) -> bool:
-        """Takes in a replica that is ready; returns False for one that would give other results than the others."""
+        """Accepts a ready replica; returns False for a replica that would give other results than the others."""
         if self._identity is None:
             self._identity = facts.identity
         different = [key for key, value in facts.identity.items() if self._identity.get(key) != value]
@@ -162,7 +163,7 @@ class Fleet:
         return True
 
     def leave(self, name: str, reason: str, *, returns: bool, died: bool = True) -> None:
-        """Notes that a replica is gone; it counts as lost where it has died, or does not come back."""
+        """Records that a replica is gone; it counts as lost if it has died, or does not come back."""
         is_back = returns and not died
         self.losses += self.ready.pop(name, None) is not None and not is_back
         if is_back:
@@ -175,7 +176,7 @@ class Fleet:
 
     @property
     def expected(self) -> list[str]:
-        """Returns the replicas that are there or may come."""
+        """Returns the replicas that are ready or may become so."""
         return [name for name in self.replicas.names if name not in self._gone]
 
     def check_alive(self) -> None:
@@ -185,22 +186,25 @@ class Fleet:
 
 
 @dataclass(slots=True)
-class _Done:
-    """What a replica has done in this run, as it reported, and of that what was for requests that it has answered.
+class _Work:
+    """A _Work counts the work of a replica in this run.
 
-    reported, answered  rows: of outputs alone where rows of prompts are counted here
-    drawn, kept         tokens that it drew, and those that are in answers
+    reported     rows that it reported; only of outputs if the run itself counts rows of prompts
+    answered     how many of these rows were for requests that it has answered
+    drawn        tokens that it drew
+    kept         how many of these tokens are in answers
+    measured_at  when its steps were measured last
     """
 
     reported: int = 0
     answered: int = 0
     drawn: int = 0
     kept: int = 0
-    heard: float = 0.0  # when it was measured last
+    measured_at: float = 0.0
 
 
 class FleetRun:
-    """Runs some requests on a fleet: `answers` yields them, `end` ends what is left of it on the replicas."""
+    """A FleetRun runs requests on a fleet: `answers` yields their answers, `end` ends the run on the replicas."""
 
     def __init__(
         self,
@@ -213,16 +217,16 @@ class FleetRun:
         self.offline: OfflineSource | None = None
         self.online: OnlineSource | None = None
         self._input: LiveInput | None = None
-        self._begun: dict[str, _Done] = {}
+        self._work: dict[str, _Work] = {}
         self._pictures = None if fleet.media is None else fleet.media.for_replicas()
-        self._killed: set[str] = set()  # those that hung, and of which no `ReplicaLost` came yet
+        self._killed: set[str] = set()  # replicas that hung, before their `ReplicaLost` comes
         is_warm_start = isinstance(source, LiveInput) and source.rest is not None
         self.call = call = replace(call, online=isinstance(source, LiveInput) and not is_warm_start)
-        # Whether rows of prompts are counted here; replicas count them where not all are known beforehand.
+        # Whether the run itself counts unique rows of prompts; replicas do when not all prompts are known beforehand.
         self._counts_rows = call.readout.kind != "first" and not call.online
         self._generates = call.readout.kind == "tokens"
         self._counted_rows = False  # whether a replica has counted rows: servers and vLLM do not
-        self._warm_start = Spool() if is_warm_start else None  # the prompts that run before the others are known
+        self._warm_start = Spool() if is_warm_start else None  # the prompts that run before all are known
         self.book = LeaseBook(numbers=fleet.numbers, patience=fleet.patience)
         if isinstance(source, LiveInput):
             self._input = source
@@ -255,15 +259,15 @@ class FleetRun:
 
     @property
     def _pause(self) -> float:
-        """Returns the seconds after which it looks again at what may be sent, though nothing has been told."""
+        """Returns the seconds after which leases are sent even if no event comes."""
         if self._input is None or self.online is None:
             return _TICK
         return _ONLINE_TICK if self._input.feed.since is None or self.online.is_full else 0.0
 
     def end(self) -> None:
-        """Ends the run on all replicas that take part."""
+        """Ends the run on its replicas, and adds its counts to the fleet's."""
         fleet = self.fleet
-        for name in self._begun.keys() & fleet.ready.keys():
+        for name in self._work.keys() & fleet.ready.keys():
             fleet.replicas.order(name, "end")
         fleet.steals += 0 if self.offline is None else self.offline.steals
         fleet.moved += self.book.moved
@@ -274,14 +278,14 @@ class FleetRun:
             self._warm_start.close()
 
     def _unique_rows(self) -> int:
-        """Returns the rows of the stream that all prompts of the run make together."""
+        """Returns how many rows of one stream all prompts of the run make together."""
         if self._warm_start is None or not self._warm_start.num_requests:
             return 0 if self.offline is None else self.offline.num_rows
         return unique_tokens([self._warm_start.order(), *([] if self.offline is None else [self.offline.order])])
 
     @property
     def _is_done(self) -> bool:
-        return self._input is None and not self.book.num_left
+        return self._input is None and not self.book.num_unanswered
 
     # ------------------------------------------------------------------------------------------------ sending
 
@@ -298,17 +302,17 @@ class FleetRun:
             order(lease.replica, "give", windows)
 
     def _take_in(self, source: LiveInput) -> None:
-        """Moves what has come into the window; where nothing comes any more, begins with the rest."""
+        """Moves new requests into the live window; at the end of the input, divides the rest of the job."""
         online, feed = self.online, source.feed
         assert online is not None
         if source.rest is not None:
             feed.bound = online.room()
         now = time.monotonic()
-        until = now + _ONLINE_TICK  # for replicas are not heard meanwhile
+        until = now + _ONLINE_TICK  # no longer, because events of replicas wait meanwhile
         while not online.is_full and not feed.is_over and time.monotonic() < until:
-            if (came := feed.take()) is None:
+            if (prompts := feed.take()) is None:
                 break
-            for reads in came:
+            for reads in prompts:
                 online.put(reads, now)
                 if self._warm_start is not None:
                     self._warm_start.add(Request(reads[0].tokens, adapter=reads[0].adapter, salt=reads[0].salt))
@@ -319,7 +323,7 @@ class FleetRun:
             if source.rest is not None:
                 self._divide(source.rest())
 
-    # ---------------------------------------------------------------------------------------- what comes back
+    # ------------------------------------------------------------------------------------------------ events
 
     def _take(self, name: str, event: ReplicaEvent) -> Iterator[tuple[bytes, Any]]:
         fleet = self.fleet
@@ -332,7 +336,7 @@ class FleetRun:
             fleet.leave(name, event.reason, returns=event.returns, died=event.died)
             yield from self._lose(name, event)
         elif event.failure is not None and isinstance(event.failure, (InputError, JobError)):
-            raise event.failure  # any replica would say so
+            raise event.failure  # any replica would raise it
         else:
             yield from self._take_report(name, event)
             if event.failure is not None:
@@ -345,7 +349,7 @@ class FleetRun:
         started = time.perf_counter()
         for step in report.steps if self.on_step is not None else ():
             self.on_step(replace(step, started=started - step.started))
-        if name not in self._begun:
+        if name not in self._work:
             return
         self._tell_router(name, report, now)
         by_lease: dict[int, dict[int, Any]] = {}
@@ -359,9 +363,9 @@ class FleetRun:
                 yield tag, answer
 
     def _tell_router(self, name: str, report: ReplicaReport, now: float) -> None:
-        """Tells the books of what a replica has done, and the router of what its cache holds."""
+        """Records a replica's progress and speed, and tells the router of its cache's events."""
         if report.shows_progress:
-            self.book.heard(name, now)
+            self.book.note_progress(name, now)
         if self.online is None:
             return
         if report.events is not None and not self.online.router.take(name, report.events):
@@ -370,22 +374,22 @@ class FleetRun:
         if not report.steps:
             return
         rows, decode = sum(step.rows for step in report.steps), sum(step.running for step in report.steps)
-        done = self._begun[name]
+        work = self._work[name]
         seconds = sum(step.seconds for step in report.steps)
         if self.fleet.ready[name].steps_overlap:
-            seconds, done.heard = min(seconds, now - done.heard), now
+            seconds, work.measured_at = min(seconds, now - work.measured_at), now
         self.online.router.worked(name, max(0, rows - decode), decode, seconds)
 
     def _join(self, name: str) -> None:
         fleet, now = self.fleet, time.monotonic()
-        self._begun[name] = _Done(heard=now)
+        self._work[name] = _Work(measured_at=now)
         fleet.replicas.order(name, "begin", self.call)
         self.book.join(name, fleet.ready[name], now)
         if self.online is not None and self.call.in_slots and not fleet.ready[name].reports_cache:
             fleet.estimated.add(name)
 
     def _lose(self, name: str, lost: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
-        self._count_loss(self._begun.pop(name, None))
+        self._count_loss(self._work.pop(name, None))
         self._killed.discard(name)
         if self._pictures is not None:
             self._pictures.lose(name)
@@ -404,7 +408,7 @@ class FleetRun:
     # ------------------------------------------------------------------------------------------------ counting
 
     def _count(self, name: str, report: ReplicaReport) -> None:
-        """Adds up what replicas count. Prompts are counted as they are answered: some are run twice."""
+        """Adds a replica's counters to the fleet's. Prompts are counted when they are answered: some run twice."""
         if report.stats is None:
             return
         stats, generation = self.fleet.stats, report.stats.generation
@@ -413,39 +417,39 @@ class FleetRun:
         stats.tokens, stats.requests = tokens, requests
         rows = report.stats.unique_tokens
         self._counted_rows = self._counted_rows or rows > 0
-        if self._counts_rows:  # rows of outputs are no other replica's
+        if self._counts_rows:  # rows of outputs are unique to their replica
             is_counted = self._counted_rows and generation is not None
             rows = generation.decode_rows - generation.discarded_rows if is_counted else 0
             stats.unique_tokens = unique + rows
-        if (done := self._begun.get(name)) is not None:
-            done.reported += rows
-            done.drawn += 0 if generation is None else generation.generated_tokens
+        if (work := self._work.get(name)) is not None:
+            work.reported += rows
+            work.drawn += 0 if generation is None else generation.generated_tokens
 
     def _count_answer(self, name: str, tokens: int, answer: Any) -> None:
-        stats, done = self.fleet.stats, self._begun[name]
+        stats, work = self.fleet.stats, self._work[name]
         stats.requests += tokens > 0
         if not (isinstance(answer, list) and answer and isinstance(answer[0], Generated)):
             stats.tokens += tokens
-            done.answered += 0 if self._counts_rows else tokens
+            work.answered += 0 if self._counts_rows else tokens
             return
         made = sum(max(0, len(sample.tokens) - 1) for sample in answer)
         stats.tokens += len(answer) * tokens + made
-        done.kept += sum(len(sample.tokens) for sample in answer)
-        done.answered += sum(map(_output_rows, answer))
-        done.answered += 0 if self._counts_rows else tokens - (answer[0].cached_tokens or 0)
+        work.kept += sum(len(sample.tokens) for sample in answer)
+        work.answered += sum(map(_output_rows, answer))
+        work.answered += 0 if self._counts_rows else tokens - (answer[0].cached_tokens or 0)
 
-    def _count_loss(self, done: _Done | None) -> None:
-        """What a lost replica had computed of requests that it has not answered is computed again."""
-        if done is None or not self._counted_rows or (self._counts_rows and not self._generates):
+    def _count_loss(self, work: _Work | None) -> None:
+        """Counts the rows of unanswered requests of a lost replica as recomputed."""
+        if work is None or not self._counted_rows or (self._counts_rows and not self._generates):
             return
-        again = max(0, done.reported - done.answered)
+        again = max(0, work.reported - work.answered)
         stats = self.fleet.stats
         stats.unique_tokens = max(0, stats.unique_tokens - again)
         if stats.generation is not None:
-            drawn = max(0, done.drawn - done.kept)
+            drawn = max(0, work.drawn - work.kept)
             stats.generation += GenerationStats(recomputed_rows=again, generated_tokens=-drawn)
 
 
 def _output_rows(sample: Generated) -> int:
-    """Returns the rows of an output: its last token has one where another was drawn after it, the end of the text."""
+    """Returns the rows of an output: its last token has a row only if the end of the text was drawn after it."""
     return len(sample.tokens) - (sample.finish_reason == "length" and len(sample.tokens) > 0)

@@ -123,7 +123,7 @@ class HttpHost(AsyncHost):
             timeout=httpx.Timeout(timeout, connect=_LOOK),
             limits=httpx.Limits(max_connections=None),
         )
-        meeting = self._begun(self._meet())
+        meeting = self._spawn(self._meet())
         try:
             while not wait([meeting], _TICK).done:
                 if stopping():
@@ -132,7 +132,7 @@ class HttpHost(AsyncHost):
         except BaseException:
             self.close()
             raise
-        self._watching = self._begun(self._watch())
+        self._watching = self._spawn(self._watch())
 
     # ------------------------------------------------------------------------------------- in the thread
 

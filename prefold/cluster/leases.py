@@ -1,19 +1,19 @@
-"""The lease book of a run on a fleet: which replica has which requests, and what becomes of what a lost one had.
+"""The lease book of a run on a fleet: which replica has which requests, and where the requests of a lost replica go.
 
-No I/O, and the clock is handed in:
+The book does no I/O, and the caller passes the time:
 
     book.join(replica, facts, now)
-    for lease in book.send(now): ...                    leases to be sent now; they are booked as sent
-    fresh = book.commit(replica, number, answers, now)  the answers that are the first ones
-    tags = book.lose(replica)                           its work goes out again, but for requests that replicas died of
+    for lease in book.send(now): ...                    leases to send now; they are booked as sent
+    fresh = book.commit(replica, number, answers, now)  the first answer of each request
+    tags = book.lose(replica)                           its requests go out again; tags: those that replicas died of
 
-Requests come from sources: `offline.py` divides a sorted job in segments, `online.py` serves a live window. A source
-decides which replica takes which requests, and how many; all else is decided here, for both alike. Every request is
-fresh once: an answer to a lease that is over, or a second answer, is dropped.
+Requests come from sources: `offline.py` divides a sorted job into segments, `online.py` serves a live window. A source
+decides which replica takes which requests, and how many; the book decides everything else. Only the first answer to a
+request counts: an answer to a lease that is over, or a second answer, is dropped.
 
-What a lost replica may have begun is under suspicion. It goes out again in groups, to replicas that have nothing else
-to do, and nothing runs beside a group; where all are at work, one of them takes nothing more until it has run them.
-A group that another replica is lost with is divided, until a prompt is alone.
+Requests that a lost replica may have begun are suspects. They go out again in groups, to replicas without other work,
+and nothing runs beside a group; if all replicas have work, one of them takes no more until it is free for a group. A
+group with which another replica is lost is divided, until a prompt is alone.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ..stream import Window
 from .replicas import ReplicaFacts
 
-_PARTS = 4  # of a group under suspicion: the search runs as many groups as with halves, and loses half as many replicas
+# A group of suspects is divided into this many parts: the search runs as many groups as with halves, and loses half as
+# many replicas.
+_PARTS = 4
 
 T = TypeVar("T")
-# A request's tag, the tokens of its prompt (0 where the prompt is counted with another of its reads), and its answer.
+# A request's tag, the tokens of its prompt (0 if another read of the prompt counts them), and its answer.
 Answered = tuple[bytes, int, Any]
-Places = tuple[int, ...]  # the reads of one prompt, which are sent and given up together
+Places = tuple[int, ...]  # the places of all reads of one prompt, which are sent and given up together
 
 
 class Lease(NamedTuple):
-    """A lease is the requests of a source at some places, given to a replica under a number.
+    """A Lease is a number of requests of a source that a replica has.
 
+    places      the places of the requests in the source
     is_suspect  whether a replica was lost while it worked on these requests
     """
 
@@ -49,65 +52,66 @@ class Lease(NamedTuple):
 
 
 class OpenLease(NamedTuple):
-    """A lease that a replica has not answered in full. left: the places without an answer."""
+    """An OpenLease is a lease that a replica has not answered in full. unanswered: the places without an answer."""
 
     lease: Lease
-    left: set[int]
+    unanswered: set[int]
 
 
 class Source(Protocol):
-    """A source holds requests that no replica has. A place names one of them; the source's book calls its methods."""
+    """A Source holds requests that no replica has; a place is the number of a request in it. The lease book calls
+    it."""
 
     book: LeaseBook
 
     @property
-    def num_left(self) -> int:
+    def num_unanswered(self) -> int:
         """Returns how many requests have no answer."""
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
-        """Notes that a replica can take requests."""
+        """Records that a replica can take requests."""
 
     def leave(self, replica: str) -> None:
-        """Notes that a replica is gone, or does not come; what the source kept for it is for others."""
+        """Records that a replica is gone, or will not come; requests kept for it are for other replicas."""
 
     def take(self, now: float) -> Iterator[tuple[str, Sequence[int]]]:
-        """Yields (replica, places) of what leaves the source now; each is in the book before the next is asked for."""
+        """Yields (replica, places) of requests to send now; the book has each lease before it asks for the next."""
 
     def windows(self, lease: Lease) -> list[Window]:
-        """Returns what a replica is sent for a lease."""
+        """Returns the windows that a replica is sent for a lease."""
 
     def answered(self, replica: str, answers: Mapping[int, Any], now: float) -> list[Answered]:
-        """Takes the first answers to requests, by their places, which a replica gave."""
+        """Takes the first answers of requests from a replica, by place."""
 
     def prompts(self, places: Sequence[int]) -> list[Places]:
-        """Returns places by prompt."""
+        """Returns the places grouped by prompt."""
 
     def num_begun(self, facts: ReplicaFacts, prompts: Sequence[Places]) -> int:
-        """Returns how many of the prompts that a replica was given it may have begun, in the order of sending."""
+        """Returns how many of the prompts, in the order of sending, a replica may have begun."""
 
     def put_back(self, prompts: Sequence[Places]) -> None:
-        """Takes back prompts that had left."""
+        """Takes back prompts that had been sent."""
 
     def give_up(self, places: Places) -> list[bytes]:
         """Forgets requests; returns their tags."""
 
     def resend(self, replica: str, prompts: Sequence[Places]) -> None:
-        """Notes that a replica is sent prompts which had left."""
+        """Records that a replica is sent prompts again."""
 
 
 @dataclass(slots=True)
 class _Replica:
     facts: ReplicaFacts
-    heard: float  # when it made progress
+    progress_at: float  # when it last made progress
     open: dict[int, OpenLease] = field(default_factory=dict)
-    is_paused: bool = False  # takes nothing but what is under suspicion
+    is_paused: bool = False  # takes only suspects
 
 
 class LeaseBook:
-    """Holds the leases of one run.
+    """A LeaseBook holds the leases of one run.
 
-    numbers   where the leases' numbers come from
-    patience  seconds without any progress after which a replica that has work is given up
+    numbers   gives the numbers of leases
+    patience  a replica that has work, and makes no progress for so many seconds, is given up
     """
 
     def __init__(self, *sources: Source, numbers: Iterator[int], patience: float = 300.0):
@@ -120,65 +124,68 @@ class LeaseBook:
             self.add(source)
 
     def add(self, source: Source, now: float = 0.0) -> None:
-        """Takes in a source, from which all replicas take that are there."""
+        """Adds a source; all replicas take requests from it."""
         source.book = self
         self.sources.append(source)
         for name, replica in self._replicas.items():
             source.join(name, replica.facts, now)
 
     @property
-    def takers(self) -> dict[str, ReplicaFacts]:
-        """Returns the replicas that take what is not under suspicion, in the order in which they came."""
+    def free_replicas(self) -> dict[str, ReplicaFacts]:
+        """Returns the replicas that take ordinary requests, not only suspects, in the order in which they joined."""
         return {name: replica.facts for name, replica in self._replicas.items() if not replica.is_paused}
 
     @property
-    def num_left(self) -> int:
+    def num_unanswered(self) -> int:
         """Returns how many requests have no answer."""
-        return sum(source.num_left for source in self.sources)
+        return sum(source.num_unanswered for source in self.sources)
 
     def open_leases(self, replica: str, source: Source) -> list[OpenLease]:
-        """Returns the leases of a source that a replica, if it is there, has not answered in full."""
+        """Returns the open leases of a replica from a source; none for an unknown replica."""
         entry = self._replicas.get(replica)
-        return [] if entry is None else [open_ for open_ in entry.open.values() if open_.lease.source is source]
+        return (
+            []
+            if entry is None
+            else [open_lease for open_lease in entry.open.values() if open_lease.lease.source is source]
+        )
 
-    # ------------------------------------------------------------------------------------------ who is there
+    # --------------------------------------------------------------------------------------------- replicas
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
-        """Notes that a replica can take leases; what it may have had before goes out again."""
+        """Records that a replica can take leases; leases that it had before go out again."""
         if replica in self._replicas:
             self.lose(replica, died=False)
         self._replicas[replica] = _Replica(facts, now)
         for source in self.sources:
             source.join(replica, facts, now)
 
-    def heard(self, replica: str, now: float) -> None:
-        """Notes that a replica makes progress."""
+    def note_progress(self, replica: str, now: float) -> None:
+        """Records that a replica makes progress."""
         if replica in self._replicas:
-            self._replicas[replica].heard = now
+            self._replicas[replica].progress_at = now
 
     def hung(self, now: float) -> list[str]:
-        """Returns the replicas that have work and have made no progress for longer than is waited for."""
+        """Returns the replicas that have work and made no progress within the patience."""
         late = now - self._patience
-        return [name for name, replica in self._replicas.items() if replica.open and replica.heard < late]
+        return [name for name, replica in self._replicas.items() if replica.open and replica.progress_at < late]
 
     def lose(self, replica: str, *, died: bool = True) -> list[bytes]:
-        """Takes back what a replica has, which is gone; returns the tags of the requests that are given up.
+        """Takes back the leases of a lost replica; returns the tags of the requests that are given up.
 
-        Those are the reads of a prompt that ran under suspicion alone: another replica was lost with it before. Where
-        several prompts ran under suspicion, their group is divided; where none did, what the replica may have begun is
-        under suspicion from now on. Where it has not died, nothing is held against any request. A replica that is not
-        known has nothing.
+        Given up are the reads of a suspect prompt that ran alone: another replica was lost with it before. A group of
+        several suspects is divided. If the replica ran no suspects, the requests that it may have begun become
+        suspects. If it did not die, no request becomes a suspect. An unknown replica has no leases.
         """
         entry = self._replicas.pop(replica, None)
         open_leases = [] if entry is None else list(entry.open.values())
-        were_suspects = any(open_.lease.is_suspect for open_ in open_leases)
+        were_suspects = any(open_lease.lease.is_suspect for open_lease in open_leases)
         tags: list[bytes] = []
         for source in self.sources:
             source.leave(replica)
-            own = [open_.left for open_ in open_leases if open_.lease.source is source]
-            if entry is None or not own:
+            unanswered = [open_lease.unanswered for open_lease in open_leases if open_lease.lease.source is source]
+            if entry is None or not unanswered:
                 continue
-            prompts = source.prompts([place for left in own for place in sorted(left)])
+            prompts = source.prompts([place for places in unanswered for place in sorted(places)])
             if were_suspects and died and len(prompts) == 1:
                 tags += source.give_up(prompts.pop())
             self.moved += sum(map(len, prompts))
@@ -190,10 +197,10 @@ class LeaseBook:
             source.put_back(prompts[begun:])
         return tags
 
-    # ------------------------------------------------------------------------------------------------- work
+    # ----------------------------------------------------------------------------------------------- leases
 
     def send(self, now: float) -> Iterator[Lease]:
-        """Yields what leaves now, booked as sent."""
+        """Yields the leases to send now, which are booked as sent."""
         yield from self._send_suspects(now)
         for source in self.sources:
             for replica, places in source.take(now):
@@ -220,25 +227,25 @@ class LeaseBook:
         replica = self._replicas[name]
         lease = Lease(next(self._numbers), name, source, places, is_suspect)
         if not replica.open:
-            replica.heard = now
+            replica.progress_at = now
         replica.open[lease.number] = OpenLease(lease, set(places))
         return lease
 
     def commit(self, replica: str, number: int, answers: Mapping[int, Any], now: float) -> list[Answered]:
-        """Takes answers to a lease, by the requests' places; returns those that are the first and the only ones."""
+        """Takes answers to a lease, by place; returns the answers that are the first of their requests."""
         entry = self._replicas.get(replica)
-        open_ = None if entry is None else entry.open.get(number)
-        if entry is None or open_ is None:
+        open_lease = None if entry is None else entry.open.get(number)
+        if entry is None or open_lease is None:
             return []
-        fresh = {place: answer for place, answer in answers.items() if place in open_.left}
-        open_.left.difference_update(fresh)
-        if not open_.left:
+        fresh = {place: answer for place, answer in answers.items() if place in open_lease.unanswered}
+        open_lease.unanswered.difference_update(fresh)
+        if not open_lease.unanswered:
             del entry.open[number]
-        entry.heard = now
-        return open_.lease.source.answered(replica, fresh, now)
+        entry.progress_at = now
+        return open_lease.lease.source.answered(replica, fresh, now)
 
 
 def divided(group: Sequence[T]) -> list[Sequence[T]]:
-    """Returns a group under suspicion in parts, none of them empty, of sizes that differ by 1 at most."""
+    """Returns the parts of a group of suspects, none of them empty, with sizes that differ by 1 at most."""
     bounds = [len(group) * part // _PARTS for part in range(_PARTS + 1)]
     return [group[start:stop] for start, stop in pairwise(bounds) if start < stop]

@@ -153,7 +153,7 @@ class ReplicaHost(Host):
         reporter: CacheReporter = engine.look(lambda books: CacheReporter(books.tree, epoch=time.time_ns()))
         self._tells_anew = True  # the driver that began this run knows of nothing
         try:
-            with engine.meter.heard_by(partial(self._tell_cache, reporter)):
+            with engine.meter.listening(partial(self._tell_cache, reporter)):
                 yield
         finally:
             engine.call(reporter.close)

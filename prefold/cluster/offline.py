@@ -1,8 +1,8 @@
-"""The source of a job that is read: its requests in their sorted order, divided in segments.
+"""The offline source: the requests of a job that has been read, in their sorted order, divided into segments.
 
-Each replica has a segment of the order and takes small leases off its front, so that only requests that have not begun
-are moved when others run out of work: then the end of the slowest replica's segment is stolen. What is left for
-replicas that have not come is one segment too, however many are expected.
+Each replica has a segment of the order, and takes small leases off its front. So only requests that have not begun move
+when a replica runs out of work: it then steals the end of the slowest replica's segment. The requests reserved for
+replicas that have not joined yet are one segment too, however many replicas are expected.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from ..stream.window import cut_into_windows
 from .leases import Answered, Lease, OpenLease, Places, Source
 from .replicas import ReplicaFacts, RunCall, expected_limit, tag_of
 
-_SAMPLED = 256  # requests that are asked how many they may have
-_SPEED_SECONDS = 20.0  # what was measured longer ago counts for less than 1/e
+_SAMPLED = 256  # requests whose limits are read for the expected length of an output
+_SPEED_SECONDS = 20.0  # a measurement this long ago has the weight 1/e
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseOptions:
-    """Says how large leases are.
+    """A LeaseOptions says how large leases are.
 
-    seconds     what a lease takes about
-    least       cost below which work is not divided any further
-    most        cost of a lease, at most
-    waiting     requests that a replica shall have at least, beside two leases
-    begun       requests, and cost, that a replica may have begun at once: these are under suspicion when it is lost
+    seconds     about how long a lease takes
+    least       work of less cost is not divided any further
+    most        the largest cost of a lease
+    waiting     a replica gets leases until it has two, and this many requests
+    begun       how many requests, and of what cost, a replica may have begun at once; these are suspects when it is
+                lost
     """
 
     seconds: float = 2.0
@@ -45,23 +46,24 @@ class LeaseOptions:
 
 @dataclass(slots=True)
 class _Replica:
-    """A replica's segment; and cost and seconds of its work, of late."""
+    """A _Replica holds a replica's segment, and the cost and seconds of its work, in which older work counts for
+    less."""
 
     segment: Segment | None = None
-    done: float = 0.0
+    cost_done: float = 0.0
     seconds: float = 0.0
-    measured: float = 0.0  # when they were added up last
+    measured_at: float = 0.0  # when cost and seconds were added up last
 
 
 class OfflineSource(Source):
-    """Holds the requests of a sorted order; a place is the request's place there.
+    """An OfflineSource holds the requests of a sorted order; a place is a request's number in that order.
 
-    cost        of the requests, in their order
-    expected    replicas that are there or shall come: each gets an equal share of the order when it joins
-    options     called with the facts of the first replica: how large leases are
-    order       reads the requests; None: there is nothing to be sent
-    num_rows    rows of the stream that they make
-    max_tokens  of a window
+    cost        the cost of the requests, in their order
+    expected    the replicas that have joined or are to join: each gets an equal share of the order when it joins
+    options     takes the facts of the first replica, and returns how large leases are
+    order       reads the requests; None: there are none to send
+    num_rows    how many rows of the stream the requests make
+    max_tokens  the most tokens of a window
     """
 
     def __init__(
@@ -75,27 +77,27 @@ class OfflineSource(Source):
         max_tokens: int = 1 << 20,
     ):
         self.cost, self.order, self.num_rows, self.steals = cost, order, num_rows, 0
-        self._num_left = cost.num_prompts
+        self._num_unanswered = cost.num_prompts
         self._options_by, self._options = options, LeaseOptions()
         self._max_tokens = max_tokens
         self._absent = set(expected)
-        # Under "" lies, in one piece, what is left for those that have not come.
+        # Under "" is the segment of the replicas that have not joined yet.
         self._replicas = {"": _Replica(_or_none(Segment(0, cost.num_prompts)))}
-        self._free: list[Segment] = []  # of no replica
-        self._under_way: dict[int, tuple[bytes, int]] = {}  # tag and counted tokens of what was sent
+        self._free: list[Segment] = []  # segments without a replica
+        self._sent: dict[int, tuple[bytes, int]] = {}  # tag and counted tokens of each request that was sent, by place
 
     @property
-    def num_left(self) -> int:
-        return self._num_left
+    def num_unanswered(self) -> int:
+        return self._num_unanswered
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
         if len(self._replicas) == 1:
             self._options = self._options_by(facts)
-        self._replicas[replica] = entry = _Replica(measured=now)
-        left = self._replicas[""]
-        if replica in self._absent and left.segment is not None:
+        self._replicas[replica] = entry = _Replica(measured_at=now)
+        absent = self._replicas[""]
+        if replica in self._absent and absent.segment is not None:
             shares = [1.0, len(self._absent) - 1.0]
-            entry.segment, left.segment = map(_or_none, self.cost.cut(*left.segment, shares))
+            entry.segment, absent.segment = map(_or_none, self.cost.cut(*absent.segment, shares))
         self._absent.discard(replica)
 
     def leave(self, replica: str) -> None:
@@ -104,11 +106,11 @@ class OfflineSource(Source):
         if entry is not None and entry.segment is not None:
             self._free.append(entry.segment)
 
-    # ------------------------------------------------------------------------------------------------- leaving
+    # ----------------------------------------------------------------------------------------------- sending
 
     def take(self, now: float) -> Iterator[tuple[str, range]]:
-        takers = self.book.takers
-        ready = {name: replica for name, replica in self._replicas.items() if name in takers}
+        free = self.book.free_replicas
+        ready = {name: replica for name, replica in self._replicas.items() if name in free}
         mean = self._mean_speed()
         for name, replica in ready.items():
             if replica.segment is not None or not self._wants(name):
@@ -124,29 +126,30 @@ class OfflineSource(Source):
                 end = self.cost.reach(start, stop, self._size(replica, mean))
                 replica.segment = _or_none(Segment(end, stop))
                 if not self._open(name):
-                    replica.measured = now
+                    replica.measured_at = now
                 yield name, range(start, end)
 
     def _steal(self, thief: str, mean: float) -> None:
-        """Cuts what the slowest has not begun in two, so that both end at the same time."""
-        mine, others = self._replicas[thief], {}
+        """Cuts the segment of the slowest replica in two, and gives the thief its end, so that both end together."""
+        own, seconds = self._replicas[thief], {}
         for name, replica in self._replicas.items():
             if name != thief and replica.segment is not None:
-                left = self._open_cost(name) + self.cost.of(*replica.segment)
-                others[name] = left / self._speed(replica, mean)
-        if not others:
+                cost = self._open_cost(name) + self.cost.of(*replica.segment)
+                seconds[name] = cost / self._speed(replica, mean)
+        if not seconds:
             return
-        slowest = max(others, key=lambda name: others[name])
+        slowest = max(seconds, key=lambda name: seconds[name])
         victim = self._replicas[slowest]
         assert victim.segment is not None
-        speeds = [self._speed(victim, mean), self._speed(mine, mean)]
+        speeds = [self._speed(victim, mean), self._speed(own, mean)]
         busy = [self._open_cost(slowest), self._open_cost(thief)]
         kept, stolen = self.cost.cut(*victim.segment, speeds, busy=busy)
         if stolen.start == stolen.stop or self.cost.of(*stolen) < self._options.least:
             if slowest or self._open(thief):
                 return
-            kept, stolen = Segment(0, 0), victim.segment  # it is not known when any of those will come
-        victim.segment, mine.segment = _or_none(kept), stolen
+            # The victim is the segment of absent replicas, which may join late: take it whole.
+            kept, stolen = Segment(0, 0), victim.segment
+        victim.segment, own.segment = _or_none(kept), stolen
         self.steals += 1
 
     def windows(self, lease: Lease) -> list[Window]:
@@ -156,20 +159,20 @@ class OfflineSource(Source):
         for window in cut_into_windows(requests, max_tokens=self._max_tokens, is_sorted=True):
             own = lease.places[at : (at := at + window.num_requests)]
             counted = np.where(window.twins, 0, np.diff(window.offsets)).tolist()
-            self._under_way.update(zip(own, zip(window.tags, counted, strict=True), strict=True))
+            self._sent.update(zip(own, zip(window.tags, counted, strict=True), strict=True))
             tagged.append(replace(window, tags=[tag_of(lease.number, place) for place in own]))
         return tagged
 
-    # ---------------------------------------------------------------------------------------- what comes back
+    # ---------------------------------------------------------------------------------------------- answers
 
     def answered(self, replica: str, answers: Mapping[int, Any], now: float) -> list[Answered]:
         entry = self._replicas[replica]
-        decay = math.exp((entry.measured - now) / _SPEED_SECONDS)
-        entry.done = entry.done * decay + sum(self.cost.own(place) for place in answers)
-        entry.seconds = entry.seconds * decay + (now - entry.measured)
-        entry.measured = now
-        self._num_left -= len(answers)
-        return [(*self._under_way.pop(place), answer) for place, answer in answers.items()]
+        decay = math.exp((entry.measured_at - now) / _SPEED_SECONDS)
+        entry.cost_done = entry.cost_done * decay + sum(self.cost.own(place) for place in answers)
+        entry.seconds = entry.seconds * decay + (now - entry.measured_at)
+        entry.measured_at = now
+        self._num_unanswered -= len(answers)
+        return [(*self._sent.pop(place), answer) for place, answer in answers.items()]
 
     def prompts(self, places: Sequence[int]) -> list[Places]:
         return [(place,) for place in places]
@@ -186,8 +189,8 @@ class OfflineSource(Source):
         self._free += _ranges_of(sorted(place for (place,) in prompts))
 
     def give_up(self, places: Places) -> list[bytes]:
-        self._num_left -= len(places)
-        return [self._under_way.pop(place)[0] for place in places]
+        self._num_unanswered -= len(places)
+        return [self._sent.pop(place)[0] for place in places]
 
     # ------------------------------------------------------------------------------------------------ sums
 
@@ -196,23 +199,23 @@ class OfflineSource(Source):
 
     def _wants(self, name: str) -> bool:
         open_leases = self._open(name)
-        return len(open_leases) < 2 or sum(len(lease.left) for lease in open_leases) < self._options.waiting
+        return len(open_leases) < 2 or sum(len(lease.unanswered) for lease in open_leases) < self._options.waiting
 
     def _speed(self, replica: _Replica, mean: float) -> float:
-        """Returns the cost that a replica does in a second; of one that has not been measured, what others do."""
-        return replica.done / replica.seconds if replica.done > 0 and replica.seconds > 0 else mean
+        """Returns the cost that a replica does in a second; the mean if it has not been measured."""
+        return replica.cost_done / replica.seconds if replica.cost_done > 0 and replica.seconds > 0 else mean
 
     def _mean_speed(self) -> float:
-        known = [r.done / r.seconds for r in self._replicas.values() if r.done > 0 and r.seconds > 0]
-        return sum(known) / len(known) if known else 1.0
+        speeds = [r.cost_done / r.seconds for r in self._replicas.values() if r.cost_done > 0 and r.seconds > 0]
+        return sum(speeds) / len(speeds) if speeds else 1.0
 
     def _open_cost(self, name: str) -> float:
-        return sum(self.cost.own(place) for lease in self._open(name) for place in lease.left)
+        return sum(self.cost.own(place) for lease in self._open(name) for place in lease.unanswered)
 
     def _size(self, replica: _Replica, mean: float) -> float:
         """Returns the cost of a replica's next lease: small before anything is measured, and near the end."""
         o = self._options
-        if not (replica.done > 0 and replica.seconds > 0):
+        if not (replica.cost_done > 0 and replica.seconds > 0):
             return o.least
         assert replica.segment is not None
         return max(o.least, min(o.most, self._speed(replica, mean) * o.seconds, self.cost.of(*replica.segment) / 4))
@@ -221,10 +224,10 @@ class OfflineSource(Source):
 def offline_source(windows: Windows, call: RunCall, row_cost: RowCost, expected: Iterable[str]) -> OfflineSource:
     """Returns the source of a spool's requests.
 
-    windows   gives their order, and how many tokens a window has
-    call      what is asked of every request
-    row_cost  what a row costs, by which work is divided
-    expected  replicas that are there or shall come
+    windows   gives their order, and the most tokens of a window
+    call      the run's read-out and options
+    row_cost  the cost of a row, by which work is divided
+    expected  the replicas that have joined or are to join
     """
     order = windows.order()
     rows = int((order.lengths - order.shared).sum(dtype=np.int64))
@@ -249,7 +252,7 @@ def _or_none(segment: Segment) -> Segment | None:
 
 
 def _expected_outputs(order: Order) -> np.ndarray:
-    """Returns how many tokens may be generated for each request, int64: the mean of some from all over the order."""
+    """Returns how many tokens each request is expected to generate, int64 [n]: the mean of a sample of the order."""
     limits = []
     for place in np.linspace(0, len(order) - 1, min(_SAMPLED, len(order))).astype(int).tolist():
         (request,) = order.read(place, place + 1)
@@ -258,13 +261,13 @@ def _expected_outputs(order: Order) -> np.ndarray:
 
 
 def _ranges_of(places: Sequence[int]) -> list[Segment]:
-    """Returns ascending places as ranges."""
+    """Returns ascending places as ranges of neighbours."""
     if isinstance(places, range):
         return [Segment(places.start, places.stop)]
-    out: list[Segment] = []
+    ranges: list[Segment] = []
     for place in places:
-        if out and out[-1].stop == place:
-            out[-1] = Segment(out[-1].start, place + 1)
+        if ranges and ranges[-1].stop == place:
+            ranges[-1] = Segment(ranges[-1].start, place + 1)
         else:
-            out.append(Segment(place, place + 1))
-    return out
+            ranges.append(Segment(place, place + 1))
+    return ranges

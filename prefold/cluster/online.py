@@ -1,10 +1,10 @@
-"""The source of requests that come as a stream: they wait in a live window until a replica is to have them.
+"""The online source: requests that come as a stream wait in a live window until a replica gets them.
 
-The `Dispatcher` decides which leave, and for which replica. No I/O, no clock: the time is handed in. A replica with
-room goes on with the bucket that it has begun, so that its cache needs to hold few prefixes at a time; then it takes of
-the buckets that it holds the prefix of, then of those that no replica holds, most tokens first; of one that another
-replica holds only where waiting for that takes longer than computing the prefix again. When nothing comes any more,
-none takes more than lets all end at the same time.
+The `Dispatcher` decides which requests leave the window, and for which replica. It does no I/O, and the caller passes
+the time. A replica with room goes on with the bucket that it has begun, so that its cache needs to hold few prefixes at
+a time. Then it takes buckets whose prefix it holds, then buckets whose prefix no replica holds, those with the most
+tokens first. It takes a bucket whose prefix another replica holds only if waiting for that replica takes longer than
+computing the prefix again. When the input has ended, each replica takes only as much as lets all of them end together.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .leases import Answered, Lease, Places, Source
 from .replicas import ReplicaFacts, RunCall, expected_limit, tag_of
 from .router import BestStart, Policy, Prompt, ReplicaLoad, Router, Speed
 
-_SHORT = 0.25  # a replica of whose backlog so much is free will soon be short of work
+_SHORT = 0.25  # a replica with this share of its backlog free will soon be short of work
 _HALVINGS = 12
-_OVERDUE = 2  # a request that has waited for so many times the age bound goes before larger buckets
+_OVERDUE = 2  # a request that has waited for this many times the age bound goes before larger buckets
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Assignment:
-    """Requests that a replica is to be given. prefix: leading tokens that they all share."""
+    """An Assignment is a list of requests for a replica. prefix: how many leading tokens they all share."""
 
     replica: Hashable
     requests: list[Waiting]
@@ -42,15 +42,15 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Says how much a replica may be sent.
+    """A Limits says how much a replica may be sent.
 
-    backlog   rows of prompts and outputs that it may have been sent and not ended: about what its KV store holds, and
-              what it can look ahead by
-    requests  how many of them; None: any number
-    at_once   requests that leave together for it; None: any number
-    busy      with so many requests it has enough to do to let others wait for more of their kind
-    reserves  whether it sets room aside for the longest output that a request may have: then that counts in place of
-              what is expected
+    backlog   the most rows of prompts and outputs that it may have been sent and not answered: about as many as its KV
+              store holds, and some to look ahead
+    requests  the most requests that it may have been sent and not answered; None: any number
+    at_once   the most requests of an assignment; None: any number
+    busy      with this many requests it is busy, and buckets may wait for more requests with their prefix
+    reserves  whether it sets room aside for the longest output that a request may have, which then counts in place of
+              the expected output
     """
 
     backlog: int
@@ -62,31 +62,34 @@ class Limits:
 
 @dataclass(slots=True)
 class _Run:
-    """The bucket that a replica has begun; left: requests that it may still take of it before it looks for others."""
+    """A _Run is the bucket that a replica has begun. remaining: how many more of its requests the replica may take
+    before it chooses again."""
 
     bucket: Bucket
-    left: int
+    remaining: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """When replicas end, in seconds from now, and of each how long it takes for a request, and its speed."""
+    """An _Ends says in how many seconds all replicas end, and for each of them its seconds for a request and its
+    speed."""
 
     seconds: float
     replicas: dict[Hashable, tuple[float, Speed]]
 
     def share(self, replica: Hashable, load: ReplicaLoad) -> int:
-        """Returns how many requests a replica can still do until then."""
+        """Returns how many more requests a replica can answer until then."""
         each, speed = self.replicas[replica]
         return int((self.seconds - load.seconds_at(speed)) / each + 1e-6)
 
 
 class Dispatcher:
-    """The live window and the router together.
+    """A Dispatcher assigns the requests of a live window to replicas by means of a router.
 
-    router   which replica holds which rows, and what each was sent
-    window   options of `LiveWindow`
-    limit_of the payload of a request -> tokens of its output at most
+    router    knows which replica holds which rows, and which requests each was sent
+    window    options of `LiveWindow`
+    limit_of  takes the payload of a request, and returns the most tokens of its output
+    limits    the Limits of each replica that takes work
     """
 
     def __init__(self, router: Router, *, limit_of: Any = lambda payload: 0, **window: Any):
@@ -99,26 +102,26 @@ class Dispatcher:
         self._runs: dict[Hashable, _Run] = {}
 
     def join(self, replica: Hashable, limits: Limits) -> None:
-        """A replica takes work."""
+        """Records that a replica takes work."""
         self.limits[replica] = limits
 
     def leave(self, replica: Hashable) -> None:
-        """A replica takes no more work."""
+        """Records that a replica takes no more work."""
         self.limits.pop(replica, None)
         self._runs.pop(replica, None)
 
     def room(self, replica: Hashable) -> int:
-        """Returns how many rows a replica may still be sent."""
+        """Returns how many more rows a replica may be sent."""
         load, limits = self.router.load(replica), self.limits[replica]
         if limits.requests is not None and load.requests >= limits.requests:
             return 0
         return limits.backlog - load.prefill_rows - (load.limits if limits.reserves else load.decode_rows)
 
     def dispatch(self, now: float) -> list[Assignment]:
-        """Returns what leaves the window now. It is booked in the router as sent; the caller sends it."""
-        orders: list[Assignment] = []
+        """Returns the requests that leave the window now. The router books them as sent; the caller sends them."""
+        assignments: list[Assignment] = []
         ends: _Ends | None = None
-        free = {replica: None for replica in self.limits if self.room(replica) > 0}  # in the order in which they came
+        free = {replica: None for replica in self.limits if self.room(replica) > 0}  # in the order in which they joined
         while len(self.window) and free:
             if self._by_prefix:
                 replica = min(free, key=self.router.seconds_to_wait)
@@ -138,16 +141,16 @@ class Dispatcher:
             if share is not None and share < 1:
                 del free[replica]
                 continue
-            orders.append(self._give(bucket, replica, share))
+            assignments.append(self._assign(bucket, replica, share))
             if self.room(replica) <= 0:
                 del free[replica]
-        return orders
+        return assignments
 
     def _best_for(self, replica: Hashable, now: float) -> Bucket | None:
-        """Returns the bucket that a replica should go on with; None where it is better to wait for more to come."""
+        """Returns the bucket that a replica should go on with; None if it should wait for more requests."""
         window, run = self.window, self._runs.get(replica)
         if run is not None:
-            bucket = window.now(run.bucket) if run.left > 0 else None
+            bucket = window.now(run.bucket) if run.remaining > 0 else None
             if bucket is not None:
                 return bucket
             del self._runs[replica]
@@ -161,7 +164,7 @@ class Dispatcher:
         if bucket is not None:
             return bucket
         if self.room(replica) < _SHORT * self.limits[replica].backlog:
-            return None  # it has enough to do, and more of its kind may come
+            return None  # it has enough work, and more requests with its prefixes may come
         speed = self.router.load(replica).speed
         for wait, holder in self._holders(replica):
             bucket = window.largest(holder, grown=grown)
@@ -169,7 +172,7 @@ class Dispatcher:
                 continue
             again = len(bucket.prefix) * speed.prefill
             if wait <= self.router.seconds_to_wait(replica) + again:
-                return None  # who holds the others has less to do
+                return None  # the holder will be free sooner
             return bucket
         return None
 
@@ -177,8 +180,8 @@ class Dispatcher:
         return self.router.load(replica).requests >= self.limits[replica].busy
 
     def _holders(self, replica: Hashable) -> list[tuple[float, Hashable]]:
-        """Returns (seconds to wait, replica) of the others of whose prefixes buckets wait, those with most to do first.
-        One that takes no work lets wait for ever."""
+        """Returns (seconds to wait, replica) of the other replicas that hold prefixes of waiting buckets, the
+        busiest first. For a replica that takes no work the seconds are infinite."""
         holders = []
         for holder in self.window.queues:
             if holder is not None and holder != replica:
@@ -186,25 +189,25 @@ class Dispatcher:
         return sorted(holders, key=lambda pair: -pair[0])
 
     def _ends(self) -> _Ends:
-        """Returns when replicas end if each takes its share of all that waits, which is taken to be like what is under
-        way."""
+        """Returns when all replicas end if each takes its share of the waiting requests, which are supposed to be
+        like the requests that replicas work on."""
         loads = [self.router.load(replica) for replica in self.limits]
         requests = max(1, sum(load.requests for load in loads))
         prefill = sum(load.prefill_rows for load in loads) / requests
         decode = sum(load.decode_rows for load in loads) / requests
-        known = [load.speed for load in loads if load.speed.is_measured]
-        if known:  # of one that has not been measured, what the others do
-            mean = Speed(*np.mean([(speed.prefill, speed.decode) for speed in known], axis=0).tolist())
-        speeds = [load.speed if load.speed.is_measured or not known else mean for load in loads]
+        measured = [load.speed for load in loads if load.speed.is_measured]
+        if measured:  # replicas without a measured speed are supposed to have the mean
+            mean = Speed(*np.mean([(speed.prefill, speed.decode) for speed in measured], axis=0).tolist())
+        speeds = [load.speed if load.speed.is_measured or not measured else mean for load in loads]
         each = np.array([max(1e-9, prefill * speed.prefill + decode * speed.decode) for speed in speeds])
         waits = np.array([load.seconds_at(speed) for load, speed in zip(loads, speeds, strict=True)])
-        # Until the time t the replicas that are free before can do sum((t - wait) / each) requests; the more take part
-        # the earlier they end, as long as they are free before that.
+        # Until the time t, the replicas that are free before t can answer sum((t - wait) / each) requests. The end is
+        # the least t at which some number of replicas, those free first, can answer all requests.
         order = np.argsort(waits)
         rates, done = np.cumsum(1 / each[order]), np.cumsum(waits[order] / each[order])
         low = float(((len(self.window) + done) / rates).min())
         high = low + float(each.max())
-        for _ in range(_HALVINGS):  # a little later, as requests are not divided
+        for _ in range(_HALVINGS):  # a little later, since requests are whole
             middle = (low + high) / 2
             if np.maximum(0, (middle - waits) // each).sum() >= len(self.window):
                 high = middle
@@ -212,26 +215,26 @@ class Dispatcher:
                 low = middle
         return _Ends(high, dict(zip(self.limits, zip(each.tolist(), speeds, strict=True), strict=True)))
 
-    def _give(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
-        """Gives a replica of a bucket what it has room for, and at most its share."""
+    def _assign(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
+        """Assigns requests of a bucket to a replica: as many as it has room for, and at most its share."""
         prompt = self._prompt(bucket)
-        held = self.router.matched(prompt).get(replica, 0)
+        held_rows = self.router.matched(prompt).get(replica, 0)
         mean = bucket.tokens / bucket.requests
-        room = max(0, self.room(replica) - (len(bucket.prefix) - held))
+        room = max(0, self.room(replica) - (len(bucket.prefix) - held_rows))
         first = next(self.window.requests_of(bucket))
         limit = self._limit_of(first.payload)
         output = limit if self.limits[replica].reserves else self.router.expected_output(limit)
         count = room / max(1.0, mean - len(bucket.prefix) + output)
-        limits, has = self.limits[replica], self.router.load(replica).requests
+        limits, open_requests = self.limits[replica], self.router.load(replica).requests
         if limits.requests is not None:
-            count = min(count, limits.requests - has)
+            count = min(count, limits.requests - open_requests)
         if limits.at_once is not None:
             count = min(count, limits.at_once)
         if share is not None:
             count = min(count, share)
         run = self._runs.setdefault(replica, _Run(bucket, bucket.requests))
         requests = self.window.take(bucket, int(count * mean))
-        run.bucket, run.left = bucket, run.left - len(requests)
+        run.bucket, run.remaining = bucket, run.remaining - len(requests)
         for waiting in requests:
             limit = self._limit_of(waiting.payload)
             sent = Prompt(waiting.tokens, limit, waiting.namespace, len(bucket.prefix))
@@ -245,14 +248,14 @@ class Dispatcher:
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
-    """A prompt that has come, and those of its reads that have no answer, by number. key: the number of its first."""
+    """A _Prompt is a prompt of the stream. key: the number of its first read; unanswered: its open reads, by number."""
 
     key: int
-    left: dict[int, SpooledRequest]
+    unanswered: dict[int, SpooledRequest]
 
     @property
     def first(self) -> SpooledRequest:
-        return next(iter(self.left.values()))
+        return next(iter(self.unanswered.values()))
 
     @property
     def namespace(self) -> tuple[str | None, str]:
@@ -260,12 +263,12 @@ class _Prompt:
 
 
 class OnlineSource(Source):
-    """Holds the requests of a stream; a place is the request's number of arrival.
+    """An OnlineSource holds the requests of a stream; a place is a request's number of arrival.
 
-    call        what is asked of every request
-    max_tokens  of requests that wait
+    call        the run's read-out and options
+    max_tokens  the most tokens of waiting requests
     warm_start  whether the stream is the beginning of a job that is divided later: replicas look ahead less
-    see         is shown the windows that are sent
+    see         called with the windows that are sent
     window      options of the live window
     """
 
@@ -285,15 +288,15 @@ class OnlineSource(Source):
         self._call, self._warm_start, self._see = call, warm_start, see
         self._limits: dict[str, Limits] = {}
         self._is_closed = False
-        self._late: deque[_Prompt] = deque()  # the window was full when they came, or they come back
-        self._prompts: dict[int, _Prompt] = {}  # by the numbers of the reads that have no answer
+        self._late: deque[_Prompt] = deque()  # prompts for which the window was full, or that lost replicas had
+        self._prompts: dict[int, _Prompt] = {}  # by the numbers of their open reads
 
     @property
-    def num_left(self) -> int:
+    def num_unanswered(self) -> int:
         return len(self._prompts)
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
-        # What reads bucket by bucket holds nothing afterwards, and reports that.
+        # A replica that computes bucket by bucket holds no rows afterwards, and reports that.
         reports = facts.reports_cache or not self._call.in_slots
         self.router.join(replica, capacity=facts.cache_rows or None, reports=reports)
         self._limits[replica] = limits_of(facts, self._call, warm_start=self._warm_start)
@@ -303,41 +306,41 @@ class OnlineSource(Source):
             self.router.leave(replica)
             self.dispatcher.leave(replica)
 
-    # ------------------------------------------------------------------------------------------------- coming
+    # ----------------------------------------------------------------------------------------------- waiting
 
     def put(self, reads: Sequence[SpooledRequest], now: float) -> None:
-        """Takes the reads of a prompt that has come."""
+        """Adds the reads of a new prompt."""
         prompt = _Prompt(reads[0].number, {read.number: read for read in reads})
-        self._prompts.update(dict.fromkeys(prompt.left, prompt))
+        self._prompts.update(dict.fromkeys(prompt.unanswered, prompt))
         self._late.append(prompt)
         self._fill_window(now)
 
     def close(self) -> None:
-        """Nothing comes any more but what lost replicas had: nothing waits for others any longer."""
+        """Ends the input: no bucket waits for further requests, though requests of lost replicas may come back."""
         self._is_closed = True
         self.window.close()
 
     @property
     def is_full(self) -> bool:
-        """Returns whether no more should be put."""
+        """Returns whether no more prompts should be put."""
         return self.window.is_full or len(self._late) > 0
 
     @property
     def num_waiting(self) -> int:
-        """Returns how many prompts wait to leave."""
+        """Returns how many prompts wait to be sent."""
         return len(self.window) + len(self._late)
 
     def room(self) -> int:
-        """Returns how many rows replicas could be sent now beyond what waits, a step of each at most."""
-        takers = self._takers()
-        free = sum(min(max(0, self.dispatcher.room(name)), facts.max_rows) for name, facts in takers.items())
+        """Returns how many rows replicas could be sent beside those that wait; each replica counts at most one step."""
+        replicas = self._free_replicas()
+        free = sum(min(max(0, self.dispatcher.room(name)), facts.max_rows) for name, facts in replicas.items())
         return max(0, free - self.window.num_tokens)
 
-    def _takers(self) -> dict[str, ReplicaFacts]:
-        """Returns the replicas that take requests now, which the dispatcher then knows."""
-        takers = self.book.takers
-        self.dispatcher.limits = {name: self._limits[name] for name in takers}
-        return takers
+    def _free_replicas(self) -> dict[str, ReplicaFacts]:
+        """Returns the replicas that take requests now, and tells the dispatcher of them."""
+        replicas = self.book.free_replicas
+        self.dispatcher.limits = {name: self._limits[name] for name in replicas}
+        return replicas
 
     def _fill_window(self, now: float) -> None:
         while self._late and not self.window.is_full:
@@ -345,16 +348,19 @@ class OnlineSource(Source):
             options = {"now": now, "payload": prompt, "returns": self._is_closed}
             self.window.put(prompt.key, prompt.first.tokens, namespace=prompt.namespace, **options)
 
-    # ------------------------------------------------------------------------------------------------ leaving
+    # ----------------------------------------------------------------------------------------------- sending
 
     def take(self, now: float) -> Iterator[tuple[str, list[int]]]:
         while self.num_waiting:
-            self._takers()
+            self._free_replicas()
             self._fill_window(now)
-            leaving = self.dispatcher.dispatch(now)
-            for order in leaving:
-                yield str(order.replica), [number for waiting in order.requests for number in waiting.payload.left]
-            if not leaving or not self._late:
+            assignments = self.dispatcher.dispatch(now)
+            for assigned in assignments:
+                yield (
+                    str(assigned.replica),
+                    [number for waiting in assigned.requests for number in waiting.payload.unanswered],
+                )
+            if not assignments or not self._late:
                 return
 
     def resend(self, replica: str, prompts: Sequence[Places]) -> None:
@@ -364,7 +370,9 @@ class OnlineSource(Source):
             self.router.send(prompt.key, sent, replica)
 
     def windows(self, lease: Lease) -> list[Window]:
-        requests = sorted((self._prompts[number].left[number] for number in lease.places), key=lambda read: read[:4])
+        requests = sorted(
+            (self._prompts[number].unanswered[number] for number in lease.places), key=lambda read: read[:4]
+        )
         windows = []
         for window in window_of(requests, share=self._call.sharing == "full"):
             windows.append(replace(window, tags=[tag_of(lease.number, place) for place in window.numbers.tolist()]))
@@ -372,20 +380,20 @@ class OnlineSource(Source):
                 self._see(windows[-1])
         return windows
 
-    # ---------------------------------------------------------------------------------------- what comes back
+    # ----------------------------------------------------------------------------------------------- answers
 
     def answered(self, replica: str, answers: Mapping[int, Any], now: float) -> list[Answered]:
         fresh = []
         for number, answer in answers.items():
             prompt = self._prompts.pop(number)
-            request = prompt.left.pop(number)
-            fresh.append((request.tag, 0 if prompt.left else request.num_tokens, answer))
-            if not prompt.left:
+            request = prompt.unanswered.pop(number)
+            fresh.append((request.tag, 0 if prompt.unanswered else request.num_tokens, answer))
+            if not prompt.unanswered:
                 self.router.end(prompt.key, **_rows_of(answer))
         return fresh
 
     def prompts(self, places: Sequence[int]) -> list[Places]:
-        return [tuple(prompt.left) for prompt in dict.fromkeys(self._prompts[number] for number in places)]
+        return [tuple(prompt.unanswered) for prompt in dict.fromkeys(self._prompts[number] for number in places)]
 
     def num_begun(self, facts: ReplicaFacts, prompts: Sequence[Places]) -> int:
         return 2 * facts.max_running if self._call.readout.kind == "tokens" else len(prompts)
@@ -394,7 +402,7 @@ class OnlineSource(Source):
         self._late += [self._prompts[number] for number, *_ in prompts]
 
     def give_up(self, places: Places) -> list[bytes]:
-        return [self._prompts.pop(number).left.pop(number).tag for number in places]
+        return [self._prompts.pop(number).unanswered.pop(number).tag for number in places]
 
 
 def _limit_of(prompt: _Prompt) -> int:
@@ -402,7 +410,7 @@ def _limit_of(prompt: _Prompt) -> int:
 
 
 def limits_of(facts: ReplicaFacts, call: RunCall, *, warm_start: bool = False) -> Limits:
-    """Returns how much a replica may be sent: what keeps it at work until the next of its answers is taken."""
+    """Returns how much a replica may be sent: enough to keep it at work until the next of its answers is taken."""
     if facts.is_server and call.readout.kind != "tokens":
         return Limits(1 << 62, 2 * facts.at_once, facts.at_once, facts.at_once)
     if not call.in_slots:
@@ -416,7 +424,7 @@ def limits_of(facts: ReplicaFacts, call: RunCall, *, warm_start: bool = False) -
 
 
 def _rows_of(answer: Any) -> dict[str, int | None]:
-    """Returns what an answer says of the rows that it took, for `Router.end`."""
+    """Returns the rows that an answer took, as arguments of `Router.end`."""
     if isinstance(answer, list) and answer and isinstance(answer[0], Generated):
         return {"output_rows": sum(len(sample.tokens) for sample in answer), "cached_rows": answer[0].cached_tokens}
     if isinstance(answer, Exception):

@@ -1,8 +1,7 @@
-"""The router's trie: which rows are held where, as replicas tell, or as is estimated of those that do not.
+"""The router's trie: which replica holds which rows, as replicas report, or as estimated for replicas that do not.
 
-Tokens are kept once, however many replicas hold them. A *place* is a maximal run of rows that are treated alike; each
-knows as a bit mask who holds its rows, and who was sent a prompt that will make it hold them. Places without a
-reference go at once.
+Tokens are kept once, however many replicas hold them. A *place* is a maximal run of rows that the same replicas hold or
+will hold; bit masks name these replicas. A place without references is removed at once.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ def token_bytes(tokens: np.ndarray) -> bytes:
 
 
 class Place:
-    """A place is a node of the router's trie, or the root above all rows of a namespace.
+    """A Place is a node of the router's trie, or the root above all rows of a namespace.
 
-    tokens    its rows' token ids, as bytes
-    stop      the position behind its last row
-    held      bit r: replica r holds the rows
-    coming    bit r: replica r was sent a prompt that goes through the place and has not ended
-    children  by the bytes of the first token
-    ends      how many runs and prompts end here
-    namespace of a root
-    users     how many of the prompts that were sent to a replica end here or below, by replica
+    tokens     the token ids of its rows, as bytes
+    stop       the position behind its last row
+    held       bit r: replica r holds the rows
+    coming     bit r: replica r was sent a prompt that goes through the place and has not ended
+    children   the places below, by the bytes of their first tokens
+    ends       how many runs and prompts end here
+    namespace  for a root: its namespace
+    users      {replica: how many of the prompts that it was sent end here or below}
     """
 
     __slots__ = ("children", "coming", "ends", "held", "namespace", "parent", "stop", "tokens", "users")
@@ -55,21 +54,21 @@ class Place:
 
 
 class PrefixIndex:
-    """The places of all namespaces. A reference to a place is one to its end, which stays where it is."""
+    """A PrefixIndex holds the places of all namespaces. A reference to a place means its end, which never moves."""
 
     def __init__(self) -> None:
         self.roots: dict[Hashable, Place] = {}
 
     def root(self, namespace: Hashable) -> Place:
-        """Returns the root of a namespace, which is made where it is not there."""
+        """Returns the root of a namespace; makes it if it is not there."""
         place = self.roots.get(namespace)
         if place is None:
             place = self.roots[namespace] = Place(None, b"", 0, namespace)
         return place
 
     def enter(self, place: Place, tokens: bytes) -> Place:
-        """Returns the place that ends `tokens` below the end of `place`; made, and others cut, where needed. The
-        caller refers to it from now on: see `leave`."""
+        """Returns the place that ends `tokens` below the end of `place`; makes it, and cuts another, if needed. The
+        caller holds a reference to it until `leave`."""
         at, size = 0, len(tokens)
         while at < size:
             first = tokens[at : at + _BYTES]
@@ -88,12 +87,12 @@ class PrefixIndex:
         return place
 
     def leave(self, place: Place) -> None:
-        """One who refers to a place does so no more."""
+        """Gives up a reference to a place."""
         place.ends -= 1
         self._tidy(place)
 
     def cut_at(self, place: Place, stop: int) -> Place:
-        """Returns the place on the path of `place` that ends at position `stop`; the caller now refers to it."""
+        """Returns the place on the path of `place` that ends at position `stop`; the caller holds a reference to it."""
         while place.start >= stop:
             assert place.parent is not None
             place = place.parent
@@ -103,14 +102,15 @@ class PrefixIndex:
         return place
 
     def hold(self, place: Place, start: int, bit: int) -> None:
-        """The rows from `start` to the end of `place` are held."""
+        """Marks the rows from `start` to the end of `place` as held. bit: of the replica"""
         at: Place | None = place
         while at is not None and at.stop > start:
             at.held |= bit
             at = at.parent
 
     def release(self, place: Place, start: int, bit: int) -> None:
-        """The rows from `start` to the end of `place`, to which the caller refers no more, are not held any longer."""
+        """Marks the rows from `start` to the end of `place` as no longer held, and gives up the reference to
+        `place`."""
         at: Place | None = place
         while at is not None and at.stop > start:
             at.held &= ~bit
@@ -118,7 +118,7 @@ class PrefixIndex:
         self.leave(place)
 
     def send(self, place: Place, replica: int) -> None:
-        """Replica `replica` was sent a prompt that ends with `place`."""
+        """Books that a replica was sent a prompt that ends with `place`."""
         at = place
         while at.parent is not None:
             if at.users is None:
@@ -128,13 +128,13 @@ class PrefixIndex:
             at = at.parent
 
     def unsend(self, place: Place, replica: int) -> None:
-        """That prompt has ended; the caller refers to the place no more."""
+        """Books that such a prompt has ended, and gives up the reference to `place`."""
         at = place
         while at.parent is not None:
             assert at.users is not None
-            left = at.users[replica] - 1
-            if left:
-                at.users[replica] = left
+            count = at.users[replica] - 1
+            if count:
+                at.users[replica] = count
             else:
                 del at.users[replica]
                 at.coming &= ~(1 << replica)
@@ -143,8 +143,8 @@ class PrefixIndex:
         self.leave(place)
 
     def match(self, namespace: Hashable, tokens: bytes) -> Iterator[tuple[int, int, int]]:
-        """Yields (rows, held, coming) along the path of `tokens`: how many leading rows, who holds them all and who
-        will hold them all. Ends where no replica does."""
+        """Yields (rows, held, coming) along the path of `tokens`: a number of leading rows, and the bits of the
+        replicas that hold them all and that will hold them all. Ends where no replica will."""
         place: Place | None = self.roots.get(namespace)
         at, size, held, coming = 0, len(tokens), -1, -1
         while place is not None and at < size and place.children:
@@ -162,7 +162,7 @@ class PrefixIndex:
                 return
 
     def _cut(self, place: Place, size: int) -> Place:
-        """Cuts off the first `size` bytes of a place as a place above it, and returns that."""
+        """Cuts off the first `size` bytes of a place as a new place above it, and returns the new place."""
         above = place.parent
         assert above is not None and above.children is not None and 0 < size < len(place.tokens)
         upper = Place(above, place.tokens[:size], place.stop - (len(place.tokens) - size) // _BYTES)
@@ -174,7 +174,7 @@ class PrefixIndex:
         return upper
 
     def _tidy(self, place: Place) -> None:
-        """Takes away a place without a reference, and joins one to its only child that is treated alike."""
+        """Removes a place without references, or joins it to its only child if the same replicas hold both."""
         while place.parent is not None and not place.ends:
             above = place.parent
             assert above.children is not None
@@ -201,20 +201,20 @@ def _same(tokens: bytes, other: bytes, at: int) -> int:
     return shared_by(tokens, other[at : at + len(tokens)]) * _BYTES
 
 
-_BLOCK = 128  # a replica may count its cached tokens in blocks of up to so many
+_BLOCK = 128  # a replica may count its cached tokens in blocks of up to this many
 
 
 class EstimatedCache:
-    """Holds the rows of the prompts that a replica has answered, the least recently used of them evicted.
+    """An EstimatedCache holds the rows of the prompts that a replica has answered, and evicts the least recently used.
 
-    capacity  rows, as first guess. It falls to what was still found when an answer shows that rows are gone which
-              should be there, and grows when rows are there which should be gone
+    capacity  the most rows, at first a guess. It falls when an answer shows that rows are gone which should be there,
+              and grows when rows are there which should be gone
     """
 
     def __init__(self, capacity: int = 1 << 17):
         self._tree = RadixTree()
         self._now = 0.0  # counts answers
-        # No pool: nothing has slots here.
+        # The pool is empty: rows have no slots here.
         options = CacheOptions(max_tokens=capacity, min_overlap=0)
         self._cache = RadixCache(self._tree, SlotPool(0), options, lambda: self._now)
         self._reporter = CacheReporter(self._tree)
@@ -225,7 +225,7 @@ class EstimatedCache:
         return self._cache.options.max_tokens
 
     def events(self) -> CacheEvents | None:
-        """Returns what has changed since the last call."""
+        """Returns the events since the last call; None if there are none."""
         return self._reporter.drain()
 
     def answered(
@@ -237,11 +237,11 @@ class EstimatedCache:
         believed: int = 0,
         cached: int | None = None,
     ) -> None:
-        """A prompt was answered, so its rows are held.
+        """Books that a prompt was answered, so that its rows are held.
 
-        held      how many of its leading rows were thought to be held when it was sent
-        believed  those, and what prompts under way were to bring: they may have come in time, or not
-        cached    how many were held, as the answer says; None: it does not say
+        held      how many of its leading rows the estimate held when it was sent
+        believed  how many it held then together with the prompts in flight
+        cached    how many were cached, as the answer says; None: it does not say
         """
         if cached is not None:
             if cached + _BLOCK < held:
@@ -259,7 +259,9 @@ class EstimatedCache:
             self._cache.keep(node)
 
     def _forget_older_than(self, namespace: Hashable, tokens: np.ndarray, cached: int) -> None:
-        """The rows behind the first `cached` ones were gone, so all that was used before them is gone as well."""
+        """Evicts all rows that were used before the rows behind the first `cached` ones, which the answer shows to be
+        gone.
+        """
         gone = [node for node, same in self._tree.match(namespace, tokens)[0] if node.start + same > cached]
         if not gone:
             return

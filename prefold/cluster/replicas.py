@@ -1,5 +1,5 @@
-"""What passes between a fleet and its replicas, and the replicas: a host runs what it is given and reports what came of
-it, and a thread listens to each.
+"""Replicas of a fleet, and the messages between both: a host runs requests and reports answers, and a thread listens to
+each host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ..cache import CacheEvents
 from ..engine.meter import StepInfo
-from ..engine.requests import PROBED
+from ..engine.requests import LAST_ROW_KINDS
 from ..errors import InputError, JobError, PrefoldError
 from ..stream import Window
 from ..stream.order import SpooledRequest, decode_options
@@ -25,27 +25,27 @@ from ..types import GenerationStats, Readout, Request, Sharing, Stats
 
 T = TypeVar("T")
 
-RESTARTS = 3  # of a replica that has answered nothing since
-LONGEST_WAIT = 0.5  # seconds that a report waits for something to be done
-_GUESSED_OUTPUT = 256  # tokens, where a request does not say how many it may have
+RESTARTS = 3  # how often a replica is started again without an answer in between
+LONGEST_WAIT = 0.5  # the most seconds that a report waits for news
+_GUESSED_OUTPUT = 256  # the expected tokens of an output without max_tokens
 _TAG = struct.Struct("<QQ")  # number of the lease, place of the request in the order
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What a replica says of itself when it is ready. Replicas of a fleet must agree in `identity`.
+    """A ReplicaFacts describes a replica that is ready. The replicas of a fleet must agree in `identity`.
 
-    identity          names what results depend on (versions, weights, dtype), {what: value}
-    max_rows          rows of a step, at most
-    max_running       sequences that run at once, at most
-    at_once           prompts that it reads at once; 0: a step's
-    is_server         whether others may use it too, so that only the number of its requests is bounded
-    dies_of_requests  whether a request may be why it is lost
-    dtype             what it computes in
-    cache_rows        rows that its KV store holds; 0: not known
-    reports_cache     whether it tells what its cache holds, where it is asked to
+    identity          {name: value} of everything that results depend on (versions, weights, dtype)
+    max_rows          the most rows of a step
+    max_running       the most sequences that run at once
+    at_once           how many prompts it reads at once; 0: those of a step
+    is_server         whether other clients may use it too, so that only the number of its requests is bounded
+    dies_of_requests  whether a request may be the reason of its loss
+    dtype             the dtype of its computations
+    cache_rows        how many rows its KV store holds; 0: unknown
+    reports_cache     whether it can report the events of its cache
     reserves_output   whether it sets room aside for the longest output that a request may have
-    steps_overlap     whether the seconds of its steps overlap: its speed is then what it does in the time that passes
+    steps_overlap     whether its steps overlap, so that their seconds must not be added up
     """
 
     identity: dict[str, str] = field(default_factory=dict)
@@ -63,11 +63,11 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunCall:
-    """What is asked of every request of a run.
+    """A RunCall holds the options of a run, which are the same for all of its requests.
 
-    text       whether generated tokens are made text of; a replica has a tokenizer of its own
-    online     whether requests come as a stream: where last rows are read, they are read in the KV store, and the
-               replica tells what its cache holds
+    text    whether tokens are turned into text, by the replica's own tokenizer
+    online  whether requests come as a stream: last rows are then read in the KV store, and the replica reports the
+            events of its cache
     """
 
     readout: Readout
@@ -80,26 +80,27 @@ class RunCall:
     def in_slots(self) -> bool:
         """Returns whether requests run in the KV store."""
         generates, kind = self.readout.kind == "tokens", self.readout.kind
-        return generates or (self.online and self.sharing == "full" and (kind in PROBED or kind == "logprobs"))
+        return generates or (self.online and self.sharing == "full" and (kind in LAST_ROW_KINDS or kind == "logprobs"))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReady:
-    """Says that a replica has loaded its model."""
+    """A ReplicaReady says that a replica has loaded its model."""
 
     facts: ReplicaFacts
 
 
 @dataclass(slots=True)
 class ReplicaReport:
-    """What a replica did since its last report.
+    """A ReplicaReport holds the news of a replica since its last report.
 
-    answers     (number of the lease, place of the request, what it gave), what it gave as `results_of` yields it
-    steps       of its engine, `started` in seconds before the report; of a server and of vLLM the requests that ended
-    stats       of its engine, to be added up
-    failure     why its engine cannot go on
-    events      of its cache since the last report
-    is_at_work  whether it says that it makes progress beyond that
+    answers     (number of the lease, place of the request, answer) of each answered request
+    steps       the steps of its engine, with `started` in seconds before the report; for a server and for vLLM, an
+                entry for each answer
+    stats       the counters of its engine since the last report
+    events      the events of its cache since the last report
+    failure     the error after which its engine cannot go on
+    is_at_work  whether it makes progress of which the report has no other sign
     """
 
     answers: list[tuple[int, int, Any]] = field(default_factory=list)
@@ -111,16 +112,16 @@ class ReplicaReport:
 
     @property
     def shows_progress(self) -> bool:
-        """Returns whether the replica got on: it has done a step, its cache has changed, or it says so."""
+        """Returns whether the replica made progress: a step, a change of its cache, or its own word."""
         return bool(self.steps or self.events is not None or self.is_at_work)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """Says that a replica is gone, with everything it had.
+    """A ReplicaLost says that a replica is gone, and its requests with it.
 
     returns  whether it comes back
-    died     whether it has ended, perhaps of what it ran; otherwise only what it was asked and said was lost on the way
+    died     whether it has ended, perhaps because of a request; otherwise only messages to and from it were lost
     """
 
     reason: str
@@ -129,7 +130,7 @@ class ReplicaLost:
 
 
 class ReplicaDown(Exception):
-    """Says why a replica cannot be reached, or used: what it had is lost. The others are as of ReplicaLost."""
+    """A ReplicaDown is raised when a replica cannot be reached or used. The fields are those of ReplicaLost."""
 
     def __init__(self, reason: str, *, returns: bool = True, died: bool = True):
         super().__init__(reason)
@@ -137,7 +138,7 @@ class ReplicaDown(Exception):
 
 
 def in_words(error: BaseException) -> str:
-    """Returns what a person should know of an error."""
+    """Returns the text of an error for a person: of a foreign error with its type."""
     is_plain = isinstance(error, (PrefoldError, ReplicaDown))
     return str(error) if is_plain else f"{type(error).__name__}: {error}"
 
@@ -145,14 +146,15 @@ def in_words(error: BaseException) -> str:
 ReplicaEvent = ReplicaReady | ReplicaReport | ReplicaLost
 
 
-def cannot_ask(whom: str, what: str, without: str) -> InputError:
-    """Returns the error of a request for what a server, or vLLM, lacks. without: what to leave out, in words."""
+def cannot_ask(backend: str, option: str, without: str) -> InputError:
+    """Returns the error for an option of a request that a backend lacks. without: how to run the model instead."""
     remedy = f"leave it out, or run the model {without}"
-    return InputError(f"{whom} cannot be asked for {what}", field=what, remedy=remedy, code="unsupported")
+    return InputError(f"{backend} cannot be asked for {option}", field=option, remedy=remedy, code="unsupported")
 
 
 def generation_stats(prompt: int, made: int, cached: int) -> Stats:
-    """Returns what is counted for a prompt of which so many tokens were cached, and the tokens that were made of it."""
+    """Returns the Stats of one answer. prompt, made, cached: how many tokens the prompt has, were made, and were
+    cached."""
     rows = prompt - cached
     generation = GenerationStats(
         generated_tokens=made, prefill_rows=rows, decode_rows=made, first_admission_hits=cached
@@ -161,7 +163,7 @@ def generation_stats(prompt: int, made: int, cached: int) -> Stats:
 
 
 def expected_limit(request: SpooledRequest) -> int:
-    """Returns how many tokens may be generated for a request: a guess where it does not say, 0 for one that is read."""
+    """Returns the most tokens that a request generates: a guess without max_tokens, 0 for a request for numbers."""
     sampling, _ = decode_options(request.options)
     if sampling is None:
         return 0
@@ -174,7 +176,7 @@ def tag_of(number: int, place: int) -> bytes:
 
 
 def place_of(tag: bytes) -> tuple[int, int]:
-    """Returns (number of the lease, place of the request) of a request by `tag_of`."""
+    """Returns (number of the lease, place of the request) of a tag by `tag_of`."""
     number, place = _TAG.unpack(tag)
     return number, place
 
@@ -187,7 +189,8 @@ def requests_of(windows: Sequence[Window]) -> Iterator[tuple[int, int, Any]]:
 
 
 class Host(ABC):
-    """A host runs what it is given. Any thread may call it, `report` one at a time."""
+    """A Host is a replica from the inside: it runs windows of requests. Any thread may call it; only one calls
+    `report`."""
 
     facts: ReplicaFacts
 
@@ -200,27 +203,27 @@ class Host(ABC):
         """Begins a run; the one before it ends."""
 
     def hold(self, pictures: list[Any], gone: list[int]) -> None:
-        """Holds the images of windows that come next, and others no more, by their first ids. Raises JobError where
-        the model takes text alone."""
+        """Takes the images of later windows, and drops others, by their first ids. Raises JobError if the model
+        takes only text."""
         raise JobError("these replicas take text alone; leave out the images")
 
     @abstractmethod
     def give(self, windows: list[Window]) -> None:
-        """Takes in windows for the run."""
+        """Takes windows of the run."""
 
     @abstractmethod
     def end(self) -> None:
-        """Ends the run; what has not been answered is dropped."""
+        """Ends the run; requests without an answer are dropped."""
 
-    def retell(self) -> None:  # noqa: B027  # most have nothing to tell
-        """The next report tells anew of all that the cache holds."""
+    def retell(self) -> None:  # noqa: B027  # most hosts report no cache
+        """Makes the next report contain all rows of the cache anew."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the run, and what computes."""
+        """Ends the run, and the processes that compute."""
 
     def report(self, wait: float = LONGEST_WAIT) -> ReplicaReport:
-        """Returns what was done since the last report; waits a little where nothing was done."""
+        """Returns the news since the last report; waits for news, at most `wait` seconds."""
         with self._changed:
             self._changed.wait_for(self._has_news, wait)
             self._report, report = ReplicaReport(), self._report
@@ -233,20 +236,21 @@ class Host(ABC):
         report = self._report
         return bool(report.answers or report.steps or report.failure or report.is_at_work)
 
-    def _complete(self, report: ReplicaReport) -> None:  # noqa: B027  # most have nothing to add
-        """Adds to a report what is looked at when it is made."""
+    def _complete(self, report: ReplicaReport) -> None:  # noqa: B027  # most hosts add nothing
+        """Adds news to a report that are only read when it is made."""
 
     def _fail(self, error: Exception) -> None:
-        """Reports why nothing more can be done."""
+        """Reports the error after which the host cannot go on."""
         with self._changed:
             self._report.failure = self._report.failure or error
             self._changed.notify()
 
 
 class AsyncHost(Host):
-    """A host that has others compute: an event loop in a thread asks them, a bounded number of requests at a time.
+    """An AsyncHost is a host whose requests another system computes: an event loop in a thread sends them, a bounded
+    number at a time.
 
-    name  of the thread
+    name  the name of the thread
     """
 
     def __init__(self, name: str) -> None:
@@ -255,21 +259,21 @@ class AsyncHost(Host):
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self._call: RunCall | None = None
-        self._run = 0  # number of the run: what belongs to an earlier one is dropped
+        self._run = 0  # the number of the run; answers of earlier runs are dropped
         self._waiting: deque[tuple[int, int, Request]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @abstractmethod
     def _refusal(self, call: RunCall) -> str:
-        """Returns why nothing of the kind can be asked; "" where it can."""
+        """Returns why this kind of run is impossible; "" if it is possible."""
 
     @abstractmethod
     def _num_to_ask(self, call: RunCall) -> int:
-        """Returns how many of those that wait are asked for together now; 0 where enough is under way."""
+        """Returns how many waiting requests are sent together now; 0 if enough are in flight."""
 
     @abstractmethod
     async def _ask(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
-        """Returns the answers to some requests, and what was counted. Raises InputError for what cannot be asked."""
+        """Returns the answers to requests, and the counters. Raises InputError for options that the system lacks."""
 
     def begin(self, call: RunCall) -> None:
         if reason := self._refusal(call):
@@ -290,22 +294,22 @@ class AsyncHost(Host):
             self._thread.join(5)
 
     def _cancel(self) -> None:
-        """Ends all that is under way. Raises TimeoutError where the loop hangs."""
+        """Ends all tasks. Raises TimeoutError if the loop hangs."""
         if self._thread.is_alive():
-            self._begun(self._leave()).result(10)
+            self._spawn(self._leave()).result(10)
 
-    def _begun(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begins some work in the loop."""
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine in the loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # ------------------------------------------------------------------------------------------ in the thread
 
     async def _leave(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        if others:
-            await asyncio.wait(others, timeout=5)
+        if tasks:
+            await asyncio.wait(tasks, timeout=5)
 
     def _begin(self, call: RunCall | None) -> None:
         self._call, self._run = call, self._run + 1
@@ -319,10 +323,10 @@ class AsyncHost(Host):
             self._fill()
 
     def _fill(self) -> None:
-        """Asks for what waits, as far as there is room."""
+        """Sends waiting requests while there is room."""
         while self._waiting and (call := self._call) is not None and (count := self._num_to_ask(call)):
-            some = [self._waiting.popleft() for _ in range(count)]
-            task = self._loop.create_task(self._answer(call, self._run, some))
+            requests = [self._waiting.popleft() for _ in range(count)]
+            task = self._loop.create_task(self._answer(call, self._run, requests))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
 
@@ -330,36 +334,35 @@ class AsyncHost(Host):
         self._tasks.discard(task)
         self._fill()
 
-    async def _answer(self, call: RunCall, run: int, some: list[tuple[int, int, Request]]) -> None:
+    async def _answer(self, call: RunCall, run: int, sent: list[tuple[int, int, Request]]) -> None:
         started = time.perf_counter()
         try:
-            answers, stats = await self._ask(call, [request for _, _, request in some])
+            answers, stats = await self._ask(call, [request for _, _, request in sent])
         except InputError as error:
-            answers, stats = [error] * len(some), Stats(requests=len(some))
+            answers, stats = [error] * len(sent), Stats(requests=len(sent))
         except Exception as error:
             self._fail(error)
             return
         if run != self._run:
             return
         seconds = time.perf_counter() - started
-        step = StepInfo(stats.rows_computed, 0, len(some), stats.tokens, started, seconds, len(some))
+        step = StepInfo(stats.rows_computed, 0, len(sent), stats.tokens, started, seconds, len(sent))
         with self._changed:
-            self._report.answers += [(lease, place, a) for (lease, place, _), a in zip(some, answers, strict=True)]
+            self._report.answers += [(lease, place, a) for (lease, place, _), a in zip(sent, answers, strict=True)]
             self._report.steps.append(step)
             self._report.stats = stats + (self._report.stats or Stats())
             self._changed.notify()
 
 
 class Replicas:
-    """The replicas of a fleet, each a host that a thread makes and listens to.
+    """A Replicas holds the replicas of a fleet; a thread for each makes its host and listens to it.
 
-    makes   makes the host of each, by name; again where it was killed, or has failed
-    killed  why a host is lost that was killed
+    makes   {name: function that makes the host}, called again after a host was killed, or has failed
+    killed  the reason for a killed host's loss
 
-    After `start` they are told of by `tell(name, event)`, from any thread: ReplicaReady, then reports, and ReplicaLost
-    when one is gone; and ReplicaReady again when it is back. What was asked of a replica reaches it in that order.
-    A fleet takes a replica for hung when none of its reports has shown progress for too long. No method but `close`
-    waits for a replica.
+    After `start`, any thread calls `tell(name, event)`: with ReplicaReady, then reports, with ReplicaLost when the
+    replica is gone, and with ReplicaReady when it is back. Orders reach a replica in the order of the calls. Only
+    `close` waits for a replica.
     """
 
     def __init__(self, makes: Mapping[str, Callable[[], Host]], *, killed: str = "it was killed"):
@@ -372,21 +375,21 @@ class Replicas:
         self._threads: list[threading.Thread] = []
 
     def start(self, tell: Callable[[str, ReplicaEvent], None]) -> None:
-        """Begins to make the hosts."""
+        """Starts the threads that make the hosts. tell: called with the name and the events of each replica"""
         self._tell = tell
         for name in self.names:
             self._threads.append(threading.Thread(target=self._serve, args=(name,), name="prefold-host", daemon=True))
             self._threads[-1].start()
 
     def order(self, name: str, method: str, *arguments: Any) -> None:
-        """Calls `begin`, `hold`, `give`, `end` or `retell` of the host of a replica that is ready."""
+        """Calls `begin`, `hold`, `give`, `end` or `retell` of a replica's host, if it is ready."""
         if (host := self._hosts.get(name)) is not None:
             getattr(host, method)(*arguments)
 
     def kill(self, name: str) -> None:
         """Ends a replica that hangs, or has failed. `ReplicaLost` follows."""
         with self._lock:
-            self._hosts.pop(name, None)  # the thread that serves it sees that, and ends it
+            self._hosts.pop(name, None)  # its thread sees that, and closes the host
 
     def close(self) -> None:
         """Ends all replicas."""
@@ -397,7 +400,7 @@ class Replicas:
             thread.join(30)
 
     def _serve(self, name: str) -> None:
-        """Makes a host and passes on its reports; makes another where it was killed, or has failed."""
+        """Makes a host and passes on its reports; makes another after it was killed, or has failed."""
         host: Host | None = None
         returns = True
         while returns and not self.is_closed:
@@ -409,8 +412,8 @@ class Replicas:
             except ReplicaDown as error:
                 down = error
             except Exception as error:
-                what = "start" if host is None else "report"
-                down = ReplicaDown(f"it cannot {what}: {in_words(error)}", returns=host is not None)
+                action = "start" if host is None else "report"
+                down = ReplicaDown(f"it cannot {action}: {in_words(error)}", returns=host is not None)
             self._restarts[name] -= 1
             returns = down.returns and self._restarts[name] >= 0
             self._hosts.pop(name, None)
@@ -425,7 +428,7 @@ class Replicas:
                 self._tell(name, ReplicaLost(reason, returns, down.died))
 
     def _pass_on(self, name: str, host: Host) -> None:
-        """Tells that a host is ready, and of its reports until it is killed. Raises ReplicaDown where it is lost."""
+        """Passes on that a host is ready, and its reports until it is killed. Raises ReplicaDown when it is lost."""
         with self._lock:
             if self.is_closed:
                 return

@@ -1,9 +1,9 @@
-"""The router: which replica gets a request.
+"""The router: it chooses the replica of a request.
 
-It keeps one trie of who holds which rows, fed by numbered events of the replicas' caches, and of each replica how fast
-it is, and what it was sent and has not done. It computes nothing, waits for nothing and knows no clock; its driver
-passes on what happens: replicas `join` and `leave`, their events are `take`n, requests are `send` and `end`, steps
-are `worked`.
+It keeps one trie of which replica holds which rows, fed by numbered events of the replicas' caches, and for each
+replica its speed and the work that it was sent and has not done. It computes nothing, waits for nothing and has no
+clock. Its driver tells it of replicas (`join`, `leave`), of their events (`take`) and steps (`worked`), and of requests
+(`send`, `end`).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from ..cache.events import CacheEvent, CacheEvents, Cleared, Cut, Removed, RowsS
 from ..errors import InputError
 from .prefixes import EstimatedCache, Place, PrefixIndex, token_bytes
 
-_FEW = 16  # outputs that have ended, before their mean is believed
-# What a Standing has of each replica, beside what this holds of the prompt.
+_FEW = 16  # the mean length of outputs counts as if so many more outputs had ended at their limits
+# The fields of a Standing with a number for each replica, in the order of `Router._standing`.
 _COLUMNS = ("waits", "starts", "prefill_seconds", "requests", "total", "held", "capacity")
-_FORGET = 0.98  # of what was measured, at each measurement: the last 50 count
+_DECAY = 0.98  # the weight of a measurement as a share of the next one's: about the last 50 count
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Standing:
-    """What there is to decide upon for one prompt; arrays have an entry for each of R replicas.
+    """A Standing holds the numbers by which a policy chooses a prompt's replica; arrays have an entry for each of R.
 
-    rows            of the prompt
-    prefix          the bytes of the leading tokens that it shares with others of its bucket
-    allowed         bool [R]; at least one is True
-    matched         int64 [R]: leading rows that the replica holds, or will hold when it has done what it was sent
-    waits           float64 [R]: seconds until the replica has done what it was sent
-    starts          float64 [R]: seconds until it begins with what it is sent next
-    prefill_seconds float64 [R]: seconds for one row of a prompt
-    requests        float64 [R]: requests that it was sent and that have not ended
-    total           float64 [R]: requests that it was ever sent
-    held            float64 [R]: rows in its cache
-    capacity        float64 [R]: rows that fit; infinite where unknown
+    rows             rows of the prompt
+    prefix           the bytes of the leading tokens that it shares with its bucket
+    allowed          bool [R]: whether the replica may be chosen; at least one may
+    matched          int64 [R]: leading rows that the replica holds, or will hold after the work that it was sent
+    waits            float64 [R]: seconds until the replica has done the work that it was sent
+    starts           float64 [R]: seconds until it begins with the next request that it is sent
+    prefill_seconds  float64 [R]: seconds for one row of a prompt
+    requests         float64 [R]: requests that it was sent and that have not ended
+    total            float64 [R]: requests that it was ever sent
+    held             float64 [R]: rows in its cache
+    capacity         float64 [R]: rows that fit into its cache; infinite if unknown
     """
 
     rows: int
@@ -54,7 +54,7 @@ class Standing:
     capacity: np.ndarray
 
     def least(self, values: np.ndarray, among: np.ndarray | None = None) -> int:
-        """Returns the first of the allowed replicas, or of those `among`, with the least value."""
+        """Returns the number of the allowed replica, or of the one `among` these (bool [R]), with the least value."""
         return int(np.argmin(np.where(self.allowed if among is None else among, values, np.inf)))
 
 
@@ -64,22 +64,22 @@ class Policy(Protocol):
         ...
 
     def sent(self, standing: Standing, replica: int) -> None:
-        """The prompt was given to that replica."""
+        """Books that the prompt was sent to that replica."""
         ...
 
 
 class Forgetful:
     def sent(self, standing: Standing, replica: int) -> None:
-        """Nothing needs to be remembered."""
+        """Does nothing: the policy keeps no memory of its choices."""
 
 
 class BestStart(Forgetful):
-    """The prompt goes where its prefill would be done first: after the prompts that the replica was sent before, when
-    it has room, and after the rows that it does not hold. So a prefix is computed a second time where waiting for who
-    holds it takes longer than that.
+    """A BestStart chooses the replica that would have computed the prompt first: after the prompts that it was sent
+    before, when it has room, and after the rows of this prompt that it does not hold. So a prefix is computed a second
+    time only if waiting for its holder takes longer.
 
-    dear    what a row that is computed again counts: it also keeps those waiting that come after it
-    beside  share of its time that what generates counts with: it makes steps longer, and keeps no request waiting
+    dear    the weight of a row that is computed again, since it delays later requests too
+    beside  the weight of the time of outputs: they make steps longer, but keep no request waiting
     """
 
     dear, beside = 3.0, 0.05
@@ -91,7 +91,7 @@ class BestStart(Forgetful):
 
 
 class RoundRobin:
-    """One after the other."""
+    """A RoundRobin chooses the replicas in turn."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -105,7 +105,7 @@ class RoundRobin:
 
 
 class LeastLoaded(Forgetful):
-    """The replica with the fewest requests that have not ended."""
+    """A LeastLoaded chooses the replica with the fewest requests that have not ended."""
 
     def choose(self, standing: Standing) -> int:
         return standing.least(standing.requests)
@@ -127,10 +127,10 @@ def policy_named(name: str) -> Policy:
 
 @dataclass(slots=True)
 class Speed:
-    """How long a replica takes for a row: seconds = prefill * (rows of prompts) + decode * (rows of outputs).
+    """A Speed estimates a replica's time for rows: seconds = prefill * (rows of prompts) + decode * (rows of outputs).
 
-    Both are fitted to what is measured, by least squares in which older steps count ever less; before anything was
-    measured they are what was given.
+    Both factors are fitted to measured steps by least squares, in which older steps count for less. Before the first
+    measurement they have the values of the constructor.
     """
 
     prefill: float = 1e-4
@@ -143,10 +143,10 @@ class Speed:
         return self._sums[3] + self._sums[4] > 0
 
     def measure(self, prefill_rows: int, decode_rows: int, seconds: float) -> None:
-        """Take in that a step, or several, computed these rows in so many seconds."""
+        """Records that one or several steps computed these rows in so many seconds."""
         p, d = float(prefill_rows), float(decode_rows)
         new = (p * p, p * d, d * d, p * seconds, d * seconds)
-        self._sums = [_FORGET * old + one for old, one in zip(self._sums, new, strict=True)]
+        self._sums = [_DECAY * old + value for old, value in zip(self._sums, new, strict=True)]
         pp, pd, dd, ps, ds = self._sums
         determinant = pp * dd - pd * pd
         if determinant > 1e-6 * pp * dd:
@@ -154,7 +154,7 @@ class Speed:
             if prefill > 0 and decode > 0:
                 self.prefill, self.decode = prefill, decode
                 return
-        # The two cannot be told apart: both are scaled, so that together they explain what was measured.
+        # The two cannot be told apart: both are scaled, so that together they explain the measured seconds.
         expected = self.prefill * self.prefill * pp + 2 * self.prefill * self.decode * pd + self.decode**2 * dd
         if expected > 0:
             scale = (self.prefill * ps + self.decode * ds) / expected
@@ -163,30 +163,30 @@ class Speed:
 
 @dataclass(slots=True)
 class Outputs:
-    """How long outputs are: their share of their limits, of those that have ended. It is the same for all replicas."""
+    """An Outputs estimates the length of outputs, as their mean share of their limits; all replicas have the same."""
 
     ended: int = 0
     shares: float = 0.0  # the sum
 
     def end(self, rows: int, limit: int) -> None:
-        """An output of so many tokens has ended, which might have had `limit`."""
+        """Records that an output with this limit has ended after so many tokens."""
         self.ended += 1
         self.shares += min(1.0, rows / limit)
 
     def expected(self, limit: int) -> int:
-        """Returns how many tokens outputs are expected to have, which together may have `limit`."""
-        share = (self.shares + _FEW) / (self.ended + _FEW)  # as if a few had ended at their limits
+        """Returns the expected number of tokens of outputs whose limits add up to `limit`."""
+        share = (self.shares + _FEW) / (self.ended + _FEW)
         return max(1, round(share * limit)) if limit else 0
 
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """The work that a replica was sent and has not done.
+    """A ReplicaLoad counts the work that a replica was sent and has not done.
 
-    requests      that have not ended
-    prefill_rows  rows of their prompts that it did not hold when they were sent
-    limits        rows of outputs that they may have
-    total         requests that it was ever sent
+    requests      requests that have not ended
+    prefill_rows  rows of their prompts that the replica did not hold when they were sent
+    limits        the most rows that their outputs may have
+    total         requests that the replica was ever sent
     """
 
     speed: Speed = field(default_factory=Speed)
@@ -195,71 +195,74 @@ class ReplicaLoad:
     prefill_rows: int = 0
     limits: int = 0
     total: int = 0
-    # Rows that were reported as done beyond those of the requests that have ended: they are part of the rows above.
+    # Rows that steps have computed for requests that have not ended; the rows above include them.
     _prefill_done: int = 0
     _decode_done: int = 0
 
     @property
     def decode_rows(self) -> int:
-        """Returns the rows of outputs that are expected of them now."""
+        """Returns the expected rows of the outputs of open requests."""
         return self.outputs.expected(self.limits)
 
     def send(self, prefill_rows: int, limit: int) -> None:
-        """It is sent a request."""
+        """Books that the replica is sent a request."""
         self.requests += 1
         self.total += 1
         self.prefill_rows += prefill_rows
         self.limits += limit
 
     def work(self, prefill_rows: int, decode_rows: int, seconds: float) -> None:
-        """It reports of a step, or of several."""
+        """Books one or several steps of the replica."""
         self.speed.measure(prefill_rows, decode_rows, seconds)
         self._prefill_done += prefill_rows
         self._decode_done += decode_rows
 
     def end(self, sent: tuple[int, int], actual: tuple[int, int]) -> None:
-        """A request has ended; (prefill rows, limit of its output) as it was sent, (prefill rows, decode
-        rows) as they came."""
+        """Books the end of a request.
+
+        sent    its (prefill rows, limit of its output) as of `send`
+        actual  its (prefill rows, decode rows) that were computed
+        """
         self.requests -= 1
         self.prefill_rows -= sent[0]
         self.limits -= sent[1]
-        # Where steps are not reported there is nothing to take away.
+        # A replica that does not report its steps has no such rows.
         self._prefill_done = max(0, self._prefill_done - actual[0])
         self._decode_done = max(0, self._decode_done - actual[1])
         if not self.requests:
             self._prefill_done = self._decode_done = 0
 
     @property
-    def left(self) -> tuple[int, int]:
-        """Returns (prefill rows, decode rows) that are still to be done."""
+    def remaining(self) -> tuple[int, int]:
+        """Returns (prefill rows, decode rows) that are still to be computed."""
         return max(0, self.prefill_rows - self._prefill_done), max(0, self.decode_rows - self._decode_done)
 
     def seconds_to_start(self, capacity: float) -> float:
-        """Returns how long what comes next waits: for the prompts before it, and for room among `capacity` rows, which
-        comes as requests end."""
+        """Returns how long the next request waits: for the prompts before it, and for room among `capacity` rows, which
+        becomes free as requests end."""
         booked = self.prefill_rows + self.decode_rows
         over = max(0.0, booked - capacity)
-        return self.left[0] * self.speed.prefill + (self.seconds * over / booked if over else 0.0)
+        return self.remaining[0] * self.speed.prefill + (self.seconds * over / booked if over else 0.0)
 
     @property
     def seconds(self) -> float:
-        """Returns how long it will take for what is still to be done."""
+        """Returns how long the remaining work takes."""
         return self.seconds_at(self.speed)
 
     def seconds_at(self, speed: Speed) -> float:
-        """Returns how long that would take at another speed."""
-        prefill, decode = self.left
+        """Returns how long the remaining work takes at another speed."""
+        prefill, decode = self.remaining
         return prefill * speed.prefill + decode * speed.decode
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prompt:
-    """What the router looks at of a request.
+    """A Prompt is the part of a request that the router needs.
 
     tokens     int32 [n], n >= 1
-    limit      tokens of its output at most; 0 where rows are only read
+    limit      the most tokens of its output; 0 if only numbers are read
     namespace  prompts of two namespaces share nothing
-    prefix     how many leading tokens it shares with others of its bucket; None: all
+    prefix     how many leading tokens it shares with its bucket; None: all
     """
 
     tokens: np.ndarray
@@ -270,10 +273,10 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sent:
-    """A request that a replica has.
+    """A Sent is a request that a replica has.
 
-    matched  leading rows that it was thought to hold, or to have been sent, then
-    held     those that it was thought to hold; where it tells of its cache this is not needed, and it is 0
+    matched  leading rows that the replica held, or was about to compute, when the request was sent
+    held     leading rows that it held then; only for a replica that does not report its cache, otherwise 0
     """
 
     replica: Hashable
@@ -285,7 +288,9 @@ class Sent:
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """A replica, the events that were taken of it, and its runs as (where it ends, the position where it starts)."""
+    """A _Member is a replica, with its place in its stream of events, and its runs as (end in the trie, first
+    position).
+    """
 
     name: Hashable
     number: int
@@ -300,8 +305,10 @@ class _Member:
 
 
 class Router:
-    """Decides by a policy, one of `POLICIES`. A policy reads; what it must remember of its own decisions it is told by
-    `sent`."""
+    """A Router chooses replicas by a policy, one of `POLICIES`.
+
+    in_flight  the requests that replicas have, by key
+    """
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy: Policy = BestStart() if policy is None else policy
@@ -320,15 +327,15 @@ class Router:
     def join(
         self, name: Hashable, *, speed: Speed | None = None, capacity: int | None = None, reports: bool = True
     ) -> None:
-        """A replica is there.
+        """Adds a replica.
 
-        speed     before it was measured
-        capacity  rows that its cache holds; None: unknown
-        reports   whether it sends events; else what it holds is an estimate
+        speed     its speed before it is measured; None: a guess
+        capacity  how many rows its cache holds; None: unknown
+        reports   whether it reports the events of its cache; otherwise its cache is estimated
         """
         if name in self._members:
             raise InputError(f"there is a replica {name!r} already", field="replica", remedy="give it another name")
-        number = next((i for i, one in enumerate(self._numbers) if one is None), len(self._numbers))
+        number = next((i for i, member in enumerate(self._numbers) if member is None), len(self._numbers))
         if number == len(self._numbers):
             self._numbers.append(None)
         estimate = None if reports else EstimatedCache(*(() if capacity is None else (capacity,)))
@@ -337,7 +344,7 @@ class Router:
         self._numbers[number] = self._members[name] = member
 
     def leave(self, name: Hashable) -> list[Hashable]:
-        """A replica is there no more; returns the keys of the requests that it was sent and that have not ended."""
+        """Removes a replica; returns the keys of its requests that have not ended."""
         member = self._members.pop(name)
         lost = [key for key, sent in self.in_flight.items() if sent.replica == name]
         for key in lost:
@@ -349,11 +356,11 @@ class Router:
     def load(self, name: Hashable) -> ReplicaLoad:
         return self._members[name].load
 
-    # ------------------------------------------------------------------------------------------ what they hold
+    # ----------------------------------------------------------------------------------------------- held rows
 
     def take(self, name: Hashable, events: CacheEvents) -> bool:
-        """Takes in what a replica reports. Returns False where events are missing or contradict what was reported
-        before: then what it holds stays as it was until a snapshot comes (`CacheReporter.snapshot`)."""
+        """Takes events of a replica's cache. Returns False if events are missing or contradict earlier ones: the router
+        then keeps its knowledge until a snapshot comes (`CacheReporter.snapshot`)."""
         member = self._members[name]
         if events.epoch < member.epoch:
             return member.is_whole
@@ -372,7 +379,7 @@ class Router:
             for event in new[start or 0 :]:
                 self._apply(member, event)
             member.is_whole = True
-        except KeyError:  # it follows something that was not told
+        except KeyError:  # the event names an unknown run
             member.is_whole = False
         return member.is_whole
 
@@ -380,7 +387,7 @@ class Router:
         index, runs, bit = self.index, member.runs, 1 << member.number
         if isinstance(event, RowsStored):
             if event.run in runs and event.after != event.run:
-                return  # it was told before
+                return  # the run is known already
             above = index.root(event.namespace) if event.after is None else runs[event.after][0]
             place = index.enter(above, token_bytes(event.tokens))
             index.hold(place, above.stop, bit)
@@ -407,8 +414,8 @@ class Router:
         member.runs, member.held = {}, 0
 
     def matched(self, prompt: Prompt, *, with_coming: bool = True) -> dict[Hashable, int]:
-        """Returns how many leading rows of a prompt each replica holds, or will hold when it has done what it was
-        sent; replicas without any are left out."""
+        """Returns {replica: how many leading rows of a prompt it holds, or will hold after the work that it was sent};
+        replicas without such rows are left out."""
         rows = self._matched(prompt.namespace, token_bytes(prompt.tokens), with_coming)
         return {self._numbers[i].name: int(rows[i]) for i in np.flatnonzero(rows).tolist()}  # type: ignore[union-attr]
 
@@ -418,7 +425,7 @@ class Router:
         return [self._numbers[i].name for i in np.flatnonzero(rows >= max(1, least * len(prefix))).tolist()]  # type: ignore[union-attr]
 
     def seconds_to_wait(self, replica: Hashable) -> float:
-        """Returns how long a replica needs for what it was sent and has not done."""
+        """Returns how long a replica needs for its remaining work."""
         return self._members[replica].load.seconds
 
     def _matched(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
@@ -436,9 +443,9 @@ class Router:
     # ------------------------------------------------------------------------------------------------ requests
 
     def choose(self, prompt: Prompt, among: Collection[Hashable] | None = None) -> Hashable | None:
-        """Returns the replica that should get a prompt, None where there is none; changes nothing.
+        """Returns the replica that should get a prompt, None if there is none; changes nothing.
 
-        among  those that may get it; None: all
+        among  the replicas that may get it; None: all
         """
         standing = self._standing(prompt, self._members if among is None else among)
         if not standing.allowed.any():
@@ -448,7 +455,7 @@ class Router:
         return member.name
 
     def send(self, key: Hashable, prompt: Prompt, replica: Hashable) -> Sent:
-        """Books that a replica was given a request. Raises InputError where a request of this key is under way."""
+        """Books that a replica is sent a request. Raises InputError if a request with this key is in flight."""
         if key in self.in_flight:
             raise InputError(f"the request {key!r} was sent already", field="key", remedy="give each its own key")
         member = self._members[replica]
@@ -466,14 +473,15 @@ class Router:
         return sent
 
     def worked(self, replica: Hashable, prefill_rows: int, decode_rows: int, seconds: float) -> None:
-        """A replica has computed these rows, in so many seconds. Where that is not told, load falls as requests end."""
+        """Books that a replica has computed these rows in so many seconds. Without such calls its load falls only as
+        requests end."""
         self._members[replica].load.work(prefill_rows, decode_rows, seconds)
 
     def end(self, key: Hashable, *, output_rows: int | None = None, cached_rows: int | None = None) -> Sent:
-        """A request has ended.
+        """Books the end of a request.
 
-        output_rows  tokens that it made; None: it failed, or was taken back
-        cached_rows  of its prompt, that were not computed; None: not known
+        output_rows  how many tokens it made; None: it failed, or was taken back
+        cached_rows  how many rows of its prompt were cached; None: unknown
         """
         sent = self.in_flight.pop(key)
         member, prompt = self._members[sent.replica], sent.prompt
@@ -492,8 +500,7 @@ class Router:
         return sent
 
     def expected_output(self, limit: int) -> int:
-        """Returns how many tokens a request of this limit is expected to make: its share of the limit is that of those
-        that have ended."""
+        """Returns how many tokens a request with this limit is expected to make, by the outputs that have ended."""
         return self._outputs.expected(limit)
 
     def _standing(self, prompt: Prompt, among: Collection[Hashable]) -> Standing:

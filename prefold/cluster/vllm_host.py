@@ -154,7 +154,7 @@ class VllmHost(AsyncHost):
         try:
             arguments = self._engine_arguments(model, options, caching)
             before = {child.pid for child in psutil.Process().children(recursive=True)}
-            self._engine = self._begun(self._open(arguments)).result()
+            self._engine = self._spawn(self._open(arguments)).result()
             self._guard = _guarded([c.pid for c in psutil.Process().children(recursive=True) if c.pid not in before])
         except BaseException:
             self._stop()

@@ -1,4 +1,4 @@
-"""The requests of one thread that waits: how they come to an engine, and how their answers come back."""
+"""How a thread runs requests on an engine: it submits them, waits, and yields their answers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..errors import InputError, PrefoldError
-from ..schedule.generate_step import NOBODY
+from ..schedule.generate_step import NO_OWNER
 from ..text import Tokenizer
 from ..types import Owner, Readout, Request
+from .handles import Handle
 from .loop import EngineLoop
 from .meter import StepInfo
-from .replies import Handle
 from .requests import Answer
 from .samples import TextPiece
 
@@ -21,35 +21,35 @@ TOKENS = Readout("tokens")
 
 
 class _Mailbox:
-    """A _Mailbox holds what has come for one thread."""
+    """A _Mailbox is the queue at which one thread waits for the events of its requests."""
 
     def __init__(self) -> None:
-        # One piece, written in C: an interrupt of the thread that waits leaves no lock of it closed.
-        self.came: SimpleQueue[tuple[_Call | None, Sequence[Any]]] = SimpleQueue()
+        # A SimpleQueue is written in C: an interrupt of the waiting thread leaves none of its locks closed.
+        self.events: SimpleQueue[tuple[_Call | None, Sequence[Any]]] = SimpleQueue()
 
     def note(self, step: StepInfo) -> None:
-        """Takes note of a step."""
-        self.came.put((None, [step]))
+        """Puts a step into the mailbox."""
+        self.events.put((None, [step]))
 
     def take(self) -> Iterator[tuple[_Call | None, Any]]:
-        """Yields (call, what came of it), and (None, StepInfo) of steps, and waits where nothing has come."""
+        """Waits for events, and yields all that are there: (call, event of its request) and (None, StepInfo)."""
         while True:
-            call, events = self.came.get()
+            call, events = self.events.get()
             for event in events:
                 yield call, event
-            if self.came.empty():
+            if self.events.empty():
                 return
 
 
 class _Call(Handle):
-    """A _Call stands for one request of a thread that waits at a mailbox. tag: by which the thread knows the request"""
+    """A _Call is the Handle of one request whose thread waits at a mailbox. tag: the caller's name of the request"""
 
     def __init__(self, mailbox: _Mailbox, tag: Hashable, owner: Owner):
         super().__init__(owner=owner)
-        self.tag, self._came = tag, mailbox.came
+        self.tag, self._mailbox = tag, mailbox
 
     def put(self, events: Sequence[Any], at: float = 0.0) -> None:
-        self._came.put((self, events))
+        self._mailbox.events.put((self, events))
 
 
 def serve(
@@ -57,58 +57,59 @@ def serve(
     windows: Iterable[Iterable[tuple[Hashable, Request]] | None],
     tokenizer: Tokenizer | None = None,
     *,
-    most: int,
+    max_waiting: int,
     stopping: Callable[[], bool] | None = None,
     on_step: Callable[[StepInfo], None] | None = None,
     is_again: Callable[[Any], bool] = lambda tag: False,
     readout: Readout = TOKENS,
     share: bool | None = None,
     text: bool = False,
-    owner: Owner = NOBODY,
+    owner: Owner = NO_OWNER,
     failed: Callable[[Exception], InputError] | None = None,
 ) -> Iterator[tuple[Any, TextPiece | Answer]]:
     """Yields (tag, answer) of every request as it ends, and with `text` its (tag, piece of text) before.
 
-    The next window is taken in when few requests wait, so that its prompts join those that still run. A window that is
-    None says that nothing more is there yet: the iterator is asked again after the next step. A caller that leaves
-    early cancels what is open.
+    The next window is submitted when few requests wait, so that its prompts join the running sequences. A window of
+    None means that no request is there yet: the iterator is asked again after the next step. A caller that closes the
+    generator early cancels the open requests.
 
-    most      so many requests may wait before a window is taken in
-    stopping  called after every step of the engine: once it returns True, this ends, having yielded what is there;
-              None: nothing stops this
-    on_step   called after every step of the engine, in this thread
-    is_again  of a tag: whether its request is a further read of a prompt that another request counts
-    owner     for whom the requests run
-    failed    returns the answer of a request that steps fail for, where that is the request's own fault; None: the
-              error is raised
+    max_waiting  the next window is submitted when at most this many requests wait
+    stopping     called after every step of the engine: once it returns True, the generator ends, after it has yielded
+                 the answers that are there; None: it ends with the last answer
+    on_step      called after every step of the engine, in the caller's thread
+    is_again     takes a tag, and returns whether its request is a further read of a prompt that another request counts
+    owner        the tenant and the class that the requests run for
+    failed       takes the error of steps that fail by the fault of one request, and returns the request's answer;
+                 None: the error is raised
 
-    The others are as for `EngineLoop.submit`. Raises the error of steps that fail for one of the requests.
+    The other arguments are those of `EngineLoop.submit`. Raises the error of steps that fail for one of the requests.
     """
-    mailbox, open, left = _Mailbox(), dict[_Call, None](), iter(windows)
+    mailbox, open, source = _Mailbox(), dict[_Call, None](), iter(windows)
     more = True
-    # Of each step of the engine a thread is told that has something to do after it; others sleep on.
-    with engine.meter.heard_by(mailbox.note if stopping is not None or on_step is not None else None):
+    # The mailbox gets the engine's steps only if the caller does something after a step; otherwise the thread sleeps
+    # on.
+    with engine.meter.listening(mailbox.note if stopping is not None or on_step is not None else None):
         try:
             while more or open:
-                # Others' requests may wait too: ours must not wait for theirs.
                 before = len(open)
-                while more and (not open or engine.generator.num_waiting <= most):
-                    window = next(left, ())
+                # Requests of other callers count as waiting too: without an open request, this caller waits for none.
+                while more and (not open or engine.generator.num_waiting <= max_waiting):
+                    window = next(source, ())
                     more = window != ()
                     if window is None:
                         break
                     for tag, request in window:
                         call = _Call(mailbox, tag, owner)
-                        open[call] = None  # before it is known elsewhere: whatever happens, it is ended
-                        how: dict[str, Any] = {"text": text, "share": share, "again": is_again(tag), "wakes": False}
-                        engine.submit([request], readout, call, tokenizer, **how)
+                        open[call] = None  # before it is submitted, so that it is cancelled whatever happens
+                        options: dict[str, Any] = {"text": text, "share": share, "again": is_again(tag)}
+                        engine.submit([request], readout, call, tokenizer, wakes=False, **options)
                 engine.check_open()
                 if len(open) > before:
-                    engine.wake()  # only now, so that all that were taken in are in one step
+                    engine.wake()  # after all of them, so that they begin in one step
                 if not open:
                     continue
-                with closing(mailbox.take()) as came:
-                    for call, event in came:
+                with closing(mailbox.take()) as events:
+                    for call, event in events:
                         if call is None:
                             if on_step is not None:
                                 on_step(event)

@@ -1,8 +1,8 @@
-"""What an engine's thread does: it makes steps while anything waits for them.
+"""The engine's loop: its thread makes steps while any request is open.
 
-Requests and cancellations come from any thread, and are taken in before a step is planned. What a step gives leaves
-once, after the step: in one call into each event loop, and in one entry of the queue of each thread that waits. Where a
-step fails, the requests that it fails for are found, so that the others can go on.
+Requests and cancellations come from any thread, and are taken in before a step is planned. The tokens, numbers and
+answers of a step leave together after the step: in one call into each event loop, and in one entry of the queue of each
+waiting thread. When a step fails, `find_fault` searches for the requests that it fails for, so that the others go on.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from ..schedule.parts import EnginePart
 from ..text import Tokenizer
 from ..types import Readout, Request, Result, Stats
 from .generate import Generator
+from .handles import Handle, ReadGroup, send
 from .meter import Meter
-from .pace import Pace
-from .replies import Handle, Reading, send
+from .step_policy import StepPolicy
 from .thread import CLOSED, EngineThread
 
 T = TypeVar("T")
 
-# What no request alone can be at fault for.
-WHOLE = (RankError, OutOfMemoryError)
-# After so many steps that failed one after the other, and for no request that could be found, all that run is ended.
-MOST_IN_VAIN = 3
+# Errors that no single request can be at fault for.
+ENGINE_FAULTS = (RankError, OutOfMemoryError)
+# After this many failed steps in a row for which no request at fault could be found, all open requests are ended.
+MAX_FAILED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A Snapshot says what an engine holds, in numbers.
+    """A Snapshot holds the counters of an engine, and how full its KV store is.
 
-    stats          what was counted
-    slots          slots of the KV store; 0: there is none yet
-    used_slots     those of them that rows have
-    cache_seconds  that the cache has taken; None: nothing is kept
+    stats          the counters
+    slots          slots of the KV store; 0: there is no store yet
+    used_slots     slots in use
+    cache_seconds  the time spent in the radix cache; None: the engine has no cache
     """
 
     stats: Stats
@@ -52,15 +52,15 @@ class Snapshot:
 
 
 class EngineLoop:
-    """Steps an engine while anything waits for it, and sleeps while nothing does.
+    """An EngineLoop makes an engine's steps in one thread: it steps while any request is open, and sleeps otherwise.
 
     The thread begins with the first request. A step that raises an error ends the requests that it fails for (see
-    `find_fault`), and the thread goes on. It does not keep the engine: it ends with it. A subclass has the attributes
-    meter, parts, and `make_generator`.
+    `find_fault`), and the thread goes on. The thread does not keep the engine alive: it ends when the engine is
+    collected. A subclass has the attributes meter and parts, and the method `make_generator`.
 
-    failure  of the last step, where no request alone could be at fault, and when that was (failed_at); None after a
-             step that did not fail
-    pace     by which requests are admitted, and how many rows a step has; None: as `Generator` does without one
+    failure      the error of the last step, where no single request could be at fault; None after a step that did not
+                 fail. failed_at is its time.monotonic()
+    step_policy  says which requests are admitted, and how many rows a step has; None: the rules of `Generator`
     """
 
     meter: Meter
@@ -70,25 +70,25 @@ class EngineLoop:
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.failed_at = 0.0
-        self.pace: Pace | None = None
+        self.step_policy: StepPolicy | None = None
         self._generator: Generator | None = None
-        self._handles: dict[Handle, Any] = {}  # those that have no answer yet
-        self._live: dict[Handle, None] = {}  # those of them that are no batch's
-        self._unbegun: dict[int, Handle] = {}  # by the keys of requests for which no step has worked yet
-        self._out: dict[Handle, list[Any]] = {}
-        self._lock = threading.Lock()  # of making the generator
-        self._in_vain = 0  # steps that failed since one did not, or a request was found at fault
+        self._handles: dict[Handle, Any] = {}  # without an answer so far
+        self._live: dict[Handle, None] = {}  # the interactive ones among them
+        self._not_begun: dict[int, Handle] = {}  # by the keys of requests that no step has served so far
+        self._events: dict[Handle, list[Any]] = {}  # of this step, to be delivered after it
+        self._lock = threading.Lock()  # taken to make the generator
+        self._failed_steps = 0  # in a row, without a request found at fault
         self._thread = EngineThread(self)
         self._end = weakref.finalize(self, self._thread.close)
 
     # -------------------------------------------------------------------------------------------------- any thread
 
     def call(self, function: Callable[[], T]) -> T:
-        """Returns what a function returns, or raises what it raises. The engine's thread calls it, between steps."""
+        """Calls a function in the engine's thread, between two steps. Returns what it returns, or raises its error."""
         return self._thread.call(function)
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Lets the engine's thread call a function after what it was given before; does not wait for it."""
+        """Queues a function for the engine's thread, and returns at once."""
         self._thread.post(function, *arguments)
 
     def submit(
@@ -103,54 +103,54 @@ class EngineLoop:
         again: bool = False,
         wakes: bool = True,
     ) -> None:
-        """Takes requests; what comes of them is put into their handle, and `cancel` ends them. May take long, where a
-        grammar is compiled, or where numbers are read of many tokens: requests are sorted for that.
+        """Takes requests. Their pieces of text and their answer are put into the handle, and `cancel` ends them.
 
-        The answer is a Result of each request, or where the read-out is of "tokens" the samples of the one request
-        there is. It is an exception where a request cannot run, or steps fail for it.
+        The answer is a list with the Result of each request; with the read-out "tokens" it is the samples of the one
+        request. It is an exception when a request cannot run, or steps fail for it. The call takes long when a grammar
+        is compiled, or when numbers are read of many tokens, because requests are sorted first.
 
-        text   of tokens: whether pieces of the text are wanted as they come
-        share  of a request alone: whether it shares rows with others, now or later; None: as the engine's options say
-        again  of a request alone: whether it is a further read of a prompt that another request counts
-        wakes  whether a step may begin at once; otherwise `wake` lets it, when more requests are there
+        text   with the read-out "tokens": whether pieces of the text are wanted as they come
+        share  of a single request: whether it shares rows with others, now or later; None: as the engine's options say
+        again  of a single request: whether it is a further read of a prompt that another request counts
+        wakes  whether a step may begin at once; otherwise the caller submits more requests, and then calls `wake`
         """
         self._handles[handle] = None
         if not handle.owner.is_batch:
             self._live[handle] = None
         if len(requests) == 1:
             self.meter.add(requests=int(not again))
-            how: dict[str, Any] = {"tokenizer": tokenizer, "sharing": share, "again": again}
+            options: dict[str, Any] = {"tokenizer": tokenizer, "sharing": share, "again": again}
             if readout.kind == "tokens":
-                how["on_text"] = partial(self._post, handle) if text else None
-                self._enter(handle, requests[0], partial(self._answer, handle), **how)
+                options["on_text"] = partial(self._put_event, handle) if text else None
+                self._enter(handle, requests[0], partial(self._answer, handle), **options)
             else:
-                self._enter(handle, requests[0], partial(self._read_alone, handle), readout=readout, **how)
+                self._enter(handle, requests[0], partial(self._read_alone, handle), readout=readout, **options)
         else:
-            reading = Reading(handle, requests, readout, rows=self.max_batch_rows, shares=self.generator.sharing)
-            self.meter.add(requests=reading.again.count(False))
-            self.post(self._feed, reading)
+            group = ReadGroup(handle, requests, readout, rows=self.max_batch_rows, shares=self.generator.sharing)
+            self.meter.add(requests=group.again.count(False))
+            self.post(self._feed, group)
         if wakes:
             self.wake()
         if self._thread.is_closed:
             self._answer(handle, PrefoldError(CLOSED))
-        if handle.is_cancelled:  # before its requests were there
+        if handle.is_cancelled:  # by another thread, before the requests were entered
             self._end_requests(handle)
 
     def cancel(self, *handles: Handle) -> None:
-        """Ends what the handles wait for before the next step. They get nothing more."""
+        """Ends the requests of handles before the next step. The handles get no further events."""
         for handle in handles:
             handle.is_cancelled = True
             if handle in self._handles:
                 self._end_requests(handle)
 
     def _enter(
-        self, handle: Handle, request: Request, on_done: Callable[[Any], None], *, tokenizer: Any = None, **how: Any
+        self, handle: Handle, request: Request, on_done: Callable[[Any], None], *, tokenizer: Any = None, **options: Any
     ) -> None:
-        """Adds one of the requests of a handle to the generator."""
+        """Adds one of a handle's requests to the generator. options: as of `Generator.add`."""
         key = self.generator.new_key()
         handle.keys.append(key)
-        self._unbegun[key] = handle
-        self.generator.add(request, tokenizer, on_done, key=key, owner=handle.owner, **how)
+        self._not_begun[key] = handle
+        self.generator.add(request, tokenizer, on_done, key=key, owner=handle.owner, **options)
 
     def _end_requests(self, handle: Handle) -> None:
         self._forget(handle)
@@ -160,18 +160,18 @@ class EngineLoop:
 
     @property
     def generator(self) -> Generator:
-        """Returns what generates text. It holds the KV store, and is made when it is first asked for."""
+        """Returns the generator, which holds the KV store; the first call makes it."""
         with self._lock:
             if self._generator is None:
                 generator = self.make_generator()
-                if self.pace is not None:
-                    generator.set_pace(self.pace)
-                generator.scheduler.tree.owner = self._owner()
+                if self.step_policy is not None:
+                    generator.set_step_policy(self.step_policy)
+                generator.scheduler.tree.owner = self._weak_call()
                 self._generator = generator
             return self._generator
 
     def snapshot(self) -> Snapshot:
-        """Returns what the engine holds now; waits for no step."""
+        """Returns the counters and the use of the KV store as they are now; waits for no step."""
         generator = self._generator
         if generator is None:
             return Snapshot(self.meter.stats)
@@ -179,38 +179,38 @@ class EngineLoop:
         return Snapshot(self.meter.stats, pool.num_slots, pool.used_slots, None if cache is None else cache.seconds)
 
     def look(self, function: Callable[[Any], T]) -> T:
-        """Returns what a function returns that is given the scheduler of the KV store, called between two steps. What
-        it returns must not be part of the books."""
+        """Calls a function with the scheduler between two steps, and returns its result, which must not be part of the
+        scheduler's books."""
         return self.call(lambda: function(self.generator.scheduler))
 
     @property
     def cache(self) -> RadixCache | None:
-        """Returns the cache of ended requests, which may be used from any thread; None where nothing is kept."""
+        """Returns the radix cache, which any thread may use; None if rows of ended requests are not kept."""
         cache: RadixCache | None = self.generator.scheduler.cache
         return cache
 
     @property
     def has_generator(self) -> bool:
-        """Returns whether the generator is there, so that making it keeps no request waiting."""
+        """Returns whether the generator has been made, which takes long."""
         return self._generator is not None
 
-    def set_pace(self, pace: Pace | None) -> None:
-        """Admits and steps as a pace says from now on."""
-        if pace is not None:
+    def set_step_policy(self, policy: StepPolicy | None) -> None:
+        """Admits requests and sizes steps by a policy from now on; None: by the rules of `Generator`."""
+        if policy is not None:
             for part in self.parts:
-                part.set_tenants(pace.admission.tenant_of)
+                part.set_tenants(policy.admission.tenant_of)
         with self._lock:
-            self.pace, generator = pace, self._generator
+            self.step_policy, generator = policy, self._generator
         if generator is not None:
-            self.call(partial(generator.set_pace, pace))
+            self.call(partial(generator.set_step_policy, policy))
 
     def wake(self) -> None:
-        """Makes the thread look whether there is something to do."""
+        """Makes the thread look for work."""
         self._thread.wake()
 
     @property
     def handles(self) -> list[Handle]:
-        """Returns those that have no answer yet."""
+        """Returns the handles that have no answer yet."""
         return list(self._handles)
 
     def close_loop(self) -> None:
@@ -218,18 +218,18 @@ class EngineLoop:
         self._end()
 
     def check_open(self) -> None:
-        """Raises PrefoldError where nothing would answer: the engine was closed, or its own thread would wait."""
+        """Raises PrefoldError if the caller would wait for ever: the engine is closed, or the caller is its thread."""
         if self._thread.is_closed:
             raise PrefoldError(CLOSED)
         if self._thread.is_current:
             raise PrefoldError("the engine's own thread cannot wait for an answer")
 
-    def _owner(self) -> Callable[[Callable[[], Any]], Any]:
-        """Returns `call` of this engine for what it owns, which must not keep it."""
-        this = weakref.ref(self)
+    def _weak_call(self) -> Callable[[Callable[[], Any]], Any]:
+        """Returns `call` without a reference to the engine, for the trie, which must not keep the engine alive."""
+        reference = weakref.ref(self)
 
         def call(function: Callable[[], Any]) -> Any:
-            engine = this()
+            engine = reference()
             return function() if engine is None else engine.call(function)
 
         return call
@@ -238,54 +238,54 @@ class EngineLoop:
         self._handles.pop(handle, None)
         self._live.pop(handle, None)
         for key in handle.keys:
-            self._unbegun.pop(key, None)
+            self._not_begun.pop(key, None)
 
-    def _post(self, handle: Handle, event: Any) -> None:
+    def _put_event(self, handle: Handle, event: Any) -> None:
         if self._thread.is_current:
-            self._out.setdefault(handle, []).append(event)
-        else:  # of a request that could not even be entered
+            self._events.setdefault(handle, []).append(event)
+        else:  # the request could not be entered: the caller's own thread answers it
             send({handle: [event]})
 
-    # -------------------------------------------------------------------------------------------------- this thread
+    # -------------------------------------------------------------------------------------------- the engine's thread
 
     def _answer(self, handle: Handle, answer: Any) -> None:
         if handle in self._handles:
             self._forget(handle)
-            self._post(handle, answer)
+            self._put_event(handle, answer)
             if isinstance(answer, Exception) and len(handle.keys) > 1:
                 self.generator.cancel(*handle.keys)
-            if self.pace is not None and not handle.owner.is_batch:
-                self.pace.note_live()
+            if self.step_policy is not None and not handle.owner.is_batch:
+                self.step_policy.note_live()
 
-    def _feed(self, reading: Reading) -> None:
-        """Adds requests of a reading, while it is wanted, and there is room beside those that are open."""
-        handle = reading.handle
-        while handle in self._handles and (number := reading.next()) is not None:
-            how: dict[str, Any] = {"readout": reading.readout, "again": reading.again[number]}
-            self._enter(handle, reading.requests[number], partial(self._read, reading, number), **how)
-        if handle.is_cancelled:  # perhaps before these were there
+    def _feed(self, group: ReadGroup) -> None:
+        """Enters requests of a group while the group has room for more."""
+        handle = group.handle
+        while handle in self._handles and (number := group.next()) is not None:
+            options: dict[str, Any] = {"readout": group.readout, "again": group.again[number]}
+            self._enter(handle, group.requests[number], partial(self._read, group, number), **options)
+        if handle.is_cancelled:  # by another thread, perhaps before these requests were entered
             self._end_requests(handle)
 
-    def _read(self, reading: Reading, number: int, answer: Any) -> None:
-        """Takes what was read of one request of several."""
+    def _read(self, group: ReadGroup, number: int, answer: Any) -> None:
+        """Takes the answer of one request of a group."""
         if not isinstance(answer, Result):
-            self._answer(reading.handle, answer)
+            self._answer(group.handle, answer)
             return
-        _note_begun([reading.handle])
-        if reading.book(number, answer):
-            self._answer(reading.handle, reading.results)
+        _note_begun([group.handle])
+        if group.book(number, answer):
+            self._answer(group.handle, group.results)
         else:
-            self._feed(reading)
+            self._feed(group)
 
     def _read_alone(self, handle: Handle, answer: Any) -> None:
-        """Takes what was read of a request that was submitted alone."""
+        """Takes the answer of a request for numbers that was submitted alone."""
         if isinstance(answer, Result):
             _note_begun([handle])
             answer = [answer]
         self._answer(handle, answer)
 
     def work(self) -> None:
-        """Works until there is nothing to do."""
+        """Makes steps until no request is open."""
         while not self._thread.is_closed:
             self._thread.take_in()
             if pause := self._pause:
@@ -299,83 +299,85 @@ class EngineLoop:
 
     @property
     def _pause(self) -> float:
-        """For how many seconds nothing should be done, since only batches have something to do."""
-        if self.pace is None:
+        """Returns for how many seconds no step is made, because only batches have work."""
+        if self.step_policy is None:
             return 0.0
         if self._live:
-            self.pace.note_live()
+            self.step_policy.note_live()
             return 0.0
-        return self.pace.pause
+        return self.step_policy.pause
 
     @property
     def _has_work(self) -> bool:
         return self._generator is not None and self._generator.has_work
 
     def _step(self) -> None:
-        """Makes one step in the KV store. Where it fails, the requests at fault are ended with its error."""
+        """Makes one step of the generator. If it fails, the requests at fault are ended with its error."""
         generator = self.generator
         try:
             if generator.step():
-                self.failure, self._in_vain = None, 0
+                self.failure, self._failed_steps = None, 0
         except Exception as error:
-            self._in_vain += 1
-            is_lost = self._in_vain > MOST_IN_VAIN  # no step fails but the one for all of them
+            self._failed_steps += 1
+            is_lost = self._failed_steps > MAX_FAILED_STEPS
             faults = dict.fromkeys(generator.open_keys, error) if is_lost else find_fault(generator, error)
-            if faults:  # they end here: the next step may fail for others that came during the search
-                self._in_vain = 0
+            if faults:  # a later failure counts anew: it may be the fault of requests that came during the search
+                self._failed_steps = 0
             for key, failure in faults.items():
                 generator.end(key, failure)
-            # One request may be at fault itself; where steps fail for all of several, it is something else.
-            if isinstance(error, WHOLE) or (len(faults) > 1 and not generator.has_work):
+            # A single request may itself be at fault; if steps fail for each of several, the engine is.
+            if isinstance(error, ENGINE_FAULTS) or (len(faults) > 1 and not generator.has_work):
                 self.note_failure(error)
 
     def end_all(self, error: Exception) -> None:
-        """Answers all that wait with an error of this thread that is no step's: what it left half done is not known."""
+        """Answers all handles with an error of the thread outside of a step, after which the books cannot be
+        trusted."""
         self.note_failure(error)
         for handle in self.handles:
-            handle.is_cancelled = True  # what is left of it on its way here
+            handle.is_cancelled = True  # so that its requests that are still queued are not entered
             self._answer(handle, error)
         if self._generator is not None:
             with suppress(Exception):
                 self._generator.end_all(error)
-        out, self._out = self._out, {}
-        send(out)
+        events, self._events = self._events, {}
+        send(events)
 
     def note_failure(self, error: Exception) -> None:
-        """Takes note of the error of a step that no request is at fault for."""
+        """Records the error of a step that no single request is at fault for."""
         self.failure, self.failed_at = error, time.monotonic()
 
     def _deliver(self) -> None:
-        if self._unbegun and self._generator is not None:
-            unbegun = self._unbegun
-            keys = [one.key for one in self._generator.scheduler.running if one.key in unbegun]
-            popped = [unbegun.pop(key, None) for key in dict.fromkeys(keys)]  # others are forgetting theirs
-            _note_begun([handle for handle in popped if handle is not None])
-        out, self._out = self._out, {}
-        if out:
-            send(out)
+        if self._not_begun and self._generator is not None:
+            not_begun = self._not_begun
+            keys = [sequence.key for sequence in self._generator.scheduler.running if sequence.key in not_begun]
+            # Another thread may pop a key meanwhile, as it cancels its handle.
+            handles = [not_begun.pop(key, None) for key in dict.fromkeys(keys)]
+            _note_begun([handle for handle in handles if handle is not None])
+        events, self._events = self._events, {}
+        if events:
+            send(events)
 
 
-def _note_begun(replies: Any) -> None:
+def _note_begun(handles: Sequence[Handle]) -> None:
     now = time.perf_counter()
-    for handle in replies:
+    for handle in handles:
         if handle.begun_at is None:
             handle.begun_at = now
 
 
 def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
-    """Returns {key of an open request: the error of a step that worked for it alone}, after a step has raised `error`.
+    """Returns {key of a request at fault: its error}, after a step has raised `error`.
 
-    The open requests run in halves, and halves of these, until each step that fails works for one of them. All are open
-    afterwards; those at fault should be ended before the next step. Where no request can be at fault, because the
-    worker is gone or memory is too small for a single row, all are returned at once.
+    The open requests are bisected: they run in halves, and halves of these, until each step that fails serves a single
+    request. All requests are open afterwards, and the caller ends those at fault. If no single request can be at fault,
+    because the worker is gone or memory is too small for one row, all open requests are returned with `error`.
     """
     generator.take_in()
     keys = generator.open_keys
-    if isinstance(error, (RankError, OutOfMemoryError)):
+    if isinstance(error, ENGINE_FAULTS):
         return dict.fromkeys(keys, error)
-    found: dict[int, Exception] = {}
-    with generator.undisturbed():  # else whoever comes would be a suspect, too, and the search might never end
+    faults: dict[int, Exception] = {}
+    with generator.undisturbed():  # a new request would be suspect too, and the search might never end
         generator.hold(*keys)
         groups: list[Sequence[int]] = [keys]
         while groups:
@@ -386,17 +388,17 @@ def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
             except Exception as failure:
                 group = [key for key in group if key in generator.open_keys]
                 if len(group) == 1:
-                    found[group[0]] = failure
+                    faults[group[0]] = failure
                 else:
                     half = len(group) // 2
                     groups += [part for part in (group[:half], group[half:]) if part]
             generator.hold(*generator.open_keys)
         generator.release()
-    return found
+    return faults
 
 
 def _advance(generator: Generator, group: Sequence[int]) -> None:
-    """Makes steps until each request of the group that runs has one token more."""
+    """Makes steps until each running request of the group has one token more."""
     before = generator.progress(group)
     while generator.step():
         running = {sequence.key for sequence in generator.scheduler.running}

@@ -1,4 +1,4 @@
-"""A step as the message that the worker gets, and how what it reads reaches those that wait for it. No torch."""
+"""Steps in flight: the message that the worker gets, and the hand-over of its result to the readers. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..schedule.generate_step import GenerateStep
 from ..schedule.steps import Numbers, SlotResult, SlotStep
 from ..types import Exits, GenerationStats, Readout, Result
 from ..worker.protocol import Facts, Ticket
-from .requests import NumberReader, Reader, adapter_number, kept_in
+from .requests import NumberReader, Reader, adapter_number, kept_states_of
 from .sampling import drawing_of
 
 
@@ -25,13 +25,14 @@ def message_of(
     *,
     keeps: bool = True,
 ) -> SlotStep:
-    """Returns the message of a step, with how tokens are chosen, what is read as numbers, and the rows' adapters.
+    """Returns the message of a step: the scheduler's, with the drawing of tokens, the reads of numbers and the
+    adapters.
 
-    readers  of the step's takers
-    hooks    return further fields of the message
+    readers  the reader of each of the step's consumers
+    hooks    functions of the engine's parts that return further fields of the message
     keeps    whether hidden states may be kept
     """
-    drawing = drawing_of([reader.state for reader in readers], [running.unknown for running in step.takers])
+    drawing = drawing_of([reader.state for reader in readers], [sequence.unknown for sequence in step.consumers])
     numbers = _numbers_of(readers)
     adapters = None
     if facts.adapters:
@@ -49,24 +50,29 @@ def message_of(
 
 
 def is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
-    """Returns whether the choice of the step's tokens depends on no token that is still to come."""
+    """Returns whether the step's tokens can be drawn without the tokens of steps in flight."""
     return all(
-        not running.unknown or reader.state is None or reader.state.independent
-        for running, reader in zip(step.takers, readers, strict=True)
+        not sequence.unknown or reader.state is None or reader.state.independent
+        for sequence, reader in zip(step.consumers, readers, strict=True)
     )
 
 
 def adapter_of(facts: Facts, namespace: Sequence[object]) -> int:
-    """Returns the number of the adapter of a namespace, -1: none."""
+    """Returns the number of a namespace's adapter; -1 if it has none."""
     number = adapter_number(facts, namespace[0])  # type: ignore[arg-type]
     return -1 if number is None else number
 
 
 def kept_rows(step: GenerateStep) -> list[tuple[Exits | None, int]]:
-    """Returns (exits, row) of each row of a step whose hidden state is to be kept. That of a row which runs again is
-    there."""
-    kept = [(one, range(first, stop)) for name, first, stop in step.namespaces if (one := kept_in(name)) is not None]
-    return [(one.exits, row) for one, rows in kept for row in rows if step.message.slots[row] != SCRATCH]
+    """Returns (exits, row) of each row of a step whose hidden state is to be kept. A row that only runs again, for its
+    result, is left out: its state is kept already."""
+    return [
+        (kept.exits, row)
+        for namespace, first, stop in step.namespaces
+        if (kept := kept_states_of(namespace)) is not None
+        for row in range(first, stop)
+        if step.message.slots[row] != SCRATCH
+    ]
 
 
 def _keeping(step: SlotStep, rows: np.ndarray) -> SlotStep:
@@ -77,30 +83,30 @@ def _keeping(step: SlotStep, rows: np.ndarray) -> SlotStep:
 
 
 def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:
-    """Returns those of a step's reads that give numbers, by readout."""
-    found: dict[tuple[Readout, bool], list[tuple[int, NumberReader]]] = {}
+    """Returns a Numbers for each Readout among a step's reads."""
+    groups: dict[tuple[Readout, bool], list[tuple[int, NumberReader]]] = {}
     for i, reader in enumerate(readers):
         if isinstance(reader, NumberReader):
-            found.setdefault((reader.readout, reader.count is not None), []).append((i, reader))
+            groups.setdefault((reader.readout, reader.count is not None), []).append((i, reader))
     return tuple(
         Numbers(
             readout,
-            np.array([i for i, _ in some], np.int64),
-            np.concatenate([reader.targets for _, reader in some]),
-            np.array([reader.count for _, reader in some], np.int64) if is_kept else None,
+            np.array([i for i, _ in group], np.int64),
+            np.concatenate([reader.targets for _, reader in group]),
+            np.array([reader.count for _, reader in group], np.int64) if keeps else None,
         )
-        for (readout, is_kept), some in found.items()
+        for (readout, keeps), group in groups.items()
     )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Flight:
-    """A Flight is a step that the worker was given.
+class InFlightStep:
+    """An InFlightStep is a step that the worker has started.
 
-    readers  of the step's takers, in their order
-    ticket   gives what the step read, once the worker has it
+    readers  the reader of each of the step's consumers
+    ticket   returns the result, once the worker has it
     started  when the step's planning began, by `time.perf_counter`
-    seconds  that it took so far, by part (see `Stats`)
+    seconds  the seconds that it took so far, by part (see `Stats`)
     """
 
     step: GenerateStep
@@ -113,32 +119,32 @@ class Flight:
     def take(self, result: SlotResult, stats: GenerationStats) -> tuple[list[bool], dict[Hashable, Exception]]:
         """Gives tokens and numbers to their readers, and counts the tokens.
 
-        Returns whether each of the step's takers ends there, and {key of a request: the error of a reader of its}.
+        Returns whether each of the step's consumers ends with it, and {key of a request: the error of its reader}.
         """
-        for asked, found in zip(self.message.numbers, result.numbers, strict=True):
+        for numbers, read_out in zip(self.message.numbers, result.numbers, strict=True):
             first = 0
-            for read, size in zip(asked.reads.tolist(), asked.sizes.tolist(), strict=True):
+            for read, size in zip(numbers.reads.tolist(), numbers.sizes.tolist(), strict=True):
                 own, first = slice(first, first + size), first + size
-                if self.step.takers[read].state == "ended":  # its request may run again, as another sequence
+                if self.step.consumers[read].state == "ended":  # its request may run again, as another sequence
                     continue
                 reader = self.readers[read]
                 assert isinstance(reader, NumberReader)
-                values = found.values[own].copy() if reader.has_rows else found.values[own.start].copy()
-                reader.result = Result(values, None if found.greedy is None else found.greedy[own].copy())
-        taken, ended = result.taken, list[bool]()
+                values = read_out.values[own].copy() if reader.has_rows else read_out.values[own.start].copy()
+                reader.result = Result(values, None if read_out.greedy is None else read_out.greedy[own].copy())
+        was_read, ended = result.taken, list[bool]()
         failed: dict[Hashable, Exception] = {}
-        for i, (running, reader, token) in enumerate(
-            zip(self.step.takers, self.readers, result.ids.tolist(), strict=True)
+        for i, (sequence, reader, token) in enumerate(
+            zip(self.step.consumers, self.readers, result.ids.tolist(), strict=True)
         ):
             ends = True
-            if taken is not None and not taken[i]:
+            if was_read is not None and not was_read[i]:
                 ends = False
-            elif running.state != "ended":
-                had = len(reader.tokens)
+            elif sequence.state != "ended":
+                before = len(reader.tokens)
                 try:
                     ends = reader.take(None if token == -1 else token, result.logprobs.get(i))
                 except Exception as error:
-                    failed[running.key] = error
-                stats.generated_tokens += len(reader.tokens) - had
+                    failed[sequence.key] = error
+                stats.generated_tokens += len(reader.tokens) - before
             ended.append(ends)
         return ended, failed

@@ -1,4 +1,4 @@
-"""What an engine has done: its Stats, whom it tells of each step, and how large a step may be."""
+"""The counters of an engine, its listeners, and the budget of a step's rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from ..worker.protocol import Ticket, Worker
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """A StepInfo is what one step did, for progress and the report.
+    """A StepInfo describes one step, for progress and the report.
 
-    rows           how many rows went through the model; where a step is a visit, those that made their first
+    rows           how many rows went through the model; if a step is one visit of a looped model, the rows at their
+                   first visit
     path_rows      how many rows of earlier steps these attended to
-    requests_done  how many requests ended with it
+    requests_done  how many requests ended with the step
     tokens_done    how many tokens the sequences of these requests had
-    started        time.perf_counter() when it began
-    seconds        of the forward pass with its read-outs
-    running        how many running sequences had a row each
+    started        time.perf_counter() when the step began
+    seconds        the time of the forward pass with its read-outs
+    running        how many rows were the last token of a sequence
     """
 
     rows: int
@@ -40,7 +41,10 @@ Listener = Callable[[StepInfo], None]
 
 
 class Meter:
-    """A Meter owns the Stats of an engine: threads that run at once add to them here."""
+    """A Meter owns the Stats of an engine, to which several threads add.
+
+    stats  the counters since the meter was made, or since `reset`
+    """
 
     def __init__(self) -> None:
         self.stats = Stats()
@@ -50,8 +54,8 @@ class Meter:
     def add(self, *, seconds: dict[str, float] | None = None, **counts: int) -> None:
         """Adds to the Stats.
 
-        seconds  by part
-        counts   by field of Stats; they add up, but `path_rows_peak` is the largest that was given
+        seconds  seconds to add, by part
+        counts   counts to add, by field of Stats; `path_rows_peak` is not added up, its largest value stays
         """
         with self._lock:
             stats = self.stats
@@ -63,24 +67,24 @@ class Meter:
                     stats.add_seconds(part, spent)
 
     def reset(self) -> Stats:
-        """Begins again from nothing, and returns what was counted until now."""
+        """Sets the Stats to zero, and returns what they were."""
         with self._lock:
             self.stats, before = Stats(), self.stats
         return before
 
-    def tell(self, step: StepInfo) -> None:
-        """Tells all who listen of a step."""
+    def notify(self, step: StepInfo) -> None:
+        """Calls all listeners with a step."""
         for listener in tuple(self._listeners):
             listener(step)
 
     @property
-    def is_heard(self) -> bool:
-        """Returns whether anybody listens."""
+    def has_listeners(self) -> bool:
+        """Returns whether there is a listener."""
         return bool(self._listeners)
 
     @contextmanager
-    def heard_by(self, listener: Listener | None) -> Iterator[None]:
-        """Returns a context within which the listener, if there is one, is told of every step."""
+    def listening(self, listener: Listener | None) -> Iterator[None]:
+        """Returns a context in which the listener, unless it is None, is called with every step."""
         if listener is None:
             yield
             return
@@ -91,16 +95,16 @@ class Meter:
             self._listeners.remove(listener)
 
 
-# After so many steps for which memory was large enough, they may be twice as large again.
+# After this many steps that fitted into memory, the budget doubles again.
 STEPS_UNTIL_LARGER = 256
 
 
 class StepBudget:
-    """A StepBudget is the most rows that a step may have: as many as were asked for, fewer after memory was too small,
-    and more again once it has been large enough for long.
+    """A StepBudget is the most rows that a step may have. It halves when memory is too small for a step, and doubles
+    again after STEPS_UNTIL_LARGER steps that fitted.
 
     rows   the most rows of the next step
-    least  it never falls below that
+    least  the budget never falls below this many rows
     """
 
     def __init__(self, rows: int, *, least: int = 1):
@@ -110,9 +114,9 @@ class StepBudget:
     def start(self, worker: Worker, message: Message, rows: int, prepared: Any = None) -> Ticket | None:
         """Starts a step of `rows` rows and returns its ticket.
 
-        Returns None where memory is too small for the step; `rows` is then at most half of the step's.
+        Returns None if memory is too small for the step; the budget is then at most half of the step's rows.
 
-        Raises OutOfMemoryError where memory is too small for the least of steps.
+        Raises OutOfMemoryError if memory is too small even for a step of `least` rows.
         """
         try:
             ticket = worker.start(message, prepared)

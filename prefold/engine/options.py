@@ -1,4 +1,4 @@
-"""The options of an engine, which are settled when it is made; `prefold.options` declares those that users set."""
+"""The options of an engine, which are fixed when it is made; `prefold.model_options` declares those that users set."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class EngineOptions(StepOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        meant = {"sharing": "full", "sharing_threshold": 1.0}  # what "auto" is to an engine
-        for name in [name for name in meant if getattr(self, name) == "auto"]:
-            object.__setattr__(self, name, meant[name])
+        automatic = {"sharing": "full", "sharing_threshold": 1.0}  # the values that "auto" stands for
+        for name in [name for name in automatic if getattr(self, name) == "auto"]:
+            object.__setattr__(self, name, automatic[name])
 
     @classmethod
     def of(cls, options: ModelOptions, eos_ids: tuple[int, ...]) -> EngineOptions:
-        """Returns those of a model's options that its engine takes."""
+        """Returns the options of an engine that are among a model's options."""
         return part_of(cls, options, generation=part_of(GenerateOptions, options), eos_ids=eos_ids)

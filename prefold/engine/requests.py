@@ -1,4 +1,4 @@
-"""Requests on their way through the generator, and what takes the tokens and numbers that are read for them."""
+"""Open requests of the generator, and the readers that take the tokens and numbers which steps read for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ..types import Exits, Generated, Owner, Readout, Request, Result, TokenLogp
 from ..worker.protocol import Facts
 from .samples import OnText, Sample
 
-PROBED = ("last", "head", "logits")  # kinds of Readout, beside "logprobs" of one target
+# The kinds of Readout that are read at a prompt's last row alone; so is "logprobs" of a single target.
+LAST_ROW_KINDS = ("last", "head", "logits")
 
 NO_TARGETS = np.zeros(0, np.int32)
 
@@ -27,23 +28,25 @@ Answer = list[Generated] | Result | InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A Kept stands in the namespace of rows whose hidden states are kept in their slots, so that any of them can be
-    read once the prompt's last row is there, whoever computed them. exits: after which visit they are read."""
+class KeptStates:
+    """A KeptStates marks the namespace of rows whose hidden states are kept in their slots. All rows of a prompt can
+    then be read in the step of its last row, whichever request computed them. exits: after which visit they are
+    read."""
 
     exits: Exits | None
 
 
-def kept_in(namespace: Sequence[Hashable]) -> Kept | None:
-    """Returns the Kept that stands in a namespace; None: there is none."""
-    return namespace[2] if len(namespace) > 2 and isinstance(namespace[2], Kept) else None
+def kept_states_of(namespace: Sequence[Hashable]) -> KeptStates | None:
+    """Returns the KeptStates of a namespace; None if hidden states are not kept in it."""
+    return namespace[2] if len(namespace) > 2 and isinstance(namespace[2], KeptStates) else None
 
 
 class NumberReader:
-    """A NumberReader takes the numbers that are read of a prompt. It has no tokens, and takes none.
+    """A NumberReader takes the numbers that are read of a prompt. It has the interface of a Sample that makes no
+    tokens.
 
     targets  int32, with "logprobs": the tokens whose log-probabilities are wanted
-    count    how many of the prompt's last rows are read, whose hidden states are kept; None: the last row alone
+    count    how many of the prompt's last rows are read, by their kept hidden states; None: only the last row is read
     """
 
     number = 0
@@ -65,7 +68,7 @@ class NumberReader:
         return self.result is not None
 
     def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
-        """Returns True: the prompt ends with its one read."""
+        """Returns True: the request ends when its numbers are read."""
         return True
 
     def cancel(self) -> None:
@@ -77,17 +80,18 @@ Reader = Sample | NumberReader
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """An OpenRequest is a request that has no answer yet, with its readers, and the function that is told the answer.
+    """An OpenRequest is a request that has no answer yet.
 
-    readers        one for each sample; of a request that is not continued, one NumberReader
-    limit          how many tokens each reader takes at most
-    reserve        whether room for all of these is set aside
-    namespace      rows are shared only between requests of one namespace
-    owner          for whom it runs
-    again          whether it is a further read of a prompt, which an earlier request counts
-    cached_tokens  how many of the prompt's rows the first sample found in place
+    readers             a Sample for each sample; for a request that is not continued, one NumberReader
+    on_done             called with the answer
+    limit               the most tokens that each reader takes
+    reserve             whether room for all of these is set aside at admission
+    namespace           rows are shared only between requests of one namespace
+    owner               the tenant and the class that it runs for
+    again               whether it is a further read of a prompt that an earlier request counts
+    cached_tokens       how many of the prompt's rows were in the KV store when its first sample was admitted
     approximate_tokens  how many of the prompt's rows were copied from other positions
-    notes          what parts of the engine keep with it
+    notes               values that the engine's parts attach to the request
     """
 
     key: int
@@ -105,7 +109,7 @@ class OpenRequest:
 
     @property
     def rows(self) -> np.ndarray:
-        """Returns the ids of the rows that are computed of the prompt, int32 [n]."""
+        """Returns the ids of the prompt's rows that are computed, int32 [n]."""
         reader = self.readers[0]
         reads_first = isinstance(reader, NumberReader) and reader.readout.kind == "first"
         return self.request.tokens[:1] if reads_first else self.request.tokens
@@ -117,14 +121,14 @@ class OpenRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Returns how many rows its sequences would have had, were nothing shared between them."""
+        """Returns how many rows its sequences would have without sharing."""
         return sum(len(self.request.tokens) + max(0, len(reader.tokens) - 1) for reader in self.readers)
 
     def answer(self) -> Answer:
         """Returns the answer to a request that is done.
 
-        It is a Generated for each sample, or the error of a sample that has one; of a request that is not continued it
-        is the Result.
+        The answer is a list with a Generated for each sample, or the error of the first sample that failed. For a
+        request that is not continued it is the Result.
         """
         samples = []
         for reader in self.readers:
@@ -137,15 +141,17 @@ class OpenRequest:
         return [sample.result(self.cached_tokens, self.approximate_tokens) for sample in samples]
 
 
-def together(readout: Readout, num_targets: Iterable[int]) -> Readout:
-    """Returns how prompts are read together that have so many targets each: where one needs rows whose hidden states
-    are kept, all are among these, so that they share."""
-    return readout if readout.kind != "logprobs" or can_probe(readout, num_targets) else replace(readout, keeps=True)
+def joint_readout(readout: Readout, num_targets: Iterable[int]) -> Readout:
+    """Returns the Readout with which all prompts of a group are read: if one needs kept hidden states, all keep theirs,
+    so that they share rows. num_targets: of each prompt."""
+    return (
+        readout if readout.kind != "logprobs" or reads_last_rows(readout, num_targets) else replace(readout, keeps=True)
+    )
 
 
-def count_of(readout: Readout, request: Request) -> int | None:
-    """Returns how many of a prompt's last rows are read, whose hidden states are kept; None: the last one that is
-    computed, and it is not kept."""
+def num_read_rows(readout: Readout, request: Request) -> int | None:
+    """Returns how many of a prompt's last rows are read by kept hidden states; None if only its last computed row is
+    read, which needs nothing kept."""
     if readout.kind in ("mean", "every"):
         return len(request.tokens)
     if readout.kind != "logprobs":
@@ -155,34 +161,35 @@ def count_of(readout: Readout, request: Request) -> int | None:
 
 
 def no_readout(readout: Readout) -> InputError:
-    """Returns what is said where rows leave, and others than last ones are to be read."""
-    what = "several targets of a prompt" if readout.kind == "logprobs" else f"{readout.kind!r}"
-    message = f"{what} is read at rows that are not last, and only last rows are read where rows leave"
+    """Returns the error for a read-out of other rows than last ones of a looped model whose rows leave early."""
+    subject = "several targets of a prompt" if readout.kind == "logprobs" else f"{readout.kind!r}"
+    message = f"{subject} is read at rows that are not last, and only last rows are read where rows leave"
     remedy = 'ask for one target or the last row, or give the LLM looped={"exits": "read"}'
     return InputError(message, field="readout", remedy=remedy, code="no_readout")
 
 
 def check_first(tokens: np.ndarray) -> None:
-    """Raises InputError where a first token of prompts is that of an image: its row sees all of the image."""
+    """Raises InputError if one of these first tokens is an image's: its row would see all of the image."""
     if (tokens >= SPAN_BASE).any():
         message = "a prompt begins with an image, and its first row is to be read"
         raise InputError(message, field="pooling", remedy='use pooling "last" or "mean", or begin with text')
 
 
-def can_probe(readout: Readout, num_targets: Iterable[int]) -> bool:
-    """Returns whether only last rows of prompts are read: of other rows the cache may have K/V, and never results.
+def reads_last_rows(readout: Readout, num_targets: Iterable[int]) -> bool:
+    """Returns whether a Readout reads only the last rows of prompts. Other rows may be cached, and the cache holds K/V
+    and no results.
 
-    num_targets  of each prompt; looked at for "logprobs" only
+    num_targets  the number of targets of each prompt; only "logprobs" depends on it
     """
-    return all(count == 1 for count in num_targets) if readout.kind == "logprobs" else readout.kind in PROBED
+    return all(count == 1 for count in num_targets) if readout.kind == "logprobs" else readout.kind in LAST_ROW_KINDS
 
 
-class Maker:
-    """A Maker makes an OpenRequest of what is asked, in any thread.
+class RequestBuilder:
+    """A RequestBuilder turns a Request into an OpenRequest. Any thread may call it.
 
-    reserve  whether room for the whole output is set aside where its length is given
-    checks   take the exits of a request, and raise InputError for those that cannot be followed
-    keeps    whether hidden states may be kept, so that rows can be read which are not last
+    reserve  whether room for the whole output is set aside when the request limits its length
+    checks   functions that take the exits of a request, and raise InputError if the engine cannot follow them
+    keeps    whether hidden states may be kept, which rows need that are read and not last
     """
 
     def __init__(
@@ -198,7 +205,7 @@ class Maker:
         self._checks, self._keeps = checks, keeps
         self._texts: _TextMakers | None = None
 
-    def make(
+    def build(
         self,
         key: int,
         request: Request,
@@ -210,23 +217,23 @@ class Maker:
         sharing: bool,
         owner: Owner,
     ) -> OpenRequest:
-        """Returns a request that can be run. Raises InputError for one that cannot be read or continued as asked.
+        """Returns the OpenRequest of a request. Raises InputError for a request that cannot be run.
 
-        readout  of a request that is not continued
+        readout  what is read, if the request is not continued
         sharing  whether it shares rows with other requests
-        owner    for whom it runs
+        owner    the tenant and the class that it runs for
         """
         adapter_number(self.facts, request.adapter)
-        asks = request.sampling or readout
+        with_exits = request.sampling or readout
         for check in self._checks:
-            check(None if asks is None else asks.exits)
-        # What does not share is in a namespace of its own.
+            check(None if with_exits is None else with_exits.exits)
+        # A request that shares no rows has a namespace of its own.
         namespace = (request.adapter, request.salt, *(() if sharing else (key,)))
         if request.sampling is None:
             assert readout is not None
             reader = self._reader(readout, request)
             if reader.count is not None:
-                namespace = (*namespace[:2], Kept(reader.exits), *namespace[2:])
+                namespace = (*namespace[:2], KeptStates(reader.exits), *namespace[2:])
             return OpenRequest(key, request, [reader], on_done, 1, True, namespace, owner)
         room, most = self.facts.max_positions - len(request.tokens), request.sampling.max_tokens
         limit = room if most is None else min(most, room)
@@ -244,7 +251,7 @@ class Maker:
     def _reader(self, readout: Readout, request: Request) -> NumberReader:
         if readout.kind == "first":
             check_first(request.tokens[:1])
-        count = count_of(readout, request)
+        count = num_read_rows(readout, request)
         if not self._keeps and (count is not None or readout.kind == "first"):
             raise no_readout(readout)
         targets = NO_TARGETS if request.targets is None else request.targets
@@ -259,7 +266,7 @@ class Maker:
     ) -> list[Sample]:
         sampling = request.sampling
         assert sampling is not None
-        # Without a lock: a grammar may take long, and at worst two threads make the same.
+        # No lock is held while a grammar compiles, which may take long: at worst two threads compile the same one.
         texts = self._texts_of(tokenizer, request)
         matcher = None if sampling.grammar is None else texts.grammars.matcher(sampling.grammar)
         detokenizer = None if tokenizer is None else texts.detokenizer
@@ -274,7 +281,7 @@ class Maker:
         ]  # fmt: skip
 
     def _texts_of(self, tokenizer: Tokenizer | None, request: Request) -> _TextMakers:
-        """Returns what turns tokens into text, kept for the tokenizer used last."""
+        """Returns the detokenizer and the grammars of a tokenizer; those of the tokenizer used last are kept."""
         if tokenizer is None:
             for field in ("stop", "grammar"):
                 if getattr(request.sampling, field):
@@ -287,7 +294,7 @@ class Maker:
 
 
 class _TextMakers:
-    """A _TextMakers is a tokenizer with what is made of it: a detokenizer and grammars, each when first asked for."""
+    """A _TextMakers is a tokenizer with its detokenizer and its grammar compiler, each made at its first use."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
         self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""One sample of a request while it is being made: its tokens, its text, and what ends it."""
+"""A sample of a request while it is generated: its tokens, its text, and the conditions that end it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from .sampling import SamplerState
 
 
 class TextPiece(NamedTuple):
-    """A TextPiece is some more text of a sample.
+    """A TextPiece is the next piece of a sample's text.
 
-    tokens  (id, log-probabilities) of the tokens whose text began with this piece; None unless they were asked for
+    sample  the number of the sample
+    tokens  (id, log-probabilities) of the tokens whose text begins in this piece; None for log-probabilities that the
+            request does not want
     count   how many tokens the sample has so far
     """
 
@@ -31,13 +33,14 @@ OnText = Callable[[TextPiece], None]
 
 
 class Sample:
-    """A Sample takes the tokens that were chosen for it, one after the other, and makes its text of them.
+    """A Sample takes the tokens that steps chose for it, one after the other, and makes its text of them.
 
-    tokens         those it has taken
-    finish_reason  why it ended; None while it has not
-    state          what the choice of its next token depends on
-    error          why there is no result; None where there is one
-    on_text        called with every piece of text as it becomes final; None: nobody listens
+    number         the sample's number in its request
+    tokens         the tokens that it has taken
+    finish_reason  why it ended; None while it goes on
+    state          the state on which the choice of its next token depends
+    error          the error in place of a result; None without one
+    on_text        called with every piece of text as it becomes final; None: text is made at the end
     """
 
     def __init__(
@@ -65,12 +68,12 @@ class Sample:
         self._stop_ids = set(sampling.stop_ids)
         self._end_ids = self._stop_ids | (set() if sampling.ignore_eos else set(eos_ids))
         self._logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
-        self._told = 0  # tokens that were told with their text
+        self._num_sent = 0  # tokens that were sent with a piece of text
         self._tokenizer = tokenizer
         self._on_text = on_text
-        # Where nobody waits for it, text is made at the end.
-        follows = detokenizer is not None and (sampling.stop or on_text is not None)
-        self._text = detokenizer.stream(sampling.stop, sampling.min_tokens) if detokenizer and follows else None
+        # Without stop strings and without a listener, text is made at the end.
+        streams = detokenizer is not None and (sampling.stop or on_text is not None)
+        self._text = detokenizer.stream(sampling.stop, sampling.min_tokens) if detokenizer and streams else None
         self.state = SamplerState(
             sampling, seed=seed, sample=number, prompt=request.tokens, end_ids=self._end_ids, matcher=matcher
         )
@@ -83,7 +86,7 @@ class Sample:
     def take(self, token: int | None, logprobs: TokenLogprobs | None) -> bool:
         """Takes the next token, and returns whether the sample has ended.
 
-        token  None: no token is allowed any more; NOT_FINITE: the logits were no finite numbers
+        token  None: the grammar allows no token; NOT_FINITE: the logits were no finite numbers
         """
         if token == NOT_FINITE:
             message = f"the logits after {len(self.tokens)} tokens are not finite numbers"
@@ -102,7 +105,7 @@ class Sample:
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
         if self._text is not None:
-            self._say(self._text.add(token))
+            self._send(self._text.add(token))
             if self._text.stopped is not None:
                 return self._end("stop", self._text.stopped)
         if self.state.grammar_done:
@@ -118,40 +121,40 @@ class Sample:
     def result(self, cached_tokens: int, approximate_tokens: int = 0) -> Generated:
         """Returns the result of a sample that has ended without an error."""
         assert self.finish_reason is not None
-        kept = len(self.tokens) if self._text is None else self._text.num_tokens
+        # Tokens behind a stop string are no part of the result.
+        count = len(self.tokens) if self._text is None else self._text.num_tokens
         if self._text is not None:
             text: str | None = self._text.text
         else:
             text = None if self._tokenizer is None else self._tokenizer.decode(self.tokens, skip_special=True)
         return Generated(
-            tokens=tuple(self.tokens[:kept]),
+            tokens=tuple(self.tokens[:count]),
             text=text,
             finish_reason=self.finish_reason,
             stop=self._stop,
             cached_tokens=cached_tokens,
             approximate_tokens=approximate_tokens,
-            logprobs=None if self._logprobs is None else tuple(self._logprobs[:kept]),
+            logprobs=None if self._logprobs is None else tuple(self._logprobs[:count]),
         )
 
     def _check_grammar(self) -> None:
-        """Sets `error` where the text ends before its grammar does: the grammar grew too complex, or no token fits."""
+        """Sets `error` if the text ends before its grammar does: the grammar grew too complex, or no token fits."""
         matcher = self.state.matcher
         if matcher is not None and (matcher.failed or not matcher.is_complete):
-            why = " ".join((matcher.failed or "no token goes on as it asks").split())[:300]
-            message = f"the grammar could not be followed after {len(self.tokens)} tokens: {why}"
+            reason = " ".join((matcher.failed or "no token goes on as it asks").split())[:300]
+            message = f"the grammar could not be followed after {len(self.tokens)} tokens: {reason}"
             self.error = InputError(message, field="grammar", remedy="give a simpler one", code="grammar_failed")
 
     def _end(self, reason: Literal["stop", "length", "cancelled"], stop: str | int | None = None) -> bool:
         self.finish_reason, self._stop = reason, stop
         if self._text is not None:
-            self._say(self._text.finish())
+            self._send(self._text.finish())
         return True
 
-    def _say(self, piece: str) -> None:
+    def _send(self, piece: str) -> None:
         if piece and self._on_text is not None:
             assert self._text is not None
-            first, self._told = self._told, self._text.num_given
-            ids = self.tokens[first : self._told]
-            found = [None] * len(ids) if self._logprobs is None else self._logprobs[first : self._told]
-            given = tuple(zip(ids, found, strict=True))
-            self._on_text(TextPiece(self.number, piece, given, len(self.tokens)))
+            first, self._num_sent = self._num_sent, self._text.num_given
+            ids = self.tokens[first : self._num_sent]
+            logprobs = [None] * len(ids) if self._logprobs is None else self._logprobs[first : self._num_sent]
+            self._on_text(TextPiece(self.number, piece, tuple(zip(ids, logprobs, strict=True)), len(self.tokens)))

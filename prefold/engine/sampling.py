@@ -1,4 +1,4 @@
-"""What the choice of a sample's next token depends on, and how a worker is told of it."""
+"""The state on which the choice of a sample's next token depends, and the Drawing that tells a worker of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NO_PENALTIES = penalties_of(SamplerOptions())
 
 
 class SamplerState:
-    """A SamplerState holds what the next token of one sample depends on: its options, key, position, and tokens so far.
+    """A SamplerState holds all that the choice of a sample's next token depends on: options, key, position, tokens so
+    far.
 
     position   the place in the output of the token that is chosen next: 0 for the first
     matcher    follows the sample's grammar; None without one
@@ -36,8 +37,11 @@ class SamplerState:
         end_ids: Iterable[int] = (),
         matcher: Matcher | None = None,
     ):
-        """prompt: token ids, read only for a repetition penalty, which concerns no rows of images. matcher: from now on
-        the state advances it."""
+        """Makes the state before the first token.
+
+        prompt   token ids; only a repetition penalty reads them, and it skips the rows of images
+        matcher  is advanced by the state from now on
+        """
         self.sampling = sampling
         self.matcher = matcher
         self.position = 0
@@ -59,27 +63,27 @@ class SamplerState:
         self._place = {token: i for i, token in enumerate(self._ids.tolist())} if self.penalised else {}
 
     def plain(self, ahead: int = 0) -> bool:
-        """Returns whether the next token is just the most likely one, and nothing else is wanted.
+        """Returns whether the next token is just the most likely one, without log-probabilities.
 
-        ahead  how many tokens are still to come before it
+        ahead  how many tokens before it are still in flight
         """
         return self._bare and not self.banned(ahead).size
 
     @property
     def independent(self) -> bool:
-        """Returns whether the choice of a token depends on no token before it, and only the token is wanted of it."""
+        """Returns whether a token can be chosen without the tokens before it, and without log-probabilities."""
         return not self.penalised and self.matcher is None and self.sampling.logprobs is None
 
     def banned(self, ahead: int = 0) -> np.ndarray:
-        """Returns the ids, int64, that may not come next because the sample would be too short.
+        """Returns the ids, int64, that may not come next because the sample would end before min_tokens.
 
-        ahead  how many tokens are still to come before the next one
+        ahead  how many tokens before the next one are still in flight
         """
         return self.end_ids if self.position + ahead < self.sampling.min_tokens else self.end_ids[:0]
 
     @property
     def grammar_done(self) -> bool:
-        """Returns whether the grammar allows nothing after the tokens so far, so that the sample ends with them."""
+        """Returns whether the grammar allows no token after those so far, so that the sample ends with them."""
         return self.matcher is not None and self.matcher.is_done
 
     def advance(self, token: int) -> None:
@@ -109,28 +113,28 @@ class SamplerState:
 
 
 def drawing_of(states: Sequence[SamplerState | None], ahead: Sequence[int]) -> Drawing | None:
-    """Returns how the tokens at a step's reads are chosen; None where each is just the most likely one.
+    """Returns the Drawing of a step's tokens; None if each is just the most likely one.
 
-    states  of the sample at each read; None: any token will do
-    ahead   how many tokens of the sample at each read are still to come
+    states  the state of the sample at each read; None: any token will do
+    ahead   how many tokens of the sample at each read are still in flight
     """
-    found = [(i, state, ahead[i]) for i, state in enumerate(states) if state is not None and not state.plain(ahead[i])]
-    if not found:
+    reads = [(i, state, ahead[i]) for i, state in enumerate(states) if state is not None and not state.plain(ahead[i])]
+    if not reads:
         return None
-    each = [state for _, state, _ in found]
-    banned = [(ids, np.zeros(len(ids), np.float32)) for ids in (state.banned(n) for _, state, n in found)]
-    penalised = any(state.penalised for state in each)
-    masked = [i for i, state in enumerate(each) if state.matcher is not None]
-    logprobs = [-1 if state.sampling.logprobs is None else state.sampling.logprobs for state in each]
+    drawn = [state for _, state, _ in reads]
+    banned = [(ids, np.zeros(len(ids), np.float32)) for ids in (state.banned(n) for _, state, n in reads)]
+    penalised = any(state.penalised for state in drawn)
+    masked = [i for i, state in enumerate(drawn) if state.matcher is not None]
+    logprobs = [-1 if state.sampling.logprobs is None else state.sampling.logprobs for state in drawn]
     return Drawing(
-        reads=np.array([i for i, _, _ in found], np.int64),
-        filters=np.array([state.filters for state in each], np.float64),
-        keys=np.array([state.key(n) for _, state, n in found], np.uint64),
+        reads=np.array([i for i, _, _ in reads], np.int64),
+        filters=np.array([state.filters for state in drawn], np.float64),
+        keys=np.array([state.key(n) for _, state, n in reads], np.uint64),
         logprobs=np.array(logprobs, np.int64),
-        bias=Ragged.of([(state.bias_ids, state.bias) for state in each]),
+        bias=Ragged.of([(state.bias_ids, state.bias) for state in drawn]),
         banned=Ragged.of(banned),
-        penalties=np.array([state.penalties for state in each], np.float64) if penalised else None,
-        counted=Ragged.of([state.counted for state in each]) if penalised else None,
+        penalties=np.array([state.penalties for state in drawn], np.float64) if penalised else None,
+        counted=Ragged.of([state.counted for state in drawn]) if penalised else None,
         masked=np.array(masked, np.int64),
-        allowed=np.stack([each[i].matcher.mask() for i in masked]) if masked else None,  # type: ignore[union-attr]
+        allowed=np.stack([drawn[i].matcher.mask() for i in masked]) if masked else None,  # type: ignore[union-attr]
     )

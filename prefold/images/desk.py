@@ -18,7 +18,7 @@ import numpy as np
 from ..engine.meter import Meter
 from ..errors import InputError
 from ..prefix import MEDIA_BASE
-from ..schedule.generate_step import Running
+from ..schedule.generate_step import SequenceState
 from ..schedule.parts import EnginePart
 from ..types import Medium
 from ..worker.protocol import Worker
@@ -156,7 +156,7 @@ class ImageDesk(EnginePart):
         """Returns the first ids of the images that the worker has something of."""
         return [*self._held, *self._runs]
 
-    def held(self, ids: np.ndarray) -> np.ndarray:
+    def holds_rows(self, ids: np.ndarray) -> np.ndarray:
         """Returns which rows of images, by their ids, the worker has: bool [n]."""
         firsts, lasts = self._bounds
         if not len(firsts):
@@ -422,7 +422,7 @@ def _failure(why: str) -> InputError:
     return InputError(f"an image cannot be encoded: {why}", field="image", code="image_failed")
 
 
-def _image_rows(sequence: Running) -> np.ndarray:
+def _image_rows(sequence: SequenceState) -> np.ndarray:
     """Returns the ids of the rows of images that have to be computed for a sequence's prompt: where none of its rows
     is missing, of the last one, which runs again."""
     path = sequence.leaf.path()

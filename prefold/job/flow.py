@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.requests import PROBED
+from ..engine.requests import LAST_ROW_KINDS
 from ..errors import InputError
 from ..records.record import dumps, error_text
 from ..report.progress import Counts
@@ -130,7 +130,7 @@ def takes_ranges(engine: Any) -> bool:
 
 def reads_last_rows(task: Any) -> bool:
     """Returns whether most of what a task reads are last rows of prompts, so that they can be read in the KV store."""
-    return task.readout.kind in PROBED or task.readout.kind == "logprobs"
+    return task.readout.kind in LAST_ROW_KINDS or task.readout.kind == "logprobs"
 
 
 def live_results(

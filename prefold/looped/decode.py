@@ -38,7 +38,7 @@ class DecodeBatch:
     number     of each sequence, its place in that order
     place      int64 [n]: of each one's OutputRows
     start      int64 [n]: the position of the first row of each output
-    limit      int64 [n]: as of Running
+    limit      int64 [n]: as of SequenceState
     route      int64 [n]: the number of each one's route
     criteria   float64 [n, 2]: as of VisitStep
     length     int64 [n]: how many visits each one's route has
@@ -506,11 +506,11 @@ class Decoding:
             if len(batch.made[number]) == of_row:  # else it was known before
                 batch.made[number].append(count)
 
-    def take(self, takers: Iterable[tuple[Routed, int, bool, bool]]) -> list[Routed]:
+    def take(self, consumers: Iterable[tuple[Routed, int, bool, bool]]) -> list[Routed]:
         """Gives sequences the tokens that follow from their last rows: (sequence, token, whether it ends there, so that
         the token is no part of its output, whether its rows leave by its rule alone). Returns those that have ended."""
         outputs, done, places, rows, last = self.outputs, [], [], [], []
-        for sequence, token, ends, is_plain in takers:
+        for sequence, token, ends, is_plain in consumers:
             tail = sequence.tail
             if not ends:
                 tail.computed = len(tail.tokens)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..schedule.generate_step import Running
+from ..schedule.generate_step import SequenceState
 from .cache import NodeVisit, SlotAllocator
 from .decode import DecodeBatch, DecodeRows, Decoding, Part
 from .sequence import Routed
@@ -46,11 +46,11 @@ class _Group:
 class VisitDraft:
     """A VisitDraft is what a step will compute, while that is being decided.
 
-    most      the most rows of the step
+    max_rows  the most rows of the step
     slots     gives out slots
     decoding  gives rows of sequences that generate, of which `batch` has those that run
     unit      the block that it visits, PRELUDE or CODA; None: it only reads or routes
-    left      how many more rows the step may have
+    room      how many more rows the step may have
     group     which sequences it has rows of, as their block or their template and visit
     takes     the rows of prompts, by what they are of
     parts     which sequences that generate have rows, while that is being decided
@@ -60,12 +60,12 @@ class VisitDraft:
     routings  sequences whose router is asked how their route goes on
     """
 
-    most: int
+    max_rows: int
     slots: SlotAllocator
     decoding: Decoding
     batch: DecodeBatch
     unit: int | None = None
-    left: int = field(init=False)
+    room: int = field(init=False)
     group: Hashable = None
     takes: dict[NodeVisit, Take] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
@@ -75,10 +75,10 @@ class VisitDraft:
     routings: list[Routed] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.left = self.most
+        self.room = self.max_rows
 
     @property
-    def num_taken(self) -> int:
+    def num_rows(self) -> int:
         """Returns how many rows were added."""
         return sum(take.rows for take in self.takes.values()) + sum(len(part[0]) for part in self.parts)
 
@@ -92,7 +92,7 @@ class VisitDraft:
         """Returns whether the step would do nothing."""
         return not (self.has_rows or self.finished or self.routings)
 
-    def fill(self, running: Collection[Running]) -> None:
+    def fill(self, running: Collection[SequenceState]) -> None:
         """Adds rows of these sequences, while there is room: of those whose next block is the step's. Where it has none
         yet, it gets the block that most rows of these sequences go to, or that one of them has waited for too long."""
         groups = self._groups(running)  # type: ignore[arg-type]
@@ -107,13 +107,13 @@ class VisitDraft:
             if self.has_rows and chosen != self.group:
                 continue
             self.group, self.unit = chosen, group.unit
-            if self.left and len(group.numbers):
-                part, rows = self.decoding.choose(self.batch, group.numbers, self.left)
-                self.left -= rows
+            if self.room and len(group.numbers):
+                part, rows = self.decoding.choose(self.batch, group.numbers, self.room)
+                self.room -= rows
                 if len(part[0]) or len(part[1]):
                     self.parts.append(part)
             for sequence in sorted(group.prompts, key=lambda sequence: -sequence.waited):
-                if self.left:
+                if self.room:
                     self._take(sequence)
             if self.has_rows:
                 break
@@ -209,7 +209,7 @@ class VisitDraft:
         room for those that are computed or projected. Returns how many rows have slots."""
         node, first, seen = visit.node, visit.done, sequence.seen_of_left(visit, sequence.visit)
         needs = seen == 0  # a slot of its own, to be computed or projected
-        count = int(np.searchsorted(np.cumsum(needs), self.left, side="right"))
+        count = int(np.searchsorted(np.cumsum(needs), self.room, side="right"))
         places = np.flatnonzero(needs[:count] & ~visit.owned[first : first + count])
         slots = self.slots.allocate(len(places))
         if node.account is not None:
@@ -221,5 +221,5 @@ class VisitDraft:
         visit.owned[first + places] = True
         there = np.flatnonzero(~needs[:count])
         visit.slots[first + there] = seen[there]
-        self.left -= int(np.count_nonzero(needs[:count]))
+        self.room -= int(np.count_nonzero(needs[:count]))
         return count

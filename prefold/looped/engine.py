@@ -13,7 +13,7 @@ from ..engine.messages import adapter_of, kept_rows
 from ..engine.options import EngineOptions, GenerateOptions
 from ..errors import InputError
 from ..model.config import refuse_exits
-from ..schedule.generate_step import Held
+from ..schedule.generate_step import HoldsRows
 from ..schedule.parts import EnginePart
 from ..types import Exits, Sharing
 from ..worker.protocol import Facts, Worker
@@ -83,7 +83,7 @@ class Visits(EnginePart):
             message = "exit_prompts is given, and the router reads the prompt's rows after each visit"
             raise InputError(message, field="exit_prompts", remedy="leave it out, or give a route", code="no_exits")
 
-    def scheduler(self, max_batch_rows: int, held: Held | None) -> VisitScheduler:
+    def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> VisitScheduler:
         worker, options, looped = self._worker, self._options, self._worker.facts.of(LoopedFacts)
         assert looped is not None
         slots = worker.kv_slots(options.kv_memory, looped.visit_bytes)

@@ -23,9 +23,9 @@ class VisitPlan:
 
     Rows of prompts come first, depth-first; then those of sequences that generate.
 
-    message      what the worker is given; the engine adds how tokens are chosen, and which reads give numbers
-    takers       the sequence that takes what each of the message's reads gives, if it is made: those of prompts first
-    prompts      how many of the takers are those of prompts
+    message      the message for the worker; the engine adds how tokens are chosen, and which reads give numbers
+    consumers    the sequence that takes what each of the message's reads gives, if it is made: those of prompts first
+    prompts      how many of the consumers are those of prompts
     namespaces   (namespace, its first query, the query behind its last) of each group of rows
     projects     the namespace of each row that is projected
     takes        (what rows of a prompt are of, Take, the query of each row: -1 where it had left)
@@ -34,7 +34,7 @@ class VisitPlan:
     """
 
     message: VisitStep
-    takers: list[Routed]
+    consumers: list[Routed]
     prompts: int
     namespaces: list[tuple[tuple[Hashable, ...], int, int]]
     projects: list[tuple[Hashable, ...]]
@@ -108,20 +108,20 @@ class _Rows:
 def lay_out(draft: VisitDraft, decoding: Decoding) -> VisitPlan:
     """Returns the step of a draft; changes nothing."""
     out, namespaces = _depth_first(draft)
-    columns, takers = _of_prompts(draft, out)
-    prompts, projects, rounds = len(takers), list(out.project_of), None
+    columns, consumers = _of_prompts(draft, out)
+    prompts, projects, rounds = len(consumers), list(out.project_of), None
     if (decode := draft.decode) is not None:
         first, sequences = len(out.rows), decode.batch.sequences
         more, rounds = decoding.lay_out(decode, first)
         more["reads"] += len(columns["read_slots"])
         columns = {name: np.concatenate((column, more[name])) for name, column in columns.items()}
-        takers += [sequences[number] for number in decode.members[decode.reads].tolist()]
+        consumers += [sequences[number] for number in decode.members[decode.reads].tolist()]
         projects += [sequences[number].namespace for number in decode.late_members[decode.projected].tolist()]
         queries = decode.members[decode.rows].tolist()
         namespaces += [(sequences[number].namespace, i, i + 1) for i, number in enumerate(queries, first)]
     return VisitPlan(
         VisitStep(block=draft.unit or 0, routings=_routings(draft.routings), rounds=rounds, **columns),
-        takers=takers,
+        consumers=consumers,
         prompts=prompts,
         namespaces=namespaces,
         projects=projects,

@@ -23,7 +23,7 @@ import numpy as np
 from ..cache import CacheOptions, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
-from ..schedule.sequences import Sequences
+from ..schedule.sequences import SequenceScheduler
 from ..schedule.steps import NOT_FINITE
 from ..types import Exits
 from .cache import OUTPUT_SLOTS, NodeVisit, SlotAllocator, VisitCache, VisitNode
@@ -35,7 +35,7 @@ from .sequence import Decided, Routed
 from .steps import CODA, VisitOptions, VisitResult, may_leave, rule_of
 
 
-class VisitScheduler(Sequences[Routed]):
+class VisitScheduler(SequenceScheduler[Routed]):
     """A VisitScheduler decides what each step computes, and has the face of a GenerateScheduler.
 
     pool            the slots of the store, each of one row at one visit
@@ -78,7 +78,7 @@ class VisitScheduler(Sequences[Routed]):
 
     # ------------------------------------------------------------------------------------ what comes and goes
 
-    def _taken(
+    def _sequence_kind(
         self, namespace: tuple[Hashable, ...], exits: Exits | None = None, decided: Decided | None = None
     ) -> tuple[int, tuple[Hashable, ...], Callable[..., Routed]]:
         """exits: the route, and when rows leave; without a threshold by the model's. decided: what was decided for
@@ -139,7 +139,7 @@ class VisitScheduler(Sequences[Routed]):
     def _drafted(self, most: int) -> VisitDraft:
         """Returns the rows of the next step, with slots given for them."""
         self._slots.is_short, batch = False, self._decoding.batch(self.running)
-        draft = self.waiting.draft(self.running, VisitDraft(most, self._slots, self._decoding, batch))
+        draft = self.waiting.fill(VisitDraft(most, self._slots, self._decoding, batch), self.running)
         if draft.parts:
             draft.decode = self._decoding.rows(batch, draft.parts)
             if self.waiting.are_alike and len(batch.sequences) == len(self.running):
@@ -163,7 +163,7 @@ class VisitScheduler(Sequences[Routed]):
         batch = self._decoding.batch(self.running)
         unshared = self._decoding.begin(batch, step.decode)
         if len(batch.sequences) < len(self.running):
-            moving = {take.sequence for _, take, _ in step.takes} | {*step.takers, *step.routed}
+            moving = {take.sequence for _, take, _ in step.takes} | {*step.consumers, *step.routed}
             for sequence in self.running:
                 if not sequence.ready:
                     unshared += (len(sequence.tail) + sequence.leaf.stop) * max(1, len(sequence.route))
@@ -175,7 +175,7 @@ class VisitScheduler(Sequences[Routed]):
     ) -> list[Routed]:
         """Books what a step has given, and returns the sequences that have ended, by `ended` or by their limit.
 
-        tokens  the token that each of `step.takers` got; ignored where its read was not made
+        tokens  the token that each of `step.consumers` got; ignored where its read was not made
         ended   whether each of them ends here; its token is then no part of the output
         result  which rows left, which reads were made, and the blocks that the router chose
 
@@ -203,7 +203,7 @@ class VisitScheduler(Sequences[Routed]):
             for block in blocks:
                 self._go_on(sequence, block)
         is_plain, taken = [False] * prompts, np.ones(prompts, bool)
-        for sequence in step.takers[:prompts]:
+        for sequence in step.consumers[:prompts]:
             if sequence.state != "ended":
                 self._decoding.forget()
                 sequence.begin_output()
@@ -211,12 +211,12 @@ class VisitScheduler(Sequences[Routed]):
             taken = np.concatenate((taken, result.taken[prompts:]))
             self._decoding.note_exits(decode, taken[prompts:])
             is_plain += [decode.batch.plain[number] for number in decode.members[decode.reads].tolist()]
-        takers = [
-            (step.takers[i], int(tokens[i]), ended[i], is_plain[i])
+        consumers = [
+            (step.consumers[i], int(tokens[i]), ended[i], is_plain[i])
             for i in np.flatnonzero(taken).tolist()
-            if step.takers[i].state != "ended"
+            if step.consumers[i].state != "ended"
         ]
-        done = self._decoding.take(takers)
+        done = self._decoding.take(consumers)
         for sequence in done:
             self._end(sequence)
         stats.kv_bytes_now = self.pool.used_slots * self._slot_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..schedule.generate_step import Running
+from ..schedule.generate_step import SequenceState
 from ..types import Exits
 from .cache import NodeVisit, Prefix, TailNode, VisitNode
 from .outputs import NEVER, OutputRows
@@ -55,8 +55,8 @@ def leaves_after(number: np.ndarray | int, decides: np.ndarray, leaves: np.ndarr
     return np.where(gone, LEAVES, np.where((number >= decides) & (number < most), DECIDES, STAYS)).astype(np.int8)
 
 
-class Routed(Running):
-    """A Routed is a Running whose rows go through blocks a visit at a time.
+class Routed(SequenceState):
+    """A Routed is a SequenceState whose rows go through blocks a visit at a time.
 
     namespace of its rows
     route     the visits that are known: blocks, PRELUDE first and CODA last where the model has them

@@ -1,99 +1,84 @@
-"""Who of those that wait is admitted next, and whose rows a step has: the policies that a scheduler may be handed.
+"""Admission policies: which waiting sequence is admitted next, and which sequences have rows in a step.
 
-A policy holds the sequences that wait. `InOrder` admits them as they came, which in a job is depth-first.
-`FairAdmission` (`fair.py`) is for those who do not know of each other: it tells classes and tenants apart.
+A policy holds the sequences that wait. `InOrder` admits them in the order they came, which in a job is depth-first.
+`FairAdmission` (`fair.py`) is for a server: it distinguishes classes and tenants.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from .generate_step import Running
+from .generate_step import SequenceState
 
 if TYPE_CHECKING:
-    from .sequences import Sequences
+    from .sequences import SequenceScheduler
 
 
-class Fillable(Protocol):
-    """A Fillable is the draft of a step, while who has rows in it is being decided.
-
-    most  the most rows of the step
-    left  how many more rows may be added
-    """
-
-    most: int
-    left: int
-
-    @property
-    def num_taken(self) -> int:
-        """Returns how many rows were added."""
-
-    def fill(self, running: Collection[Running]) -> None:
-        """Adds rows of these sequences, while there is room."""
-
-
-D = TypeVar("D", bound=Fillable)
+# The plan of a step, which has `max_rows`, the most rows of the step, `room`, how many more rows may be added,
+# `num_rows`, how many were added, and `fill(running)`, which adds rows of these sequences until the room is used.
+P = TypeVar("P", bound=Any)
 
 
 class Admission(Protocol):
-    """An Admission holds the sequences that wait, and says who of them is next. Iterating yields them."""
+    """An Admission holds the sequences that wait, and decides which of them is next. Iterating over it yields them."""
 
     def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Running]: ...
+    def __iter__(self) -> Iterator[SequenceState]: ...
     def __contains__(self, sequence: object) -> bool: ...
     def clear(self) -> None: ...
-    def check(self, running: Collection[Running]) -> None: ...
+    def check(self, running: Collection[SequenceState]) -> None: ...
 
-    def take_over(self, before: Admission, running: Iterable[Running]) -> None:
-        """Goes on from another policy: with those that wait there, and those that run."""
+    def take_over(self, before: Admission, running: Iterable[SequenceState]) -> None:
+        """Takes over the waiting sequences of another policy, and the running sequences."""
 
-    def add(self, sequences: Iterable[Running]) -> None:
-        """Takes sequences that have come."""
+    def add(self, sequences: Iterable[SequenceState]) -> None:
+        """Adds sequences that wait from now on."""
 
-    def put_back(self, sequence: Running) -> None:
-        """Takes a sequence that ran and was preempted: it goes before those that have come since."""
+    def put_back(self, sequence: SequenceState) -> None:
+        """Adds a running sequence that was preempted; it waits before sequences that came after it."""
 
-    def remove(self, sequence: Running) -> None:
-        """Forgets a sequence that ends before it runs."""
+    def remove(self, sequence: SequenceState) -> None:
+        """Removes a sequence that ends before it is admitted."""
 
-    def first(self, scheduler: Sequences, *, batches: bool = True) -> Running | None:
-        """Returns who is admitted next, None where nobody should be now; batches: whether it may be one of a batch."""
+    def first(self, scheduler: SequenceScheduler, *, batches: bool = True) -> SequenceState | None:
+        """Returns the sequence that is admitted next; None if none should be now. batches: whether it may be a
+        batch's."""
 
-    def admitted(self, sequence: Running, rows: int) -> None:
-        """Books the sequence that `first` returned as running, with so many rows of its prompt to compute."""
+    def admitted(self, sequence: SequenceState, rows: int) -> None:
+        """Books the sequence that `first` returned as running. rows: how many rows of its prompt are to be computed."""
 
-    def ended(self, sequence: Running) -> None:
-        """Books the end of a sequence that had been admitted."""
+    def ended(self, sequence: SequenceState) -> None:
+        """Books the end of an admitted sequence."""
 
-    def before(self, sequence: Running, running: Collection[Running]) -> Collection[Running]:
-        """Returns those who run whose rows come before the rows of a sequence that waits."""
+    def before(self, sequence: SequenceState, running: Collection[SequenceState]) -> Collection[SequenceState]:
+        """Returns the running sequences whose rows go before the rows of a waiting sequence."""
 
-    def gives_way(self, sequence: Running, running: Collection[Running]) -> Running | None:
-        """Returns who of those that run is preempted for one that waits; None: nobody."""
+    def gives_way(self, sequence: SequenceState, running: Collection[SequenceState]) -> SequenceState | None:
+        """Returns the running sequence that is preempted for a waiting one; None: none is."""
 
-    def victim(self, running: Collection[Running]) -> Running:
-        """Returns who of those that run is preempted where memory is too small for all."""
+    def victim(self, running: Collection[SequenceState]) -> SequenceState:
+        """Returns the running sequence that is preempted when memory is too small for all."""
 
     @property
     def are_alike(self) -> bool:
-        """Returns whether all that run have the same right to rows of a step."""
+        """Returns whether all running sequences have the same right to rows of a step."""
 
-    def draft(self, running: Collection[Running], draft: D) -> D:
-        """Returns the empty draft of a step, filled; changes nothing else."""
+    def fill(self, plan: P, running: Collection[SequenceState]) -> P:
+        """Adds rows of running sequences to the plan of a step, and returns the plan; changes nothing else."""
 
 
 class InOrder:
-    """An InOrder admits sequences in the order in which they came, and gives everybody rows in each step."""
+    """An InOrder admits sequences in the order in which they came, and gives each of them rows in every step."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[Running, None] = OrderedDict()
+        self._waiting: OrderedDict[SequenceState, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Running]:
+    def __iter__(self) -> Iterator[SequenceState]:
         return iter(self._waiting)
 
     def __contains__(self, sequence: object) -> bool:
@@ -102,44 +87,44 @@ class InOrder:
     def clear(self) -> None:
         self._waiting.clear()
 
-    def check(self, running: Collection[Running]) -> None:
+    def check(self, running: Collection[SequenceState]) -> None:
         pass
 
-    def take_over(self, before: Admission, running: Iterable[Running]) -> None:
+    def take_over(self, before: Admission, running: Iterable[SequenceState]) -> None:
         self.add(before)
 
-    def add(self, sequences: Iterable[Running]) -> None:
+    def add(self, sequences: Iterable[SequenceState]) -> None:
         self._waiting.update(dict.fromkeys(sequences))
 
-    def put_back(self, sequence: Running) -> None:
+    def put_back(self, sequence: SequenceState) -> None:
         self._waiting[sequence] = None
         self._waiting.move_to_end(sequence, last=False)
 
-    def remove(self, sequence: Running) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         del self._waiting[sequence]
 
-    def first(self, scheduler: Sequences, *, batches: bool = True) -> Running | None:
+    def first(self, scheduler: SequenceScheduler, *, batches: bool = True) -> SequenceState | None:
         return next(iter(self._waiting), None)
 
-    def admitted(self, sequence: Running, rows: int) -> None:
+    def admitted(self, sequence: SequenceState, rows: int) -> None:
         del self._waiting[sequence]
 
-    def ended(self, sequence: Running) -> None:
+    def ended(self, sequence: SequenceState) -> None:
         pass
 
-    def before(self, sequence: Running, running: Collection[Running]) -> Collection[Running]:
+    def before(self, sequence: SequenceState, running: Collection[SequenceState]) -> Collection[SequenceState]:
         return running
 
-    def gives_way(self, sequence: Running, running: Collection[Running]) -> Running | None:
+    def gives_way(self, sequence: SequenceState, running: Collection[SequenceState]) -> SequenceState | None:
         return None
 
-    def victim(self, running: Collection[Running]) -> Running:
+    def victim(self, running: Collection[SequenceState]) -> SequenceState:
         return next(reversed(running))  # type: ignore[call-overload]
 
     @property
     def are_alike(self) -> bool:
         return True
 
-    def draft(self, running: Collection[Running], draft: D) -> D:
-        draft.fill(running)
-        return draft
+    def fill(self, plan: P, running: Collection[SequenceState]) -> P:
+        plan.fill(running)
+        return plan

@@ -1,6 +1,6 @@
-"""The policy of a server: classes, tenants that share the engine by their weights, and room for interactive requests.
+"""The admission policy of a server: interactive requests go before batches, and tenants share the engine by weights.
 
-What a policy does is said in `admission.py`.
+The methods of a policy are described in `admission.Admission`.
 """
 
 from __future__ import annotations
@@ -12,46 +12,46 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..types import Owner, Share
-from .admission import Admission, D
-from .generate_step import Running
+from .admission import Admission, P
+from .generate_step import SequenceState
 
 if TYPE_CHECKING:
     from ..cache import RadixCache
-    from .sequences import Sequences
+    from .sequences import SequenceScheduler
 
-# Of so many that wait first of a tenant, the one with the fewest rows to compute is admitted; one that others were
-# preferred to so often is admitted before them.
-LOOK = 8
-MOST_PASSED = 8
-# The part of the sequences, and of the slots, that is left to interactive requests; that of the sequences is lent to
-# batches where nobody has come for a while.
-LEFT_TO_INTERACTIVE = 0.25
-# Lines that are held, with those of owners that have nothing at present, before some are forgotten.
-IDLE_LINES = 1024
+# Among the first LOOK_AHEAD waiting sequences of a tenant, the one with the fewest rows to compute is admitted; a
+# sequence that has been passed over MAX_PASSED times goes first.
+LOOK_AHEAD = 8
+MAX_PASSED = 8
+# The share of the running sequences, and of the slots, that is reserved for interactive requests. The share of
+# sequences is lent to batches when no interactive request has come for a while.
+RESERVED_SHARE = 0.25
+# How many queues of owners are kept, idle ones included, before idle ones are forgotten.
+IDLE_QUEUES = 1024
 
 
-class _Line:
-    """A _Line is what one owner has waiting and running.
+class _OwnerQueue:
+    """An _OwnerQueue holds the waiting and the running sequences of one owner.
 
-    waiting  {sequence: how often another was preferred to it}, in the order of their coming
+    waiting  {sequence: how often it was passed over}, in the order in which they came
     running  the sequences that were admitted and have not ended
-    given    rows that it was given, over its weight: those of prompts from their admission on, those of outputs once
-             they have ended
-    entered  whether it is in its class's heap
+    served   the rows that the owner got, over its weight: those of prompts count from their admission on, those of
+             outputs once they have ended
+    entered  whether the queue is in the heap of its class
     """
 
-    __slots__ = ("entered", "given", "owner", "running", "share", "waiting")
+    __slots__ = ("entered", "owner", "running", "served", "share", "waiting")
 
-    def __init__(self, owner: Owner, share: Share, given: float):
-        self.owner, self.share, self.given = owner, share, given
-        self.waiting: OrderedDict[Running, int] = OrderedDict()
-        self.running: dict[Running, None] = {}
+    def __init__(self, owner: Owner, share: Share, served: float):
+        self.owner, self.share, self.served = owner, share, served
+        self.waiting: OrderedDict[SequenceState, int] = OrderedDict()
+        self.running: dict[SequenceState, None] = {}
         self.entered = False
 
     @property
     def tag(self) -> float:
-        """Returns `given`, with the outputs that are being made."""
-        return self.given + sum(len(sequence.tail.tokens) for sequence in self.running) / self.share.weight
+        """Returns `served` plus the rows of outputs that still run, by which owners are ordered."""
+        return self.served + sum(len(sequence.tail.tokens) for sequence in self.running) / self.share.weight
 
     @property
     def may_run(self) -> bool:
@@ -62,21 +62,20 @@ class _Line:
 class FairAdmission:
     """A FairAdmission admits interactive requests before batches, and shares the engine between tenants.
 
-    Of the tenants of a class the one is next that was given the fewest rows, over its weight: rows of prompts that had
-    to be computed, and of outputs. A tenant that comes back has no claim on what it did not use: it begins where the
-    one stands that was admitted last (start-time fair queueing, Goyal et al. 1996). Of a tenant's own sequences the one
-    is next that has the fewest rows which are neither there nor being computed; none is passed over more than
-    MOST_PASSED times.
+    Next among the owners of a class is the one that got the fewest rows, over its weight: computed rows of prompts, and
+    rows of outputs. An owner that was idle has no claim on the time before: it begins at the tag of the owner that was
+    admitted from last (start-time fair queueing, Goyal et al. 1996). Next among an owner's sequences is the one with
+    the fewest rows that are neither there nor being computed; none is passed over more than MAX_PASSED times.
 
-    A part of the sequences and slots is left to interactive requests. While these wait, a batch gets `batch_share` of
-    the rows of prompts. Where there is no room for an interactive request, the sequence of a batch that was admitted
-    last gives up its own rows, and goes on later; the first one stays.
+    A share of the sequences and slots is reserved for interactive requests. While these wait, batches get `batch_share`
+    of the rows of prompts. If an interactive request finds no room, the sequence of a batch that was admitted last is
+    preempted; the first sequence of a batch stays.
 
-    tenant_of    says to which tenant a namespace belongs, for what is kept
-    batch_rows   the most rows of batches in a step; None: as many as there is room for. The engine sets it
-    batch_first  whether these come before rows of interactive requests
-    lends        whether batches may have all sequences, and not only those that are not left to interactive requests.
-                 The engine sets it
+    share_of     returns the Share of a tenant
+    tenant_of    returns the tenant of a namespace, for the accounts of the cache
+    batch_rows   the most rows of batches in a step; None: as many as there is room for. The step policy sets it
+    batch_first  whether rows of batches go before rows of interactive requests. The step policy sets it
+    lends        whether batches may use the sequences reserved for interactive requests. The step policy sets it
     """
 
     def __init__(
@@ -94,26 +93,26 @@ class FairAdmission:
         self.clear()
 
     def clear(self) -> None:
-        self._lines: dict[Owner, _Line] = {}
-        # Lines that may have somebody to admit, of interactive requests and of batches: (tag at its entry, number,
-        # line), the least first. Tags only grow, so one that has not is the least of all.
-        self._heaps: tuple[list[tuple[float, int, _Line]], list[tuple[float, int, _Line]]] = ([], [])
+        self._queues: dict[Owner, _OwnerQueue] = {}
+        # A heap of the queues with a sequence to admit, for interactive requests and for batches: (tag when it was
+        # entered, number, queue). Tags only grow, so the head is the least if its tag is still what it was.
+        self._heaps: tuple[list[tuple[float, int, _OwnerQueue]], list[tuple[float, int, _OwnerQueue]]] = ([], [])
         self._numbers = itertools.count()
-        self._now = [0.0, 0.0]  # the tag of the line of each class that was admitted from last
+        self._now = [0.0, 0.0]  # for each class, the tag of the queue that was admitted from last
         self._num_waiting = [0, 0]
         self._num_running = [0, 0]
-        self._most_lines = IDLE_LINES
-        self._credit = 0.0  # rows that a batch may have before interactive requests
+        self._max_queues = IDLE_QUEUES
+        self._credit = 0.0  # rows of prompts that a batch may have before interactive requests
 
     def __len__(self) -> int:
         return sum(self._num_waiting)
 
-    def __iter__(self) -> Iterator[Running]:
-        return (sequence for line in self._lines.values() for sequence in line.waiting)
+    def __iter__(self) -> Iterator[SequenceState]:
+        return (sequence for queue in self._queues.values() for sequence in queue.waiting)
 
     def __contains__(self, sequence: object) -> bool:
-        line = self._lines.get(sequence.owner) if isinstance(sequence, Running) else None
-        return line is not None and sequence in line.waiting
+        queue = self._queues.get(sequence.owner) if isinstance(sequence, SequenceState) else None
+        return queue is not None and sequence in queue.waiting
 
     def num_waiting(self, *, batch: bool) -> int:
         """Returns how many sequences of a class wait."""
@@ -123,198 +122,198 @@ class FairAdmission:
         """Returns how many sequences of a class have been admitted and have not ended."""
         return self._num_running[batch]
 
-    def take_over(self, before: Admission, running: Iterable[Running]) -> None:
+    def take_over(self, before: Admission, running: Iterable[SequenceState]) -> None:
         self.add(before)
         for sequence in running:
-            self._line(sequence.owner).running[sequence] = None
+            self._queue(sequence.owner).running[sequence] = None
             self._num_running[sequence.owner.is_batch] += 1
 
     def read_shares(self, cache: RadixCache | None = None) -> None:
-        """Asks for the tenants' shares again, also of what a cache keeps for them."""
+        """Reads the tenants' shares again, and sets those of the cache's accounts."""
         if cache is not None:
             cache.set_tenants(self.tenant_of, self.share_of)
-        for line in self._lines.values():
-            line.share = self.share_of(line.owner.tenant)
-            self._enter(line)
+        for queue in self._queues.values():
+            queue.share = self.share_of(queue.owner.tenant)
+            self._enter(queue)
 
-    # ------------------------------------------------------------------------------------------ who comes and goes
+    # ---------------------------------------------------------------------------- sequences that come and go
 
-    def add(self, sequences: Iterable[Running]) -> None:
+    def add(self, sequences: Iterable[SequenceState]) -> None:
         for sequence in sequences:
-            line = self._line(sequence.owner)
-            if not line.waiting and not line.running:
-                line.given = max(line.given, self._now[sequence.owner.is_batch])
-            line.waiting[sequence] = 0
+            queue = self._queue(sequence.owner)
+            if not queue.waiting and not queue.running:
+                queue.served = max(queue.served, self._now[sequence.owner.is_batch])
+            queue.waiting[sequence] = 0
             self._num_waiting[sequence.owner.is_batch] += 1
-            self._enter(line)
+            self._enter(queue)
 
-    def put_back(self, sequence: Running) -> None:
-        line = self._lines[sequence.owner]
-        del line.running[sequence]
+    def put_back(self, sequence: SequenceState) -> None:
+        queue = self._queues[sequence.owner]
+        del queue.running[sequence]
         self._num_running[sequence.owner.is_batch] -= 1
-        line.waiting[sequence] = MOST_PASSED
-        line.waiting.move_to_end(sequence, last=False)
+        queue.waiting[sequence] = MAX_PASSED
+        queue.waiting.move_to_end(sequence, last=False)
         self._num_waiting[sequence.owner.is_batch] += 1
-        self._enter(line)
+        self._enter(queue)
 
-    def remove(self, sequence: Running) -> None:
-        line = self._lines[sequence.owner]
-        del line.waiting[sequence]
+    def remove(self, sequence: SequenceState) -> None:
+        queue = self._queues[sequence.owner]
+        del queue.waiting[sequence]
         self._num_waiting[sequence.owner.is_batch] -= 1
 
-    def admitted(self, sequence: Running, rows: int) -> None:
-        line = self._lines[sequence.owner]
+    def admitted(self, sequence: SequenceState, rows: int) -> None:
+        queue = self._queues[sequence.owner]
         is_batch = sequence.owner.is_batch
-        for other in line.waiting:
+        for other in queue.waiting:
             if other is sequence:
                 break
-            line.waiting[other] += 1
-        del line.waiting[sequence]
-        line.running[sequence] = None
+            queue.waiting[other] += 1
+        del queue.waiting[sequence]
+        queue.running[sequence] = None
         self._num_waiting[is_batch] -= 1
         self._num_running[is_batch] += 1
-        self._now[is_batch] = max(self._now[is_batch], line.tag)
-        line.given += rows / line.share.weight
+        self._now[is_batch] = max(self._now[is_batch], queue.tag)
+        queue.served += rows / queue.share.weight
         if self._num_waiting[not is_batch]:
             self._credit += -rows if is_batch else self.batch_share * rows
         elif is_batch:
             self._credit = 0.0
 
-    def ended(self, sequence: Running) -> None:
-        line = self._lines[sequence.owner]
-        del line.running[sequence]
+    def ended(self, sequence: SequenceState) -> None:
+        queue = self._queues[sequence.owner]
+        del queue.running[sequence]
         self._num_running[sequence.owner.is_batch] -= 1
-        line.given += len(sequence.tail.tokens) / line.share.weight
-        self._enter(line)
+        queue.served += len(sequence.tail.tokens) / queue.share.weight
+        self._enter(queue)
 
-    # ------------------------------------------------------------------------------------------------- who is next
+    # ------------------------------------------------------------------------------------ the next sequence
 
-    def first(self, scheduler: Sequences, *, batches: bool = True) -> Running | None:
-        line = self._least(False)
+    def first(self, scheduler: SequenceScheduler, *, batches: bool = True) -> SequenceState | None:
+        queue = self._least(False)
         batch = self._least(True) if batches and self._num_waiting[True] else None
         if batch is not None:
-            found = _cheapest(batch)
-            rows = found.leaf.stop
-            if (line is None or self._credit >= rows) and self._has_room(found, scheduler):
-                return found
-        return None if line is None else _cheapest(line)
+            sequence = _cheapest(batch)
+            rows = sequence.leaf.stop
+            if (queue is None or self._credit >= rows) and self._has_room(sequence, scheduler):
+                return sequence
+        return None if queue is None else _cheapest(queue)
 
-    def before(self, sequence: Running, running: Collection[Running]) -> Collection[Running]:
+    def before(self, sequence: SequenceState, running: Collection[SequenceState]) -> Collection[SequenceState]:
         return running if sequence.owner.is_batch else _of_class(running, False)
 
-    def gives_way(self, sequence: Running, running: Collection[Running]) -> Running | None:
-        # One goes on, so that batches come to an end however many others there are.
+    def gives_way(self, sequence: SequenceState, running: Collection[SequenceState]) -> SequenceState | None:
+        # One sequence of a batch always goes on, so that batches end however many interactive requests come.
         return self._last_of_batch(running) if not sequence.owner.is_batch and self._num_running[True] > 1 else None
 
-    def victim(self, running: Collection[Running]) -> Running:
+    def victim(self, running: Collection[SequenceState]) -> SequenceState:
         return self._last_of_batch(running) or next(reversed(running))  # type: ignore[call-overload]
 
     @property
     def are_alike(self) -> bool:
         return not self._num_running[True] or (not self._num_running[False] and self.batch_rows is None)
 
-    def draft(self, running: Collection[Running], draft: D) -> D:
-        """Returns the draft of a step: rows of interactive requests first, then of batches, at most `batch_rows`. Where
-        these are too few for all sequences of batches, those that have made the fewest tokens have them."""
+    def fill(self, plan: P, running: Collection[SequenceState]) -> P:
+        """Adds rows of interactive requests to the plan of a step, then rows of batches, at most `batch_rows`. If
+        these are too few for all sequences of batches, those get a row that have made the fewest tokens."""
         if not self._num_running[True]:
-            draft.fill(running)
-            return draft
+            plan.fill(running)
+            return plan
         for is_batch in (True, False) if self.batch_first else (False, True):
-            some = _of_class(running, is_batch)
-            if not is_batch or self.batch_rows is None or self.batch_rows >= draft.left:
-                draft.fill(some)
+            sequences = _of_class(running, is_batch)
+            if not is_batch or self.batch_rows is None or self.batch_rows >= plan.room:
+                plan.fill(sequences)
             elif self.batch_rows:
-                draft.left = self.batch_rows
-                if draft.left < len(some):
-                    some.sort(key=lambda sequence: len(sequence.tail.tokens))
-                draft.fill(some)
-                draft.left = max(0, draft.most - draft.num_taken)
-        return draft
+                plan.room = self.batch_rows
+                if plan.room < len(sequences):
+                    sequences.sort(key=lambda sequence: len(sequence.tail.tokens))
+                plan.fill(sequences)
+                plan.room = max(0, plan.max_rows - plan.num_rows)
+        return plan
 
-    def _has_room(self, sequence: Running, scheduler: Sequences) -> bool:
-        """Returns whether a sequence of a batch leaves enough to interactive requests, or is alone."""
+    def _has_room(self, sequence: SequenceState, scheduler: SequenceScheduler) -> bool:
+        """Returns whether a sequence of a batch leaves enough room for interactive requests, or is alone."""
         if not scheduler.running:
             return True
-        left = 0.0 if self.lends else LEFT_TO_INTERACTIVE
-        if self._num_running[True] >= max(1, int((1 - left) * scheduler.max_running)):
+        reserved = 0.0 if self.lends else RESERVED_SHARE
+        if self._num_running[True] >= max(1, int((1 - reserved) * scheduler.max_running)):
             return False
-        kept = 0 if scheduler.cache is None else scheduler.cache.rows
+        evictable = 0 if scheduler.cache is None else scheduler.cache.rows
         rows = sequence.leaf.stop + (sequence.limit if sequence.reserve else 0)
         pool = scheduler.pool
-        slots = pool.free_slots + (kept - rows) * scheduler.slots_per_row
-        return slots >= LEFT_TO_INTERACTIVE * pool.num_slots
+        slots = pool.free_slots + (evictable - rows) * scheduler.slots_per_row
+        return slots >= RESERVED_SHARE * pool.num_slots
 
-    def _last_of_batch(self, running: Collection[Running]) -> Running | None:
+    def _last_of_batch(self, running: Collection[SequenceState]) -> SequenceState | None:
         if not self._num_running[True]:
             return None
-        return next((one for one in reversed(running) if one.owner.is_batch), None)  # type: ignore[call-overload]
+        return next((latest for latest in reversed(running) if latest.owner.is_batch), None)  # type: ignore[call-overload]
 
-    # -------------------------------------------------------------------------------------------------- the lines
+    # ------------------------------------------------------------------------------------------- the queues
 
-    def _line(self, owner: Owner) -> _Line:
-        line = self._lines.get(owner)
-        if line is None:
+    def _queue(self, owner: Owner) -> _OwnerQueue:
+        queue = self._queues.get(owner)
+        if queue is None:
             self._forget_idle()
-            line = self._lines[owner] = _Line(owner, self.share_of(owner.tenant), self._now[owner.is_batch])
-        return line
+            queue = self._queues[owner] = _OwnerQueue(owner, self.share_of(owner.tenant), self._now[owner.is_batch])
+        return queue
 
-    def _enter(self, line: _Line) -> None:
-        if not line.entered and line.may_run:
-            line.entered = True
-            heapq.heappush(self._heaps[line.owner.is_batch], (line.tag, next(self._numbers), line))
+    def _enter(self, queue: _OwnerQueue) -> None:
+        if not queue.entered and queue.may_run:
+            queue.entered = True
+            heapq.heappush(self._heaps[queue.owner.is_batch], (queue.tag, next(self._numbers), queue))
 
     def _forget_idle(self) -> None:
-        """Forgets lines that have nothing, and were not given more than others."""
-        if len(self._lines) > self._most_lines:
-            self._lines = {
-                owner: line
-                for owner, line in self._lines.items()
-                if line.waiting or line.running or line.entered or line.given > self._now[owner.is_batch]
+        """Forgets queues without sequences whose owners did not get more rows than others."""
+        if len(self._queues) > self._max_queues:
+            self._queues = {
+                owner: queue
+                for owner, queue in self._queues.items()
+                if queue.waiting or queue.running or queue.entered or queue.served > self._now[owner.is_batch]
             }
-            self._most_lines = max(IDLE_LINES, 2 * len(self._lines))
+            self._max_queues = max(IDLE_QUEUES, 2 * len(self._queues))
 
-    def _least(self, is_batch: bool) -> _Line | None:
-        """Returns the line of a class that was given least, of those that have somebody to admit."""
+    def _least(self, is_batch: bool) -> _OwnerQueue | None:
+        """Returns the queue of a class with the least tag, among those with a sequence to admit."""
         heap = self._heaps[is_batch]
         while heap:
-            tag, _, line = heap[0]
-            if not line.may_run:
+            tag, _, queue = heap[0]
+            if not queue.may_run:
                 heapq.heappop(heap)
-                line.entered = False
-            elif (now := line.tag) > tag:
-                heapq.heapreplace(heap, (now, next(self._numbers), line))
+                queue.entered = False
+            elif (now := queue.tag) > tag:
+                heapq.heapreplace(heap, (now, next(self._numbers), queue))
             else:
-                return line
+                return queue
         return None
 
-    def check(self, running: Collection[Running]) -> None:
-        """Raises AssertionError where lines, counts and those who run do not agree; for tests."""
-        admitted = {sequence for line in self._lines.values() for sequence in line.running}
+    def check(self, running: Collection[SequenceState]) -> None:
+        """Raises AssertionError if queues, counts and running sequences disagree; for tests."""
+        admitted = {sequence for queue in self._queues.values() for sequence in queue.running}
         assert set(running) <= admitted
         assert all(sequence.state in ("running", "ending") for sequence in admitted)
         for is_batch in (False, True):
-            lines = [line for line in self._lines.values() if line.owner.is_batch == is_batch]
-            assert self._num_waiting[is_batch] == sum(len(line.waiting) for line in lines)
-            assert self._num_running[is_batch] == sum(len(line.running) for line in lines)
-            entered = [line for _, _, line in self._heaps[is_batch]]
+            queues = [queue for queue in self._queues.values() if queue.owner.is_batch == is_batch]
+            assert self._num_waiting[is_batch] == sum(len(queue.waiting) for queue in queues)
+            assert self._num_running[is_batch] == sum(len(queue.running) for queue in queues)
+            entered = [queue for _, _, queue in self._heaps[is_batch]]
             assert len(set(entered)) == len(entered)
-            assert {line for line in lines if line.entered} == set(entered)
-            assert all(line.entered for line in lines if line.may_run), "somebody is never admitted"
-        for line in self._lines.values():
-            assert list(line.waiting.values()) == sorted(line.waiting.values(), reverse=True)
+            assert {queue for queue in queues if queue.entered} == set(entered)
+            assert all(queue.entered for queue in queues if queue.may_run), "a sequence is never admitted"
+        for queue in self._queues.values():
+            assert list(queue.waiting.values()) == sorted(queue.waiting.values(), reverse=True)
 
 
-def _of_class(running: Collection[Running], is_batch: bool) -> list[Running]:
+def _of_class(running: Collection[SequenceState], is_batch: bool) -> list[SequenceState]:
     return [sequence for sequence in running if sequence.owner.is_batch == is_batch]
 
 
-def _cheapest(line: _Line) -> Running:
-    """Returns who of a line is next: of the first few, the one that has the fewest rows to compute."""
-    first, passed = next(iter(line.waiting.items()))
-    if passed >= MOST_PASSED or len(line.waiting) == 1:
+def _cheapest(queue: _OwnerQueue) -> SequenceState:
+    """Returns the next sequence of a queue: among the first few, the one with the fewest rows to compute."""
+    first, passed = next(iter(queue.waiting.items()))
+    if passed >= MAX_PASSED or len(queue.waiting) == 1:
         return first
-    return min(itertools.islice(line.waiting, LOOK), key=_rows_missing)
+    return min(itertools.islice(queue.waiting, LOOK_AHEAD), key=_rows_missing)
 
 
-def _rows_missing(sequence: Running) -> int:
+def _rows_missing(sequence: SequenceState) -> int:
     return sum(node.num_missing for node in sequence.leaf.path())

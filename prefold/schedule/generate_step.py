@@ -1,6 +1,6 @@
-"""A generation step: which rows, laid out depth-first, and who takes a token from them.
+"""A step of generation: the rows that it computes, laid out depth-first, and the sequences that take its tokens.
 
-Who runs is settled before, by the scheduler.
+A StepPlan collects rows for the sequences that the scheduler has admitted; `lay_out` makes the step of it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from ..prefix import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..types import Owner
 from .steps import SlotStep
 
-# Returns which rows of images, by their ids int32 [n], the worker holds and can put into a step: bool [n].
-Held = Callable[[np.ndarray], np.ndarray]
-NOBODY = Owner()
-N = TypeVar("N", bound=Any)  # of nodes, each of which has a parent
+# Takes ids of rows of images, int32 [n], and returns which of them the worker holds and can put into a step: bool [n].
+HoldsRows = Callable[[np.ndarray], np.ndarray]
+NO_OWNER = Owner()
+N = TypeVar("N", bound=Any)  # a kind of node, with a parent
 
 
-class Running:
-    """A Running is one sample of a request, from its arrival to its end: a sequence.
+class SequenceState:
+    """A SequenceState is what the scheduler knows of a sequence: one sample of a request, from its arrival to its end.
 
-    key, sample    the key of the request, as `submit` was given it, and which of its samples this is
-    limit          how many tokens it may make
-    reserve        whether room for all of these is set aside when it is admitted
-    owner          for whom it runs
-    route          the blocks of a looped model that its rows visit; None: as the model's order says
-    leaf           the node that ends with the prompt
-    tail           the node of the tokens that it makes
-    cached_tokens  how many of the prompt's rows were there when it was admitted; None before
+    key, sample    the key of the request, as of `submit`, and the number of the sample
+    limit          the most tokens that the sequence makes
+    reserve        whether room for all of these is set aside at admission
+    priority       the priority of its rows in the cache
+    owner          the tenant and the class that it runs for
+    route          the blocks of a looped model that its rows visit; None: the model's own order
+    state          "waiting" for admission, "running", "ending" (its last token is in flight), or "ended"
+    leaf           the node that ends with the prompt's last token
+    tail           the node of the tokens that the sequence makes
+    cached_tokens  how many of the prompt's rows were there at admission; None before
     ready          whether the prompt's rows are computed
-    known          how many of its tokens are known; those behind them are still to come, and each is held as -1 - i:
-                   the i-th read of the step that brings it
+    known          how many of the tail's tokens are known. A token still in flight stands there as -1 - i: the i-th
+                   read of the step that brings it
     """
 
     __slots__ = (
@@ -53,7 +55,7 @@ class Running:
         limit: int,
         reserve: bool,
         priority: int,
-        owner: Owner = NOBODY,
+        owner: Owner = NO_OWNER,
         route: tuple[int, ...] | None = None,
     ):
         self.key = key
@@ -73,35 +75,35 @@ class Running:
 
     @property
     def unknown(self) -> int:
-        """Returns how many of its tokens are still to come from steps that have begun."""
+        """Returns how many of its tokens are still in flight."""
         return len(self.tail.tokens) - self.known
 
     @property
     def tokens(self) -> list[int]:
-        """Returns the tokens that it has made, and those that are still to come as -1 - i."""
+        """Returns the tokens that it has made; those in flight are -1 - i."""
         return self.tail.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateStep:
-    """A GenerateStep is one forward pass, and what it means for the sequences that run.
+    """A GenerateStep is one forward pass, and its meaning for the sequences.
 
-    Its rows are its queries and lie depth-first: those below one node lie side by side.
+    Its rows are its queries. They lie depth-first, so that the rows below a node are neighbours.
 
-    message      what the worker is given; the engine adds how tokens are chosen, and which reads give numbers
-    takers       the sequence that takes what each of the message's reads gives
-    namespaces   (namespace, its first query, the query behind its last) of each namespace
-    takes        (node, how many of its rows are computed here)
-    decode_rows  how many of its rows are the last token of a sequence
-    again        how many of its rows had been computed before
-    growth       where it follows another: 1 for each run that grows by a row in the next step, 0 for others, int64 [r],
-                 and for how many steps that goes on
+    message        the message for the worker; the engine adds how tokens are chosen, and which reads give numbers
+    consumers      the sequence that takes the token, or the numbers, of each of the message's reads
+    namespaces     (namespace, its first query, the query behind its last) of each namespace
+    computed_rows  (node, how many of its rows are computed)
+    decode_rows    how many of the step's rows are the last token of a sequence
+    again          how many of the step's rows had been computed before
+    growth         for a step by `following`: 1 for each run of keys that grows by a row in the next step, 0 for others,
+                   int64 [r]; and for how many more steps the runs can grow like that
     """
 
     message: SlotStep
-    takers: list[Running]
+    consumers: list[SequenceState]
     namespaces: list[tuple[tuple[Hashable, ...], int, int]]
-    takes: list[tuple[Node, int]]
+    computed_rows: list[tuple[Node, int]]
     decode_rows: int
     again: int
     growth: tuple[np.ndarray, int] | None = None
@@ -113,130 +115,137 @@ class GenerateStep:
 
     @property
     def first_rows(self) -> int:
-        """Returns how many of its rows come into the model: all."""
+        """Returns how many rows enter the model with this step: all."""
         return self.message.num_rows
 
 
 @dataclass(slots=True)
-class Draft:
-    """A Draft is what a step will compute, while that is being decided.
+class StepPlan:
+    """A StepPlan collects the rows of a step.
 
-    most         the most rows of the step
-    held         which rows of images can be in it; None: there are no images
-    left         how many more rows may be added
-    takes        how many of each node's next rows are computed
-    reads        (sequence, node): the sequence takes a token from the last row of the node
-    again        nodes whose last row is computed once more, only for its result, and the sequences that take a token
-                 from it
-    decode_rows  how many of its rows are the last token of a sequence
+    max_rows       the most rows of the step
+    holds_rows     says which rows of images can be in the step; None: the model takes no images
+    room           how many more rows may be added
+    computed_rows  how many of each node's next rows are computed
+    reads          (sequence, node): the sequence takes a token from the last row of the node
+    again          nodes whose last row is computed once more, only for its result, and the sequences that take a token
+                   from it
+    decode_rows    how many of the rows are the last token of a sequence
     """
 
-    most: int
-    held: Held | None = None
-    left: int = field(init=False)
-    takes: dict[Node, int] = field(default_factory=dict)
-    reads: list[tuple[Running, Node]] = field(default_factory=list)
-    again: dict[Node, list[Running]] = field(default_factory=dict)
+    max_rows: int
+    holds_rows: HoldsRows | None = None
+    room: int = field(init=False)
+    computed_rows: dict[Node, int] = field(default_factory=dict)
+    reads: list[tuple[SequenceState, Node]] = field(default_factory=list)
+    again: dict[Node, list[SequenceState]] = field(default_factory=dict)
     decode_rows: int = 0
 
     def __post_init__(self) -> None:
-        self.left = self.most
+        self.room = self.max_rows
 
     @property
-    def num_taken(self) -> int:
+    def num_rows(self) -> int:
         """Returns how many rows were added."""
-        return sum(self.takes.values()) + len(self.again)
+        return sum(self.computed_rows.values()) + len(self.again)
 
-    def fill(self, running: Collection[Running]) -> None:
-        """Adds a row for each of these sequences that generates, then rows of prompts, in the order of the sequences,
-        while there is room.
+    def fill(self, running: Collection[SequenceState]) -> None:
+        """Adds a row for each of the sequences that generates, then rows of prompts in the order of the sequences,
+        until the room is used.
 
-        A span is taken whole. One that has no room beside the sequences that generate comes before these, once it is
-        the first of all that wait. Rows of images that are not held are not taken, nor rows behind them.
+        A span is added whole. The first prompt's next span goes before all other rows if it would have no room beside
+        the sequences that generate. Rows of images that the worker does not hold are left out, and the rows behind
+        them.
         """
-        opens = self.held is not None and self._open(running)
+        begins_with_span = self.holds_rows is not None and self._add_span_first(running)
         for sequence in running:
             if sequence.ready:
-                self._read_tail(sequence)
+                self._add_tail(sequence)
         for sequence in running:
-            if not self.left and not opens:
+            if not self.room and not begins_with_span:
                 break
             if not sequence.ready:
-                self._read_prompt(sequence)
-                opens = False
+                self._add_prompt(sequence)
+                begins_with_span = False
 
-    def _open(self, running: Collection[Running]) -> bool:
-        """Takes the span that the first sequence with a prompt to compute goes on with, where it is too long for the
-        room that sequences that generate would leave, and returns whether it did."""
+    def _add_span_first(self, running: Collection[SequenceState]) -> bool:
+        """Adds the span with which the first unfinished prompt goes on, if the sequences that generate would leave too
+        little room for it. Returns whether it was added."""
         first = next((sequence for sequence in running if not sequence.ready), None)
         node = None if first is None else next((node for node in first.leaf.path() if node.pending), None)
         if node is None or node.tokens[node.computed] < SPAN_BASE:
             return False
         rows = int(np.searchsorted(_starts(node, node.computed), 0, side="right"))
         generating = sum(sequence.tail.pending for sequence in running if sequence.ready)
-        taken = self.num_taken
-        if rows <= self.left - generating or (taken and rows > self.most - taken):
+        planned = self.num_rows
+        if rows <= self.room - generating or (planned and rows > self.max_rows - planned):
             return False
-        if self._ready(node, node.computed, rows) < rows:
+        if self._num_available(node, node.computed, rows) < rows:
             return False
-        self.takes[node] = rows
-        self.left = max(0, self.left - rows)
+        self.computed_rows[node] = rows
+        self.room = max(0, self.room - rows)
         return True
 
-    def _ready(self, node: Node, first: int, rows: int) -> int:
-        """Returns how many of the `rows` rows of a node from `first` on may be taken."""
-        assert self.held is not None
+    def _num_available(self, node: Node, first: int, rows: int) -> int:
+        """Returns how many of the `rows` rows of a node from `first` on can be computed: not the rows from an image on
+        that the worker does not hold."""
+        assert self.holds_rows is not None
         tokens = np.asarray(node.tokens[first:])
         ids = tokens[:rows]
         images = np.flatnonzero(ids >= MEDIA_BASE)
-        missing = images[~self.held(ids[images])] if len(images) else images
+        missing = images[~self.holds_rows(ids[images])] if len(images) else images
         return clear_of_span(tokens, int(missing[0]) if len(missing) else rows)
 
-    def _read_tail(self, sequence: Running) -> None:
+    def _add_tail(self, sequence: SequenceState) -> None:
         tail = sequence.tail
-        rows = min(tail.pending, self.left)
-        self.left -= rows
+        rows = min(tail.pending, self.room)
+        self.room -= rows
         if rows:
-            self.takes[tail] = rows
+            self.computed_rows[tail] = rows
         if rows and rows == tail.pending:
             self.reads.append((sequence, tail))
             self.decode_rows += 1
 
-    def _read_prompt(self, sequence: Running) -> None:
+    def _add_prompt(self, sequence: SequenceState) -> None:
         for node in sequence.leaf.path():
-            taken = self.takes.get(node, 0)
-            missing = node.pending - taken
+            planned = self.computed_rows.get(node, 0)
+            missing = node.pending - planned
             if missing:
-                rows = min(missing, self.left)
-                if rows and self.held is not None:
-                    rows = self._ready(node, node.computed + taken, rows)
+                rows = min(missing, self.room)
+                if rows and self.holds_rows is not None:
+                    rows = self._num_available(node, node.computed + planned, rows)
                 if rows:
-                    self.takes[node] = taken + rows
-                    self.left -= rows
+                    self.computed_rows[node] = planned + rows
+                    self.room -= rows
                 if rows < missing:
                     return
-        if sequence.tail.tokens:  # it was preempted: its own tokens' rows once more
-            self._read_tail(sequence)
-        elif sequence.leaf in self.takes:
+        if sequence.tail.tokens:  # it was preempted: the rows of its own tokens are computed once more
+            self._add_tail(sequence)
+        elif sequence.leaf in self.computed_rows:
             self.reads.append((sequence, sequence.leaf))
         elif sequence.leaf in self.again:
             self.again[sequence.leaf].append(sequence)
-        elif self.left and (self.held is None or self._ready(sequence.leaf, len(sequence.leaf) - 1, 1)):
-            # All its rows are there, but what the last one gave is gone: that row runs again, for its result only.
+        elif self.room and (self.holds_rows is None or self._num_available(sequence.leaf, len(sequence.leaf) - 1, 1)):
+            # All rows of the prompt are there, but not the result of the last one: that row runs again, for its result.
             self.again[sequence.leaf] = [sequence]
-            self.left -= 1
+            self.room -= 1
 
 
 def _starts(node: Node, first: int) -> np.ndarray:
-    """Returns of each row of a node from `first` on the first row of its span, or the row itself, counted from
-    `first`."""
+    """Returns, for each row of a node from `first` on, the first row of its span, or the row itself outside of a span;
+    counted from `first`, int64 [n]."""
     starts = span_starts(np.asarray(node.tokens[first:]))
     return np.arange(len(node) - first) if starts is None else starts
 
 
-def lay_out(draft: Draft) -> GenerateStep:
-    """Returns the step of a draft: its rows depth-first over the nodes that have some, or lie above such a node."""
-    roots, children = marked((*draft.takes, *draft.again))
+def lay_out(plan: StepPlan) -> GenerateStep:
+    """Returns the step of a plan, with its rows depth-first over the nodes that have rows in it, or lie above such a
+    node.
+
+    Every run of keys (`SlotStep.run_*`) is visible to the queries below its node. The stack therefore holds each node
+    twice: once to add its keys and rows, and once, after all nodes below it, to note where its queries end.
+    """
+    roots, children = marked((*plan.computed_rows, *plan.again))
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -252,7 +261,7 @@ def lay_out(draft: Draft) -> GenerateStep:
         stack: list[tuple[Node, range | None]] = [(root, None)]
         while stack:
             node, runs = stack.pop()
-            if runs is not None:  # everything below the node is done: its keys are visible up to here
+            if runs is not None:  # all nodes below have been added: the node's keys are visible up to here
                 last[runs.start : runs.stop] = [len(tokens)] * len(runs)
                 continue
             query, run = len(tokens), len(start)
@@ -262,8 +271,8 @@ def lay_out(draft: Draft) -> GenerateStep:
                 position.append(at)
                 first.append(query)
                 last.append(0)
-            rows = draft.takes.get(node, 0)
-            if rows == 1:  # as for a sequence that generates: without the cost of short arrays
+            rows = plan.computed_rows.get(node, 0)
+            if rows == 1:  # the row of a sequence that generates; short arrays would cost more
                 slot, at = int(node.slots[node.computed]), node.start + node.computed
                 tokens.append(int(node.tokens[node.computed]))
                 positions.append(at)
@@ -275,22 +284,22 @@ def lay_out(draft: Draft) -> GenerateStep:
                 last.append(0)
                 last_row[node] = query
             elif rows:
-                done = node.computed
-                row_slots = node.slots[done : done + rows].tolist()
-                row_positions = range(node.start + done, node.start + done + rows)
-                tokens.extend(np.asarray(node.tokens[done : done + rows]).tolist())
+                from_row = node.computed
+                row_slots = node.slots[from_row : from_row + rows].tolist()
+                row_positions = range(node.start + from_row, node.start + from_row + rows)
+                tokens.extend(np.asarray(node.tokens[from_row : from_row + rows]).tolist())
                 positions.extend(row_positions)
                 slots.extend(row_slots)
                 start.extend(row_slots)
                 count.extend([1] * rows)
                 position.extend(row_positions)
-                if draft.held is None:
+                if plan.holds_rows is None:
                     first.extend(range(query, query + rows))
-                else:  # rows of a span are seen from its first row on
-                    first.extend((query + _starts(node, done)[:rows]).tolist())
+                else:  # a row of a span is visible from the span's first row on
+                    first.extend((query + _starts(node, from_row)[:rows]).tolist())
                 last.extend([0] * rows)
                 last_row[node] = len(tokens) - 1
-            if node in draft.again:
+            if node in plan.again:
                 last_row[node] = len(tokens)
                 tokens.append(int(node.tokens[-1]))
                 positions.append(node.stop - 1)
@@ -298,7 +307,7 @@ def lay_out(draft: Draft) -> GenerateStep:
             stack.append((node, range(run, len(start))))
             stack.extend((child, None) for child in reversed(children.get(node, ())))
         namespaces.append((root.namespace, first_query, len(tokens)))
-    reads = draft.reads + [(sequence, node) for node, sequences in draft.again.items() for sequence in sequences]
+    reads = plan.reads + [(sequence, node) for node, sequences in plan.again.items() for sequence in sequences]
     rows_read = np.array([last_row[node] for _, node in reads], np.int64)
     read_rows, index = np.unique(rows_read, return_inverse=True)
     index = index.reshape(-1)
@@ -310,45 +319,45 @@ def lay_out(draft: Draft) -> GenerateStep:
     )  # fmt: skip
     return GenerateStep(
         message,
-        takers=[reads[i][0] for i in order.tolist()],
+        consumers=[reads[i][0] for i in order.tolist()],
         namespaces=namespaces,
-        takes=list(draft.takes.items()),
-        decode_rows=draft.decode_rows,
-        again=len(draft.again) + sum(rows for node, rows in draft.takes.items() if node.lost),
+        computed_rows=list(plan.computed_rows.items()),
+        decode_rows=plan.decode_rows,
+        again=len(plan.again) + sum(rows for node, rows in plan.computed_rows.items() if node.lost),
     )
 
 
-def following(before: GenerateStep, draft: Draft) -> GenerateStep | None:
-    """Returns what `lay_out` does of the draft of a step that follows one that has begun, where it has one more row of
-    the same sequences, and nothing else; else None. The sequences have run since without a break."""
-    last, takers = before.message, before.takers
-    if before.again or draft.again or not before.decode_rows == len(before.takes) == before.num_rows:
+def following(before: GenerateStep, plan: StepPlan) -> GenerateStep | None:
+    """Returns the step of a plan as `lay_out` does, made from the step before it, if both have one decode row of the
+    same sequences and nothing else; None otherwise. The sequences must have run without a break since."""
+    last, sequences = before.message, before.consumers
+    if before.again or plan.again or not before.decode_rows == len(before.computed_rows) == before.num_rows:
         return None
-    if list(draft.takes.items()) != before.takes:
+    if list(plan.computed_rows.items()) != before.computed_rows:
         return None
     if before.growth is None:
         grows = np.isin(last.run_start + last.run_count, last.slots + 1).astype(np.int64)
-        left = min(sequence.tail.neighbours for sequence in takers)
+        steps_left = min(sequence.tail.neighbours for sequence in sequences)
     else:
-        grows, left = before.growth
-    if not left:
+        grows, steps_left = before.growth
+    if not steps_left:
         return None
     message = SlotStep(
-        np.array([sequence.tail.tokens[-1] for sequence in takers], np.int32), last.positions + 1, last.slots + 1,
+        np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32), last.positions + 1, last.slots + 1,
         last.run_start, last.run_count + grows, last.run_position, last.run_first, last.run_last, last.read_rows,
         last.reads, follows=True,
     )  # fmt: skip
-    growth = grows, left - 1
-    return GenerateStep(message, takers, before.namespaces, before.takes, before.decode_rows, 0, growth)
+    growth = grows, steps_left - 1
+    return GenerateStep(message, sequences, before.namespaces, before.computed_rows, before.decode_rows, 0, growth)
 
 
 def joined(
     start: np.ndarray, count: np.ndarray, position: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Returns the runs, where neighbours that lie side by side and are seen by the same queries are one.
+    """Returns the runs of keys, with runs joined whose slots are neighbours and which the same queries see.
 
-    Such are the nodes of a path of which the step has one branch only. Joined, they give the same result to the last
-    bit however the path is split into nodes.
+    The nodes of a path without branches in the step are such runs. Joined, they give the same result to the last bit
+    however the path is split into nodes.
     """
     if len(start) < 2:
         return start, count, position, first, last
@@ -359,7 +368,7 @@ def joined(
 
 
 def marked(nodes: Iterable[N]) -> tuple[list[N], dict[N, list[N]]]:
-    """Returns the roots above nodes, and of every node above one the children that lead to such nodes."""
+    """Returns the roots above the nodes, and the children of every node above them that lead to one of the nodes."""
     roots: list[N] = []
     children: dict[N, list[N]] = {}
     seen: set[N] = set()

@@ -1,4 +1,5 @@
-"""What features add to an engine: their rooms enter it in a table, and an engine calls the hooks of what is there."""
+"""The parts that features add to an engine. A feature's room enters its part in a table, and an engine calls the part's
+hooks."""
 
 from __future__ import annotations
 
@@ -12,77 +13,77 @@ from ..cache import SlotPool
 from ..plugins import load_plugins
 from ..types import Exits, Sharing
 from .generate import GenerateScheduler
-from .generate_step import Held
+from .generate_step import HoldsRows
 from .steps import MakeStore
 
 MakePart = Callable[[Any, Any, Any, Sequence[object]], "EnginePart | None"]
 _MAKERS: list[MakePart] = []
-# What features make of the ModelOptions before a model is loaded, given its identity: each returns them.
+# Functions of features that take the ModelOptions and the identity of a model before it is loaded, and return the
+# options.
 SETTLERS: list[Callable[[Any, Mapping[str, Any]], Any]] = []
 
 
 class EnginePart:
-    """An EnginePart is what a feature adds to one engine. All of its hooks do nothing, and an engine calls those that a
-    feature has of its own: in the thread of its steps, but for `check`, which any thread calls.
+    """An EnginePart is what a feature adds to one engine. Its hooks do nothing; an engine calls those that a feature
+    overrides. The engine's thread calls them, except `check`, which any thread calls.
 
     in_slots    whether all numbers are read in the slots of the KV store
-    held        which rows of images can be in a step; None: the feature gives no rows
-    is_waiting  whether a request waits for what is done after the step that is planned
+    holds_rows  says which rows of images can be in a step; None: the feature has no such rows
+    is_waiting  whether a request waits for work that the feature does after a step is planned (`after_plan`)
     """
 
     in_slots = False
-    held: Held | None = None
+    holds_rows: HoldsRows | None = None
     is_waiting = False
 
     def check(self, exits: Exits | None, sharing: Sharing = "full") -> None:
-        """Raises InputError for exits of requests that the engine cannot follow, shared so."""
+        """Raises InputError for exits that the engine cannot follow with this sharing."""
 
-    def scheduler(self, max_batch_rows: int, held: Held | None) -> Any:
-        """Returns the scheduler of what is generated; None: the feature leaves that to others. held: as of
+    def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> Any:
+        """Returns the feature's own scheduler of generation; None: it has none. The arguments are those of
         GenerateScheduler."""
 
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
-        """Says which tenant a namespace (adapter, salt) belongs to, from now on."""
+        """Sets the function that returns the tenant of a namespace (adapter, salt)."""
 
     def submit(self, request: Any) -> Mapping[str, Any]:
-        """Returns the further arguments with which the scheduler takes an OpenRequest."""
+        """Returns further arguments of the scheduler's `submit` for an OpenRequest."""
         return {}
 
     def forget(self, key: Hashable) -> None:
         """Forgets a request that has ended."""
 
     def before_plan(self, scheduler: Any, requests: Mapping[Any, Any]) -> Mapping[Hashable, Exception]:
-        """Does what is to be done once sequences were admitted, and before a step is planned. requests: those that are
-        open, by their keys. Returns the keys of requests that cannot go on, each with why."""
+        """Works after sequences have been admitted, and before a step is planned. Returns {key of a request that
+        cannot go on: its error}. requests: the open requests, by their keys."""
         return {}
 
     def after_plan(self, rows: int | None, seconds: float) -> Mapping[Hashable, Exception]:
-        """Does what is to be done after a step of so many rows (None: there was none) that took so long, and returns
-        what `before_plan` does."""
+        """Works after a step was planned and started; returns what `before_plan` returns. rows: of the step; None
+        without a step. seconds: since its planning began."""
         return {}
 
     def message(self, step: Any, readers: Sequence[Any]) -> Mapping[str, Any]:
-        """Returns further fields of a step's message. readers: of the step's takers."""
+        """Returns further fields of a step's message. readers: the reader of each of the step's consumers."""
         return {}
 
     def using(self, tokens: np.ndarray) -> AbstractContextManager[None]:
-        """Returns a context in which the worker can be given a step of a row stream with these tokens."""
+        """Returns a context in which the worker can start a step of a row stream with these tokens."""
         return nullcontext()
 
 
 def add_engine_part(make: MakePart) -> None:
     """Adds a part to all engines that are made from now on.
 
-    make  takes the worker, the EngineOptions, the Meter, and whatever else the engine was given; it returns the part,
-          or None where the engine has no such feature. It raises InputError where the feature is asked for and cannot
-          be
+    make  takes the worker, the EngineOptions, the Meter, and the engine's `beside`; returns the part, or None if this
+          engine does not have the feature. Raises InputError if the feature is wanted and impossible
     """
     _MAKERS.append(make)
 
 
 def settled(options: Any, identity: Mapping[str, Any]) -> Any:
-    """Returns a model's options as features settle them before it is loaded. identity: as of LLM. Raises InputError for
-    options that this model cannot have."""
+    """Returns a model's options after features have replaced values that depend on the model. identity: as of LLM.
+    Raises InputError for options that this model cannot have."""
     load_plugins()
     for settle in SETTLERS:
         options = settle(options, identity)
@@ -90,30 +91,29 @@ def settled(options: Any, identity: Mapping[str, Any]) -> Any:
 
 
 def engine_parts(worker: Any, options: Any, meter: Any, beside: Sequence[object] = ()) -> tuple[EnginePart, ...]:
-    """Returns the parts of an engine; the arguments are those of `add_engine_part`."""
+    """Returns the parts of an engine, made by the functions of `add_engine_part`."""
     load_plugins()
     return tuple(part for make in _MAKERS if (part := make(worker, options, meter, beside)) is not None)
 
 
 def hooks(parts: Sequence[EnginePart], name: str) -> tuple[Callable[..., Any], ...]:
-    """Returns the hooks of this name of those parts that have one of their own."""
+    """Returns the hooks of this name that parts override."""
     return tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not getattr(EnginePart, name))
 
 
 def make_scheduler(parts: Sequence[EnginePart], worker: Any, options: Any, max_batch_rows: int) -> Any:
-    """Returns the scheduler of what is generated: the plain one, or that of a feature. Lets the worker make room for as
-    many slots as it has. options: GenerateOptions"""
-    held = next((part.held for part in parts if part.held is not None), None)
+    """Returns the scheduler of generation: that of a feature, or a GenerateScheduler. options: GenerateOptions"""
+    holds_rows = next((part.holds_rows for part in parts if part.holds_rows is not None), None)
     for make in hooks(parts, "scheduler"):
-        if (scheduler := make(max_batch_rows, held)) is not None:
+        if (scheduler := make(max_batch_rows, holds_rows)) is not None:
             return scheduler
-    return over_store(GenerateScheduler, worker, options, max_batch_rows, held)
+    return over_store(GenerateScheduler, worker, options, max_batch_rows, holds_rows)
 
 
-def over_store(kind: type[Any], worker: Any, options: Any, max_batch_rows: int, held: Held | None) -> Any:
-    """Returns a scheduler of this kind, over the slots of a store that the worker makes."""
+def over_store(kind: type[Any], worker: Any, options: Any, max_batch_rows: int, holds_rows: HoldsRows | None) -> Any:
+    """Returns a scheduler of this class, over the slots of a KV store that the worker makes now."""
     slots = worker.kv_slots(options.kv_memory, worker.facts.slot_bytes)
     worker.start(MakeStore(slots + 1)).result()
     limits = {"max_batch_rows": max_batch_rows, "max_running": options.max_running}
     slot_bytes = worker.facts.slot_bytes
-    return kind(SlotPool(slots), **limits, cache=options.cache, slot_bytes=slot_bytes, held=held)
+    return kind(SlotPool(slots), **limits, cache=options.cache, slot_bytes=slot_bytes, holds_rows=holds_rows)

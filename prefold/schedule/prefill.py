@@ -1,10 +1,10 @@
-"""The stream's scheduler: one window of prompts, cut into steps.
+"""The scheduler of row streams: it cuts one window of prompts into steps.
 
-A step is a function of the rows it computes: `step(start, stop)` reads the window's trie and what is to be read, and
-changes nothing, so a step that does not fit into memory is two calls of it. `plan` returns the next step and `commit`
-advances to the rows behind it. Nothing a step computes is needed to plan the next one, so a caller may commit a step
-before it has run and plan ahead. A span is computed in one step, so no step begins or ends in one. This module decides
-rows only: no tensors, no attention, no clock.
+A step is a function of the rows that it computes: `step(start, stop)` reads the window's trie and changes nothing, so
+that a step which does not fit into memory becomes two calls of it. `plan` returns the next step, and `commit` advances
+to the rows behind it. Planning needs no results, so a caller may commit a step before it has run, and plan ahead. A
+span is computed in one step, so that no step begins or ends within one. This module decides rows only: no tensors, no
+attention, no clock.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from .steps import NOTHING, StreamStep
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlannedStep:
-    """A PlannedStep is the message for the rows start <= row < stop of a window's stream, and who takes what it reads.
+    """A PlannedStep is the message for the rows start <= row < stop of a window's stream, with the requests of its
+    reads.
 
     done        int64 [d]: requests of the window whose last row is in this step
-    done_reads  int64 [d]: the row of the step's result that each of these takes; with "logprobs" empty
-    targets     int64 [p]: with "logprobs" the place in the window's targets of each row of the result; else empty
+    done_reads  int64 [d]: the row of the step's result that each of these requests takes; empty with "logprobs"
+    targets     int64 [p]: with "logprobs" the place in the window's targets of each row of the result; otherwise empty
     """
 
     start: int
@@ -42,8 +43,7 @@ class PrefillScheduler:
 
     With sharing "full" a step is any contiguous range of the depth-first rows. With "mlp" and "off" it is whole
     prompts in order of arrival, and a prompt that is too long for a step runs in chunks of its own; "mlp" folds the
-    prompts of a step. Of twins that arrive one after the other (the one-token labels of a prompt), "mlp" and "off"
-    too run only one.
+    prompts of a step. Of neighbouring twins (the one-token labels of a prompt) only one runs, with "mlp" and "off" too.
 
     follows  whether the worker holds the path that the window before left behind; the stream then goes on from that
              path, and otherwise begins at the window's first row
@@ -85,14 +85,16 @@ class PrefillScheduler:
         self._last_rows = self._last_row[self._order]
         self._target_rows, self._targets = self._rows_of_targets()
 
-    def plan(self, most: int | None = None) -> PlannedStep | None:
-        """Returns the next step, or None when every row has been committed. Changes nothing. most: its most rows; None:
-        `max_batch_rows`."""
-        start, most = self._position, self.max_batch_rows if most is None else most
-        return None if start >= self.trie.num_rows else self.step(start, self._clear(start, self._cut(start, most)))
+    def plan(self, max_rows: int | None = None) -> PlannedStep | None:
+        """Returns the next step, or None when every row has been committed. Changes nothing.
+
+        max_rows  the most rows of the step; None: `max_batch_rows`
+        """
+        start, max_rows = self._position, self.max_batch_rows if max_rows is None else max_rows
+        return None if start >= self.trie.num_rows else self.step(start, self._clear(start, self._cut(start, max_rows)))
 
     def commit(self, step: PlannedStep) -> None:
-        """Advances behind `step`. Raises ValueError where it is not the step that `plan` returned last."""
+        """Advances to the rows behind `step`. Raises ValueError if `plan` did not return it last."""
         if step.start != self._position:
             raise ValueError(f"step starts at row {step.start}, the stream is at row {self._position}")
         self._position = step.stop
@@ -100,8 +102,8 @@ class PrefillScheduler:
     def halves(self, step: PlannedStep) -> tuple[PlannedStep, PlannedStep]:
         """Returns the rows of a step, at least two, as two steps that are run one after the other.
 
-        With sharing "mlp" a half that begins or ends within a prompt is not folded. Raises OutOfMemoryError where all
-        rows are one span.
+        With sharing "mlp" a half that begins or ends within a prompt is not folded. Raises OutOfMemoryError if all rows
+        are one span.
         """
         middle = self._clear(step.start, (step.start + step.stop) // 2)
         if middle == step.stop:
@@ -110,7 +112,7 @@ class PrefillScheduler:
         return self.step(step.start, middle), self.step(middle, step.stop)
 
     def step(self, start: int, stop: int) -> PlannedStep:
-        """Returns the step that computes the rows start <= row < stop, once those before them have been computed."""
+        """Returns the step that computes the rows start <= row < stop, after the rows before them."""
         trie = self.trie
         path = trie.path(start)
         keys = np.concatenate((path, np.arange(start, stop, dtype=np.int64)))
@@ -126,10 +128,10 @@ class PrefillScheduler:
         if self.readout.kind == "mean":
             reads, done_reads = np.unique(done_rows + len(path), return_inverse=True)
         elif self.readout.kind == "logprobs":
-            some = slice(*np.searchsorted(self._target_rows, (start, stop)).tolist())
-            read_rows, reads = np.unique(_to_rows(self._target_rows[some] - start, fold), return_inverse=True)
-            targets = self._targets[some]
-            if fold is not None:  # rows of the stream ascend; those that stand for them need not
+            within = slice(*np.searchsorted(self._target_rows, (start, stop)).tolist())
+            read_rows, reads = np.unique(_to_rows(self._target_rows[within] - start, fold), return_inverse=True)
+            targets = self._targets[within]
+            if fold is not None:  # rows of the stream ascend; their folded rows need not
                 order = np.argsort(reads, kind="stable")
                 reads, targets = reads[order], targets[order]
         else:
@@ -154,8 +156,7 @@ class PrefillScheduler:
         return PlannedStep(start, stop, message, self._order[first:last], done_reads, targets)
 
     def _clear(self, start: int, cut: int) -> int:
-        """Returns `cut`; where it falls into a span, the first row of that span, or the row behind it where that is
-        `start`."""
+        """Returns `cut`, moved out of a span: to the span's first row, or behind the span if that row is `start`."""
         if self._span is None or cut >= self.trie.num_rows or self._span[cut] == cut:
             return cut
         first = int(self._span[cut])
@@ -168,24 +169,25 @@ class PrefillScheduler:
         first = np.concatenate((np.arange(path), self._span[start:stop] - start + path))
         return None if np.array_equal(first, np.arange(len(first))) else first
 
-    def _cut(self, start: int, most: int) -> int:
+    def _cut(self, start: int, max_rows: int) -> int:
+        """Returns the row behind the step that begins at `start`."""
         remaining = self.trie.num_rows - start
-        if remaining <= most:
+        if remaining <= max_rows:
             if self.sharing == "full":
                 return self.trie.num_rows
         elif self.sharing == "full":
             # Steps of equal size: a last step of a few rows would run far below the machine's speed.
-            steps = -(-remaining // most)
+            steps = -(-remaining // max_rows)
             return start + -(-remaining // steps)
         offsets = self._offsets
         sequence = int(np.searchsorted(offsets, start, side="right")) - 1
         if start > offsets[sequence]:  # within an over-long prompt: its chunks run alone
-            return min(start + most, int(offsets[sequence + 1]))
-        whole = int(offsets[np.searchsorted(offsets, start + most, side="right") - 1])
-        return whole if whole > start else start + most
+            return min(start + max_rows, int(offsets[sequence + 1]))
+        whole = int(offsets[np.searchsorted(offsets, start + max_rows, side="right") - 1])
+        return whole if whole > start else start + max_rows
 
     def _needed_after(self, keys: np.ndarray, stop: int) -> np.ndarray:
-        """Returns which keys rows from `stop` on see; behind the window's last row, which the next window may see."""
+        """Returns which keys the rows from `stop` on see; at the window's end, which keys the next window may see."""
         if stop < self.trie.num_rows:
             return self.trie.end[keys] > stop
         if self.sharing != "full":
@@ -220,11 +222,11 @@ class PrefillScheduler:
 
 
 def reusable_rows(window: Window, readout: Readout) -> int:
-    """Returns how many rows this window need not compute again, of the path that the window before left behind.
+    """Returns how many rows of the path that the window before left behind this window need not compute again.
 
-    They are the rows of the window's `common` tokens up to the first whose result this window reads, or the span that
-    this row is in: a path holds K/V and not what its rows gave. A mean, and a request without targets, are read at the
-    last row of the prompt; the path holds the hidden states that a mean needs of the rows above.
+    They are the rows of the window's `common` tokens up to the first row that is read, or up to the span of that row: a
+    path holds K/V, and no results. A mean, and a request without targets, are read at the last row of the prompt; the
+    path holds the hidden states that a mean needs of the rows above.
     """
     if not window.common or readout.kind == "first":
         return 0
@@ -244,13 +246,13 @@ def reusable_rows(window: Window, readout: Readout) -> int:
 
 
 def merge_twins(window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Drops every request that equals the one before it. Returns the tokens and offsets of those that stay, and for
-    each request of the window the number of the one that stands for it, int64 [B]."""
+    """Drops every request that equals the request before it. Returns the tokens and offsets of the requests that
+    stay, and for each request of the window the number of the request that stands for it, int64 [B]."""
     lengths, shared = np.diff(window.offsets), window.shared
     twin = np.zeros(len(lengths), bool)
     twin[1:] = (shared[1:] == lengths[1:]) & (lengths[1:] == lengths[:-1])
-    kept = lengths[~twin]
-    return window.tokens[np.repeat(~twin, lengths)], np.concatenate(([0], np.cumsum(kept))), np.cumsum(~twin) - 1
+    offsets = np.concatenate(([0], np.cumsum(lengths[~twin])))
+    return window.tokens[np.repeat(~twin, lengths)], offsets, np.cumsum(~twin) - 1
 
 
 def _to_rows(stream_rows: np.ndarray, fold: PrefixMap | None) -> np.ndarray:

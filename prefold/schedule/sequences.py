@@ -1,4 +1,5 @@
-"""What schedulers of generation have in common: who waits and runs over one trie, and what becomes of their rows."""
+"""The base of the schedulers of generation: the sequences that wait and run over one trie, and the rows that they
+use."""
 
 from __future__ import annotations
 
@@ -12,22 +13,24 @@ from ..cache.tree import Node, RadixTree
 from ..errors import InputError
 from ..types import Exits, GenerationStats, Owner
 from .admission import Admission, InOrder
-from .generate_step import NOBODY, Running
+from .generate_step import NO_OWNER, SequenceState
 
-S = TypeVar("S", bound=Running)
+S = TypeVar("S", bound=SequenceState)
 
 
-class Sequences(Generic[S]):
-    """A Sequences takes requests, and knows which of their sequences wait and run. A scheduler of steps is one.
+class SequenceScheduler(Generic[S]):
+    """A SequenceScheduler takes requests, and keeps their sequences while these wait and run.
 
     pool            the slots of the KV store
     tree            the trie of all rows
-    cache           what rows of ended sequences are kept in; None: they are freed at once
-    max_batch_rows  the most rows of a step, where a step's own limit is not given
+    cache           keeps rows of ended sequences; None: they are freed at once
+    max_batch_rows  the most rows of a step, unless the step has a limit of its own
     max_running     the most sequences that run at once; never more than the rows of a step
-    slot_bytes      the bytes of one slot, for the statistics
     slots_per_row   the most slots that a row may need
-    makes_passes    whether a step takes its rows through the whole model, so that the next may be planned ahead
+    makes_passes    whether a step takes its rows through the whole model, so that the next can be planned ahead
+    stats           the counters
+    running         the sequences that run, in the order of their admission
+    waiting         the sequences that wait, in an admission policy
     """
 
     makes_passes = True
@@ -48,12 +51,12 @@ class Sequences(Generic[S]):
         self.max_running = min(max_running, max_batch_rows)
         self.slots_per_row = slots_per_row
         self.stats = GenerationStats()
-        self.running: dict[S, None] = {}  # in the order of their admission
+        self.running: dict[S, None] = {}
         self.waiting: Admission = InOrder()
-        self._requests: dict[Hashable, dict[S, None]] = {}  # the sequences of each that have not ended
+        self._requests: dict[Hashable, dict[S, None]] = {}  # by key, the sequences that have not ended
         self._slot_bytes = slot_bytes
 
-    # ------------------------------------------------------------------------------------ what comes and goes
+    # ----------------------------------------------------------------------------- requests that come and go
 
     def submit(
         self,
@@ -66,23 +69,23 @@ class Sequences(Generic[S]):
         namespace: tuple[Hashable, ...] = (),
         priority: int = 0,
         made: Mapping[int, Sequence[int]] | None = None,
-        owner: Owner = NOBODY,
-        **how: Any,
+        owner: Owner = NO_OWNER,
+        **options: Any,
     ) -> None:
         """Takes a prompt, int32 [n], n >= 1, that is continued `samples` times by at most `limit` >= 1 tokens.
 
         reserve    whether room for the whole output is set aside when the prompt is admitted; otherwise the output
                    takes room as it grows, and a sequence may be preempted
         namespace  rows are shared only between prompts of one namespace
-        priority   for the cache
-        made       of a request that was submitted before: the tokens of each sample that has not ended, by its number
-        owner      for whom it runs
-        how        what a kind of scheduler takes beside
+        priority   the priority of its rows in the cache
+        made       for a request that was submitted before: {number of a sample that has not ended: its tokens}
+        owner      the tenant and the class that it runs for
+        options    further arguments of the scheduler's class
 
-        Raises InputError where the KV store could not hold this request even alone.
+        Raises InputError if the KV store could not hold this request even alone.
         """
         rows = len(tokens) + (limit - 1 if reserve else 0)
-        visits, namespace, kind = self._taken(namespace, **how)
+        visits, namespace, kind = self._sequence_kind(namespace, **options)
         if rows * visits > self.pool.num_slots:
             each = f" at {visits} visits, {rows * visits} slots," if self.slots_per_row > 1 else ","
             raise InputError(
@@ -92,13 +95,16 @@ class Sequences(Generic[S]):
                 code="kv_memory",
             )
 
-        def make(sample: int, leaf: Node, had: list[int]) -> S:
-            return kind(key, sample, leaf, had, limit, reserve, priority, owner)
+        def make(sample: int, leaf: Node, tokens: list[int]) -> S:
+            return kind(key, sample, leaf, tokens, limit, reserve, priority, owner)
 
         self._enter(key, namespace, tokens, dict.fromkeys(range(samples), ()) if made is None else made, priority, make)
 
-    def _taken(self, namespace: tuple[Hashable, ...], **how: Any) -> tuple[int, tuple[Hashable, ...], Callable[..., S]]:
-        """Returns how many slots a row of a request needs, the namespace of its rows, and what makes its sequences."""
+    def _sequence_kind(
+        self, namespace: tuple[Hashable, ...], **options: Any
+    ) -> tuple[int, tuple[Hashable, ...], Callable[..., S]]:
+        """Returns how many slots a row of a request needs, the namespace of its rows, and the class of its
+        sequences."""
         raise NotImplementedError
 
     def _enter(
@@ -110,18 +116,18 @@ class Sequences(Generic[S]):
         priority: int,
         make: Callable[[int, Node, list[int]], S],
     ) -> None:
-        """Enters a prompt into the trie, and lets its sequences wait.
+        """Enters a prompt into the trie, and its sequences into the queue.
 
-        made  the tokens of each sample, by its number
-        make  returns the sequence of a sample, given its number, the node that ends with the prompt, and its tokens
+        made  {number of a sample: its tokens}
+        make  takes a sample's number, the node that ends with the prompt, and the sample's tokens; returns the sequence
         """
         if self.cache is not None:
-            self.cache.expire()  # nobody may have come for long
+            self.cache.expire()  # no step may have been made for long
         leaf = self.tree.insert(namespace, tokens)
         path = leaf.path()
         if self.cache is not None:
             self.cache.take(path)
-        sequences = [make(sample, leaf, list(had)) for sample, had in made.items()]
+        sequences = [make(sample, leaf, list(made_tokens)) for sample, made_tokens in made.items()]
         for node in path:
             node.users += len(sequences)
             node.priority = max(node.priority, priority)
@@ -129,16 +135,16 @@ class Sequences(Generic[S]):
         self.waiting.add(sequences)
 
     def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
-        """Returns the namespace in which the rows of a request lie that was submitted with `namespace` and `exits`."""
+        """Returns the namespace of the rows of a request that is submitted with `namespace` and `exits`."""
         raise NotImplementedError
 
     def cancel(self, key: Hashable) -> None:
-        """Ends all sequences of a request; does nothing where the request is not there any more."""
+        """Ends all sequences of a request; does nothing if the request has ended."""
         for sequence in list(self._requests.get(key, ())):
             self._end(sequence)
 
     def clear(self) -> None:
-        """Forgets all requests, all steps that have begun, and all rows: every slot is free."""
+        """Forgets all requests, all steps in flight, and all rows: every slot is free."""
         self.pool.clear()
         self.tree.clear()
         if self.cache is not None:
@@ -148,14 +154,14 @@ class Sequences(Generic[S]):
         self._requests.clear()
 
     def admit_by(self, policy: Admission) -> None:
-        """Admits by another policy from now on, which must hold nobody yet; by the same one it goes on."""
+        """Admits by another policy from now on, which must hold no sequences yet; does nothing for the current one."""
         if policy is self.waiting:
             return
         policy.take_over(self.waiting, tuple(self._admitted()))
         self.waiting = policy
 
     def _admitted(self) -> Iterable[S]:
-        """Returns who was admitted and has not ended."""
+        """Returns the sequences that were admitted and have not ended."""
         return self.running
 
     @property
@@ -165,7 +171,7 @@ class Sequences(Generic[S]):
 
     @property
     def has_work(self) -> bool:
-        """Returns whether a request has not ended, or a step has begun and not been committed."""
+        """Returns whether a request has not ended, or a step is in flight."""
         return bool(self._requests or self._has_begun)
 
     @property
@@ -174,22 +180,22 @@ class Sequences(Generic[S]):
 
     @property
     def can_plan(self) -> bool:
-        """Returns whether any sequence runs or waits: a step may be planned for it, at the latest when the steps that
-        have begun are committed."""
+        """Returns whether any sequence runs or waits: a step can be planned for it, at the latest when the steps in
+        flight are committed."""
         return bool(self.running or self.waiting)
 
-    # ------------------------------------------------------------------------------------------------ who runs
+    # ------------------------------------------------------------------------------------- running sequences
 
     def _make_way(self, sequence: S) -> bool:
-        """Preempts another for a sequence that waits, where the policy has it so; returns whether it did."""
-        other = None if self._has_begun else self.waiting.gives_way(sequence, self.running)
-        if other is not None:
-            self._preempt(other)  # type: ignore[arg-type]
-        return other is not None
+        """Preempts a running sequence for a waiting one if the policy says so; returns whether it did."""
+        victim = None if self._has_begun else self.waiting.gives_way(sequence, self.running)
+        if victim is not None:
+            self._preempt(victim)  # type: ignore[arg-type]
+        return victim is not None
 
     def _preempt(self, sequence: S) -> None:
-        """Puts a sequence back at the head of the queue, and gives up the rows of its own tokens. Those of its prompt
-        stay while there is room."""
+        """Puts a sequence back at the head of the queue, and gives up the rows of its own tokens. The rows of its
+        prompt stay while there is room."""
         del self.running[sequence]
         sequence.tail.lost |= sequence.tail.computed > 0
         self.pool.free(sequence.tail.give_up())
@@ -200,20 +206,20 @@ class Sequences(Generic[S]):
             self._release_waiting(*self.running)
 
     def _release_waiting(self, *keep: S) -> bool:
-        """Gives up the rows of prompts that only waiting sequences need, and returns whether there were any. Rows that
-        the sequences in `keep` need stay."""
+        """Gives up the rows of prompts that only waiting sequences need, and returns whether there were any. The
+        rows that the sequences in `keep` need are not given up."""
         needed = {node for sequence in keep for node in sequence.leaf.path()}
-        found = False
+        has_released = False
         for node in self._nodes():
             if node.users and node not in needed and not node.pins and node.num_slots:
-                found = True
+                has_released = True
                 node.lost |= node.computed > 0
                 self.pool.free(self.tree.drop(node))
-        return found
+        return has_released
 
     def _too_small(self, holds: str, needs: str, sequence: S) -> tuple[Hashable, InputError]:
-        """Ends a sequence's request, and returns its key with the error. holds: what the store holds; needs: what the
-        sequence needs."""
+        """Ends a sequence's request, and returns its key with the error. holds, needs: the rows that the store holds
+        and that the sequence needs, in words."""
         pinned = sum(node.num_slots for node in self._nodes() if node.pins)
         remedy = "give a larger kv_memory, or a max_tokens that fits"
         error = InputError(
@@ -250,7 +256,7 @@ class Sequences(Generic[S]):
             node = parent
 
     def _let_go(self, node: Node) -> None:
-        """Keeps the rows of a node that no sequence uses any more, or frees them where nothing is kept."""
+        """Keeps the rows of a node that no sequence uses any more in the cache, or frees them without a cache."""
         if self.cache is not None:
             self.cache.keep(node)
         else:
@@ -258,16 +264,16 @@ class Sequences(Generic[S]):
             self.tree.detach(node)
 
     def _nodes(self) -> Iterator[Node]:
-        """Yields all nodes of prompts."""
+        """Yields all nodes of prompts; tails are no such nodes."""
         return self.tree.nodes()
 
     def _runs_no_more(self, sequence: S) -> None:
-        """Takes a sequence that was admitted from those that run."""
+        """Removes an admitted sequence from those that run."""
         del self.running[sequence]
 
     def _is_prompt_like(self, sequence: S) -> bool:
-        """Returns whether the rows of a sequence's tokens are those that a prompt with these tokens would have."""
+        """Returns whether the rows of the sequence's tokens equal those of a prompt with the same tokens."""
         return True
 
     def _leave(self, sequence: S, node: Node) -> None:
-        """Books that a sequence which ends does not need a node of its prompt any more."""
+        """Books that an ending sequence no longer needs a node of its prompt."""

@@ -1,17 +1,16 @@
 """The messages between the host, which decides, and a worker, which computes. NumPy arrays and plain numbers only.
 
-Who takes what a step gives stays on the host, beside the message: a message says what is computed, and its size does
-not depend on what else waits, runs or is kept. So it goes to a thread, to another process or to a simulator alike.
+A message says what is computed, and nothing about the requests: which sequence takes a token stays on the host. Its
+size depends only on the step, not on how many requests wait or run. So it goes to a thread, to another process or to a
+simulator alike.
 
-There are these:
+    StreamStep   computes rows of a row stream; the worker keeps the K/V of one path a stream between two of its steps
+    EndStream    ends a stream: the worker drops its path
+    MakeStore    makes room for the K/V of so many slots, once, before the first SlotStep
+    SlotStep     computes rows whose keys lie in the slots of that store: prompts to be continued, and their outputs
 
-    StreamStep   some rows of a row stream; the worker keeps the K/V of one path a stream between two of its steps
-    MakeStore    room for the K/V of so many slots; before the first SlotStep, and once
-    SlotStep     rows whose keys lie in the slots of that store: prompts to be continued, and what is generated
-
-Rooms have more, which their parts of the worker take (`worker.protocol.WorkerPart`). All are started alike:
-`ticket = worker.start(message)`, `ticket.result()`. What a slot is used for, which rows are shared, who waits and who
-runs, only the host knows.
+Rooms have further messages, which their parts of the worker take (`worker.protocol.WorkerPart`). All messages are
+started alike: `ticket = worker.start(message)`, then `ticket.result()`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy as np
 from ..prefix import PrefixMap
 from ..types import Readout, TokenLogprobs
 
-# In place of a token: the logits are no finite numbers, so that no token follows from them.
+# Stands in place of a token whose logits were no finite numbers.
 NOT_FINITE = -2
 LAST = Readout("last")
 NOTHING = np.zeros(0, np.int64)
@@ -32,7 +31,7 @@ NOTHING.flags.writeable = False
 
 
 class Message:
-    """A Message is what a host asks a worker for."""
+    """A Message tells a worker what to compute."""
 
     __slots__ = ()
 
@@ -47,19 +46,19 @@ class StreamStep(Message):
 
     tokens, positions  int32 [n]: the rows the model computes; n = m, or the unique tokens among them with a `fold`. Ids
                        from MEDIA_BASE on are rows of images
-    path               how many rows of the path that the stream's last step left are still above this step: the first
+    path               how many rows of the carried path are above this step: the first ones
     end                int64 [path + m]: one past the last key whose query sees key j
     key_positions      int32 [path + m]: the position of each key in its prompt
     keep               int64 [k], ascending: keys whose K/V the next step needs
     fold               rows [n] <-> new rows of the stream [m] (sharing "mlp" only)
-    read_rows          int64 [r], ascending: the rows in [0, n) that the model's result is wanted of; None: of all
+    read_rows          int64 [r], ascending: the rows in [0, n) whose hidden states the model returns; None: all
     readout            what is read
     reads              int64 [p]: "logprobs": where in read_rows each target is read, ascending; "mean": the keys whose
                        paths are averaged; else nothing
     targets            int32 [p]: "logprobs": the token whose log-probability is wanted at each of `reads`
     stream             number of the stream
     adapter            number of the LoRA adapter of all rows, in the order of `Facts.adapters`; None: none
-    first              int64 [path + m]: of a row in a span the first key of that span, of any other the key itself;
+    first              int64 [path + m]: for a row in a span the first key of the span, for any other the key itself;
                        None: there is no span
 
     Its result has a row for each of `reads`, or of `read_rows` where the readout has no `reads`.
@@ -102,7 +101,7 @@ class MakeStore(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ragged:
-    """A Ragged holds token ids for each of some reads, and a number beside each id.
+    """A Ragged holds, for each of several reads, a list of token ids with a number beside each id.
 
     offsets  int64 [reads + 1]: the ids of the i-th read are ids[offsets[i] : offsets[i + 1]]
     ids      int64
@@ -115,7 +114,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Ragged | None:
-        """Returns the (ids, values) of each read as one Ragged; None where there are no ids at all."""
+        """Returns a Ragged of the (ids, values) of each read; None if there are no ids at all."""
         sizes = [len(ids) for ids, _ in rows]
         if not any(sizes):
             return None
@@ -123,7 +122,7 @@ class Ragged:
         return cls(np.concatenate(([0], np.cumsum(sizes))), ids.astype(np.int64), values.astype(np.float32))
 
     def pick(self, reads: np.ndarray) -> Ragged:
-        """Returns what belongs to these reads, int64 [n], in their order."""
+        """Returns the Ragged of these reads, int64 [n], in their order."""
         counts = np.diff(self.offsets)[reads]
         offsets = np.concatenate(([0], np.cumsum(counts)))
         places = np.arange(offsets[-1]) + np.repeat(self.offsets[reads] - offsets[:-1], counts)
@@ -132,20 +131,20 @@ class Ragged:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Drawing:
-    """A Drawing says how tokens are chosen at n of a step's reads. At reads it does not name, the likeliest is taken.
+    """A Drawing says how tokens are chosen at n of a step's reads. At all other reads the most likely token is taken.
 
-    reads         int64 [n]: which reads
-    filters       float64 [n, FILTERS]: a column for each of these options (`prefold.options`), the temperature first;
-                  where that is 0, the most likely token is taken
-    keys          uint64 [n]: the keys of the noise that tokens are drawn with, made of seed, sample and position
-    logprobs      int64 [n]: how many of the most likely tokens' log-probabilities are wanted beside the chosen one's;
-                  -1: none at all
-    bias          what is added to logits of tokens
-    banned        tokens that may not be chosen
-    penalties     float64 [n, PENALTIES]: a column for each of these options
-    counted       the tokens that these concern, and how often each is in the output
-    masked        int64 [m]: those of the n reads whose token has to be one of `allowed`
-    allowed       uint8 [m, ceil(vocabulary / 8)]: whether token i is allowed says bit i % 8 of byte i // 8
+    reads      int64 [n]: the numbers of these reads
+    filters    float64 [n, FILTERS]: the options FILTERS of `prefold.options`, of which the temperature is the first;
+               with temperature 0 the most likely token is taken
+    keys       uint64 [n]: the keys of the noise with which tokens are drawn, made of seed, sample and position
+    logprobs   int64 [n]: how many of the most likely tokens' log-probabilities are wanted beside the chosen token's;
+               -1: none at all
+    bias       token ids and the number that is added to each one's logit
+    banned     tokens that may not be chosen; the numbers are unused
+    penalties  float64 [n, PENALTIES]: the options PENALTIES of `prefold.options`
+    counted    the tokens that the penalties concern, and how often each is in the output
+    masked     int64 [m]: which of the n reads have a grammar; their tokens must be among `allowed`
+    allowed    uint8 [m, ceil(vocabulary / 8)]: token i is allowed if bit i % 8 of byte i // 8 is set
     """
 
     reads: np.ndarray
@@ -160,23 +159,23 @@ class Drawing:
     allowed: np.ndarray | None = None
 
     def part(self, first: int, stop: int) -> Drawing:
-        """Returns the Drawing of those of the n reads from the `first` up to, not including, `stop`."""
+        """Returns the Drawing of the reads `first` to `stop` - 1 among the n reads."""
         return self if (first, stop) == (0, len(self.reads)) else self.pick(np.arange(first, stop))
 
-    def pick(self, some: np.ndarray) -> Drawing:
-        """Returns the Drawing of some of the n reads, int64 ascending, for them alone."""
-        bias, banned, counted = (x and x.pick(some) for x in (self.bias, self.banned, self.counted))
-        inside = np.isin(self.masked, some)
+    def pick(self, picked: np.ndarray) -> Drawing:
+        """Returns the Drawing of the picked ones among the n reads, int64 ascending."""
+        bias, banned, counted = (ragged and ragged.pick(picked) for ragged in (self.bias, self.banned, self.counted))
+        inside = np.isin(self.masked, picked)
         return Drawing(
-            reads=self.reads[some],
-            filters=self.filters[some],
-            keys=self.keys[some],
-            logprobs=self.logprobs[some],
+            reads=self.reads[picked],
+            filters=self.filters[picked],
+            keys=self.keys[picked],
+            logprobs=self.logprobs[picked],
             bias=bias,
             banned=banned,
-            penalties=None if self.penalties is None else self.penalties[some],
+            penalties=None if self.penalties is None else self.penalties[picked],
             counted=counted,
-            masked=np.searchsorted(some, self.masked[inside]),
+            masked=np.searchsorted(picked, self.masked[inside]),
             allowed=self.allowed[inside] if self.allowed is not None and inside.any() else None,
         )
 
@@ -185,11 +184,11 @@ class Drawing:
 class Numbers:
     """A Numbers says that n of a step's reads give numbers and no token.
 
-    readout  what is read
-    reads    int64 [n]: which reads
-    targets  int32 with "logprobs": the token whose log-probability is wanted at each row that is read
-    counts   int64 [n]: how many rows each of these reads is of: the last ones that its row sees, whose hidden states
-             are in their slots (`SlotStep.kept`); None: each is of its own row
+    readout  the kind of numbers
+    reads    int64 [n]: the numbers of these reads
+    targets  int32, with "logprobs": the token whose log-probability is wanted at each row that is read
+    counts   int64 [n]: how many rows each read takes in: the last ones that its row sees, whose hidden states are in
+             their slots (`SlotStep.kept`); None: each read takes in its own row alone
     """
 
     readout: Readout
@@ -209,25 +208,25 @@ class SlotStep(Message):
 
     Its rows are its queries, numbered from 0 to n - 1.
 
-    tokens, positions  int32 [n]; token -1 - i is what the i-th read of the SlotStep before gives, where that is still
-                       on its way
-    slots              int64 [n]: where each row's K/V goes
+    tokens, positions  int32 [n]; token -1 - i stands for the token in flight of the i-th read of the SlotStep before
+    slots              int64 [n]: the slot that each row's K/V is written to
     run_*              int64 [r]: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on hold
                        the rows of positions from `run_position` on, and are visible to the queries from `run_first`
                        up to, not including, `run_last`. A new row is seen from its own query on
     read_rows          int64, ascending: rows whose hidden states are wanted
-    reads              int64 [p], ascending: where in read_rows each read is; several may be at one
-    kept               int64 [k], ascending: where in read_rows each row is whose hidden state is kept in its slot
-    drawing            how tokens are chosen; None: at every read that is no number, the most likely one
-    numbers            the reads that give numbers, by readout
+    reads              int64 [p], ascending: the place in read_rows of each read; several reads may share a row
+    kept               int64 [k], ascending: the places in read_rows of the rows whose hidden states are kept in their
+                       slots
+    drawing            how tokens are chosen; None: every read that gives a token takes the most likely one
+    numbers            the reads that give numbers, one Numbers for each readout
     adapters           int64 [n]: number of the LoRA adapter of each row, in the order of `Facts.adapters`, -1: none;
-                       None: none in the whole step
-    exits              float64 [p + k, 3]: of a looped model, for each of `reads` and then of `kept` the threshold at
-                       which its row leaves (nan for that of the checkpoint), and the fewest and the most visits that
-                       it makes; None: as the checkpoint says
-    route              the blocks of a looped model that all rows visit; None: as the model's order says
-    follows            whether its rows are those of the SlotStep before, each one position and one slot further, and
-                       each sees what that row saw, and the row itself
+                       None: no row has an adapter
+    exits              float64 [p + k, 3], for a looped model: for each of `reads` and then of `kept`, the threshold at
+                       which its row leaves (nan for the checkpoint's), and the fewest and the most visits that it
+                       makes; None: as the checkpoint says
+    route              the blocks of a looped model that all rows visit; None: the model's own order
+    follows            whether its rows are those of the SlotStep before, each one position and one slot further, so
+                       that each sees the keys of the row before, and itself
 
     Its result is a SlotResult.
     """
@@ -270,12 +269,13 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SlotResult:
-    """A SlotResult holds what a SlotStep gave.
+    """A SlotResult holds the tokens and numbers that a SlotStep read.
 
-    ids       int64 [p]: the token of each read; -1 where none is allowed, or numbers were read; or NOT_FINITE
-    logprobs  the log-probabilities at each read where they were asked for, by its number
+    ids       int64 [p]: the token of each read; -1 if no token is allowed, or numbers were read; or NOT_FINITE
+    logprobs  the wanted log-probabilities, by the number of the read
     numbers   a StepResult for each of the step's `numbers`
-    taken     bool [p]: whether each read was made; the ids of others are -1. None: all were
+    taken     bool [p]: whether each read was made, which a row that leaves a looped model later is not; the ids of
+              other reads are -1. None: all were
     """
 
     ids: np.ndarray

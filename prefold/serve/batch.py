@@ -38,7 +38,7 @@ import numpy as np
 from ..api.body import TaskOrder
 from ..engine.calls import TOKENS, serve
 from ..engine.engine import Engine
-from ..engine.requests import together
+from ..engine.requests import joint_readout
 from ..errors import InputError, JobError
 from ..job import Job, OutputOptions, open_output, run_beside
 from ..records.batch import OpenAIBatch, add_usage
@@ -458,7 +458,7 @@ class BatchEngine:
         cannot be read."""
         left = iter(windows)
         if (first := next(left, None)) is not None:
-            readout = together(readout, np.diff(first.target_offsets))
+            readout = joint_readout(readout, np.diff(first.target_offsets))
             yield from self.generate(itertools.chain([first], left), None, stopping=stopping, readout=readout)
 
     def generate(
@@ -476,7 +476,7 @@ class BatchEngine:
             self._engine,
             ([((window, i), window.request(i))] for window in windows for i in range(window.num_requests)),
             tokenizer,
-            most=self._engine.options.generation.max_running,
+            max_waiting=self._engine.options.generation.max_running,
             stopping=stopping,
             is_again=lambda place: bool(place[0].twins[place[1]]),
             readout=readout,

@@ -28,14 +28,14 @@ from ..api.answers import Events
 from ..api.body import TaskOrder
 from ..api.completions import Echo
 from ..checkpoint import served_name
-from ..engine.pace import Pace
-from ..engine.replies import Reply, events_of
+from ..engine.handles import ResponseStream, events_of
 from ..engine.samples import Sample, TextPiece
+from ..engine.step_policy import StepPolicy
 from ..errors import InputError
 from ..options import GenerationOptions
 from ..prefix import MEDIA_BASE
 from ..schedule.fair import FairAdmission
-from ..schedule.generate_step import NOBODY
+from ..schedule.generate_step import NO_OWNER
 from ..tasks import GenerateTask, Work
 from ..tasks.base import attempt
 from ..tasks.make import inputs_of
@@ -76,8 +76,8 @@ class RequestHandler:
         self.engine, self.watch = llm.engine, StepWatch(llm.engine)
         self.admission = FairAdmission(keys.limits_of, tenant_of=keys.tenant_of, batch_share=options.batch_share)
         seconds = None if options.step_ms is None else options.step_ms / 1e3
-        self.pace = Pace(self.admission, step_seconds=seconds, batch_share=options.batch_share)
-        self.engine.set_pace(self.pace)
+        self.step_policy = StepPolicy(self.admission, step_seconds=seconds, batch_share=options.batch_share)
+        self.engine.set_step_policy(self.step_policy)
         self.backpressure = Backpressure(options, keys)
         self._pool = FairQueue(4, "prefold-prepare")
         # To decode images takes long, and one waits for the other: what is text alone does not wait for them. Nor does
@@ -145,7 +145,7 @@ class RequestHandler:
                     if is_first:
                         self._metrics.first.observe(time.perf_counter() - started)
                         is_first = False
-                    for gap in replies[number].taken_gaps():
+                    for gap in replies[number].take_gaps():
                         self._metrics.between.observe(gap)
                     if isinstance(came, TextPiece):
                         tokens = [
@@ -174,7 +174,7 @@ class RequestHandler:
 
     async def look(self, function: Callable[[Any], T]) -> T:
         """Returns what `function` returns of the scheduler of the KV store, called between two steps."""
-        return await self.in_pool(NOBODY, partial(self.engine.look, function))
+        return await self.in_pool(NO_OWNER, partial(self.engine.look, function))
 
     def task(self, order: TaskOrder) -> BoundedTask:
         """Returns the task of an order, within the server's limits and the order's namespace. Its requests read no file
@@ -223,7 +223,9 @@ class RequestHandler:
         return await asyncio.wrap_future(pool.submit(order.owner.tenant, self._prepare, order))
 
     @asynccontextmanager
-    async def _entered(self, order: TaskOrder, *, text: bool) -> AsyncIterator[tuple[Any, list[Work], list[Reply]]]:
+    async def _entered(
+        self, order: TaskOrder, *, text: bool
+    ) -> AsyncIterator[tuple[Any, list[Work], list[ResponseStream]]]:
         """Gives (task, a Work of each item, replies) of an order that the engine works for within the context, and
         counts it where the context ends well. There is a reply for each text to generate, or one for all numbers."""
         started, loop = time.perf_counter(), asyncio.get_running_loop()
@@ -238,9 +240,9 @@ class RequestHandler:
             sizes = [sum(len(request.tokens) for request in work.requests) for work in works]
             if is_text:
                 counts = [work.requests[0].sampling.n for work in works]  # type: ignore[union-attr]
-                replies = [Reply(loop, *each) for each in zip(sizes, repeat(order.owner), counts)]
+                replies = [ResponseStream(loop, *each) for each in zip(sizes, repeat(order.owner), counts)]
             else:
-                replies = [Reply(loop, sum(sizes), order.owner)]
+                replies = [ResponseStream(loop, sum(sizes), order.owner)]
             note(prompt=sum(sizes))
             with self.backpressure.computing(replies):
                 prepared()
@@ -261,7 +263,7 @@ class RequestHandler:
                 self._metrics.queue.observe(reply.begun_at - started)
 
     def _submit(
-        self, groups: Sequence[Sequence[Request]], readout: Readout, replies: Sequence[Reply], **options: Any
+        self, groups: Sequence[Sequence[Request]], readout: Readout, replies: Sequence[ResponseStream], **options: Any
     ) -> None:
         for requests, reply in zip(groups, replies, strict=True):
             if not reply.is_cancelled:
@@ -286,8 +288,8 @@ class RequestHandler:
         self.watch.close()
         for reply in list(self.backpressure.replies):
             self.engine.cancel(reply)
-        if self.engine.pace is self.pace:
-            self.engine.set_pace(None)
+        if self.engine.step_policy is self.step_policy:
+            self.engine.set_step_policy(None)
         for pool in (self._pool, self._pool_of_images, self._pool_of_templates):
             pool.close()
 

@@ -188,7 +188,7 @@ class StepWatch:
     def __init__(self, engine: Any):
         self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS)
         self._end = ExitStack()
-        self._end.enter_context(engine.meter.heard_by(self._note))
+        self._end.enter_context(engine.meter.listening(self._note))
 
     def _note(self, step: Any) -> None:
         self._steps.append((step.started, step.seconds, 1, step.rows, step.path_rows, step.running))

@@ -25,7 +25,7 @@ from .options import ShiftedReuse
 TRIES = 4
 # Places of a prompt that are looked at in vain, before it is given up: text that repeats itself would have one at each
 # position.
-MOST_IN_VAIN = 256
+MAX_FAILED_STEPS = 256
 # An odd number, so that it has an inverse modulo 2**64; and what spreads the bits of token ids (splitmix64).
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
@@ -118,7 +118,7 @@ class ChunkIndex:
             behind = _images_before(tokens, start)
             hashes = window_hashes(tokens[start:end], self._size).tolist()
             at, i = start, 0
-            while i < len(hashes) and len(chunks) < self.options.max_matches and in_vain < MOST_IN_VAIN:
+            while i < len(hashes) and len(chunks) < self.options.max_matches and in_vain < MAX_FAILED_STEPS:
                 places = table.get((behind, hashes[i]))
                 chunk = places and self._longest(places, tokens, start + i, at, end)
                 if chunk:

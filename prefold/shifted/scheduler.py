@@ -23,7 +23,7 @@ from ..engine.options import EngineOptions, GenerateOptions
 from ..engine.requests import NumberReader
 from ..errors import InputError
 from ..schedule.generate import GenerateScheduler
-from ..schedule.generate_step import Held, Running
+from ..schedule.generate_step import HoldsRows, SequenceState
 from ..schedule.parts import EnginePart, over_store
 from ..worker.protocol import Worker
 from .chunks import ChunkIndex, MoveRows, ShiftedFacts
@@ -73,13 +73,13 @@ class ShiftingScheduler(GenerateScheduler):
 
     # ------------------------------------------------------------------------------------------ who comes
 
-    def _spare(self, sequence: Running) -> int:
+    def _spare(self, sequence: SequenceState) -> int:
         if sequence.key not in self._may_shift:
             return 0
         self._may_shift.discard(sequence.key)
         return self._shift(sequence)
 
-    def _shift(self, sequence: Running) -> int:
+    def _shift(self, sequence: SequenceState) -> int:
         """Has chunks copied for a request whose first sequence was admitted; returns how many rows these are."""
         request, path = self._requests[sequence.key], sequence.leaf.path()
         # Rows that are there, that others wait for, or that kept rows lie below of, are in the trie, and exact.
@@ -134,7 +134,7 @@ class ShiftingScheduler(GenerateScheduler):
             self._let_go(node)
         return above, np.concatenate(slots[::-1])
 
-    def _hang(self, above: Node, tokens: np.ndarray, slots: np.ndarray, request: Collection[Running]) -> Node:
+    def _hang(self, above: Node, tokens: np.ndarray, slots: np.ndarray, request: Collection[SequenceState]) -> Node:
         """Returns a node below `above` for rows that nobody else meets; `above` itself where there are none."""
         if not len(tokens):
             return above
@@ -146,7 +146,7 @@ class ShiftingScheduler(GenerateScheduler):
 
     # ------------------------------------------------------------------------------------------ who goes
 
-    def _end(self, sequence: Running) -> None:
+    def _end(self, sequence: SequenceState) -> None:
         super()._end(sequence)
         if sequence.key not in self._requests:
             self._may_shift.discard(sequence.key)
@@ -158,7 +158,7 @@ class ShiftingScheduler(GenerateScheduler):
         else:
             super()._let_go(node)
 
-    def _is_prompt_like(self, sequence: Running) -> bool:
+    def _is_prompt_like(self, sequence: SequenceState) -> bool:
         return sequence.leaf not in self._apart
 
     def _nodes(self) -> Iterator[Node]:
@@ -182,8 +182,8 @@ class Shifting(EnginePart):
     def __init__(self, worker: Worker, options: GenerateOptions, meter: Meter):
         self._worker, self._options, self._meter = worker, options, meter
 
-    def scheduler(self, max_batch_rows: int, held: Held | None) -> ShiftingScheduler:
-        return over_store(ShiftingScheduler, self._worker, self._options, max_batch_rows, held)
+    def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> ShiftingScheduler:
+        return over_store(ShiftingScheduler, self._worker, self._options, max_batch_rows, holds_rows)
 
     def submit(self, request: Any) -> Mapping[str, Any]:
         """Returns whether chunks may be reused for a request: it makes text, and has made none yet. Numbers are read of

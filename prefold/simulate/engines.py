@@ -173,7 +173,8 @@ class RowEngine:
             steps = stretch.steps
             decode = stretch.decode // steps
             size.note(
-                stretch.prefill // steps, decode, stretch.seconds / steps, most=self._most, waiting=self.num_waiting,
+                stretch.prefill // steps, decode, stretch.seconds / steps, max_rows=self._most,
+                waiting=self.num_waiting,
                 began=stretch.running - decode, ended=len(stretch.ended),
                 tokens=sum(one.request.output for one in stretch.ended), steps=steps,
             )  # fmt: skip

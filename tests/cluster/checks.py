@@ -82,13 +82,15 @@ def check_book(book: LeaseBook) -> None:
     """No request is in two places, or in none."""
     assert all(group for _, group in book._suspects)
     for replica in book._replicas.values():
-        assert all(open_.left for open_ in replica.open.values())
+        assert all(open_.unanswered for open_ in replica.open.values())
         assert len(replica.open) <= 1 or not any(open_.lease.is_suspect for open_ in replica.open.values())
     for source in book.sources:
-        sent = [place for name in book._replicas for open_ in book.open_leases(name, source) for place in open_.left]
+        sent = [
+            place for name in book._replicas for open_ in book.open_leases(name, source) for place in open_.unanswered
+        ]
         places = [*sent, *_unsent(source, set(sent))]
         places += [place for its, group in book._suspects if its is source for own in group for place in own]
-        assert len(places) == len(set(places)) == source.num_left, (len(places), source.num_left)
+        assert len(places) == len(set(places)) == source.num_unanswered, (len(places), source.num_unanswered)
 
 
 def _unsent(source: Source, sent: set[int]) -> list[int]:
@@ -98,7 +100,7 @@ def _unsent(source: Source, sent: set[int]) -> list[int]:
         source.window.check()
         assert {source._prompts[number].key for number in sent} == set(source.router.in_flight)
         unsent = [*(waiting.payload for waiting in source.window.waiting()), *source._late]
-        return [number for prompt in unsent for number in prompt.left]
+        return [number for prompt in unsent for number in prompt.unanswered]
     assert isinstance(source, OfflineSource)
     segments = [*source._free, *(one.segment for one in source._replicas.values() if one.segment is not None)]
     assert all(0 <= start < stop <= source.cost.num_prompts for start, stop in segments)

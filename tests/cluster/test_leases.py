@@ -30,7 +30,7 @@ def stream_cost(rng: np.random.Generator, num: int, outputs: bool = False) -> St
 def book_of(cost: StreamCost, names, options: LeaseOptions | None = None, patience: float = 300.0) -> LeaseBook:
     """The book of a sorted job of these costs; the tag of a request is its place."""
     source = OfflineSource(cost, names, lambda facts: options or LeaseOptions())
-    source._under_way = {place: (place, 1) for place in range(cost.num_prompts)}
+    source._sent = {place: (place, 1) for place in range(cost.num_prompts)}
     return LeaseBook(source, numbers=itertools.count(), patience=patience)
 
 
@@ -123,7 +123,7 @@ class FakeFleet:
 
     def run(self) -> None:
         self.send()
-        while self.leases.num_left:
+        while self.leases.num_unanswered:
             assert self.events, "nothing more would happen"
             self.step()
         check_book(self.leases)
@@ -187,7 +187,7 @@ def test_only_where_its_replica_died_a_request_is_under_suspicion_and_given_up()
         leases.join(name, ReplicaFacts(), 0.0)
         found.append([lease.is_suspect for lease in leases.send(0.0)] + leases.lose(name, died=died))
         check_book(leases)
-    assert found == [[False], [False], [True], [True, 0]] and not leases.num_left
+    assert found == [[False], [False], [True], [True, 0]] and not leases.num_unanswered
 
 
 def test_only_what_may_have_begun_is_under_suspicion():
@@ -200,7 +200,7 @@ def test_only_what_may_have_begun_is_under_suspicion():
     assert leases.lose("a") == [] and leases.moved == 38
     leases.join("b", ReplicaFacts(), 30.0)
     found = []
-    while leases.num_left:
+    while leases.num_unanswered:
         now = list(leases.send(30.0))
         found += now
         assert len(now) == 1 or not any(lease.is_suspect for lease in now), "nothing runs beside suspects"
@@ -231,7 +231,7 @@ def test_a_replica_hangs_only_while_it_has_work():
     assert leases.hung(100.0) == []
     list(leases.send(100.0))
     assert leases.hung(109.0) == []
-    leases.heard("a", 109.0)
+    leases.note_progress("a", 109.0)
     assert leases.hung(115.0) == [] and leases.hung(120.0) == ["a"]
 
 
@@ -344,7 +344,7 @@ class Generating:
         for name in self.names:
             self.join(name)
         for rounds in itertools.count(1):
-            if not self.leases.num_left:
+            if not self.leases.num_unanswered:
                 return
             for name in self.names:
                 self.step(name)

@@ -88,7 +88,7 @@ def sorted_job(rng) -> OfflineSource:
     source = OfflineSource(
         StreamCost(rng.integers(4, 9, count), np.zeros(count, int)), ["replica 1"], lambda _: options
     )
-    source._under_way = {place: (b"%d" % (10_000 + place), 1) for place in range(count)}
+    source._sent = {place: (b"%d" % (10_000 + place), 1) for place in range(count)}
     return source
 
 
@@ -111,7 +111,7 @@ def test_the_books_balance_in_long_random_runs(seed, kind, both):
         now += float(rng.exponential(0.3))
         if both and step == 60:
             book.add(job := sorted_job(rng), now)
-            given |= {int(tag): None for tag, _ in job._under_way.values()}
+            given |= {int(tag): None for tag, _ in job._sent.values()}
         what = rng.random()
         if what < 0.3 and not live.is_full:
             reads = reads_of(rng, numbers, sampling)
@@ -170,7 +170,7 @@ def test_the_books_balance_in_long_random_runs(seed, kind, both):
             answered += [int(tag) for tag, _, _ in fresh]
             del leases[number]
         check_book(book)
-        if not book.num_left:
+        if not book.num_unanswered:
             break
     assert sorted(answered + blamed) == sorted(given)
 
@@ -466,7 +466,7 @@ def reported(facts):
     replicas = ThreadReplicas("a")
     fleet = Fleet(replicas)
     run = FleetRun(fleet, LiveInput(Feed(), 1000), RunCall(Readout("tokens")), None)
-    fleet.ready["a"], run._begun["a"] = facts, fleet_module._Done(heard=100.0)
+    fleet.ready["a"], run._work["a"] = facts, fleet_module._Work(measured_at=100.0)
     run.book.join("a", facts, 100.0)
     replicas.retold = []
     replicas.retell = replicas.retold.append
@@ -504,7 +504,7 @@ def test_suspects_of_a_stream_run_in_groups_that_are_divided(kind, poison):
     list(book.send(0.0))
     assert book.lose("a") == [] and not live.num_waiting and len(book._suspects) == 4
     book.join("a", facts, 0.0)
-    while live.num_left:
+    while live.num_unanswered:
         leases += book.send(0.0)
         lease = leases.pop(0)
         if lease.is_suspect and set(lease.places) & set(poison):
@@ -537,7 +537,7 @@ def test_one_book_serves_a_stream_and_a_sorted_job_at_once():
         answered = []
         for name in "bc":
             book.join(name, facts, 0.0)
-        while book.num_left:
+        while book.num_unanswered:
             for lease in book.send(1.0):
                 windows = lease.source.windows(lease)
                 assert sum(window.num_requests for window in windows) == len(lease.places)

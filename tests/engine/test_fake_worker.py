@@ -34,8 +34,8 @@ def run_trace(seed: int) -> tuple[int, int]:
         cache=cache,
     )  # fmt: skip
     engine = Engine(worker, EngineOptions(max_batch_rows=rng.choice([5, 24]), generation=generation))
-    generator, make_anew, anew = engine.generator, engine.generator._begin_anew, []
-    generator._begin_anew = lambda: anew.append(1) or make_anew()
+    generator, make_anew, anew = engine.generator, engine.generator._rebuild_books, []
+    generator._rebuild_books = lambda: anew.append(1) or make_anew()
     asked, answers, keys, cancelled = {}, {}, {}, set()
     for number in range(rng.randint(3, 12)):
         prompt = rng.choices([0, 1, 2], k=rng.randint(1, 9))
@@ -59,8 +59,8 @@ def run_trace(seed: int) -> tuple[int, int]:
         with suppress(OutOfMemoryError, RuntimeError):
             generator.step()
         generator.scheduler.check()
-        assert len(generator._flights) <= worker.facts.slot_depth
-        if not waiting and not generator.has_work and not generator._flights:
+        assert len(generator._in_flight) <= worker.facts.slot_depth
+        if not waiting and not generator.has_work and not generator._in_flight:
             break
     else:
         raise AssertionError("the work does not end")

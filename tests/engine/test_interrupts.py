@@ -35,7 +35,7 @@ def test_the_call_after_an_interrupt_works(tmp_path, interrupts):
             if tries % 10 == 0:
                 np.testing.assert_allclose(llm.embed(TEXTS), expected, atol=1e-5)
                 llm.engine.call(lambda: None)  # what was asked for before is done
-                assert not llm.engine.worker._paths and not llm.engine.meter.is_heard
+                assert not llm.engine.worker._paths and not llm.engine.meter.has_listeners
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

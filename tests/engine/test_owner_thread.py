@@ -66,7 +66,7 @@ def test_a_worker_that_raises_at_any_call_leaves_no_caller_waiting_and_no_slot_i
         engine = engine_of(worker := Raising(number, error, at_result=at_result))
         answers = {}
         try:
-            for tag, answer in serve(engine, windows, most=4):
+            for tag, answer in serve(engine, windows, max_waiting=4):
                 answers[tag] = answer[0].tokens
         except (RuntimeError, PrefoldError) as raised:
             assert raised is error or (isinstance(error, SystemExit) and repr(error) in str(raised))
@@ -79,7 +79,7 @@ def test_a_worker_that_raises_at_any_call_leaves_no_caller_waiting_and_no_slot_i
             time.sleep(0.001)
         engine.look(lambda books: books.check())
         assert engine.look(lambda books: books.pool.used_slots == books.cache.rows)
-        again = dict(serve(engine, windows, most=4))  # the next call works
+        again = dict(serve(engine, windows, max_waiting=4))  # the next call works
         assert [again[n][0].tokens for n in range(4)] == [expected(p, sampling) for p in prompts]
         engine.close()
 
@@ -103,7 +103,7 @@ def test_callers_of_an_engine_that_is_closed_get_an_error():
     def ask() -> None:
         try:
             windows = [[(0, Request(np.zeros(2, np.int32), sampling=Sampling(max_tokens=100)))]]
-            list(serve(engine, windows, most=4))
+            list(serve(engine, windows, max_waiting=4))
         except Exception as error:
             failures.append(error)
 
@@ -149,7 +149,7 @@ def test_the_engines_thread_does_not_wait_for_itself():
     engine = engine_of(FakeWorker(random.Random(0), 1, 0.0))
     windows = [[(0, Request(np.array([0, 1], np.int32), sampling=Sampling(max_tokens=2)))]]
     with pytest.raises(PrefoldError, match="own thread"):
-        engine.call(lambda: list(serve(engine, windows, most=4)))
+        engine.call(lambda: list(serve(engine, windows, max_waiting=4)))
     assert engine.call(threading.current_thread).name == "prefold-engine"
 
 

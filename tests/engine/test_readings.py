@@ -11,8 +11,8 @@ from generating import until_idle
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.engine.pace import Pace
-from prefold.engine.replies import Reading, Reply
+from prefold.engine.handles import ReadGroup, ResponseStream
+from prefold.engine.step_policy import StepPolicy
 from prefold.engine.thread import EngineThread
 from prefold.schedule.fair import FairAdmission
 from prefold.types import Owner, Readout, Request, Result
@@ -43,7 +43,7 @@ def expected(llm, asked):
 
 def run_alone(llm, asked):
     async def ask():
-        reply = Reply(asyncio.get_running_loop(), 1)
+        reply = ResponseStream(asyncio.get_running_loop(), 1)
         llm.engine.submit(asked, LAST, reply)
         return await reply.answer()
 
@@ -60,7 +60,7 @@ def test_a_large_reading_gives_way_to_a_small_one(llm, owners, monkeypatch):
 
     async def ask():
         loop = asyncio.get_running_loop()
-        a, b = Reply(loop, 1, Owner(owners[0], owners[2])), Reply(loop, 1, Owner(owners[1]))
+        a, b = ResponseStream(loop, 1, Owner(owners[0], owners[2])), ResponseStream(loop, 1, Owner(owners[1]))
 
         def begin(message, *more):
             steps.append(message.num_rows)
@@ -91,7 +91,7 @@ def test_a_reading_that_is_alone_computes_nothing_twice(llm):
 def test_as_many_requests_are_open_as_fill_a_few_steps(llm):
     for begin in (0, 20, 200):
         large, _ = requests(300, begin=begin)
-        reading, opened = Reading(Reply(None, 1), large, LAST, rows=ROWS, shares=True), []
+        reading, opened = ReadGroup(ResponseStream(None, 1), large, LAST, rows=ROWS, shares=True), []
         while not opened or any(result is None for result in reading.results):
             while (number := reading.next()) is not None:
                 opened.append(number)
@@ -119,7 +119,7 @@ def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypa
 
     async def ask():
         loop = asyncio.get_running_loop()
-        a, b = Reply(loop, 1, Owner("a")), Reply(loop, 1, Owner("b"))
+        a, b = ResponseStream(loop, 1, Owner("a")), ResponseStream(loop, 1, Owner("b"))
         service.submit(large, LAST, a)
         service.submit(small, LAST, b)
         await b.answer()
@@ -135,11 +135,11 @@ def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypa
 def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):
     """Neither numbers nor texts of a key whose class is batch keep the steps of batches short."""
     service = llm.engine
-    pace = Pace(FairAdmission(), clock=lambda: 0.0)  # a pause goes by only where time does
-    service.set_pace(pace)
+    pace = StepPolicy(FairAdmission(), clock=lambda: 0.0)  # a pause goes by only where time does
+    service.set_step_policy(pace)
 
     async def ask(is_batch):
-        reply = Reply(asyncio.get_running_loop(), 1, Owner("a", is_batch))
+        reply = ResponseStream(asyncio.get_running_loop(), 1, Owner("a", is_batch))
         service.submit(requests(50)[0], LAST, reply)
         await reply.answer()
 
@@ -149,7 +149,7 @@ def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):
         asyncio.run(ask(False))
         assert pace.pause > 0.0
     finally:
-        service.set_pace(None)
+        service.set_step_policy(None)
 
 
 def test_the_thread_ends_though_what_woke_it_was_taken_while_it_worked():

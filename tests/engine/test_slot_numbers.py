@@ -14,7 +14,7 @@ from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.engine.replies import Reply
+from prefold.engine.handles import ResponseStream
 from prefold.errors import InputError
 from prefold.types import Readout
 
@@ -26,7 +26,7 @@ def ask(llm, *asked):
     """The answers to (requests, readout), all asked at once."""
 
     async def answers():
-        replies = [Reply(asyncio.get_running_loop(), 1) for _ in asked]
+        replies = [ResponseStream(asyncio.get_running_loop(), 1) for _ in asked]
         for reply, (requests, readout) in zip(replies, asked, strict=True):
             llm.engine.submit(requests, readout, reply)
         return [await reply.answer() for reply in replies]
@@ -147,7 +147,7 @@ def test_numbers_that_are_cancelled_in_the_middle_leave_nothing(folder, kind, mo
         monkeypatch.setattr(worker, "start", begin)
 
         async def leave():
-            reply = Reply(asyncio.get_running_loop(), 1)
+            reply = ResponseStream(asyncio.get_running_loop(), 1)
             llm.engine.submit(requests, Readout(kind), reply)
             await asyncio.to_thread(entered.wait)
             llm.engine.cancel(reply)

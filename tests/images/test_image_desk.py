@@ -24,11 +24,15 @@ def test_a_piece_at_a_time():
     desk, worker, table, meter = desk_of()
     one, other = take(table, "one"), take(table, "other")
     desk.want([one, other])
-    assert not desk.held(np.concatenate((one.ids, other.ids))).any()
+    assert not desk.holds_rows(np.concatenate((one.ids, other.ids))).any()
     for piece in range(PIECES):
         assert desk.advance(0.0) is None
         assert worker.told[-1] == (one.ids[0], 1) and len(worker.told) == piece + 1
-    assert desk.held(one.ids).all() and not desk.held(other.ids).any() and not desk.held(one.ids + ROWS).any()
+    assert (
+        desk.holds_rows(one.ids).all()
+        and not desk.holds_rows(other.ids).any()
+        and not desk.holds_rows(one.ids + ROWS).any()
+    )
     assert meter.stats.tower_runs == 1 and "tower" in meter.stats.seconds
     assert finish(desk) is None
     assert meter.stats.tower_runs == 2 and desk.bytes_held == 80
@@ -86,7 +90,7 @@ def test_steps_beside_the_reading_of_an_image_are_not_taken_for_steps_alone():
     for _ in range(40):
         assert desk.seconds_after(8, 0.018) == pytest.approx(0.0045), "a step alone takes 0.01 seconds"
     read.set()
-    while not desk.held(one.ids).all():
+    while not desk.holds_rows(one.ids).all():
         desk.advance(1.0)
     assert not desk.is_busy
 
@@ -108,7 +112,7 @@ def test_others_keep_half_of_the_time():
     worker.takes = lambda pieces: time.sleep(0.02)
     desk.want([one := take(table, "one")])
     given, done = 0.0, []
-    while not desk.held(one.ids).all():
+    while not desk.holds_rows(one.ids).all():
         desk.advance(0.006, idle=False)
         given += 0.006
         done.append(len(worker.told))
@@ -131,11 +135,11 @@ def test_several_are_on_their_way():
     desk, worker, table, _ = desk_of()
     one, other = take(table, "one"), take(table, "other")
     for _ in range(PIECES):
-        assert not desk.held(one.ids).any() and not desk.held(other.ids).any()
+        assert not desk.holds_rows(one.ids).any() and not desk.holds_rows(other.ids).any()
         for media in ([one, other], [other, one]):
             desk.want(media)
             desk.advance(0.0)
-    assert desk.held(one.ids).all() and desk.held(other.ids).all()
+    assert desk.holds_rows(one.ids).all() and desk.holds_rows(other.ids).all()
     assert worker.told == [(first, 1) for _ in range(PIECES) for first in (one.ids[0], other.ids[0])]
 
 
@@ -145,7 +149,7 @@ def test_a_run_in_numbers_does_not_undo_what_another_waits_for():
     desk.want([one])
     desk.advance(0.0)
     with desk.using(other.ids):
-        assert desk.held(other.ids).all()
+        assert desk.holds_rows(other.ids).all()
     finish(desk)
     assert worker.told == [(one.ids[0], 1), (other.ids[0], PIECES), (one.ids[0], PIECES - 1)]
 
@@ -175,14 +179,14 @@ def test_memory_and_shares_of_tenants():
         finish(desk)
         assert desk.bytes_held <= 5 * ROWS * 10
         assert desk.bytes_held == sum(len(ids) * 10 for ids in worker.made.values())
-    assert all(desk.held(medium.ids).all() for medium in (*quiet, *flood[-3:]))
+    assert all(desk.holds_rows(medium.ids).all() for medium in (*quiet, *flood[-3:]))
     assert meter.stats.tower_runs == 22
     # Of one tenant's what was used last stays.
     desk.want([flood[-3]])
     desk.advance(1.0)
     desk.want([flood[0]])
     finish(desk)
-    assert desk.held(flood[-3].ids).all() and not desk.held(flood[-2].ids).any()
+    assert desk.holds_rows(flood[-3].ids).all() and not desk.holds_rows(flood[-2].ids).any()
 
 
 def test_rows_that_somebody_waits_for_stay():
@@ -190,15 +194,17 @@ def test_rows_that_somebody_waits_for_stay():
     waiting = [take(table, f"waiting {i}") for i in range(3)]
     desk.want(waiting)
     finish(desk)
-    assert [desk.held(medium.ids).all() for medium in waiting] == [True, True, False], "no more than there is room for"
+    assert [desk.holds_rows(medium.ids).all() for medium in waiting] == [True, True, False], (
+        "no more than there is room for"
+    )
     with desk.using(waiting[2].ids):
-        assert all(desk.held(medium.ids).all() for medium in waiting), "who needs it now has it, in any case"
+        assert all(desk.holds_rows(medium.ids).all() for medium in waiting), "who needs it now has it, in any case"
     desk.want(waiting[2:])
     others = [take(table, f"other {i}") for i in range(3)]
     for medium in others:
         with desk.using(medium.ids):
-            assert desk.held(medium.ids).all()
-    assert desk.held(waiting[2].ids).all() and not desk.held(waiting[0].ids).any()
+            assert desk.holds_rows(medium.ids).all()
+    assert desk.holds_rows(waiting[2].ids).all() and not desk.holds_rows(waiting[0].ids).any()
     assert desk.bytes_held <= 3 * ROWS * 10
 
 
@@ -225,10 +231,10 @@ def test_failures(kind):
     worker.fails = {int(medium.ids[0])}
     desk.want([medium, other := take(table, "other")])
     assert finish(desk) == (medium, "gone" if kind == "load" else "made up")
-    assert not worker.made and not worker.done and not desk.held(medium.ids).any()
+    assert not worker.made and not worker.done and not desk.holds_rows(medium.ids).any()
     desk.want([other])
     assert finish(desk) is None
-    assert desk.held(other.ids).all()
+    assert desk.holds_rows(other.ids).all()
 
 
 def test_others_go_on_while_a_file_is_read():
@@ -249,7 +255,7 @@ def test_others_go_on_while_a_file_is_read():
         desk.advance(0.01)
     assert worker.told == [(one.ids[0], 1)]
     finish(desk)
-    assert desk.held(one.ids).all()
+    assert desk.holds_rows(one.ids).all()
 
     def slow():
         raise TimeoutError("it took too long")
@@ -274,7 +280,7 @@ def test_a_file_that_is_read_in_the_last_moment():
     desk.want([one := take(table, "one")])
     assert desk.advance(0.01) is None and not worker.told
     late.set_result(np.zeros((1, 3, 2, 2), np.float32))
-    assert finish(desk) is None and desk.held(one.ids).all()
+    assert finish(desk) is None and desk.holds_rows(one.ids).all()
 
 
 def test_an_error_without_a_text_is_called_by_its_type():

@@ -36,4 +36,4 @@ def test_an_image_that_the_tower_failed_for_in_numbers_is_made_again():
         assert list(worker.made) == [one.ids[0]], "the step has rows that are no numbers"
     assert not worker.made and not desk.bytes_held
     worker.fails = set()
-    assert finish(desk) is None and desk.held(one.ids).all()
+    assert finish(desk) is None and desk.holds_rows(one.ids).all()

@@ -14,7 +14,7 @@ from running import as_request, prompts, run
 
 from prefold import LLM, InputError
 from prefold.cli.job import RESULT_OPTIONS
-from prefold.engine.replies import Reply
+from prefold.engine.handles import ResponseStream
 from prefold.looped.engine import Unlooped
 from prefold.types import Exits, Readout
 
@@ -148,7 +148,7 @@ def test_rows_that_are_kept_are_read_after_the_visit_that_is_asked_for(model):
     token_lists = prompts(3, count=4)
 
     async def answers():
-        replies = [Reply(asyncio.get_running_loop(), 1) for _ in ASKED]
+        replies = [ResponseStream(asyncio.get_running_loop(), 1) for _ in ASKED]
         for reply, exits in zip(replies, ASKED, strict=True):
             llm.engine.submit([as_request(t) for t in token_lists], Readout("every", exits=exits), reply)
         return [await reply.answer() for reply in replies]

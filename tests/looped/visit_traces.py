@@ -69,7 +69,7 @@ class FakeWorker:
         taken = np.array([taken_slots[read] for read in message.reads.tolist()], bool)
         tokens = [
             token_of(self.states[int(message.read_slots[read])], sequence.sample) if made else -1
-            for read, made, sequence in zip(message.reads.tolist(), taken.tolist(), step.takers, strict=True)
+            for read, made, sequence in zip(message.reads.tolist(), taken.tolist(), step.consumers, strict=True)
         ]
         blocks = []
         for routing in message.routings:
@@ -133,7 +133,7 @@ class FakeWorker:
         tokens = [
             token_of(self.states[int(message.slots[last[row]])], sequence.sample) if there else -1
             for row, there, sequence in zip(
-                message.read_rows[message.reads].tolist(), taken.tolist(), step.takers, strict=True
+                message.read_rows[message.reads].tolist(), taken.tolist(), step.consumers, strict=True
             )
         ]
         result = VisitResult(np.array(tokens, np.int64), left=np.array(left), taken=taken, made=np.array(made))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prefold.cache import CacheOptions, SlotPool
 from prefold.schedule.admission import InOrder
-from prefold.schedule.fair import LEFT_TO_INTERACTIVE, MOST_PASSED, FairAdmission
+from prefold.schedule.fair import MAX_PASSED, RESERVED_SHARE, FairAdmission
 from prefold.schedule.generate import GenerateScheduler
 from prefold.types import Owner, Share
 from tests.schedule.traces import expected, prompts_of, run_to_end
@@ -36,7 +36,7 @@ def one_step(scheduler):
     if step is None:
         return []
     scheduler.begin(step)
-    return [done.key for done in scheduler.commit(step, [1] * len(step.takers), [False] * len(step.takers))]
+    return [done.key for done in scheduler.commit(step, [1] * len(step.consumers), [False] * len(step.consumers))]
 
 
 @settings(max_examples=120)
@@ -199,7 +199,7 @@ def test_a_batch_leaves_room_and_gives_way():
     for number in range(20):
         scheduler.submit(("batch", number), prompt(1, number), limit=30, owner=Owner("a", True))
     one_step(scheduler)
-    assert len(scheduler.running) == (1 - LEFT_TO_INTERACTIVE) * 8
+    assert len(scheduler.running) == (1 - RESERVED_SHARE) * 8
     for number in range(6):
         scheduler.submit(("live", number), prompt(2, number), limit=3, owner=Owner("b"))
     one_step(scheduler)
@@ -254,13 +254,13 @@ def test_who_has_fewer_rows_to_compute_is_preferred_but_not_for_ever():
     scheduler.submit("first", prompt(*shared, 0), limit=8, owner=Owner("a"))
     one_step(scheduler)
     scheduler.submit("other", prompt(50, *shared), limit=1, owner=Owner("a"))
-    for number in range(3 * MOST_PASSED):
+    for number in range(3 * MAX_PASSED):
         scheduler.submit(number, prompt(*shared, 1 + number), limit=1, owner=Owner("a"))
     order = []
     while "other" not in order:
         order += one_step(scheduler)
     order.remove("other")
-    assert len([key for key in order if key != "first"]) == MOST_PASSED
+    assert len([key for key in order if key != "first"]) == MAX_PASSED
 
 
 @pytest.mark.parametrize("tenants", [1, 1000])
@@ -275,6 +275,6 @@ def test_many_who_wait_cost_little(tenants):
             scheduler.admit()
             step = scheduler.plan()
             scheduler.begin(step)
-            scheduler.commit(step, [0] * len(step.takers), [False] * len(step.takers))
+            scheduler.commit(step, [0] * len(step.consumers), [False] * len(step.consumers))
 
     assert lines_run(lambda: drive(FairAdmission())) < 2 * lines_run(lambda: drive(InOrder()))

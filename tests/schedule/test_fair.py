@@ -37,9 +37,9 @@ def one_step(scheduler):
     if step is None:
         return (0, 0), []
     batch = {node for one in scheduler.running if one.owner.is_batch for node in (*one.leaf.path(), one.tail)}
-    rows = sum(count for node, count in step.takes if node in batch)
+    rows = sum(count for node, count in step.computed_rows if node in batch)
     scheduler.begin(step)
-    ended = scheduler.commit(step, [1] * len(step.takers), [False] * len(step.takers))
+    ended = scheduler.commit(step, [1] * len(step.consumers), [False] * len(step.consumers))
     return (step.num_rows - rows, rows), [one.key for one in ended]
 
 
@@ -175,7 +175,7 @@ def test_one_that_gave_way_is_next_of_its_owner(monkeypatch):
 
 
 def test_who_was_given_much_is_not_forgotten_while_others_come(monkeypatch):
-    monkeypatch.setattr(fair, "IDLE_LINES", 2)
+    monkeypatch.setattr(fair, "IDLE_QUEUES", 2)
     scheduler = scheduler_of(running=1)
     scheduler.waiting.clear()
     submit(scheduler, "much", rows=60, limit=100, owner=Owner("much"))

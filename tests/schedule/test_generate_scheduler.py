@@ -355,7 +355,7 @@ def run_short(scheduler: GenerateScheduler, count: int, namespace) -> None:
         if step is None:
             return
         scheduler.begin(step)
-        scheduler.commit(step, [0] * len(step.takers), [False] * len(step.takers))
+        scheduler.commit(step, [0] * len(step.consumers), [False] * len(step.consumers))
 
 
 def test_many_namespaces_cost_what_one_does():

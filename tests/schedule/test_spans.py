@@ -190,7 +190,7 @@ class Trace:
             max_batch_rows=rng.randint(LONGEST, LONGEST + 8),
             max_running=rng.randint(1, 6),
             cache=cache if rng.random() < 0.7 else None,
-            held=lambda ids: np.array([int(i) in self.given for i in ids], bool),
+            holds_rows=lambda ids: np.array([int(i) in self.given for i in ids], bool),
         )
         self.store = SpanStore()
         self.found: list[list[int]] = []
@@ -232,7 +232,7 @@ class Trace:
         self.store.run(step, [])
         self.scheduler.begin(step)
         self.scheduler.check()
-        tokens = [next_token(path, s.sample) for s, path in zip(step.takers, self.store.paths, strict=True)]
+        tokens = [next_token(path, s.sample) for s, path in zip(step.consumers, self.store.paths, strict=True)]
         for done in self.scheduler.commit(step, tokens, [False] * len(tokens)):
             self.ended[done.key, done.sample] = list(done.tokens)
         self.scheduler.check()
@@ -283,7 +283,7 @@ def test_random_traces_over_slots(seed):
 def test_a_span_waits_for_a_step_that_it_opens():
     """Seven rows do not fit beside the row of a sequence that generates in steps of seven: they come first, alone."""
     scheduler = GenerateScheduler(
-        SlotPool(60), max_batch_rows=7, max_running=4, held=lambda ids: np.ones(len(ids), bool)
+        SlotPool(60), max_batch_rows=7, max_running=4, holds_rows=lambda ids: np.ones(len(ids), bool)
     )
     scheduler.submit("text", np.array([1, 2], np.int32), limit=9)
     store = SpanStore()
@@ -293,7 +293,7 @@ def test_a_span_waits_for_a_step_that_it_opens():
         planned = scheduler.plan()
         store.run(planned, [])
         scheduler.begin(planned)
-        scheduler.commit(planned, [1] * len(planned.takers), [False] * len(planned.takers))
+        scheduler.commit(planned, [1] * len(planned.consumers), [False] * len(planned.consumers))
         scheduler.check()
         return sorted(planned.message.tokens.tolist())
 
@@ -308,7 +308,10 @@ def test_a_span_waits_for_a_step_that_it_opens():
 def test_others_go_on_while_a_tower_runs():
     held: set[int] = set()
     scheduler = GenerateScheduler(
-        SlotPool(60), max_batch_rows=20, max_running=4, held=lambda ids: np.array([int(i) in held for i in ids], bool)
+        SlotPool(60),
+        max_batch_rows=20,
+        max_running=4,
+        holds_rows=lambda ids: np.array([int(i) in held for i in ids], bool),
     )
     scheduler.submit("image", np.array([0, *ROWS[3], 2], np.int32), limit=1)
     scheduler.submit("text", np.array([1, 2], np.int32), limit=9)
@@ -332,7 +335,7 @@ def test_others_go_on_while_a_tower_runs():
 def test_eviction_takes_the_rest_of_a_span(rows):
     scheduler = GenerateScheduler(
         SlotPool(60), max_batch_rows=30, max_running=4, cache=CacheOptions(min_overlap=0),
-        held=lambda ids: np.ones(len(ids), bool),
+        holds_rows=lambda ids: np.ones(len(ids), bool),
     )  # fmt: skip
     scheduler.submit("a", np.array([0, 1, *SPANS[3]], np.int32), limit=1)
     scheduler.admit()

@@ -115,7 +115,7 @@ def run_to_end(
         assert step.num_rows <= scheduler.max_batch_rows
         store.run(step, [] if flight is None else flight[1])
         tokens, stops = [], []
-        for sequence, path in zip(step.takers, store.paths, strict=True):
+        for sequence, path in zip(step.consumers, store.paths, strict=True):
             tokens.append(next_token(path, sequence.sample))
             stops.append(stop_at(path, sequence.sample))
         before, flight = flight, None

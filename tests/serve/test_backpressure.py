@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from prefold.engine.replies import Reply
-from prefold.schedule.generate_step import NOBODY
+from prefold.engine.handles import ResponseStream
+from prefold.schedule.generate_step import NO_OWNER
 from prefold.serve.backpressure import Backpressure
 from prefold.serve.http import Refusal
 from prefold.serve.keys import Keys
@@ -33,23 +33,23 @@ def backpressure(clock):
 
 def answer(backpressure, clock, *, samples=1, seconds=1.0):
     """Answers one request after some seconds."""
-    replies = [Reply(None, 10, NOBODY, samples)]
+    replies = [ResponseStream(None, 10, NO_OWNER, samples)]
     with backpressure.computing(replies):
         clock.now += seconds
         backpressure.note_answered(replies)
 
 
 def test_samples_are_counted(backpressure):
-    with backpressure.computing([Reply(None, 10, NOBODY, 5)]):
+    with backpressure.computing([ResponseStream(None, 10, NO_OWNER, 5)]):
         assert backpressure.waiting == (5, 10)
-        with backpressure.preparing(40, NOBODY, samples=3) as prepared:
+        with backpressure.preparing(40, NO_OWNER, samples=3) as prepared:
             assert backpressure.waiting == (8, 20)
             with pytest.raises(Refusal, match="8 requests are waiting, and 8 may"):
-                backpressure.check(NOBODY)
+                backpressure.check(NO_OWNER)
             prepared()
-        backpressure.check(NOBODY)
+        backpressure.check(NO_OWNER)
         with pytest.raises(Refusal, match="5 requests are waiting, and 8 may; this request counts as 4"):
-            backpressure.check(NOBODY, 4)
+            backpressure.check(NO_OWNER, 4)
     assert backpressure.waiting == (0, 0)
 
 
@@ -69,7 +69,7 @@ def filled(backpressure, owner, samples=1):
             backpressure.check(owner, samples)
         except Refusal:
             return count
-        backpressure.replies.add(Reply(None, 1, owner, samples))
+        backpressure.replies.add(ResponseStream(None, 1, owner, samples))
     raise AssertionError("there is no end")
 
 
@@ -90,7 +90,7 @@ def test_what_waits_of_batches_is_not_in_the_way_of_interactive_requests(shared)
     assert filled(shared, Owner("a", is_batch=True), 4096) == 1
     assert filled(shared, Owner("b", is_batch=True), 4096) == 1
     assert filled(shared, Owner("c")) == 2
-    shared.replies = {Reply(None, 1, Owner(name, is_batch=True), 500) for name in "bc"}
+    shared.replies = {ResponseStream(None, 1, Owner(name, is_batch=True), 500) for name in "bc"}
     assert filled(shared, Owner("a")) == 6
 
 

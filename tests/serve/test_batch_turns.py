@@ -11,8 +11,8 @@ import pytest
 from batching import LONG, batch_of, completion, ended, lines_of
 from serving import until
 
-from prefold.engine.pace import Pace
-from prefold.engine.replies import Reply
+from prefold.engine.handles import ResponseStream
+from prefold.engine.step_policy import StepPolicy
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.steps import MakeStore, SlotStep
 from prefold.serve import batches
@@ -72,7 +72,7 @@ def test_numbers_of_a_batch_and_texts_are_in_the_same_steps(kept, client, llm, m
 
     monkeypatch.setattr(type(llm.engine), "max_batch_rows", 32)
     # However long steps take, which on a busy machine leaves the batch nothing beside a short text.
-    monkeypatch.setattr(kept.state.handler.pace, "_batch_rows", lambda *given: 8)
+    monkeypatch.setattr(kept.state.handler.step_policy, "_batch_rows", lambda *given: 8)
     monkeypatch.setattr(llm.engine.worker, "start", begin)
     lines = embeddings(200)
     batch = batch_of(client, lines, "/v1/embeddings")
@@ -114,17 +114,17 @@ def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm
     monkeypatch.setattr(worker, "start", start)
 
     async def ask():
-        reply = Reply(asyncio.get_running_loop(), 1)
+        reply = ResponseStream(asyncio.get_running_loop(), 1)
         service.submit(live, LAST, reply)
         return await reply.answer()
 
-    before = service.pace
-    service.set_pace(Pace(FairAdmission(batch_share=0.5), batch_share=0.5))
+    before = service.step_policy
+    service.set_step_policy(StepPolicy(FairAdmission(batch_share=0.5), batch_share=0.5))
     try:
         assert len(asyncio.run(ask())) == 4000
         batch.join()
     finally:
-        service.set_pace(before)
+        service.set_step_policy(before)
     assert len(results) == 4
     first = next(number for number, kinds in enumerate(steps) if "batch" in kinds)
     assert any("live" in kinds for kinds in steps[first + 1 :]), steps

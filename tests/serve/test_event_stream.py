@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from prefold.engine.replies import Reply, events_of
+from prefold.engine.handles import ResponseStream, events_of
 from prefold.engine.samples import TextPiece
 from prefold.errors import InputError
 
@@ -14,7 +14,7 @@ from prefold.errors import InputError
 def test_events_of_several_replies_come_as_they_are_made_and_an_error_ends_them():
     async def run():
         loop, found = asyncio.get_running_loop(), []
-        replies = [Reply(loop, 1), Reply(loop, 1)]
+        replies = [ResponseStream(loop, 1), ResponseStream(loop, 1)]
         replies[1].put([TextPiece(0, "b", ())])  # before anybody reads
         later = [
             (0, TextPiece(0, "a", ())),
@@ -37,10 +37,10 @@ def test_times_between_pieces_are_those_of_one_sample_as_they_came():
     """However late the reader takes them."""
 
     async def run():
-        reply = Reply(asyncio.get_running_loop(), 1)
+        reply = ResponseStream(asyncio.get_running_loop(), 1)
         for step in range(3):
             reply.put([TextPiece(sample, "a") for sample in range(4)], 5.0 + 0.25 * step)
         reply.put([["answer"]], 6.0)
-        return reply.taken_gaps(), reply.taken_gaps()
+        return reply.take_gaps(), reply.take_gaps()
 
     assert asyncio.run(run()) == ([0.25] * 8, [])

@@ -111,6 +111,6 @@ def test_a_cancellation_between_two_looks_does_not_end_the_thread(llm, monkeypat
             return self.pop(key, None) is not None
 
     with serving(llm) as server:
-        monkeypatch.setattr(server.state.handler.engine, "_unbegun", Racing())
+        monkeypatch.setattr(server.state.handler.engine, "_not_begun", Racing())
         assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).status_code == 200
         assert health(server) == (200, "")

@@ -10,7 +10,7 @@ from serving import serving
 from starlette.routing import Route
 
 from prefold.errors import InputError
-from prefold.schedule.generate_step import NOBODY
+from prefold.schedule.generate_step import NO_OWNER
 from prefold.serve import context
 from prefold.serve import handler as module
 from prefold.serve.app import make_app
@@ -109,7 +109,7 @@ def test_a_short_response_is_written_without_watching_its_client(server, monkeyp
 
 def test_what_needs_no_engine_is_refused_where_too_much_is_being_prepared(llm):
     with serving(llm, max_waiting_requests=1) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        with server.state.handler.backpressure.preparing(5, NOBODY):
+        with server.state.handler.backpressure.preparing(5, NO_OWNER):
             for path, body in (
                 ("/tokenize", {"inputs": "yes"}), ("/tokenize", {"prompt": "yes"}), ("/decode", {"ids": [5]}),
             ):  # fmt: skip

@@ -410,7 +410,7 @@ def test_one_request_that_steps_fail_for(llm, poisoned):
         assert found[p][1].json()["data"][0]["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
     generator = llm.engine.generator
     until_idle(llm.engine)
-    assert not generator._held
+    assert not generator._on_hold
     generator.scheduler.check()
 
 

@@ -64,7 +64,7 @@ class ShiftedStore(CheckedStore):
             assert len(owners) <= 1, "rows that see what was copied for two requests"
             self.owner[slot] = next(iter(owners), None)
             seen_by[query] = self.owner[slot]
-        for number, sequence in enumerate(step.takers):
+        for number, sequence in enumerate(step.consumers):
             owner = seen_by[int(message.read_rows[message.reads[number]])]
             assert owner in (None, sequence.key), "a token that was read from what was copied for another"
 
@@ -87,7 +87,7 @@ class Trace:
             max_batch_rows=rng.randint(4, 12),
             max_running=rng.randint(1, 8),
             cache=CacheOptions(min_overlap=rng.choice([0, 4]), shifted=self.shifted),
-            held=lambda ids: np.ones(len(ids), bool),
+            holds_rows=lambda ids: np.ones(len(ids), bool),
         )
         self.reporter = CacheReporter(self.scheduler.tree)
         self.store = ShiftedStore()
@@ -127,7 +127,7 @@ class Trace:
         self.store.run(step, [])
         self.scheduler.begin(step)
         self.check()
-        tokens = [next_token(path, s.sample) for s, path in zip(step.takers, self.store.paths, strict=True)]
+        tokens = [next_token(path, s.sample) for s, path in zip(step.consumers, self.store.paths, strict=True)]
         for done in self.scheduler.commit(step, tokens, [False] * len(tokens)):
             self.ended[done.key, done.sample] = list(done.tokens)
         self.check()

@@ -11,7 +11,7 @@ from shifted_traces import IMAGES, ShiftedStore, Trace
 
 from prefold.cache import CacheOptions, SlotPool
 from prefold.schedule.fair import FairAdmission
-from prefold.shifted.chunks import MOST_IN_VAIN
+from prefold.shifted.chunks import MAX_FAILED_STEPS
 from prefold.shifted.options import ShiftedReuse
 from prefold.shifted.scheduler import Moved, ShiftingScheduler
 from tests.schedule.traces import expected, next_token
@@ -60,7 +60,7 @@ def scheduler_of(slots: int = 300, **shifted) -> ShiftingScheduler:
         max_batch_rows=64,
         max_running=8,
         cache=CacheOptions(min_overlap=0, shifted=ShiftedReuse(**options)),
-        held=lambda ids: np.ones(len(ids), bool),
+        holds_rows=lambda ids: np.ones(len(ids), bool),
     )
 
 
@@ -76,7 +76,7 @@ def finish(scheduler: ShiftingScheduler) -> list[Moved]:
         if step is None:
             return found
         scheduler.begin(step)
-        scheduler.commit(step, [1] * len(step.takers), [False] * len(step.takers))
+        scheduler.commit(step, [1] * len(step.consumers), [False] * len(step.consumers))
         scheduler.check()
 
 
@@ -250,7 +250,7 @@ def test_text_that_repeats_itself_is_given_up():
     looks, around = [], scheduler.chunks._around
     scheduler.chunks._around = lambda *asked: looks.append(asked) or around(*asked)
     assert ask(scheduler, 1, [*C, *[5] * 2000, 8]) == []
-    assert len(looks) == MOST_IN_VAIN
+    assert len(looks) == MAX_FAILED_STEPS
 
 
 def test_copied_rows_are_given_up_and_computed():
@@ -273,7 +273,7 @@ def test_copied_rows_are_given_up_and_computed():
             step = scheduler.plan()
             store.run(step, [])
             scheduler.begin(step)
-            tokens = [next_token(path, s.sample) for s, path in zip(step.takers, store.paths, strict=True)]
+            tokens = [next_token(path, s.sample) for s, path in zip(step.consumers, store.paths, strict=True)]
             for done in scheduler.commit(step, tokens, [False] * len(tokens)):
                 ended[done.key] = list(done.tokens)
             scheduler.check()

@@ -94,10 +94,10 @@ def told(size: StepSize, *, compiles: bool = False) -> None:
             if size.small is not None:
                 return
             seconds = 20.0 if compiles and not (wave or step) else 0.2
-            size.note(2000, 0, seconds, most=8192, waiting=999, began=60 if step == 8 else 0, ended=0, tokens=0)
+            size.note(2000, 0, seconds, max_rows=8192, waiting=999, began=60 if step == 8 else 0, ended=0, tokens=0)
         for step in range(99):
             ended = 60 if step == 98 else 0
-            size.note(0, 60, 0.03, most=8192, waiting=999, began=0, ended=ended, tokens=100 * ended)
+            size.note(0, 60, 0.03, max_rows=8192, waiting=999, began=0, ended=ended, tokens=100 * ended)
 
 
 def test_the_rows_that_come_and_go():
@@ -124,7 +124,7 @@ def test_what_does_not_help_is_given_up_and_tried_again_later():
     told(size)
     small = size.small
     for _ in range(8):  # it takes as long as prompts and outputs one after the other
-        size.note(small - 60, 60, 0.05, most=8192, waiting=999, began=0, ended=0, tokens=0)
+        size.note(small - 60, 60, 0.05, max_rows=8192, waiting=999, began=0, ended=0, tokens=0)
     assert size.small is None
     told(size)
     assert size.small is None, "too soon"
@@ -139,6 +139,6 @@ def test_the_end_of_a_job_says_nothing_of_the_next_steps():
     told(size)
     small = size.small
     for _ in range(200):
-        size.note(0, 2, 0.002, most=8192, waiting=0, began=0, ended=0, tokens=0)
-    size.note(small - 60, 60, 0.03, most=8192, waiting=999, began=0, ended=0, tokens=0)
+        size.note(0, 2, 0.002, max_rows=8192, waiting=0, began=0, ended=0, tokens=0)
+    size.note(small - 60, 60, 0.03, max_rows=8192, waiting=999, began=0, ended=0, tokens=0)
     assert size.small == small

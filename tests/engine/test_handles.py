@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from unittest.mock import Mock
 
-from prefold.engine.replies import Reply, send
+from prefold.engine.handles import ResponseStream, send
 
 
 def test_a_loop_that_is_closed_just_now_keeps_answers_from_nobody_else():
     closing, loop = Mock(spec=asyncio.AbstractEventLoop), asyncio.new_event_loop()
     closing.is_closed.return_value = False
     closing.call_soon_threadsafe.side_effect = RuntimeError("Event loop is closed")
-    gone, there = Reply(closing, 1), Reply(loop, 1)
+    gone, there = ResponseStream(closing, 1), ResponseStream(loop, 1)
     send({gone: [["one"]], there: [["two"]]})
     assert loop.run_until_complete(there.answer()) == ["two"]
     loop.close()

@@ -9,8 +9,8 @@ import pytest
 
 from prefold.cache import CacheOptions, SlotPool
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.engine import pace as module
-from prefold.engine.pace import LATELY_SECONDS, LEAST_ROWS, Pace, StepTimes
+from prefold.engine import step_policy as module
+from prefold.engine.step_policy import LATELY_SECONDS, LEAST_ROWS, StepPolicy, StepTimes
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.generate import GenerateScheduler
 from prefold.types import Owner, Share
@@ -28,7 +28,7 @@ class Machine:
         policy = FairAdmission(batch_share=options.get("batch_share", 0.02))
         self.scheduler = GenerateScheduler(SlotPool(100_000), max_batch_rows=2048, max_running=64)
         self.scheduler.admit_by(policy)
-        self.pace, self.most = Pace(policy, clock=lambda: self.now, **options), 2048
+        self.pace, self.most = StepPolicy(policy, clock=lambda: self.now, **options), 2048
         self.steps, self.first, self.ended, self._number = [], {}, [], 0
 
     def seconds_of(self, rows):
@@ -51,15 +51,15 @@ class Machine:
             self.now += 0.001
             return
         batch = {n for one in self.scheduler.running if one.owner.is_batch for n in (*one.leaf.path(), one.tail)}
-        rows = sum(count for node, count in step.takes if node in batch)
+        rows = sum(count for node, count in step.computed_rows if node in batch)
         seconds = self.seconds_of(step.num_rows)
         self.steps.append((self.now, step.num_rows - rows, rows, seconds))
         self.now += seconds
         self.pace.times.note(step.num_rows, seconds)
         self.scheduler.begin(step)
-        for sequence in step.takers:
+        for sequence in step.consumers:
             self.first.setdefault(sequence.key, self.now)
-        count = len(step.takers)
+        count = len(step.consumers)
         self.ended += [one.key for one in self.scheduler.commit(step, [1] * count, [False] * count)]
 
     def run(self, seconds):
@@ -242,6 +242,6 @@ class Still(Worker):
 def test_a_generator_tells_the_cache_what_tenants_may_keep():
     generation = GenerateOptions(kv_memory=100, cache=CacheOptions())
     generator = Engine(Still(), EngineOptions(generation=generation)).generator
-    generator.set_pace(Pace(FairAdmission(lambda tenant: Share(2.0, max_kept_rows=7))))
+    generator.set_step_policy(StepPolicy(FairAdmission(lambda tenant: Share(2.0, max_kept_rows=7))))
     account = generator.scheduler.cache.accounts.of("a")
     assert (account.weight, account.max_rows) == (2.0, 7)

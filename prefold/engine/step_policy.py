@@ -1,0 +1,159 @@
+"""The step policy of a server: how many rows a step has, and how many of these belong to batches, by measured times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..schedule.fair import FairAdmission
+from ..schedule.sequences import SequenceScheduler
+
+# The weight of a step's measurement is this share of the weight of the next step's.
+DECAY = 0.95
+# A step may have at most this many times the rows of the largest step before it.
+GROWTH = 4
+# For this many seconds after the last interactive request a batch makes no step, so that a client that sends its next
+# request at once need not wait.
+PAUSE_SECONDS = 0.02
+# For this many seconds after the last interactive request the steps of a batch are short.
+LATELY_SECONDS = 2.0
+# A batch may lengthen a step in which interactive requests generate by this share of its time.
+LENGTHENED = 0.25
+# While interactive requests came lately, a step of a batch alone takes as long as this many steps of a single row.
+SHORT_STEPS = 2.0
+# Without interactive requests lately, a step of a batch takes this many seconds.
+ALONE_SECONDS = 0.25
+# The rows of prompts that a step has room for however long it takes; and the rows of a batch before anything is
+# measured.
+LEAST_ROWS = 16
+
+
+class StepTimes:
+    """A StepTimes estimates how long a step takes: a fixed time, and a time for each row. Both are fitted to the last
+    steps by least squares of the relative errors.
+    """
+
+    def __init__(self) -> None:
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of weights, rows, seconds, rows^2, rows * seconds
+        self._fixed, self._row = 0.0, 0.0
+        self._most = 0.0  # rows of the largest of the last steps
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Records a step. A step that took much longer than others (the machine was busy with something else, or
+        kernels were compiled) counts for little, because errors are relative."""
+        self._most = max(rows, DECAY * self._most)
+        weight = 1 / max(seconds, 1e-9) ** 2
+        new = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = tuple(DECAY * old + weight * value for old, value in zip(self._sums, new, strict=True))  # type: ignore[assignment]
+        total, *means = self._sums
+        x, y, xx, xy = (mean / total for mean in means)
+        if xx - x * x > 0.01 * x * x:  # if all steps have about the same rows, the time of a row cannot be told
+            self._row = max(0.0, (xy - x * y) / (xx - x * x))
+        elif not self._row:
+            self._row = y / x
+        self._row = min(self._row, y / x)
+        self._fixed = y - self._row * x
+
+    def seconds_of(self, rows: int) -> float | None:
+        """Returns how long a step of so many rows takes; None before the first step."""
+        return self._fixed + self._row * rows if self._sums[0] else None
+
+    def rows_within(self, seconds: float) -> int:
+        """Returns how many rows a step of so many seconds may have, at least 1, and at most GROWTH times those of
+        the last steps: larger steps have not been measured."""
+        if not self._sums[0]:
+            return LEAST_ROWS
+        most = GROWTH * max(self._most, LEAST_ROWS)
+        return max(1, int(min(most, (seconds - self._fixed) / max(self._row, 1e-12))))
+
+    def more_rows(self, seconds: float) -> int:
+        """Returns how many further rows make a step longer by so many seconds, at least 1, and at most a part of the
+        rows of the last steps: what many more rows cost cannot be told from steps of few."""
+        return max(1, int(min(max(LEAST_ROWS, self._most * LENGTHENED), seconds / max(self._row, 1e-12))))
+
+
+class StepPolicy:
+    """A StepPolicy decides before each step how many rows it may have, and how many of these belong to batches.
+
+    While the prompt of an interactive request is being computed, batches get no rows. Beside interactive requests that
+    generate, they get as many rows as lengthen a step by a quarter; without interactive requests, as many as a short
+    step has. If that leaves them without rows for long, they get `batch_share` of the time.
+
+    admission     the queue to which the decision on batches is given
+    times         the measured times of steps
+    step_seconds  the most that a step should take while there are interactive requests; None: steps may take as long as
+                  interactive requests alone need
+    """
+
+    def __init__(
+        self,
+        admission: FairAdmission,
+        *,
+        step_seconds: float | None = None,
+        batch_share: float = 0.02,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.admission = admission
+        self.batch_share = batch_share
+        self.times = StepTimes()
+        self._step_seconds = step_seconds
+        self._clock = clock
+        self._live_at = float("-inf")  # the last time at which there was an interactive request
+        self._settled_at = clock()
+        self._due = 0.0  # seconds that batches have a right to
+
+    def note_live(self) -> None:
+        """Records that there is an interactive request now."""
+        self._live_at = self._clock()
+
+    def settle(self, scheduler: SequenceScheduler, max_rows: int) -> int:
+        """Returns how many rows the scheduler's next step may have, at most `max_rows`, and sets how many of them
+        batches get (`FairAdmission.batch_rows`)."""
+        queue, now = self.admission, self._clock()
+        passed, self._settled_at = now - self._settled_at, now
+        num_live = queue.num_running(batch=False)
+        if num_live or queue.num_waiting(batch=False):
+            self._live_at = now
+        queue.lends = not self._is_lately(now)
+        if self._step_seconds is not None and self._is_lately(now):
+            rows = num_live + LEAST_ROWS
+            max_rows = min(max_rows, max(rows, self.times.rows_within(self._step_seconds)))
+        if not queue.num_running(batch=True):
+            queue.batch_rows, queue.batch_first, self._due = None, False, 0.0
+            return max_rows
+        queue.batch_rows, queue.batch_first = self._batch_rows(scheduler, num_live, now), False
+        if queue.batch_rows:
+            self._due = 0.0
+            return max_rows
+        self._due += self.batch_share * passed
+        # Batches get a step only when it is due that much time: a step costs much more than another row in it.
+        if self._due > LENGTHENED * (self.times.seconds_of(1) or ALONE_SECONDS):
+            queue.batch_rows, queue.batch_first = self.times.more_rows(self._due), True
+            self._due = 0.0
+        return max_rows
+
+    def _batch_rows(self, scheduler: SequenceScheduler, num_live: int, now: float) -> int:
+        if not num_live:
+            return self.times.rows_within(self._short if self._is_lately(now) else ALONE_SECONDS)
+        if any(not sequence.ready and not sequence.owner.is_batch for sequence in scheduler.running):
+            return 0
+        alone = self.times.seconds_of(num_live)
+        if alone is None:
+            return LEAST_ROWS
+        seconds = (1 + LENGTHENED) * alone if self._step_seconds is None else self._step_seconds
+        return max(0, self.times.rows_within(seconds) - num_live)
+
+    @property
+    def _short(self) -> float:
+        """Returns how long a step of a batch may take when interactive requests came lately."""
+        if self._step_seconds is not None:
+            return self._step_seconds
+        return min(ALONE_SECONDS, SHORT_STEPS * (self.times.seconds_of(1) or ALONE_SECONDS))
+
+    def _is_lately(self, now: float) -> bool:
+        return now - self._live_at < LATELY_SECONDS
+
+    @property
+    def pause(self) -> float:
+        """Returns for how many more seconds no step is made if only batches have work."""
+        return max(0.0, self._live_at + PAUSE_SECONDS - self._clock())
