@@ -35,7 +35,7 @@ def _plain(value: object) -> object:
 
 @dataclass(slots=True)
 class GenerationStats(Jsonable):
-    """Counts what generation did, beside what `Stats` counts.
+    """A GenerationStats counts what generation did, beside what `Stats` counts.
 
     generated_tokens        tokens of all outputs
     prefill_rows            rows of prompts, those computed again included
@@ -86,7 +86,7 @@ class GenerationStats(Jsonable):
 
 @dataclass(slots=True)
 class Stats(Jsonable):
-    """Counts the tokens of requests and the rows that were computed, and says where the time went.
+    """A Stats counts the tokens of requests and the rows that were computed, and says where the time went.
 
     tokens          tokens of all prompts, as the user sees them: what sharing "off" computes. A prompt that is read
                     more than once (for labels of one token) counts once. Where text is generated, the tokens of each
@@ -327,7 +327,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Holds one generated token's log-probability, and the most likely (id, log-probability) at its place, best first.
+    """A TokenLogprobs holds one generated token's log-probability, and the most likely (id, log-probability) at its
+    place, best first.
 
     They are those of the model's own distribution: before temperature, penalties and filters.
     """

@@ -93,7 +93,8 @@ class ServedModel:
 
 
 class HttpHost(AsyncHost):
-    """Asks one server, which makes progress when it answers, and while what it counts of tokens at /metrics changes.
+    """An HttpHost asks one server, which makes progress when it answers, and while what it counts of tokens at /metrics
+    changes.
 
     stopping  whether the replica is not wanted any more
 

@@ -63,7 +63,7 @@ class _HostRun:
 
 
 class ReplicaHost(Host):
-    """Runs what it is given on the engine of an LLM (or of another object with an `engine`)."""
+    """A ReplicaHost runs what it is given on the engine of an LLM (or of another object with an `engine`)."""
 
     def __init__(self, llm: Any, facts: ReplicaFacts):
         super().__init__()

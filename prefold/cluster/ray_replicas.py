@@ -51,7 +51,7 @@ class _Actor:
 
 
 class _ActorHost:
-    """Asks a replica's actor, as its host here.
+    """An _ActorHost asks a replica's actor, as its host here.
 
     load      what `_Actor.load` takes
     stopping  whether the replica is not wanted any more

@@ -134,7 +134,7 @@ for pid in map(int, sys.argv[1].split()):
 
 
 class VllmHost(AsyncHost):
-    """Runs what it is given on vLLM.
+    """A VllmHost runs what it is given on vLLM.
 
     model    a folder, or a name that vLLM knows
     options  fields of vLLM's AsyncEngineArgs; `max_num_seqs` is also what bounds the backlog
@@ -336,8 +336,8 @@ class _Block:
 
 
 class BlockEvents:
-    """Keeps what a vLLM engine holds, and tells of what has changed, as the events that the router knows: each block is
-    a run, named by its hash.
+    """A BlockEvents keeps what a vLLM engine holds, and tells of what has changed, as the events that the router knows:
+    each block is a run, named by its hash.
 
     A message is msgpack of [time, events, ...] with a number; events are BlockStored, BlockRemoved and
     AllBlocksCleared. vLLM does not merge equal blocks: a hash that was stored twice is there until it was removed

@@ -16,7 +16,7 @@ Message = Mapping[str, object]  # {"role": "user", "content": "..."}
 
 
 class TensorLike(Protocol):
-    """Has what this module needs of a PyTorch tensor of token ids, so that it need not import torch."""
+    """A TensorLike has what this module needs of a PyTorch tensor of token ids, so that it need not import torch."""
 
     def detach(self) -> object: ...
     def cpu(self) -> object: ...

@@ -24,7 +24,7 @@ Return = Literal["return"]
 
 
 class NumericTasks(TaskRunner):
-    """Has the methods embed, rerank, classify and score. Four keywords mean the same in all of them:
+    """A NumericTasks has the methods embed, rerank, classify and score. Four keywords mean the same in all of them:
 
     errors    "raise": the first bad item raises its InputError, before anything is computed. "return": the good items
               are computed, and each bad item has its InputError in its place. An

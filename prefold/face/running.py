@@ -72,7 +72,7 @@ def read_call(
 
 
 class TaskRunner:
-    """Runs tasks on one model, for the methods of LLM. A subclass sets the attributes:
+    """A TaskRunner runs tasks on one model, for the methods of LLM. A subclass sets the attributes:
 
     engine      computes
     checkpoint  where the model came from

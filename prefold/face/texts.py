@@ -22,14 +22,15 @@ Return = Literal["return"]
 
 
 class CallKeywords(GenerationKeywords, total=False):
-    """Holds the keywords of `generate` and `chat`, but `n` and `errors`, which decide what comes back."""
+    """A CallKeywords holds the keywords of `generate` and `chat`, but `n` and `errors`, which decide what comes
+    back."""
 
     adapter: str | Sequence[str | None] | None
     progress: bool
 
 
 class Texts(TaskRunner):
-    """Has the methods generate, chat and stream, and agenerate and astream for event loops.
+    """A Texts has the methods generate, chat and stream, and agenerate and astream for event loops.
 
     n        answers to each prompt; where it is given, even as 1, a prompt's answer is a list of Generated
     adapter  the LoRA adapter that answers; for several prompts also a list of one name, or None, a prompt

@@ -30,7 +30,7 @@ _SINGLE = {"embedding": 1, "embeddings": 2}  # columns of float32 numbers, in li
 
 @dataclass(frozen=True)
 class TableForm:
-    """Describes a table's columns, as far as they are known before its lines are read.
+    """A TableForm describes a table's columns, as far as they are known before its lines are read.
 
     head    columns that come first, and exist even in a table without lines
     made    columns that a task makes; the values of other columns are the user's. None: the task makes all
@@ -79,12 +79,12 @@ Restore = Callable[[Any], Any]
 
 
 class NoType(Exception):
-    """Says that values have no Arrow type in common, and why."""
+    """A NoType says that values have no Arrow type in common, and why."""
 
 
 @dataclass(slots=True)
 class Kind:
-    """Collects the kinds of values of a column, or of what lies inside its values.
+    """A Kind collects the kinds of values of a column, or of what lies inside its values.
 
     real   whole numbers count as real ones
     named  fields inside are those of a task: the ones with names in _REAL are real

@@ -39,7 +39,7 @@ RESUME = "give the same command to resume"
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Says where the lines go, and what may be there before.
+    """An OutputOptions says where the lines go, and what may be there before.
 
     path         the output file; None: standard output
     only_resume  there must be a job to resume
@@ -57,7 +57,7 @@ class OutputOptions:
 
 
 class Output:
-    """Takes each record's line once, from any thread.
+    """An Output takes each record's line once, from any thread.
 
     done     the records whose lines are there to stay: those of earlier runs, and those that this run has committed
     count    how many records have their line, committed or not
@@ -121,7 +121,7 @@ def partial_path(output: Path) -> Path:
 
 
 class StreamOutput(Output):
-    """Writes lines to a stream as they come. There is no journal, and nothing to resume."""
+    """A StreamOutput writes lines to a stream as they come. There is no journal, and nothing to resume."""
 
     def __init__(self, stream: TextIO):
         super().__init__()
@@ -139,7 +139,7 @@ class StreamOutput(Output):
 
 
 class FileOutput(Output):
-    """Writes lines to a file, each record's exactly once whenever the process dies.
+    """A FileOutput writes lines to a file, each record's exactly once whenever the process dies.
 
     JSONL is written as results come. For other formats, and with --keep-order, lines are written to NAME.partial, and
     the file is made of it when all lines are there.
@@ -348,7 +348,7 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
 
 
 class _OutputLines:
-    """Iterates over the lines, as often as wanted, in input order when asked for."""
+    """An _OutputLines iterates over the lines, as often as wanted, in input order when asked for."""
 
     def __init__(self, file: BinaryIO, keep_order: bool):
         self._file = file
@@ -392,7 +392,7 @@ def _write_csv(opened: Any, delimiter: str, lines: _OutputLines, path: Path, for
 
 
 class _UnixLines:
-    """Ends the records of a csv.writer with "\\n".
+    """A _UnixLines ends the records of a csv.writer with "\\n".
 
     Before Python 3.13 the writer quotes carriage returns only where they are part of what ends a record, so its
     records end with "\\r\\n".

@@ -20,7 +20,7 @@ from .reader import Job, Reader
 
 @dataclass(frozen=True)
 class Cost:
-    """Holds the floating-point operations of a run: those of the linear layers, and those of attention."""
+    """A Cost holds the floating-point operations of a run: those of the linear layers, and those of attention."""
 
     linear: float
     attention: float
@@ -32,7 +32,7 @@ class Cost:
 
 @dataclass
 class JobPlan:
-    """Holds the counts of a job.
+    """A JobPlan holds the counts of a job.
 
     rows_mlp       rows of sharing "mlp" at `max_batch_rows`, prompts taken in order of arrival
     outputs        texts to be generated
@@ -59,7 +59,7 @@ class JobPlan:
 
 
 class _Tally(Output):
-    """Keeps nothing of an output but the first few errors."""
+    """A _Tally keeps nothing of an output but the first few errors."""
 
     def __init__(self, plan: JobPlan) -> None:
         super().__init__()
@@ -159,7 +159,8 @@ def row_cost(config: ModelConfig) -> RowCost:
 
 @dataclass(frozen=True)
 class PlacedSegment:
-    """Describes the segment of one replica: its prompts, the rows it computes, and its floating-point operations.
+    """A PlacedSegment describes the segment of one replica: its prompts, the rows it computes, and its floating-point
+    operations.
 
     `again` of the rows are the path above the segment's first row, which another replica computes too.
     """
@@ -189,7 +190,7 @@ def place(plan: JobPlan, config: ModelConfig, replicas: int) -> list[PlacedSegme
 
 @dataclass(frozen=True)
 class Prefix:
-    """Describes a node of the trie: its tokens, the prompts that share it, and how many tokens that saves."""
+    """A Prefix describes a node of the trie: its tokens, the prompts that share it, and how many tokens that saves."""
 
     start: int
     length: int

@@ -55,7 +55,7 @@ def _encode(value: Any) -> bytes:
 
 @dataclass(slots=True)
 class Done:
-    """Holds a record whose results are all there: the note of each item, and its results in order.
+    """A Done holds a record whose results are all there: the note of each item, and its results in order.
 
     A result is what the engine gives for a request (see `results_of`).
     """
@@ -82,7 +82,7 @@ class _Gathering:
 
 
 class Gather:
-    """Collects results by record; `waiting` is how many records have some of their results and not all."""
+    """A Gather collects results by record; `waiting` is how many records have some of their results and not all."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Gathering] = {}
@@ -130,7 +130,7 @@ WINDOW_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """Holds everything a job needs.
+    """A Job holds everything a job needs.
 
     tasks     the tasks by name, as the adapter asks for them
     load      returns the LLM (or another object with an `engine`); called while records are being read. `run_job`
@@ -158,7 +158,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Holds the requests of one task that are ready to run.
+    """A Ready holds the requests of one task that are ready to run.
 
     spool  all of them, but for those in the feed
     feed   those that come while others run. Where there is a spool too, the feed ends when the spool is complete
@@ -171,7 +171,7 @@ class Ready:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Holds records of one task that wait to be tokenised together, and all their items."""
+    """A _Chunk holds records of one task that wait to be tokenised together, and all their items."""
 
     records: list[tuple[int, Parsed]] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
@@ -180,7 +180,7 @@ class _Chunk:
 
 
 class Reader:
-    """Reads the source of a job in a thread of its own, in one of three ways:
+    """A Reader reads the source of a job in a thread of its own, in one of three ways:
 
                  requests go into         `batches` yields                what waits
         spooled  a spool for each task    the spools, when all is read    the owner for the end of the input

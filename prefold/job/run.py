@@ -27,7 +27,7 @@ ENDING_SECONDS = 1.0
 
 
 class Interrupted(JobError):
-    """Says that the job was stopped by a signal, whose number is `signal`; what was done is written."""
+    """An Interrupted says that the job was stopped by a signal, whose number is `signal`; what was done is written."""
 
     def __init__(self, number: int):
         super().__init__("the job was interrupted; what is done is written")
@@ -36,7 +36,8 @@ class Interrupted(JobError):
 
 @dataclass
 class Summary:
-    """Summarises a job. records, errors and resumed count all lines of the output; the rest is that of this run."""
+    """A Summary summarises a job. records, errors and resumed count all lines of the output; the rest is that of
+    this run."""
 
     records: int = 0
     errors: int = 0

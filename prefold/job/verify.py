@@ -43,7 +43,7 @@ def sample_items(
 
 @dataclass(frozen=True)
 class Run:
-    """Holds a run: its task, which may have been calibrated for this run, and the results of each work."""
+    """A Run holds a run: its task, which may have been calibrated for this run, and the results of each work."""
 
     task: Any
     results: Sequence[list[Any] | None]
@@ -51,7 +51,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """Says how far two runs are apart. Where one of them gave what is no number, so is the largest difference.
+    """A Difference says how far two runs are apart. Where one of them gave what is no number, so is the largest
+    difference.
 
     items      how many items were compared
     values     largest difference of the model's values (logits, hidden values, log-probabilities)
@@ -98,7 +99,7 @@ def compare(items: Sequence[Any], works: Sequence[Any], a: Run, b: Run) -> Diffe
 
 @dataclass(frozen=True)
 class TextDifference:
-    """Says how far the texts of two runs are apart.
+    """A TextDifference says how far the texts of two runs are apart.
 
     texts          how many were compared
     first_changed  of each text that changed the number, from 1, of the first token that is another one

@@ -47,7 +47,8 @@ def add_usage(total: Counter[str], usage: Mapping[str, Any]) -> None:
 
 
 class OpenAIBatch:
-    """Adapts records that are OpenAI batch lines. `usage` is that of all answers whose lines it made (`add_usage`).
+    """An OpenAIBatch adapts records that are OpenAI batch lines. `usage` is that of all answers whose lines it made
+    (`add_usage`).
 
     served        the model's name in responses. Other names that requests give it are counted in `other_models`
     seed          makes the ids of responses different from those of another job

@@ -77,11 +77,12 @@ def read_rows(
 
 
 class _TooLong(Exception):
-    """Says that a row goes over more lines, or bytes, than it may."""
+    """A _TooLong says that a row goes over more lines, or bytes, than it may."""
 
 
 class _RowLines:
-    """Iterates over decoded lines, keeps the lines of the row that is being read, and can take lines back."""
+    """A _RowLines iterates over decoded lines, keeps the lines of the row that is being read, and can take lines
+    back."""
 
     def __init__(self, lines: Iterable[bytes], most: int):
         self._source = iter(lines)
@@ -140,7 +141,7 @@ _BROKEN = (EOFError, OSError, zlib.error)
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Says how CSV and TSV are read.
+    """A TableOptions says how CSV and TSV are read.
 
     delimiter        the character between cells; None: a comma in CSV, a tab in TSV
     max_cell_lines   how many lines a quoted cell may have; 0: any number (see `read_rows`)
@@ -167,7 +168,7 @@ def _job_error(name: str, number: int, error: BaseException) -> JobError:
 
 
 class LineSource(Source):
-    """Reads an input whose records are lines of UTF-8 bytes: JSONL, CSV, TSV.
+    """A LineSource reads an input whose records are lines of UTF-8 bytes: JSONL, CSV, TSV.
 
     opener  opens the input's bytes anew for each pass, as a context manager
     head    the first line, of JSONL only
@@ -323,7 +324,7 @@ _BATCH_BYTES = 4 << 20
 
 
 class ParquetSource(Source):
-    """Reads the records of a Parquet file.
+    """A ParquetSource reads the records of a Parquet file.
 
     Raises MissingExtraError without pyarrow, and JobError where the file is no Parquet file.
     """

@@ -159,7 +159,7 @@ class Source:
 
 @dataclass(slots=True)
 class Parsed:
-    """Holds a record as the tasks see it, or what is wrong with it.
+    """A Parsed holds a record as the tasks see it, or what is wrong with it.
 
     task    name of the task that the record is for, one of the job's
     items   the items that this task prepares; their results belong to one output line
@@ -174,7 +174,7 @@ class Parsed:
 
 
 class RecordAdapter(Protocol):
-    """Reads records as items of tasks, and writes their output lines.
+    """A RecordAdapter reads records as items of tasks, and writes their output lines.
 
     columns  the columns of a table that the adapter will look at; None: all
     """
@@ -206,7 +206,7 @@ _MOST_NEW = 1 << 16
 
 
 class RecordSet:
-    """Holds a set of record numbers, which are 0 or more, in one bit each."""
+    """A RecordSet holds a set of record numbers, which are 0 or more, in one bit each."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -232,7 +232,7 @@ class RecordSet:
 
 
 class TextSet:
-    """Holds a set of texts, as 64-bit digests.
+    """A TextSet holds a set of texts, as 64-bit digests.
 
     Two different texts share a digest with a probability of about n^2 / 2^65 (1e-9 for 200,000).
     """

@@ -181,7 +181,7 @@ def _opened(path: Path, size: int, zipped: bool) -> Iterator[Any]:
 
 
 class _Beginning(io.RawIOBase):
-    """Reads the first `size` bytes of a file."""
+    """A _Beginning reads the first `size` bytes of a file."""
 
     def __init__(self, path: Path, size: int):
         self._file = path.open("rb", buffering=0)
@@ -343,7 +343,7 @@ def _has_suffix(path: Path) -> bool:
 
 
 class _Files(Source):
-    """Reads the records of several sources of one format, numbered on from one to the next."""
+    """A _Files reads the records of several sources of one format, numbered on from one to the next."""
 
     def __init__(self, sources: list[Source]):
         known = [source.columns for source in sources]

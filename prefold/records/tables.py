@@ -41,7 +41,8 @@ def reserved_names(task: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Columns:
-    """Says which columns make a record's prompts, and which the output line repeats. What a task does not use is None.
+    """A Columns says which columns make a record's prompts, and which the output line repeats. What a task does not use
+    is None.
 
     prompt, query, document, continuation   templates, or bare column names
     messages   a column of chat messages, in place of prompt
@@ -119,7 +120,7 @@ def default_columns(task: str, have: list[str] | None, options: dict[str, Any]) 
 
 
 class TableAdapter:
-    """Adapts records that are rows of a table.
+    """A TableAdapter adapts records that are rows of a table.
 
     task         the name of the task
     columns      the columns that make prompts. Where the last of them (document, continuation, else prompt) holds a
@@ -310,7 +311,8 @@ PREFIX = "answer_"
 
 
 class AnswerColumns(TableAdapter):
-    """Reads and writes as `TableAdapter` does for "generate", and gives each property of an answer a column.
+    """An AnswerColumns reads and writes as `TableAdapter` does for "generate", and gives each property of an answer a
+    column.
 
     For a list of prompts the properties are in each of its `results`. What a property is called does not depend on the
     record. So where a line repeats all columns of its record, and they are not known beforehand, every property is

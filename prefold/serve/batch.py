@@ -356,7 +356,7 @@ def open_input(path: Path, name: str, most_bytes: int) -> Source:
 
 
 class _Lines(OpenAIBatch):
-    """Adapts lines, of which each is bounded as a request is."""
+    """A _Lines adapts lines, of which each is bounded as a request is."""
 
     handler: RequestHandler
 

@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 class RequestHandler:
-    """Stands between the dialects and the engine of one LLM.
+    """A RequestHandler stands between the dialects and the engine of one LLM.
 
     names        by which the model is served, the first of which stands in responses. Of a local model's path it is the
                  last part
@@ -344,7 +344,7 @@ def raised(value: Any) -> Any:
 
 
 class PromptTask:
-    """Reads the log-probabilities of the tokens of prompts that a GenerateTask would continue.
+    """A PromptTask reads the log-probabilities of the tokens of prompts that a GenerateTask would continue.
 
     Result: {"prompt": one entry a token}, an entry being one of "logprobs" in a result of generation, with the token's
     "rank"; "logprob" is None in the first. Where no token is to be made, or only the most likely one, which is known

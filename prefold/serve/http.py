@@ -95,7 +95,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Sends events as they are made, each of them the bytes of one server-sent event.
+    """An EventStream sends events as they are made, each of them the bytes of one server-sent event.
 
     The events end when the client leaves, or takes too little (see `protocol.py`); where there is none for
     `ping_seconds`, a comment is sent, so that proxies keep the connection.
@@ -156,7 +156,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Bodies:
-    """Reads bodies, and counts the bytes of those that have not come wholly: they are held in memory."""
+    """A Bodies reads bodies, and counts the bytes of those that have not come wholly: they are held in memory."""
 
     def __init__(self, options: ServeOptions):
         self._options = options

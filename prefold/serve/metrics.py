@@ -36,7 +36,7 @@ def hits_of(stats: GenerationStats) -> int:
 
 
 class Metrics:
-    """Counts what happens to requests; the counts of the engine are read when metrics are asked for."""
+    """A Metrics counts what happens to requests; the counts of the engine are read when metrics are asked for."""
 
     def __init__(self, state: AppState):
         self._state = state

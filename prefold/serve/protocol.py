@@ -29,9 +29,9 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
     """
 
     class LimitedProtocol(HttpToolsProtocol):
-        """Closes connections that are too many, those whose headers or trailers are too slow or too large, or leave
-        open where a body ends, those that go on sending what no answer waits for, and those that do not take what they
-        are sent."""
+        """A LimitedProtocol closes connections that are too many, those whose headers or trailers are too slow or
+        too large, or leave open where a body ends, those that go on sending what no answer waits for, and those that
+        do not take what they are sent."""
 
         _beside_bytes = 0  # that came since the last byte of a body: headers, trailers, and what parts chunks
         _in_trailers = False

@@ -66,7 +66,7 @@ def bind(options: ServeOptions) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves an application on a socket that is bound.
+    """A Server serves an application on a socket that is bound.
 
     error  what the model could not be loaded for
     """

@@ -59,7 +59,7 @@ class _Sum:
 
 
 class LiveWindow:
-    """Holds requests until they leave.
+    """A LiveWindow holds requests until they leave.
 
     max_tokens    when the window holds so many it is full, and takes no more
     threshold     share of a prompt that a bucket has in common

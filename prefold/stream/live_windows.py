@@ -23,7 +23,7 @@ _POLL = 0.005
 
 
 class LiveInput(NamedTuple):
-    """Holds the requests of a stream for an owner of several engines, which divides them.
+    """A LiveInput holds the requests of a stream for an owner of several engines, which divides them.
 
     feed        those that come
     max_tokens  of those that wait
@@ -38,7 +38,7 @@ class LiveInput(NamedTuple):
 
 
 class Feed:
-    """Passes on the requests of one task as they come, those of a record together. One thread puts, one takes.
+    """A Feed passes on the requests of one task as they come, those of a record together. One thread puts, one takes.
 
     bound      tokens that may lie in it. The putting thread looks at `has_room` first; a longer record is
                taken whole

@@ -67,7 +67,7 @@ _BUFFER = 1 << 20
 
 
 class SpooledRequest(NamedTuple):
-    """Holds one request of the spool, or of a feed. It compares as (adapter, salt, tokens, arrival).
+    """A SpooledRequest holds one request of the spool, or of a feed. It compares as (adapter, salt, tokens, arrival).
 
     Requests share a prefix only where adapter and salt are equal.
     """

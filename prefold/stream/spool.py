@@ -27,7 +27,7 @@ _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
 
 
 class Spool:
-    """Holds the requests of one job.
+    """A Spool holds the requests of one job.
 
     All requests are added first, from any threads; then windows are read, from one thread, as often as wanted, or
     ranges of the sorted order, from any threads (`order`). Reading needs memory for one window, and about

@@ -64,7 +64,7 @@ class TempFile:
 
 
 class _Part(io.RawIOBase):
-    """Reads a part of a TempFile."""
+    """A _Part reads a part of a TempFile."""
 
     def __init__(self, file: TempFile, place: int, stop: int):
         self._file, self._place, self._stop = file, place, stop

@@ -104,7 +104,7 @@ class Window:
 
 
 class Windows(Iterator[Window]):
-    """Yields the windows of a spool, and has in `order` its sorted order, for readers of ranges.
+    """A Windows yields the windows of a spool, and has in `order` its sorted order, for readers of ranges.
 
     max_tokens  tokens of a window
     order       returns the requests in that order; the windows are consecutive pieces of it, where they are sorted

@@ -53,7 +53,8 @@ def attempt(make: Callable[..., T], *args: Any) -> T | InputError:
 
 
 class TextBatch:
-    """Encodes many texts together, without special tokens. Token ids in place of a text are taken as they are."""
+    """A TextBatch encodes many texts together, without special tokens. Token ids in place of a text are taken as
+    they are."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
@@ -114,7 +115,7 @@ Plan = Callable[[Any, TextBatch], Callable[[], Work]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Checks the inputs of all tasks, and makes requests of them.
+    """An Inputs checks the inputs of all tasks, and makes requests of them.
 
     max_length  rows that one request may have, None for any number
     vocab_size  the size of the model's vocabulary, None when unknown

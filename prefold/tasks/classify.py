@@ -38,7 +38,8 @@ class ClassifyItem:
 
 
 class ClassifyTask(Task):
-    """Classifies by how likely each label is. Items are ClassifyItem, a mapping with its fields, or a bare text.
+    """A ClassifyTask classifies by how likely each label is. Items are ClassifyItem, a mapping with its fields, or a
+    bare text.
 
     Result: {"label": the best, "probabilities": {label: p}, "logprobs": {label: log-likelihood},
     "num_tokens": prompt and label tokens}. Probabilities are the softmax of the labels' summed
@@ -202,7 +203,8 @@ class ClassifyTask(Task):
 
 
 class ClassifyHeadTask(Task):
-    """Classifies by the checkpoint's classification head. Items are those of ClassifyTask; a text is encoded as it is.
+    """A ClassifyHeadTask classifies by the checkpoint's classification head. Items are those of ClassifyTask; a text is
+    encoded as it is.
 
     Result: {"label": the best, "probabilities": {label: p}, "logits": {label: logit}, "num_tokens"}.
     One label: the sigmoid of its logit, as for reward models. Several labels: their softmax, or, where

@@ -36,7 +36,7 @@ class EmbedItem:
 
 
 class EmbedTask(Task):
-    """Embeds texts. Items are EmbedItem, a mapping with its fields, or a bare text.
+    """An EmbedTask embeds texts. Items are EmbedItem, a mapping with its fields, or a bare text.
 
     Result of one text: {"embedding": float32 [dimensions], "num_tokens": int}; of a list of texts:
     {"embeddings": float32 [n, dimensions], "num_tokens": int}.

@@ -29,8 +29,8 @@ AUTO_MAX_TOKENS = 256
 
 
 class GenerateTask(Task):
-    """Continues prompts. Items are GenerateItem, a mapping with its fields, a bare prompt (text or token ids), or a
-    list of messages.
+    """A GenerateTask continues prompts. Items are GenerateItem, a mapping with its fields, a bare prompt (text or token
+    ids), or a list of messages.
 
     Result: {"text", "finish_reason" ("stop" or "length"), "num_tokens" (of the prompt), "num_generated",
     "cached_tokens" (tokens of the prompt that were not computed for it)}, with "approximate_tokens" where some of the

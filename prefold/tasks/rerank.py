@@ -49,8 +49,8 @@ class RerankItem:
 
 
 class RerankTask(Task):
-    """Scores documents. Items are RerankItem, a mapping with its fields, or a pair (query, document or list of
-    documents).
+    """A RerankTask scores documents. Items are RerankItem, a mapping with its fields, or a pair (query, document or
+    list of documents).
 
     Result of one document: {"score": float}. Of a list: {"scores": [float] in the order given,
     "order": [index], best first, equal ones in the order given, `top_n` of them at most}, and with

@@ -40,7 +40,8 @@ class ScoreItem:
 
 
 class ScoreTask(Task):
-    """Scores items: ScoreItem, a mapping with its fields, a pair (prompt, continuation), or a bare text (rolling).
+    """A ScoreTask scores items: ScoreItem, a mapping with its fields, a pair (prompt, continuation), or a bare text
+    (rolling).
 
     Result: {"logprob": sum, natural logarithm, "logprobs": one for each token, "greedy": whether every
     token is the model's first choice, "num_tokens": tokens scored}, and for a rolling text "num_bytes"

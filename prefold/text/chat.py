@@ -26,7 +26,8 @@ _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplates:
-    """Holds the chat templates of a checkpoint by name ("default", "tool_use", ...); there may be none."""
+    """A ChatTemplates holds the chat templates of a checkpoint by name ("default", "tool_use", ...); there may be
+    none."""
 
     def __init__(self, templates: Mapping[str, str], variables: Mapping[str, str]):
         """Keeps the templates, {name: source}, and what every one of them sees: variables, the special tokens

@@ -25,7 +25,7 @@ WINDOW = 8
 
 
 class Detokenizer:
-    """Makes a TextStream for each sample; the streams share a table of the tokens' texts."""
+    """A Detokenizer makes a TextStream for each sample; the streams share a table of the tokens' texts."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._pieces = _pieces(tokenizer)
@@ -40,7 +40,7 @@ class Detokenizer:
 
 
 class TextStream:
-    """Holds the text of one sample, up to the first stop text.
+    """A TextStream holds the text of one sample, up to the first stop text.
 
     text         what was given out so far
     stopped      the stop text that ended it, None while there is none
@@ -99,7 +99,7 @@ class TextStream:
 
 
 class StopFinder:
-    """Looks for stop texts in a text that comes in parts, and passes on what can no longer be part of one.
+    """A StopFinder looks for stop texts in a text that comes in parts, and passes on what can no longer be part of one.
 
     Of several stops the one that ends first is found, and of those that end at the same place the longest. That does
     not depend on how the text is parted.
@@ -165,7 +165,7 @@ class StopFinder:
 
 
 class Pieces(Protocol):
-    """Decodes the tokens of one sample, one after the other.
+    """A Pieces decodes the tokens of one sample, one after the other.
 
     coming  complete letters that a later token could still change
     start   where the last token's first letter lies: letters after the text that was certain before this token
@@ -207,7 +207,7 @@ def _kind(step: dict) -> str:
 
 
 class _Table(dict):
-    """Keeps what `make` returns for each token, and calls it when a token is first looked up."""
+    """A _Table keeps what `make` returns for each token, and calls it when a token is first looked up."""
 
     def __init__(self, make: Callable[[int], Any]):
         super().__init__()
@@ -238,7 +238,7 @@ def _bytes(name: str | None) -> bytes:
 
 
 class _ByteLevel:
-    """Decodes tokens that are bytes: the text is their UTF-8, with U+FFFD for bytes that are not UTF-8."""
+    """A _ByteLevel decodes tokens that are bytes: the text is their UTF-8, with U+FFFD for bytes that are not UTF-8."""
 
     coming = ""
 
@@ -273,8 +273,8 @@ def _replaced(name: str | None, pairs: list[tuple[str, str]]) -> str | int | Non
 
 
 class _ByteFallback:
-    """Decodes tokens that are texts or single bytes. A run of bytes is decoded as UTF-8; where it is not UTF-8, each of
-    its bytes becomes U+FFFD.
+    """A _ByteFallback decodes tokens that are texts or single bytes. A run of bytes is decoded as UTF-8; where it is
+    not UTF-8, each of its bytes becomes U+FFFD.
 
     Because of that, the text of a run is not certain before the run has ended.
     """
@@ -338,8 +338,8 @@ def _stripped(text: str, strips: list[tuple[str, int]]) -> tuple[str, list[tuple
 
 
 class _ByWindow:
-    """Decodes with any decoder for which the text of a token depends on few tokens before it: the last tokens are
-    decoded with and without the newest one."""
+    """A _ByWindow decodes with any decoder for which the text of a token depends on few tokens before it: the last
+    tokens are decoded with and without the newest one."""
 
     coming = ""
     start = 0

@@ -81,7 +81,7 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Makes matchers for the tokens of one tokenizer."""
+    """A GrammarCompiler makes matchers for the tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int] = ()):
         """Reads the vocabulary of the tokenizer.

@@ -165,7 +165,7 @@ NFC_CHARACTERS = 4
 
 @dataclass(frozen=True, slots=True)
 class LeastTokens:
-    """Counts the tokens that a text has at least.
+    """A LeastTokens counts the tokens that a text has at least.
 
     longest  characters of a text that a token stands for at most
     dropped  characters that may give no token

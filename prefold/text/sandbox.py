@@ -108,7 +108,8 @@ def _input_errors(name: str) -> Iterator[None]:
 
 
 class _Generation(Extension):
-    """Reads {% generation %}, which marks what the assistant wrote (for training), and writes its content."""
+    """A _Generation reads {% generation %}, which marks what the assistant wrote (for training), and writes its
+    content."""
 
     tags = frozenset({"generation"})
 

@@ -38,7 +38,7 @@ SHIELD_WRITTEN = r"\ufdd0"
 
 
 class Escaping:
-    """Encodes conversations whose texts hold no special tokens, whatever is written in them."""
+    """An Escaping encodes conversations whose texts hold no special tokens, whatever is written in them."""
 
     def __init__(self, backend: tokenizers.Tokenizer, only: Collection[str] | None = None):
         """Escapes the special tokens of a tokenizer. only: no others than these; None: all."""
@@ -122,7 +122,7 @@ PART_CHARACTERS = 4096
 
 
 class Tokenizer:
-    """Turns text into token ids and back.
+    """A Tokenizer turns text into token ids and back.
 
     prefix_ids, suffix_ids   int32: what `special=True` puts before and after every text
                              (Llama 3: its BOS before; Qwen3-Embedding: <|endoftext|> after)
