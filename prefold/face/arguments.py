@@ -84,8 +84,8 @@ def take_adapters(items: list[Any], single: bool, options: Mapping[str, Any]) ->
 def _with_adapter(item: Any, name: str | None) -> Any:
     if name is None or isinstance(item, InputError):
         return item
-    if isinstance(item, list) and all(isinstance(one, Mapping) and "continuation" in one for one in item):
-        return [{**one, "adapter": name} for one in item]
+    if isinstance(item, list) and all(isinstance(pair, Mapping) and "continuation" in pair for pair in item):
+        return [{**pair, "adapter": name} for pair in item]
     if isinstance(item, Mapping):
         return item if item.get("adapter") is not None else {**item, "adapter": name}
     is_chat = isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping)
@@ -98,22 +98,22 @@ def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[dict[str, Any]]
     One prompt has one continuation or a list of them; of several prompts each has one, or each has a list.
     """
     texts, single = as_items(prompts, "prompts")
-    wanted, one = as_items(continuations, "continuations")
+    wanted, is_single = as_items(continuations, "continuations")
     if single:
         lists = [wanted]
-    elif one or len(wanted) != len(texts):
-        found = "one continuation" if one else f"{len(wanted)} continuations"
+    elif is_single or len(wanted) != len(texts):
+        number = "one continuation" if is_single else f"{len(wanted)} continuations"
         remedy = "give one continuation a prompt, or a list of them"
-        raise InputError(f"{len(texts)} prompts and {found}", field="continuations", remedy=remedy)
+        raise InputError(f"{len(texts)} prompts and {number}", field="continuations", remedy=remedy)
     else:
         split = [as_items(each, f"continuations[{i}]") for i, each in enumerate(wanted)]
-        one = all(alone for _, alone in split)
-        if not one and any(alone for _, alone in split):
+        is_single = all(alone for _, alone in split)
+        if not is_single and any(alone for _, alone in split):
             remedy = "give each prompt one continuation, or each a list of them"
             raise InputError("some continuations are lists and some are not", field="continuations", remedy=remedy)
         lists = [each for each, _ in split]
     pairs = [[{"prompt": text, "continuation": each} for each in many] for text, many in zip(texts, lists, strict=True)]
-    return pairs, single, not one
+    return pairs, single, not is_single
 
 
 def check_errors(errors: str) -> bool:
@@ -123,14 +123,14 @@ def check_errors(errors: str) -> bool:
     return errors == "return"
 
 
-def first_error(found: Sequence[T | InputError], argument: str = "", *, single: bool = False) -> list[T]:
-    """Returns `found`, or raises the first InputError in it, with the number of its item unless `single`."""
+def first_error(results: Sequence[T | InputError], argument: str = "", *, single: bool = False) -> list[T]:
+    """Returns the results, or raises the first InputError among them, with the number of its item unless `single`."""
     good: list[T] = []
-    for number, one in enumerate(found):
-        if isinstance(one, InputError):
+    for number, result in enumerate(results):
+        if isinstance(result, InputError):
             where = "" if single else f"item {number} of {argument}: " if argument else f"item {number}: "
-            raise InputError(f"{where}{one}", field=one.field, code=one.code) from one
-        good.append(one)
+            raise InputError(f"{where}{result}", field=result.field, code=result.code) from result
+        good.append(result)
     return good
 
 

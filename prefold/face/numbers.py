@@ -59,14 +59,18 @@ class NumericTasks(TaskRunner):
         Raises InputError naming the text that cannot be embedded.
         """
         items, single = as_texts(texts, "texts")
-        call, named, given = read_call("texts", _named(items, "text"), single, errors, options)
-        lines = self._lines(self.task("embed", **given), named, call)
-        found: list[Any] = [line if isinstance(line, InputError) else line["embedding"] for line in lines]
+        call, named, task_options = read_call("texts", _named(items, "text"), single, errors, options)
+        lines = self._lines(self.task("embed", **task_options), named, call)
+        embeddings: list[Any] = [line if isinstance(line, InputError) else line["embedding"] for line in lines]
         if single:
-            return cast(Vector, found[0])
+            return cast(Vector, embeddings[0])
         if call.back:
-            return found
-        return np.stack(found) if found else np.empty((0, options.get("dimensions") or self.config.hidden), np.float32)
+            return embeddings
+        return (
+            np.stack(embeddings)
+            if embeddings
+            else np.empty((0, options.get("dimensions") or self.config.hidden), np.float32)
+        )
 
     def rerank(
         self,
@@ -93,8 +97,8 @@ class NumericTasks(TaskRunner):
             message, remedy = f"query is a list of {len(queries)} texts", "give one query; call rerank for each"
             raise InputError(message, field="query", remedy=remedy, code="wrong_type")
         if single or not items:
-            what = "one text" if single else "empty"
-            raise InputError(f"documents is {what}", field="documents", remedy="give a list of texts")
+            value = "one text" if single else "empty"
+            raise InputError(f"documents is {value}", field="documents", remedy="give a list of texts")
         if top_n is not None:
             checked(int, top_n, "top_n", least=1)  # before anything is computed
         progress = options.pop("progress", False)
@@ -107,7 +111,7 @@ class NumericTasks(TaskRunner):
         lines = finish_items(task, works, results)
         if not call.back:
             first_error(lines, call.argument)
-        bad = {i: one for i, one in enumerate(lines) if isinstance(one, InputError)}
+        bad = {i: line for i, line in enumerate(lines) if isinstance(line, InputError)}
         scores = np.full(len(items), np.nan)
         good = [i for i in range(len(items)) if i not in bad]
         if not good:
@@ -152,13 +156,13 @@ class NumericTasks(TaskRunner):
         Raises InputError naming the text that cannot be classified.
         """
         items, single = as_texts(texts, "texts")
-        call, named, given = read_call("texts", _named(items, "text"), single, errors, options)
-        task = self.task("classify", labels=labels, **given)
-        found = [
+        call, named, task_options = read_call("texts", _named(items, "text"), single, errors, options)
+        task = self.task("classify", labels=labels, **task_options)
+        answers = [
             line if isinstance(line, InputError) else Classification(line["label"], line["probabilities"])
             for line in self._lines(task, named, call)
         ]
-        return _only(found) if single else found
+        return _only(answers) if single else answers
 
     @overload
     def score(  # type: ignore[overload-overlap]
@@ -220,12 +224,12 @@ class NumericTasks(TaskRunner):
         """
         if continuations is None:
             items, single = as_texts(prompts, "prompts")
-            call, named, given = read_call("prompts", _named(items, "text"), single, errors, options)
-            found = self._scores(self.task("score", **given), named, call)
-            return _only(found) if single else found
+            call, named, task_options = read_call("prompts", _named(items, "text"), single, errors, options)
+            answers = self._scores(self.task("score", **task_options), named, call)
+            return _only(answers) if single else answers
         pairs_of, single, many = pair_up(prompts, continuations)
-        call, lists, given = read_call("continuations" if single else "pairs", pairs_of, single, errors, options)
-        task = self.task("score", **given)
+        call, lists, task_options = read_call("continuations" if single else "pairs", pairs_of, single, errors, options)
+        task = self.task("score", **task_options)
         flat = [pair for pairs in lists for pair in pairs]
         call = replace(call, single=single and not many)
         each = iter(self._scores(task, flat, call))
@@ -246,7 +250,6 @@ def _named(items: Sequence[Any], name: str) -> list[Any]:
     return [item if isinstance(item, InputError) else {name: item} for item in items]
 
 
-def _only(found: Sequence[T]) -> T:
-    """Returns the only element of `found`."""
-    (one,) = found
-    return one
+def _only(answers: Sequence[T]) -> T:
+    (answer,) = answers
+    return answer

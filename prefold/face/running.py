@@ -50,8 +50,8 @@ class CallForm:
     """A CallForm says how a method was called.
 
     argument  the argument that holds the items; it is named in errors
-    single    whether a single item was given, and a single answer is returned
-    back      whether bad items are given back as InputErrors
+    single    whether the caller passed a single item, and gets a single answer
+    back      whether bad items are returned as InputErrors
     progress  whether to show a bar
     """
 
@@ -66,9 +66,9 @@ def read_call(
 ) -> tuple[CallForm, list[Any], dict[str, Any]]:
     """Returns how a method was called, its items, each with its adapter where there is a list of them, and the options
     of the task."""
-    rest = dict(options)
-    call = CallForm(argument, single, check_errors(errors), rest.pop("progress", False))
-    return call, *take_adapters(items, single, rest)
+    task_options = dict(options)
+    call = CallForm(argument, single, check_errors(errors), task_options.pop("progress", False))
+    return call, *take_adapters(items, single, task_options)
 
 
 class TaskRunner:
@@ -78,7 +78,7 @@ class TaskRunner:
     checkpoint  where the model came from
     tokenizer   None for a model of token ids
     config      the model's shapes and settings
-    images      what reads images (`ImageInputs`); None for a model that takes text alone
+    images      the reader of images (`ImageInputs`); None for a model that takes only text
     """
 
     engine: Engine
@@ -98,15 +98,15 @@ class TaskRunner:
         check_process()
         try:
             key = (name, _frozen(options))
-            found = self._tasks.get(key)
+            task = self._tasks.get(key)
         except (TypeError, RecursionError):  # an option without a hash, or one that is very deep: not kept
             return self._make_task(name, options)
-        if found is None:
-            found = self._make_task(name, options)
+        if task is None:
+            task = self._make_task(name, options)
             while len(self._tasks) >= KEPT_TASKS:
                 self._tasks.pop(next(iter(self._tasks)), None)
-            self._tasks[key] = found
-        return found
+            self._tasks[key] = task
+        return task
 
     def _make_task(self, name: str, options: Mapping[str, Any]) -> Task:
         model = self.checkpoint, self.tokenizer
@@ -119,8 +119,8 @@ class TaskRunner:
 
     def _lines(self, task: Task, items: Sequence[Any], call: CallForm) -> list[Any]:
         """Returns the task's dict of each item; of a bad item its InputError, where the call wants it back."""
-        found = finish_items(task, *self._results(task, items, call))
-        return found if call.back else first_error(found, call.argument, single=call.single)
+        answers = finish_items(task, *self._results(task, items, call))
+        return answers if call.back else first_error(answers, call.argument, single=call.single)
 
     def _results(self, task: Task, items: Sequence[Any], call: CallForm) -> tuple[list[Any], list[Any]]:
         """Returns two lists: for each item its Work or InputError, and the results of its requests or None.
@@ -142,7 +142,7 @@ class TaskRunner:
 
 
 def warn_of_images(works: Iterable[Work | InputError]) -> None:
-    """Warns whoever called prefold of what should be known of the images of their items."""
+    """Warns the caller of prefold about the images of the items."""
     notes = [note for work in works if isinstance(work, Work) for note in (work.note or {}).get("image_notes", ())]
     level = 1
     while notes and sys._getframe(level).f_code.co_filename.startswith(PACKAGE):
@@ -152,8 +152,8 @@ def warn_of_images(works: Iterable[Work | InputError]) -> None:
 
 
 @contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[], None] | None]:
-    """Shows a progress bar of `total` prompts on standard error, and yields what moves it on by one prompt.
+def _bar(label: str, total: int) -> Iterator[Callable[[], None] | None]:
+    """Shows a progress bar of `total` prompts on standard error, and yields a function that moves it on by one prompt.
 
     For a total of 0 it shows nothing and yields None.
     """
@@ -165,14 +165,14 @@ def _bar(what: str, total: int) -> Iterator[Callable[[], None] | None]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        shown = bar.add_task(what, total=total)
-        yield lambda: bar.advance(shown)
+        entry = bar.add_task(label, total=total)
+        yield lambda: bar.advance(entry)
 
 
 def _frozen(value: Any) -> Any:
     """Returns a key that is equal for equal options: the types and contents of `value`, without a reference to it."""
     if isinstance(value, Mapping):
-        return ("mapping", *((key, _frozen(one)) for key, one in value.items()))
+        return ("mapping", *((key, _frozen(element)) for key, element in value.items()))
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, *(_frozen(one) for one in value))
     if isinstance(value, np.ndarray):
