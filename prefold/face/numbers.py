@@ -225,8 +225,8 @@ class NumericTasks(TaskRunner):
         if continuations is None:
             items, single = as_texts(prompts, "prompts")
             call, named, task_options = read_call("prompts", _named(items, "text"), single, errors, options)
-            answers = self._scores(self.task("score", **task_options), named, call)
-            return _only(answers) if single else answers
+            scores = self._scores(self.task("score", **task_options), named, call)
+            return _only(scores) if single else scores
         pairs_of, single, many = pair_up(prompts, continuations)
         call, lists, task_options = read_call("continuations" if single else "pairs", pairs_of, single, errors, options)
         task = self.task("score", **task_options)
