@@ -32,8 +32,8 @@ class _NoRuns(Dispatcher):
 class _NoShares(Dispatcher):
     """At the end of the input a replica takes all that it has room for."""
 
-    def _give(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
-        return super()._give(bucket, replica, None)
+    def _assign(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
+        return super()._assign(bucket, replica, None)
 
 
 class _NoCopies(Dispatcher):

@@ -46,6 +46,6 @@ def watch_steps(monkeypatch) -> list[bool]:
     begun: list[bool] = []
     begin = GenerateScheduler.begin
     monkeypatch.setattr(
-        GenerateScheduler, "begin", lambda self, step: begun.append(bool(self._begun)) or begin(self, step)
+        GenerateScheduler, "begin", lambda self, step: begun.append(bool(self._in_flight)) or begin(self, step)
     )
     return begun
