@@ -28,7 +28,7 @@ class Kernels(AttentionKernels, ElementwiseKernels, ProductKernels, LogitKernels
         # torch is imported above, so that the library finds torch's OpenMP pool and makes none of its own.
         self._calls = bind(ctypes.CDLL(str(path)))
         # Where products are oneDNN's, on OpenMP's threads, a second pool would be in the way of the first.
-        ours = self.has_products(torch.bfloat16) and not torch.cpu._is_amx_tile_supported()
+        ours = self.has_products(torch.bfloat16)
         self.use_own_threads(ours and os.environ.get("PREFOLD_THREADS") != "openmp")
         self._calls["calm_openmp"]()
 

@@ -31,7 +31,7 @@ def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [*range(14), 24, 25, 64, 130])
+@pytest.mark.parametrize("rows", [*range(18), 24, 25, 31, 32, 33, 49, 64, 130, 200])
 @pytest.mark.parametrize(("columns", "k"), [(1, 2), (31, 36), (32, 64), (33, 30), (100, 576)])
 def test_against_float64(kind, rows, columns, k):
     torch.manual_seed(rows)

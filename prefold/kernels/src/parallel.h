@@ -47,9 +47,9 @@ void parallel_tasks(int64_t n, int threads, const Body& body) {
 }
 
 // body(i) for every i of [0, n): each thread one after the other of its own equal share, then of what others have
-// not come to. For work on memory that is fetched ahead.
-template <class Body>
-void parallel_shares(int64_t n, int threads, const Body& body) {
+// not come to. For work on memory that is fetched ahead. with(run) is called in each thread, and calls run() once.
+template <class Body, class With>
+void parallel_shares(int64_t n, int threads, const Body& body, const With& with) {
   struct alignas(64) Share {
     std::atomic<int64_t> next;
     int64_t stop;
@@ -57,8 +57,9 @@ void parallel_shares(int64_t n, int threads, const Body& body) {
   constexpr int kMaxShares = 128;
   const int workers = static_cast<int>(std::min<int64_t>({threads, n, kMaxShares}));
   if (workers <= 1) {
-    for (int64_t i = 0; i < n; ++i) body(i);
-    return;
+    return with([&] {
+      for (int64_t i = 0; i < n; ++i) body(i);
+    });
   }
   Share shares[kMaxShares];
   for (int w = 0; w < workers; ++w) {
@@ -66,11 +67,18 @@ void parallel_shares(int64_t n, int threads, const Body& body) {
     shares[w].stop = n * (w + 1) / workers;
   }
   together(workers, [&](int participant) {
-    for (int other = 0; other < workers; ++other) {
-      Share& share = shares[(participant + other) % workers];
-      for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.stop;) body(i);
-    }
+    with([&] {
+      for (int other = 0; other < workers; ++other) {
+        Share& share = shares[(participant + other) % workers];
+        for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.stop;) body(i);
+      }
+    });
   });
+}
+
+template <class Body>
+void parallel_shares(int64_t n, int threads, const Body& body) {
+  parallel_shares(n, threads, body, [](const auto& run) { run(); });
 }
 
 // body(first, last) on contiguous pieces of [0, n); `size` numbers each.

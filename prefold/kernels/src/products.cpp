@@ -1,5 +1,5 @@
 // The linears of a layer, and the LM head: products of rows with a matrix packed as products.h says.
-#include "products.h"
+#include "amx.h"
 
 #include "activations.h"
 
@@ -46,9 +46,18 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
                 int64_t columns, int64_t k, int threads, const Store& store) {
   if (rows == 0 || columns == 0) return 0;
   try {
-    const Rows<Format> given(x, x_row, rows, k);
     const int64_t steps = k * sizeof(typename Format::Element) / sizeof(uint32_t);
-    multiply_all<Format>(Product{given.data, given.row, packed, rows, columns, steps}, threads, store);
+#ifdef PREFOLD_TILES
+    if constexpr (Format::kWidth == 2) {
+      if (may_use_tiles()) {  // which read whole cache lines of rows, at any distance
+        const int64_t distance = x_row * sizeof(typename Format::Element);
+        multiply_all_in_tiles({reinterpret_cast<const char*>(x), distance, packed, rows, columns, steps}, threads, store);
+        return 0;
+      }
+    }
+#endif
+    const Rows<Format> given(x, x_row, rows, k);
+    multiply_all<Format>({given.data, given.row, packed, rows, columns, steps}, threads, store);
     return 0;
   } catch (const std::bad_alloc&) {
     return 1;

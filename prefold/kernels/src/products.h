@@ -42,7 +42,7 @@ constexpr int kFewRows = 5;
 // coming by itself.
 constexpr int kOnePassRows = kPartBytes == 32 ? 3 : kFewRows;
 // Rows that go through the matrix together: so many stay in the second-level cache.
-constexpr int64_t kGroupRows = 384;
+constexpr int kGroupRows = 384;
 constexpr int64_t kSlabSteps = 1024;
 
 // A number format with how its numbers lie in a word. kParts: numbers of a word that are multiplied apart.
@@ -177,20 +177,29 @@ void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t st
   }
 }
 
-// The whole product, in parallel; `store` as above.
-template <class Format, class Store>
-void multiply_all(const Product& product, int threads, const Store& store) {
+// body(panel, first row, stop) for all of a product, in parallel, each with at most `group_rows` rows, and with as many
+// as a block if there are so many; `with` as of `parallel_shares`.
+template <class Body, class With>
+void for_panels(const Product& product, int block_rows, int group_rows, int threads, const Body& body,
+                const With& with) {
   const int64_t panels = product.panels();
   // Reading a word takes as long as multiplying it with so many rows.
   const int64_t products = std::max<int64_t>(product.rows, kFewRows) * product.columns * product.steps;
   const int workers = static_cast<int>(std::min<int64_t>(threads, 1 + products / kProductsPerThread));
-  const int64_t wanted = std::max((product.rows + kGroupRows - 1) / kGroupRows, (4 * workers + panels - 1) / panels);
-  const int64_t groups = std::min(wanted, (product.rows + kBlockRows - 1) / kBlockRows);
+  const int64_t wanted = std::max((product.rows + group_rows - 1) / group_rows, (4 * workers + panels - 1) / panels);
+  const int64_t groups = std::min(wanted, (product.rows + block_rows - 1) / block_rows);
   parallel_shares(groups * panels, workers, [&](int64_t i) {
     const int64_t group = i / panels;
-    multiply_panel<Format>(product, i % panels, product.rows * group / groups, product.rows * (group + 1) / groups,
-                           store);
-  });
+    body(i % panels, product.rows * group / groups, product.rows * (group + 1) / groups);
+  }, with);
+}
+
+// The whole product, in parallel; `store` as above.
+template <class Format, class Store>
+void multiply_all(const Product& product, int threads, const Store& store) {
+  for_panels(product, kBlockRows, kGroupRows, threads, [&](int64_t panel, int64_t first, int64_t stop) {
+    multiply_panel<Format>(product, panel, first, stop, store);
+  }, [](const auto& run) { run(); });
 }
 
 }  // namespace prefold
