@@ -11,7 +11,7 @@ from .interface import Family
 class Kind(IntEnum):
     """The kinds of operations, as src/program.cpp numbers them."""
 
-    NORM, LINEAR, GATED, ROPE, ATTEND, PICK = range(6)
+    NORM, LINEAR, GATED, ROPE, ATTEND, PICK, EMBED, HEAD = range(8)
 
 
 class Operation(Structure):
@@ -20,7 +20,7 @@ class Operation(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("kind", "source", "out", "beside", "wide", "plane", "window")),
         ("eps", c_float),
-        *((name, c_int64) for name in ("at", "keys", "heads", "dim", "kv_heads")),
+        *((name, c_int64) for name in ("at", "keys", "heads", "dim", "kv_heads", "columns")),
         *((name, c_void_p) for name in ("weight", "bias")),
     )
 
@@ -39,11 +39,14 @@ class ProgramCall(Structure):
         ("count", c_int64),
         *((name, c_void_p) for name in ("buffers", "widths")),
         *((name, c_int64) for name in ("rows", "picked")),
-        *((name, c_void_p) for name in ("read", "slots", "tables", "read_tables", "planes", "paths")),
+        *((name, c_void_p) for name in ("read", "tokens", "positions", "slots", "tables")),
+        *((name, c_int64) for name in ("num_tables", "dim")),
+        *((name, c_void_p) for name in ("angles", "ids", "planes", "paths")),
         ("path", c_int64),
         *((name, c_void_p) for name in ("keep_path", "keep_new")),
         *((name, c_int64) for name in ("kept_path", "kept_new")),
         *((name, c_void_p) for name in ("plans", "read_plans")),
+        ("none", c_int64),
         ("scale", c_float),
         *((name, c_int32) for name in ("threads", "is_bf16")),
     )
@@ -53,10 +56,12 @@ class ProgramKernels(Family):
     """Runs programs."""
 
     def run_program(self, call: ProgramCall) -> None:
-        """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot that is not
-        there."""
+        """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot or a token
+        that is not there."""
         failed = self._calls["run_program"](byref(call))
         if failed == 2:
             raise ValueError("a slot that is not there; pass slots of the store")
+        if failed == 3:
+            raise ValueError("a token that is not there; pass ids of the vocabulary")
         if failed:
             raise MemoryError("program")

@@ -98,12 +98,14 @@ class RotaryTable:
         """Returns float32 [rows, dim] for positions int64 [rows], multiplied with the attention factor."""
         if positions.device.type != "cpu":  # to ask for the largest would be to wait for it
             return self._of(positions)
-        needed = int(positions.max()) + 1 if len(positions) else 0
-        if needed > len(self.table):
-            self._grow(max(needed, 2 * len(self.table), self.FIRST_ROWS))
+        self.grow_to(int(positions.max()) + 1 if len(positions) else 0)
         return self.table.index_select(0, positions)
 
-    def _grow(self, rows: int) -> None:
+    def grow_to(self, rows: int) -> None:
+        """Makes `table` cover so many positions, on a CPU."""
+        if rows <= len(self.table):
+            return
+        rows = max(rows, 2 * len(self.table), self.FIRST_ROWS)
         # Outside of inference mode, so that a table built there also serves a pass with gradients.
         with torch.inference_mode(False), torch.no_grad():
             self.table = self._of(torch.arange(rows, device=self.table.device))
@@ -114,7 +116,10 @@ class RotaryTable:
 
 
 class RotaryTables:
-    """A RotaryTables gives cosines and sines of every plane; planes with the same settings share a table."""
+    """A RotaryTables gives cosines and sines of every plane; planes with the same settings share a table.
+
+    table_of  by plane, the number of its table in the order in which planes have them first
+    """
 
     def __init__(self, ropes: Sequence[RopeConfig], dim: int, device: torch.device):
         distinct: list[RopeConfig] = []
@@ -123,9 +128,15 @@ class RotaryTables:
                 distinct.append(rope)
         self.device = device
         self._tables = [RotaryTable(rope, dim, device) for rope in distinct]
-        self._table_of = [distinct.index(rope) for rope in ropes]
+        self.table_of = [distinct.index(rope) for rope in ropes]
 
     def __call__(self, positions: Tensor) -> list[Tensor]:
         """Returns the result of each plane's `RotaryTable` for positions int64 [rows]."""
         tables = [table(positions) for table in self._tables]
-        return [tables[i] for i in self._table_of]
+        return [tables[i] for i in self.table_of]
+
+    def covering(self, positions: int) -> list[Tensor]:
+        """Returns the tables, each of at least so many positions; on a CPU."""
+        for table in self._tables:
+            table.grow_to(positions)
+        return [table.table for table in self._tables]

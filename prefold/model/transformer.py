@@ -197,7 +197,8 @@ class CausalLM(nn.Module):
         weight: Tensor = self.embedding if self.lm_head is None else self.lm_head
         if ids is not None:
             return self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
-        product = self._product_of_head(weight, hidden)
+        fits = not torch.is_grad_enabled() and hidden.dtype == weight.dtype and hidden.device == weight.device
+        product = self.product_of_head() if fits else None
         logits = wide_product(hidden, weight) if product is None else product.wide(hidden)
         return self.ranks.gather(logits, self.config.vocab_size)
 
@@ -217,14 +218,12 @@ class CausalLM(nn.Module):
         """Returns the dtype of the linears' weights, and of hidden states."""
         return self.embedding.dtype
 
-    def _product_of_head(self, weight: Tensor, hidden: Tensor) -> Product | None:
-        """Returns the LM head's product where it may be used: without gradients, and with hidden of the model's dtype.
+    def product_of_head(self) -> Product | None:
+        """Returns the LM head's product with rows of the model's dtype, which has no gradients; None: there is none.
         The first time, the head is packed for it."""
-        if torch.is_grad_enabled() or hidden.dtype != weight.dtype or hidden.device != weight.device:
-            return None
         if self.may_pack:
             self.may_pack = False
-            self.head_product = self.head_product or pack_head(weight)
+            self.head_product = self.head_product or pack_head(self.embedding if self.lm_head is None else self.lm_head)
         return self.head_product
 
     def embed(self, tokens: Tensor, positions: Tensor, media: MediaRows | None = None) -> Tensor:
@@ -241,9 +240,13 @@ class CausalLM(nn.Module):
         float32 [rows, head_dim]; [rows, 0] where nothing is rotated."""
         if self.config.rope is None:
             return [self.embedding.new_empty(len(positions), 0)] * len(self.config.planes)
-        if self._rotary is None or self._rotary.device != positions.device:
-            self._rotary = RotaryTables(self.config.ropes, self.config.head_dim, positions.device)
-        return self._rotary(positions)
+        return self.rotary(positions.device)(positions)
+
+    def rotary(self, device: torch.device) -> RotaryTables:
+        """Returns the tables of cosines and sines of a model with rotary positions."""
+        if self._rotary is None or self._rotary.device != device:
+            self._rotary = RotaryTables(self.config.ropes, self.config.head_dim, device)
+        return self._rotary
 
 
 def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:

@@ -209,6 +209,7 @@ class LocalWorker(Worker):
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             how["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
+        is_greedy = self._is_alone and step.drawing is None and not step.numbers and not len(step.kept)
         (batch, program), self._kept = self._kept, (None, None)
         if self._graphs is not None and not how and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._last_ids)
@@ -219,15 +220,17 @@ class LocalWorker(Worker):
             if program is None:
                 hidden = forward(self.model, self.store, batch, how)
             else:
-                hidden = program.over_slots(batch, self.store, **how)
                 self._kept = batch, program
+                if is_greedy and (ids := program.greedy(batch, self.store, **how)) is not None:
+                    return Completed(SlotResult(ids[step.reads]))
+                hidden = program.over_slots(batch, self.store, **how)
             if step.exits is not None:  # there is a hidden state for each of these
                 each = np.concatenate((step.reads, step.kept))
                 places, kept = np.split(np.arange(len(each)), [len(step.reads)])
                 step = replace(step, read_rows=step.read_rows[each], reads=places, kept=kept)
         if len(step.kept):
             self._keep(step, hidden)
-        if self._is_alone and step.drawing is None and not step.numbers and not len(step.kept):
+        if is_greedy:
             return Completed(SlotResult(greedy(self.model, hidden)[step.reads]))
         reads = SlotReads(self.model, hidden, step, self._states)
         self._last_ids = reads.ids if self.facts.slot_depth > 1 else None

@@ -3,7 +3,7 @@ every operation of a model has a compiled form. PyTorch's modules define what it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from ctypes import addressof, c_void_p
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..model import CausalLM, MediaRows
 from ..model.decoder_layer import Layer, Mlp
 from ..model.layers import Linear, Norm
 from ..model.products import GatePanels, Panels, Product, in_turn
+from ..schedule.steps import NOT_FINITE
 from .rows import Batch, Path, PathKV, heads_of
 from .slots import SlotBatch
 
@@ -34,22 +35,27 @@ class Program:
         self._model, self._compiled = model, compiled
         config = model.local
         self._windows = list(dict.fromkeys(plane.window for plane in config.planes))
-        # Planes that are turned alike have one table: that of the first of them.
-        firsts = [config.ropes.index(rope) for rope in config.ropes]
-        self._turned = sorted(set(firsts))
-        self._table_of = [self._turned.index(first) for first in firsts]
+        # Planes that are turned alike have one table.
+        self._table_of = model.rotary(model.device).table_of
+        self._num_tables = max(self._table_of) + 1
         hidden, q, kv, wide = config.hidden, config.q_size, config.kv_size, config.intermediate
         self._widths = np.array([hidden, hidden, hidden, q + 2 * kv, q, 2 * kv, q, wide, hidden], np.int64)
         self._kept: list[Tensor] = []  # what operations name by address and the model does not hold
         self._products: list[tuple[Linear, Product | None]] = []
         self._operations: list[Operation] = []
+        embedding, vocab = model.embedding.data_ptr(), len(model.embedding)
+        self._add(Kind.EMBED, out=X, weight=embedding, columns=vocab, eps=model.embedding_scale)
         delta = -1
         for plane, number in enumerate(config.visited):
             self._add_layer(model.layers[number], plane, delta)  # type: ignore[arg-type]
             delta = DELTA
         self._add_norm(model.norm, X, OUT, delta)
+        self._layers_end, self._head = len(self._operations), None
         self._array = (Operation * len(self._operations))(*self._operations)
         self._memory, self._room = torch.empty(0), 0
+        self._tables: list[Tensor] = []  # of cosines and sines
+        self._addresses = (c_void_p * self._num_tables)()
+        self._positions = 0  # that the tables cover
 
     @property
     def is_current(self) -> bool:
@@ -58,8 +64,28 @@ class Program:
 
     def over_slots(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> Tensor:
         """Returns what `worker.slots.forward` returns of a step in which no row has an adapter."""
-        planes = store.structs
-        return self._run(batch, media, slots=batch.slots.data_ptr(), planes=addressof(planes))
+        return self._run(batch, media, slots=batch.slots.data_ptr(), planes=addressof(store.structs))
+
+    def greedy(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> np.ndarray | None:
+        """Returns what `worker.slots.greedy` returns of the hidden states of a step in which no row has an adapter,
+        without making logits; None, and nothing is computed, where the head is no product of the kernels."""
+        if not self._adds_head():
+            return None
+        ids = np.empty(len(batch.tokens) if batch.read_rows is None else len(batch.read_rows), np.int64)
+        slots, planes = batch.slots.data_ptr(), addressof(store.structs)
+        self._run(batch, media, slots=slots, planes=planes, ids=ids.ctypes.data, none=NOT_FINITE)
+        return ids
+
+    def _adds_head(self) -> bool:
+        """Returns whether the operations end with the model's head as it is now."""
+        head: Any = self._model.product_of_head()
+        if head is not self._head and type(head) is Panels:
+            del self._operations[self._layers_end :]
+            weight = head.packed.data_ptr()
+            self._add(Kind.HEAD, source=OUT, weight=weight, columns=head.outputs)
+            self._array = (Operation * len(self._operations))(*self._operations)
+            self._head = head
+        return head is not None and head is self._head
 
     def over_rows(self, batch: Batch, path: Path, media: MediaRows | None = None) -> tuple[Tensor, PathKV]:
         """Returns what `worker.rows.forward_stream` returns of a step that is not folded, in which no row has an
@@ -80,27 +106,30 @@ class Program:
         )  # fmt: skip
         return hidden, {plane: (keys, values) for plane, (keys, values) in enumerate(kv)}
 
-    def _run(self, batch: SlotBatch | Batch, media: MediaRows | None, **place: Any) -> Tensor:
-        """Returns the hidden states of the rows of a step that are read. place: where its K/V comes from and goes to"""
-        model, read_rows = self._model, batch.read_rows
-        x = model.embed(batch.tokens, batch.positions, media)
-        rows = len(x)
+    def _run(self, batch: SlotBatch | Batch, media: MediaRows | None, **call_fields: Any) -> Tensor:
+        """Returns the hidden states of the rows of a step that are read. call_fields: where its K/V comes from and goes
+        to, and what else is wanted"""
+        model, read_rows, rows = self._model, batch.read_rows, len(batch.tokens)
         picked = rows if read_rows is None else len(read_rows)
-        out = x.new_empty(picked, self._widths[OUT])
+        out = torch.empty((picked, int(self._widths[OUT])), dtype=model.dtype)
         if rows > self._room:
-            self._make_room(rows, x.itemsize)
-        self._buffers[X], self._buffers[OUT] = x.data_ptr(), out.data_ptr()
+            self._make_room(rows, out.itemsize)
+        buffers, tokens = self._buffers, batch.tokens.data_ptr()
+        if media is not None:
+            x = model.embed(batch.tokens, batch.positions, media)
+            buffers, tokens = buffers.copy(), None
+            buffers[X] = x.data_ptr()
+        buffers[OUT] = out.data_ptr()
         plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
-        cos_sin = model.cos_sin(batch.positions)
-        tables = [cos_sin[plane] for plane in self._turned]
-        read_tables = tables if read_rows is None else [table.index_select(0, read_rows) for table in tables]
-        addresses, read_addresses = _addresses(tables), _addresses(read_tables)
+        if rows and (last := int(batch.positions.numpy().max())) >= self._positions:
+            self._cover(last + 1)
         call = ProgramCall(
-            operations=addressof(self._array), count=len(self._array), buffers=self._buffers.ctypes.data,
-            widths=self._widths.ctypes.data, rows=rows, picked=picked,
-            read=None if read_rows is None else read_rows.data_ptr(), tables=addressof(addresses),
-            read_tables=addressof(read_addresses), plans=addressof(plans), read_plans=addressof(read_plans),
-            scale=model.config.scale, threads=torch.get_num_threads(), is_bf16=x.dtype == torch.bfloat16, **place,
+            operations=addressof(self._array), count=len(self._array), buffers=buffers.ctypes.data,
+            widths=self._widths.ctypes.data, rows=rows, picked=picked, tokens=tokens,
+            positions=batch.positions.data_ptr(), read=None if read_rows is None else read_rows.data_ptr(),
+            tables=addressof(self._addresses), num_tables=self._num_tables, dim=model.config.head_dim,
+            angles=self._angles, plans=addressof(plans), read_plans=addressof(read_plans), scale=model.config.scale,
+            threads=torch.get_num_threads(), is_bf16=model.dtype == torch.bfloat16, **call_fields,
         )  # fmt: skip
         self._compiled.run_program(call)
         return out
@@ -113,20 +142,24 @@ class Program:
                 calls[number] = plans[window].lists.call  # type: ignore[union-attr]
         return calls
 
+    def _cover(self, positions: int) -> None:
+        self._tables = self._model.rotary(self._model.device).covering(positions)
+        self._positions = min(map(len, self._tables))
+        self._addresses[:] = [table.data_ptr() for table in self._tables]
+
     def _make_room(self, rows: int, itemsize: int) -> None:
         """Makes the buffers for steps of so many rows. Attention's and the MLP's lie in one place, since neither is
         read while the other is written."""
         sizes = -(-self._widths * rows * itemsize // LINE) * LINE
-        apart = sizes[Q] + sizes[KV]
-        attention = max(sizes[QKV], apart)
-        self._memory = torch.empty(
-            2 * sizes[H] + max(attention + sizes[ATTENDED], sizes[WIDE]) + LINE, dtype=torch.uint8
-        )
+        attention = max(sizes[QKV], sizes[Q] + sizes[KV])
+        shared = 3 * sizes[H]
+        angles = shared + max(attention + sizes[ATTENDED], sizes[WIDE])
+        room = angles + self._num_tables * rows * self._model.config.head_dim * 4
+        self._memory = torch.empty(int(room) + LINE, dtype=torch.uint8)
         first = self._memory.data_ptr()
         first += -first % LINE
-        shared = first + 2 * sizes[H]
-        places = [0, first, first + sizes[H], shared, shared, shared + sizes[Q], shared + attention, shared, 0]
-        self._buffers, self._room = np.array(places, np.int64), rows
+        places = [0, sizes[H], 2 * sizes[H], shared, shared, shared + sizes[Q], shared + attention, shared, 0]
+        self._buffers, self._room, self._angles = np.array(places, np.int64) + first, rows, int(angles) + first
 
     def _add(self, kind: Kind, **fields: Any) -> None:
         self._operations.append(Operation(kind=kind, **fields))
@@ -213,7 +246,3 @@ def program_of(model: CausalLM) -> Program | None:
         if any(type(linear.product) is not Panels for linear in linears):
             return None
     return Program(model, compiled)
-
-
-def _addresses(tensors: Sequence[Tensor]) -> Any:
-    return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

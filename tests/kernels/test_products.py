@@ -78,6 +78,28 @@ def test_a_row_is_the_same_in_any_company(kind, k):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 70), (2, 32), (15, 300), (33, 1000)])
+def test_the_largest_of_each_row(dtype, rows, columns):
+    """The first of equal ones; none where a row has a NaN, or its largest number is infinite."""
+    torch.manual_seed(rows)
+    weight = torch.randn(columns, 40).to(dtype)
+    weight[columns // 2 :] = weight[: columns - columns // 2].clone()
+    x = torch.randn(rows, 40).to(dtype)
+    x[0] = 0  # all are zero, of either sign
+    if rows > 2:
+        x[1, 3], x[2, 5] = torch.nan, torch.inf
+    packed, ids = kernels.pack_words(weight), torch.full((rows,), -7)
+    found = kernels.load()._calls["greedy", dtype](
+        x.data_ptr(), packed.data_ptr(), ids.data_ptr(), rows, columns, 40, -2, torch.get_num_threads()
+    )
+    logits = product(x, weight, out_dtype=F32)
+    finite = logits.isfinite().all(1) if rows > 2 else torch.ones(rows, dtype=torch.bool)
+    expected = torch.tensor(logits.numpy().argmax(1))
+    assert found == 0 and torch.equal(ids, torch.where(finite, expected, -2))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_nan_stays_in_its_row(dtype):
     x = torch.randn(13, 40).to(dtype)
     x[4, 7] = torch.nan

@@ -19,6 +19,7 @@ from prefold.worker import local
 from prefold.worker.program import Program, program_of
 from prefold.worker.rows import forward_stream
 from prefold.worker.slots import SlotBatch, forward, make_store
+from prefold.worker.slots import greedy as likeliest_of_slots
 
 # Gate and up in whole vectors: other widths have no program.
 WIDTH = 64
@@ -49,6 +50,13 @@ def requests(seed: int) -> list[Request]:
     return [ask(prompt, max_tokens=6, ignore_eos=True) for prompt in (*prompts, prompts[1], first)]
 
 
+@pytest.fixture
+def no_greedy(monkeypatch):
+    """Lets every pass over slots give hidden states, also where only the most likely tokens are wanted."""
+    monkeypatch.setattr(Program, "greedy", lambda *arguments: None)
+
+
+@pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_hidden_states_are_those_of_the_modules_to_the_last_bit(tmp_path, monkeypatch, family, dtype):
@@ -69,6 +77,25 @@ def test_hidden_states_are_those_of_the_modules_to_the_last_bit(tmp_path, monkey
     monkeypatch.setattr(Program, "over_slots", both)
     generate(engine, requests(1))
     assert len(rows) > 6 and max(rows) == 7  # prompts in parts, and outputs beside them
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_greedy_tokens_are_those_of_the_logits(tmp_path, monkeypatch, family, dtype):
+    llm, greedy, rows = load(tmp_path, family, dtype), Program.greedy, []
+
+    def both(program, batch, store):
+        found = greedy(program, batch, store)
+        assert found.tolist() == likeliest_of_slots(llm.model, program.over_slots(batch, store)).tolist()
+        rows.append(len(found))
+        return found
+
+    monkeypatch.setattr(Program, "greedy", both)
+    weight = torch.randn(llm.model.config.vocab_size, 36).to(llm.model.dtype)
+    for head in (llm.model.product_of_head(), Panels(weight, kernels.load())):
+        llm.model.head_product = head  # another one of the same kind is used
+        llm.generate(["some text", "some other text", "another"], max_tokens=6, ignore_eos=True)
+    assert len(rows) > 8 and max(rows) == 3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -106,6 +133,7 @@ def test_many_rows_after_few_and_few_after_many(tmp_path, monkeypatch):
     assert found == [tokens_of(generate(plain, some)) for some in (small, large, small)]
 
 
+@pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan(tmp_path, monkeypatch, family):
     llm, run, follow = load(tmp_path, family), Program.over_slots, SlotBatch.follow
@@ -169,7 +197,7 @@ def test_a_product_that_is_put_in_later_is_used(tmp_path):
 
 
 def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch):
-    counts, run = [], Program.over_slots
+    counts, run = [], Program.greedy
 
     def counted(program, *arguments):
         def count(frame, event, argument):
@@ -182,7 +210,7 @@ def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch
         finally:
             sys.setprofile(None)
 
-    monkeypatch.setattr(Program, "over_slots", counted)
+    monkeypatch.setattr(Program, "greedy", counted)
     each = []
     for layers in (2, 6):
         llm = load(tmp_path, num_hidden_layers=layers)
@@ -193,12 +221,12 @@ def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch
 
 
 def test_a_slot_that_is_not_there_is_an_error(tmp_path, monkeypatch):
-    llm, run = load(tmp_path), Program.over_slots
+    llm, run = load(tmp_path), Program.greedy
 
     def wrong(program, batch, store):
         batch.slots[-1] = 1 << 40
         return run(program, batch, store)
 
-    monkeypatch.setattr(Program, "over_slots", wrong)
+    monkeypatch.setattr(Program, "greedy", wrong)
     with pytest.raises(ValueError, match="a slot that is not there"):
         llm.generate(["some text"], max_tokens=2)

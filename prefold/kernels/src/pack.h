@@ -82,13 +82,6 @@ PREFOLD_INLINE Words not_finite(const Floats& x) {
   });
 }
 
-PREFOLD_INLINE bool any_bit(const Words& x) {
-  uint32_t lanes[kLanes], any = 0;
-  memcpy(lanes, &x, sizeof lanes);
-  for (uint32_t lane : lanes) any |= lane;
-  return any != 0;
-}
-
 // True where all values of the pair are finite.
 template <class Format>
 bool pack_values(const Packed<Format>& packed, const RowSource<typename Format::Element>& source, int64_t dim,

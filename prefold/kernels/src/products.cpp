@@ -3,6 +3,7 @@
 
 #include "activations.h"
 
+#include <cmath>
 #include <memory>
 #include <new>
 
@@ -98,6 +99,61 @@ int32_t gated_linear(const typename Format::Element* x, int64_t x_row, const uin
   });
 }
 
+// A number that grows with x, and with equal x falls with the column: of NaN it is the largest.
+inline uint64_t rank_of(float x, int64_t column) {
+  x += 0.0f;  // no zero is below another one
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  bits = std::isnan(x) ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return uint64_t{bits} << 32 | (~static_cast<uint32_t>(column));
+}
+
+// The number that has this rank; NaN for a rank below those of all numbers.
+inline float number_of(uint64_t rank) {
+  uint32_t bits = rank >> 32;
+  bits = bits & 0x80000000u ? bits & 0x7fffffffu : ~bits;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+PREFOLD_INLINE Words not_below(const Floats& x, const Floats& y) {
+  return Words::make([&](int p) { return (Part<uint32_t>)~(x.part[p] < y.part[p]); });
+}
+
+// best [rows] = the largest rank_of of each row of the product.
+template <class Format>
+int32_t largest(const typename Format::Element* x, const uint32_t* packed, std::atomic<uint64_t>* best, int64_t rows,
+                int64_t columns, int64_t k, int threads) {
+  for (int64_t r = 0; r < rows; ++r) best[r].store(0, std::memory_order_relaxed);
+  return product<Format>(x, k, packed, rows, columns, k, threads, [&](int64_t row, int64_t column, int64_t count,
+                                                                     int64_t width, const float* tile) {
+    for (int64_t r = 0; r < count; ++r, tile += kPanel) {
+      uint64_t here = 0, before = best[row + r].load(std::memory_order_relaxed);
+      const Floats top(number_of(before));
+      if (!any_bit(not_below(load(tile), top) | not_below(load(tile + kLanes), top))) continue;
+      for (int64_t i = 0; i < width; ++i) here = std::max(here, rank_of(tile[i], column + i));
+      while (here > before && !best[row + r].compare_exchange_weak(before, here, std::memory_order_relaxed)) {
+      }
+    }
+  });
+}
+
+// ids [rows]: where the first of the largest numbers of each row of the product is; `none` where it is not finite.
+template <class Format>
+int32_t greedy(const typename Format::Element* x, const uint32_t* packed, int64_t* ids, int64_t rows, int64_t columns,
+               int64_t k, int64_t none, int threads) {
+  static_assert(sizeof(std::atomic<uint64_t>) == sizeof(int64_t));
+  auto* best = reinterpret_cast<std::atomic<uint64_t>*>(ids);
+  if (const int32_t failed = largest<Format>(x, packed, best, rows, columns, k, threads)) return failed;
+  constexpr uint64_t kInfinity = 0xff800000u, kLowest = 0x007fffffu;  // of the upper halves
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint64_t rank = best[r].load(std::memory_order_relaxed), upper = rank >> 32;
+    ids[r] = upper >= kInfinity || upper <= kLowest ? none : static_cast<int64_t>(~static_cast<uint32_t>(rank));
+  }
+  return 0;
+}
+
 }  // namespace
 }  // namespace prefold
 
@@ -134,6 +190,16 @@ extern "C" int32_t prefold_linear_bfloat16_float32(const Bf16* x, int64_t x_row,
                                                    int64_t k, int32_t threads) {
   return prefold::linear<prefold::Bf16Words>(x, x_row, packed, bias, out, rows, columns, k, threads);
 }
+
+// x [rows, k]; ids [rows]: where the first of the largest numbers of each row of the product is; `none` where it is not
+// finite, as where one of them is NaN.
+#define PREFOLD_EXPORT_GREEDY(name, Format, E)                                                                        \
+  extern "C" int32_t prefold_greedy_##name(const E* x, const uint32_t* packed, int64_t* ids, int64_t rows,            \
+                                           int64_t columns, int64_t k, int64_t none, int32_t threads) {               \
+    return prefold::greedy<prefold::Format>(x, packed, ids, rows, columns, k, none, threads);                         \
+  }
+PREFOLD_EXPORT_GREEDY(float32, FloatWords, float)
+PREFOLD_EXPORT_GREEDY(bfloat16, Bf16Words, Bf16)
 
 // x and packed as above; bias [2 * width] in the order of packed, or null; out [rows, width].
 #define PREFOLD_EXPORT_GATED(name, Format, Activation, E)                                                             \

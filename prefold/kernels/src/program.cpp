@@ -21,7 +21,9 @@ using prefold::Bf16;
   extern "C" int32_t prefold_gated_linear_silu_##name(const E*, int64_t, const uint32_t*, const E*, E*, int64_t,  \
                                                       int64_t, int64_t, int32_t);                                 \
   extern "C" int32_t prefold_gated_linear_gelu_tanh_##name(const E*, int64_t, const uint32_t*, const E*, E*,      \
-                                                           int64_t, int64_t, int64_t, int32_t);
+                                                           int64_t, int64_t, int64_t, int32_t);                   \
+  extern "C" int32_t prefold_greedy_##name(const E*, const uint32_t*, int64_t*, int64_t, int64_t, int64_t, int64_t, \
+                                           int32_t);
 PREFOLD_DECLARE(float32, float, float)
 PREFOLD_DECLARE(bfloat16, Bf16, Bf16)
 PREFOLD_DECLARE(bfloat16_float32, Bf16, float)
@@ -34,7 +36,7 @@ extern "C" int32_t prefold_row_attention(const prefold::RowCall*, int32_t);
 namespace prefold {
 namespace {
 
-enum Kind : int32_t { kNorm, kLinear, kGated, kRope, kAttend, kPick };
+enum Kind : int32_t { kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead };
 
 // One operation. Filled in by Python (program.py, class Operation): same fields, same order. Places in rows are in
 // numbers, not bytes.
@@ -47,11 +49,12 @@ struct Operation {
                         // activation is gelu_tanh, not silu
   int32_t plane;        // kAttend: of the store; kRope: the table of cosines and sines
   int32_t window;       // kAttend: the plan
-  float eps;            // kNorm, kRope
+  float eps;            // kNorm, kRope; kEmbed: what embeddings are multiplied with
   int64_t at;           // kRope, kAttend: where heads (kAttend: queries) begin in a row
   int64_t keys;         // kAttend: where keys begin in a row of `beside`; values follow them
   int64_t heads, dim;   // kRope, kAttend
   int64_t kv_heads;     // kAttend
+  int64_t columns;      // kEmbed, kHead: the vocabulary
   const void *weight, *bias;
 };
 
@@ -70,15 +73,19 @@ struct ProgramCall {
   const int64_t* widths;            // of a row of each buffer
   int64_t rows, picked;
   const int64_t* read;              // [picked], the rows that kPick leaves, ascending; not looked at where these are all
+  const int64_t *tokens, *positions; // [rows]; without tokens the rows' embeddings are in their buffer already
   const int64_t* slots;             // [rows]; null: rows of a stream
-  const float* const* tables;       // of all rows: cosines, then sines, [rows, dim]
-  const float* const* read_tables;  // of the rows that are read
+  const float* const* tables;       // cosines, then sines, [positions, dim]
+  int64_t num_tables, dim;
+  float* angles;                    // [tables, rows, dim]: room for those of the rows
+  int64_t* ids;                     // [picked]: the most likely tokens; null: none are wanted
   const SlotPlane* planes;             // over slots
   const PathPlane* paths;              // of a stream, by plane
   int64_t path;                        // rows of it that are carried
   const int64_t *keep_path, *keep_new; // which of these, and of the new rows, are carried on
   int64_t kept_path, kept_new;         // how many these are
   const TileCall *plans, *read_plans;  // by window
+  int64_t none;                        // in `ids`, where the largest logit is not finite
   float scale;
   int32_t threads, is_bf16;
 };
@@ -127,8 +134,53 @@ struct Pass {
     }
   }
 
+  // Puts the cosines and sines of the rows side by side.
+  void turn() const {
+    for (int64_t t = 0; t < call.num_tables; ++t) {
+      parallel_ranges(rows, call.dim, call.threads, [&](int64_t first, int64_t stop) {
+        for (int64_t r = first; r < stop; ++r) {
+          const int64_t position = call.positions[all ? r : call.read[r]];
+          std::memcpy(call.angles + (t * rows + r) * call.dim, call.tables[t] + position * call.dim, call.dim * sizeof(float));
+        }
+      });
+    }
+  }
+
+  int32_t embed(const Operation& op) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      if (call.tokens[r] < 0 || call.tokens[r] >= op.columns) return 3;
+    }
+    const int64_t width = call.widths[op.out];
+    const auto* table = static_cast<const E*>(op.weight);
+    parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        const E* from = table + call.tokens[r] * width;
+        E* to = buffer(op.out) + r * width;
+        if (op.eps == 1) {
+          std::memcpy(to, from, width * sizeof(E));
+          continue;
+        }
+        for (int64_t d = 0; d < width; d += kLanes) {
+          store_some(to + d, load_some(from + d, width - d) * Floats(op.eps), width - d);
+        }
+      }
+    });
+    return 0;
+  }
+
+  int32_t choose(const Operation& op) const {
+    const auto* weight = static_cast<const uint32_t*>(op.weight);
+    if constexpr (kBf16) {
+      return prefold_greedy_bfloat16(buffer(op.source), weight, call.ids, rows, op.columns, call.widths[op.source],
+                                     call.none, call.threads);
+    } else {
+      return prefold_greedy_float32(buffer(op.source), weight, call.ids, rows, op.columns, call.widths[op.source],
+                                    call.none, call.threads);
+    }
+  }
+
   void rope(const Operation& op) const {
-    const float* table = (all ? call.tables : call.read_tables)[op.plane];
+    const float* table = call.angles + op.plane * rows * call.dim;
     const int64_t width = call.widths[op.source];
     E* x = buffer(op.source) + op.at;
     if constexpr (kBf16) {
@@ -197,6 +249,7 @@ struct Pass {
   }
 
   int32_t run() {
+    turn();
     for (int64_t i = 0; i < call.count; ++i) {
       const Operation& op = call.operations[i];
       int32_t failed = 0;
@@ -209,7 +262,16 @@ struct Pass {
         case kPick:
           if (call.picked == call.rows) break;
           pick(op);
-          if (op.beside) rows = call.picked, all = false;
+          if (op.beside) {
+            rows = call.picked, all = false;
+            turn();
+          }
+          break;
+        case kEmbed:
+          if (call.tokens) failed = embed(op);
+          break;
+        case kHead:
+          if (call.ids) failed = choose(op);
           break;
       }
       if (failed) return failed;
@@ -221,7 +283,7 @@ struct Pass {
 }  // namespace
 }  // namespace prefold
 
-// 0; 1 where memory is short; 2 where a slot is out of range.
+// 0; 1 where memory is short; 2 where a slot is out of range, 3 a token.
 extern "C" int32_t prefold_run_program(const prefold::ProgramCall* call) {
   using namespace prefold;
   if (call->rows == 0) return 0;

@@ -301,4 +301,11 @@ PREFOLD_INLINE void transpose(Vec<T>* rows) {
   }
 }
 
+PREFOLD_INLINE bool any_bit(const Words& x) {
+  uint32_t lanes[kLanes], any = 0;
+  memcpy(lanes, &x, sizeof lanes);
+  for (uint32_t lane : lanes) any |= lane;
+  return any != 0;
+}
+
 }  // namespace prefold
