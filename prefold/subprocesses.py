@@ -75,8 +75,8 @@ class Subprocess:
         with theirs:
             return subprocess.Popen(
                 self._command,
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
                 env=environment,
                 start_new_session=True,  # so that Ctrl-C is for the process that waits for the answer

@@ -70,7 +70,7 @@ def _filled(tools: Any) -> Any:
 def _functions(tools: Any) -> Sequence[Mapping[str, Any]]:
     if not isinstance(tools, list):
         raise InputError("'tools' is not a list", field="tools", remedy="give a list of functions", code="wrong_type")
-    functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools]
+    functions: list[Any] = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools]
     for i, function in enumerate(functions):
         is_function = isinstance(function, Mapping) and isinstance(function.get("name"), str)
         if not is_function or not isinstance(function.get("parameters"), Mapping | None):

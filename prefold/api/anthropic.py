@@ -138,7 +138,7 @@ class CountTokens(RequestBody, kw_only=True):
         (item,), meta = Chat.of(chat).read({})
         is_format = meta.get("format") == "response_format"
         fields = {"stop": "stop_sequences", "grammar": "output_config.format" if is_format else "tools"}
-        how = {"model": served.model, "id": served.id}
+        how: dict[str, Any] = {"model": served.model, "id": served.id}
         events = MessageEvents(meta, **how) if self.stream else None
         items = [item | {"with_reasoning": False}]
         return TaskOrder("generate", items, partial(message_body, meta, **how), fields=fields, events=events)
@@ -231,7 +231,7 @@ class MessageEvents(Events):
 
     def begin(self, prompts: list[Body]) -> Iterator[Body]:
         usage = {"input_tokens": prompts[0]["tokens"], "output_tokens": 0}
-        empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        empty: Body = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield {"type": "message_start", "message": _head(self._model, self._id) | empty}
 
     def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:

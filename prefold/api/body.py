@@ -37,7 +37,7 @@ def doc_of_option(name: str, **schema: Any) -> Meta:
     option = option_of("generate", name)
     least, most = option.metadata["least"], option.metadata["most"]
     bounds = {"exclusiveMinimum" if option.metadata["above"] else "minimum": least, "maximum": most}
-    kind = {int: "integer", float: "number", bool: "boolean"}.get(kind_of(option))  # type: ignore[call-overload]
+    kind = {int: "integer", float: "number", bool: "boolean"}.get(kind_of(option) or object)
     own = {"type": kind, **{name: bound for name, bound in bounds.items() if bound is not None}} if kind else {}
     return doc(option.metadata["doc"], **(schema or own))
 
@@ -255,7 +255,7 @@ class Batchable(Settings, kw_only=True):
     @classmethod
     def fields_of(cls, meta: Mapping[str, Any]) -> Mapping[str, str]:
         """Returns {name of a field of the task's items: its name in the request}. meta: what the response needs."""
-        return cls.fields | ({"grammar": meta["format"]} if "format" in meta else {})
+        return {**cls.fields, **({"grammar": meta["format"]} if "format" in meta else {})}
 
     def order(self, served: Served) -> TaskOrder:
         """Returns the order of the request: the items of its task, and how the response is made. Raises InputError."""

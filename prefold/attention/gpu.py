@@ -52,7 +52,7 @@ def attend_rows(
         if path_k is not None:
             k, v = torch.cat((path_k, k)), torch.cat((path_v, v))
         tables = place_rows(plan, 0, heads, q.device)
-        return attend_rows_with_gradient(*map(dense, (q, k, v)), plan, tables, scale=scale)
+        return attend_rows_with_gradient(dense(q), dense(k), dense(v), plan, tables, scale=scale)
     from . import row_triton
 
     tables = place_rows(plan, 0 if path_k is None else len(path_k), heads, q.device)

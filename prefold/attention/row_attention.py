@@ -55,7 +55,7 @@ class _Blocked(torch.autograd.Function):
         for rows, index, visible in _blocks(ctx.plan, q.device):
             block = [x.detach().requires_grad_() for x in (q[rows], keys[index], values[index])]
             with torch.enable_grad():
-                out = _attend(*block, visible, ctx.scale)
+                out = _attend(block[0], block[1], block[2], visible, ctx.scale)
             q_grad[rows], *of_keys = torch.autograd.grad(out, block, grad[rows])
             for whole, part in zip((keys_grad, values_grad), of_keys, strict=True):
                 if isinstance(index, slice):
@@ -192,5 +192,5 @@ class RowAttention:
                 f"not fit {heads.heads} heads and {heads.kv_heads} KV heads of {heads.head_dim} ({heads.dtype})"
                 "; q [queries, heads, dim], k and v [rows, kv_heads, dim]"
             )
-        if (path_k is None) != (path_v is None) or (path_k is not None and path_k.shape != path_v.shape):
+        if getattr(path_k, "shape", None) != getattr(path_v, "shape", None):
             raise ValueError("path keys and path values do not fit together; pass both or none")

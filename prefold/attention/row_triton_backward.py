@@ -90,7 +90,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         return *gradients(q, k, v, out, sums, grad, ctx.tables, scale=ctx.scale, window=ctx.window), *[None] * 4
 

@@ -259,7 +259,7 @@ class RadixCache:
 
     def _account_of(self, namespace: Hashable) -> Account:
         if len(self.accounts) > self._most_accounts:
-            self.accounts.keep_only({root.account for root in self._tree.roots.values()} - {None})
+            self.accounts.keep_only({root.account for root in self._tree.roots.values() if root.account is not None})
             self._most_accounts = max(1024, 2 * len(self.accounts))
         return self.accounts.of(self._tenant_of(namespace))
 
@@ -362,5 +362,5 @@ class RadixCache:
             assert all(entry[2].account is account for entry in account.leaves)
         assert self.rows == sum(account.rows for account in self.accounts)
         self.accounts.check()
-        pinned = [node for node in self._tree.nodes() if node.pins]
-        assert all(not node.pending and (node.parent.parent is None or node.parent.pins) for node in pinned)
+        pinned = [(node.pending, node.parent) for node in self._tree.nodes() if node.pins]
+        assert not any(waits or up is None or (up.parent is not None and not up.pins) for waits, up in pinned)

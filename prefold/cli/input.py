@@ -50,12 +50,7 @@ class Input:
 
 
 def open_input(
-    task: str | None,
-    names: Sequence[str],
-    o: Options,
-    *,
-    stdin: Iterable[bytes] | None = None,
-    weights: bool = True,
+    task: str | None, names: Sequence[str], o: Options, *, stdin: Iterable[bytes] | None = None, weights: bool = True
 ) -> Input:
     """Opens the files, patterns and folders `names` as one input, and returns it.
 

@@ -128,9 +128,9 @@ def _check_paths(path: Path | None, input: Input, o: dict[str, Any]) -> None:
     for name in input.names:
         if path is not None and glob.has_magic(name) and not os.path.exists(name) and _matches(path, name):
             raise JobError(f"the output {path} would become part of the input {name}; write it elsewhere")
-    for name, role in ((path, "output"), (o["report"], "report")):
-        if name is not None and used.setdefault(Path(name).resolve(), role) != role:
-            raise JobError(f"the {role} {name} would replace the {used[Path(name).resolve()]}; give another name")
+    for written, role in ((path, "output"), (o["report"], "report")):
+        if written is not None and used.setdefault(Path(written).resolve(), role) != role:
+            raise JobError(f"the {role} {written} would replace the {used[Path(written).resolve()]}; give another name")
     for name in (o["output"], o["report"]):
         if name not in (None, "-"):
             _check_place(Path(name))

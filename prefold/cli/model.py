@@ -15,6 +15,7 @@ from ..cluster.backends import Backend, backend_named, backend_names
 from ..errors import InputError, JobError
 from ..model_options import GROUPS, CacheOptions, ModelOptions, model_fields, model_keywords
 from ..options import OPTIONS, ConversationOptions, LoopedOptions, SamplerOptions, cli_names, kind_of
+from ..types import Sharing
 from .process import say
 
 Options = dict[str, Any]
@@ -201,7 +202,7 @@ def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -
     else:
         known = {"checkpoint": checkpoint, "tokenizer": tokenizer, "notify": notify}
         replicas = backend.replicas(o, options, **known)
-    sharing = "full" if o["sharing"] == "auto" else o["sharing"]
+    sharing: Sharing = "full" if o["sharing"] == "auto" else o["sharing"]
     cost = RowCost() if backend.where else row_cost(config_from(checkpoint.config))
     how = {"patience": o["patience"], "notify": notify, "media": media}
     return FleetModel(Fleet(replicas, sharing=sharing, row_cost=cost, **how))

@@ -114,8 +114,8 @@ def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) ->
     about, kind = option.metadata, kind_of(option)
     words = [value for value in about["one_of"] if isinstance(value, str)]
     bounds = about["least"], about["most"]
-    bounded = {int: click.IntRange, float: click.FloatRange}.get(kind) if bounds != (None, None) else None
-    metavar = about["metavar"] or {int: "N", float: "X", str: "TEXT"}.get(kind)
+    bounded = {int: click.IntRange, float: click.FloatRange}.get(kind or object) if bounds != (None, None) else None
+    metavar = about["metavar"] or {int: "N", float: "X", str: "TEXT"}.get(kind or object)
     shown: dict[str, Any] = {"help": about["doc"], "metavar": None if words else metavar}
     if kind is bool:
         shown["is_flag"] = True

@@ -32,7 +32,7 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
             known[name].type_cast_value(ctx, setting)
         except click.BadParameter as error:
             raise JobError(f"--config {value}: {name} = {setting!r}: {error.message}") from None
-    ctx.default_map = {known[name].name: setting for name, setting in settings.items()}  # type: ignore[misc]
+    ctx.default_map = {known[name].name: setting for name, setting in settings.items()}
 
 
 _SERVER = all_of(

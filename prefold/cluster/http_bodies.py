@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -153,7 +153,7 @@ def generated_of(answer: Any) -> tuple[list[Generated], Stats]:
     for choice in choices:
         text = _text_of(choice["message"]) if "message" in choice else choice["text"]
         tokens = tuple(choice.get("token_ids") or unnamed)
-        reason = "length" if choice.get("finish_reason") == "length" else "stop"
+        reason: Literal["stop", "length"] = "length" if choice.get("finish_reason") == "length" else "stop"
         stop = choice.get("stop_reason")
         out.append(Generated(tokens, text, reason, stop if isinstance(stop, (str, int)) else None, cached))
     return out, generation_stats(usage.get("prompt_tokens") or 0, made, cached or 0)

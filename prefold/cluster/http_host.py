@@ -324,7 +324,7 @@ class HttpHost(AsyncHost):
         (request,) = requests
 
         async def post(knows_all: bool) -> Any:
-            known = {"context": self._context, "knows_all": knows_all}
+            known: dict[str, Any] = {"context": self._context, "knows_all": knows_all}
             return await self._post([generation_body(request, self._model, text_of, call.text, **known)])
 
         try:

@@ -507,7 +507,7 @@ class _Vllm(Backend):
     def options(self, o: Options, llm: Options, own: Options) -> dict[str, Any]:
         place = {name: llm[name] for name in ("device", "threads", "tensor_parallel") if name in llm}
         engine = {theirs: o[ours] for ours, theirs in _NAMES.items() if o.get(ours) is not None}
-        return place | {"engine": engine | own, "caching": o["sharing"] != "off"}
+        return place | {"engine": {**engine, **own}, "caching": o["sharing"] != "off"}
 
     def host(self, model: str, options: Options) -> VllmHost:
         return VllmHost(model, options["engine"], caching=options["caching"])

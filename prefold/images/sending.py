@@ -91,7 +91,7 @@ class SentPictures:
     def lose(self, name: str) -> None:
         """Notes that a replica is gone, or begins anew: it holds nothing."""
         for book in (self._held, self._users, self._shown):
-            book.pop(name, None)  # type: ignore[attr-defined]
+            book.pop(name, None)
 
 
 def _picture(medium: Medium) -> SentPicture:

@@ -173,7 +173,7 @@ def _of_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
     # Files of older converters have them the other way round, which shows in how long the biases are.
     first = file.tensors.get("v.blk.0.ffn_up.bias")
     if first is not None and first.shape == (config.hidden,) and config.hidden != config.intermediate:
-        names = replace(GGUF, parts=GGUF.parts | {"ffn_up": ("mlp.fc2",), "ffn_down": ("mlp.fc1",)})
+        names = replace(GGUF, parts={**GGUF.parts, "ffn_up": ("mlp.fc2",), "ffn_down": ("mlp.fc1",)})
 
     def read(stored: str) -> Tensor:
         values = torch.from_numpy(file.dequantize(stored).copy())

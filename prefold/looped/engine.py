@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -88,7 +88,7 @@ class Visits(EnginePart):
         assert looped is not None
         slots = worker.kv_slots(options.kv_memory, looped.visit_bytes)
         worker.start(MakeVisitStore(slots + 1)).result()
-        limits = {"max_batch_rows": max_batch_rows, "max_running": options.max_running}
+        limits: dict[str, Any] = {"max_batch_rows": max_batch_rows, "max_running": options.max_running}
         slot_bytes = looped.visit_bytes
         return VisitScheduler(SlotPool(slots), self.visits, **limits, cache=options.cache, slot_bytes=slot_bytes)
 
@@ -123,6 +123,6 @@ def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
         raise InputError(message, field="exits", remedy='use exits "read", and tensor_parallel=1', code="not_looped")
     if visits is None or not (visits.routed or options.looped.exits != "read"):
         return None
-    keys = "project" if options.looped.exits == "project" else "last"
+    keys: Literal["last", "project"] = "project" if options.looped.exits == "project" else "last"
     how = {name: value for name, value in asdict(options.looped).items() if name != "exits"}
     return replace(visits, keys=keys, **how)

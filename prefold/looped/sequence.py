@@ -239,7 +239,7 @@ class Routed(SequenceState):
     def criteria(self) -> tuple[float, float]:
         """Returns the threshold and the change of state at which its rows leave, nan where they do not."""
         threshold, change = self.exits.threshold, self.exits.change
-        return NAN if threshold in (None, 1) else float(threshold), NAN if change is None else change  # type: ignore[arg-type]
+        return NAN if threshold in (None, 1) else float(threshold), NAN if change is None else change
 
     def visits_made(self, node: VisitNode) -> np.ndarray:
         """Returns after how many visits to blocks each row of a node left, int16, once all have left."""

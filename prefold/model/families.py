@@ -251,9 +251,7 @@ _OWN_CODE = {"Qwen2ForRewardModel"}
 _REFUSED: dict[str, str] = {}
 # Architectures whose families are not prefold's own.
 _REGISTERED: set[str] = set()
-_FAMILIES: dict[str, Family] = {
-    "Qwen2ForRewardModel": _with_head(qwen2, _reward),
-}
+_FAMILIES: dict[str, Family] = {"Qwen2ForRewardModel": _with_head(qwen2, _reward)}
 for _causal, _other, _family in (
     ("LlamaForCausalLM", "Llama", llama),
     ("MistralForCausalLM", "Mistral", mistral),

@@ -97,8 +97,8 @@ GGUF = Names(
 # Of models that norm attention's and the MLP's results too, before they are added.
 GGUF_OUT_NORMS = replace(
     GGUF,
-    parts=GGUF.parts
-    | {
+    parts={
+        **GGUF.parts,
         "post_attention_norm": ("post_attention_layernorm",),
         "ffn_norm": ("pre_feedforward_layernorm",),
         "post_ffw_norm": ("post_feedforward_layernorm",),

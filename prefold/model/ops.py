@@ -6,6 +6,7 @@ results up to floating-point rounding; those by PyTorch alone are differentiable
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from .. import kernels
 from ..device import TRITON_DTYPES, runs_triton
 
 # By ModelConfig.activation.
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 class Ops:

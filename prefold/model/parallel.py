@@ -75,10 +75,7 @@ class Shard:
     def local(self, config: ModelConfig) -> ModelConfig:
         """Returns the config with the sizes of this rank's part of the layers."""
         return replace(
-            config,
-            heads=_length(self.heads),
-            kv_heads=_length(self.kv_heads),
-            intermediate=_length(self.width),
+            config, heads=_length(self.heads), kv_heads=_length(self.kv_heads), intermediate=_length(self.width)
         )
 
     def parts(self, config: ModelConfig) -> dict[str, tuple[slice, ...]]:

@@ -29,13 +29,17 @@ from .names import GGUF, GGUF_OUT_NORMS
 class TensorSource(Protocol):
     """A TensorSource has tensors by name. Names are those of Llama in transformers, without the prefix "model."."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Returns the shape of each tensor by its name."""
 
     def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
         """Copies the tensor, or that part of it, into `target` (of its shape, contiguous, any dtype and device)."""
 
 
-def open_source(checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], seed: int):
+def open_source(
+    checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], seed: int
+) -> TensorSource:
     """Returns the source of a checkpoint's tensors. shapes: what the model wants, for random weights."""
     if checkpoint.format == "dummy":
         return RandomSource(shapes, seed, norm=1 - config.norm_offset)

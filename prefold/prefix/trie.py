@@ -133,8 +133,7 @@ class Trie:
 
         Raises InputError where `check_ragged` does, and when is_sorted=True is not true.
         """
-        order = {"share": share, "is_sorted": is_sorted, "shared": shared}
-        at = Layout.build(tokens, offsets, **order, vocab_size=vocab_size)
+        at = Layout.build(tokens, offsets, share=share, is_sorted=is_sorted, shared=shared, vocab_size=vocab_size)
         added = at.lengths - at.shared
         rows = np.arange(at.num_rows)
         positions = (rows - np.repeat(at.first_row - at.shared, added)).astype(np.int32)

@@ -107,7 +107,7 @@ class TreeShape:
         root = icicle(self, max_nodes=max_nodes)  # type: ignore[arg-type]
         running = np.concatenate(([0], np.cumsum(self._running)))
         nodes = to_data(self, root, decode)  # type: ignore[arg-type]
-        parting = []
+        parting: list[tuple[str, str, int, int, int]] = []
         for row, (node, _) in zip(nodes, walk(root), strict=True):
             first, stop = node.first, node.first + node.prompts
             row += [int(running[stop] - running[first]), self.owners[first] if node.length else ""]
@@ -115,7 +115,7 @@ class TreeShape:
             if node.length and branches > 1:
                 end = node.start + node.length
                 text = "" if decode is None else decode(self._between(first, max(0, end - TEXT_TOKENS), end))
-                parting.append([self.owners[first], text, end, branches, node.prompts])
+                parting.append((self.owners[first], text, end, branches, node.prompts))
         return {"nodes": nodes, "parting": sorted(parting, key=lambda part: -part[4])[:10]}
 
 

@@ -42,7 +42,7 @@ class Admission(Protocol):
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence that ends before it is admitted."""
 
-    def first(self, scheduler: SequenceScheduler, *, batches: bool = True) -> SequenceState | None:
+    def first(self, scheduler: SequenceScheduler[SequenceState], *, batches: bool = True) -> SequenceState | None:
         """Returns the sequence that is admitted next; None if none should be now. batches: whether it may be a
         batch's."""
 
@@ -103,7 +103,7 @@ class InOrder:
     def remove(self, sequence: SequenceState) -> None:
         del self._waiting[sequence]
 
-    def first(self, scheduler: SequenceScheduler, *, batches: bool = True) -> SequenceState | None:
+    def first(self, scheduler: SequenceScheduler[SequenceState], *, batches: bool = True) -> SequenceState | None:
         return next(iter(self._waiting), None)
 
     def admitted(self, sequence: SequenceState, rows: int) -> None:

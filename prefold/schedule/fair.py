@@ -188,7 +188,7 @@ class FairAdmission:
 
     # ------------------------------------------------------------------------------------ the next sequence
 
-    def first(self, scheduler: SequenceScheduler, *, batches: bool = True) -> SequenceState | None:
+    def first(self, scheduler: SequenceScheduler[SequenceState], *, batches: bool = True) -> SequenceState | None:
         queue = self._least(False)
         batch = self._least(True) if batches and self._num_waiting[True] else None
         if batch is not None:
@@ -230,7 +230,7 @@ class FairAdmission:
                 plan.room = max(0, plan.max_rows - plan.num_rows)
         return plan
 
-    def _has_room(self, sequence: SequenceState, scheduler: SequenceScheduler) -> bool:
+    def _has_room(self, sequence: SequenceState, scheduler: SequenceScheduler[SequenceState]) -> bool:
         """Returns whether a sequence of a batch leaves enough room for interactive requests, or is alone."""
         if not scheduler.running:
             return True

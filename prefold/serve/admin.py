@@ -75,7 +75,8 @@ async def data(context: RequestContext) -> Response:
     handler, state, owner = context.handler, context.state, context.tenant.owner
     of = context.request.query_params.get("tenant") or None
     names = state.keys.names
-    shape, running = TreeShape(RadixTree(), {}, str), {"sequences": [], "owners": []}
+    shape = TreeShape(RadixTree(), {}, str)
+    running: dict[str, list[list[Any]]] = {"sequences": [], "owners": []}
     if handler.engine.has_generator:  # a look makes no store: it may be large, and numbers alone never need it
         shape, running = await handler.look(partial(_look, names, of))
     now = handler.engine.snapshot()
@@ -115,7 +116,7 @@ def _look(names: Mapping[str, str | None], of: str | None, scheduler: Any) -> tu
 
     tails: dict[Any, list[Any]] = defaultdict(list)
     counts: dict[str, list[int]] = {}
-    rows = []
+    rows: list[list[Any]] = []
     for sequence in scheduler.running:
         tails[sequence.leaf].append(sequence.tail.tokens)
         root = sequence.leaf

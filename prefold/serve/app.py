@@ -143,7 +143,7 @@ _FILE = {
     },
     "required": ["file", "purpose"],
 }
-_SHARED_KEYS = [{"bearer": []}, {"x-api-key": []}, {}]
+_SHARED_KEYS: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}, {}]
 
 
 def describing(entries: Sequence[Entry], plain: Sequence[Route]) -> list[Route]:

@@ -163,10 +163,7 @@ async def _limited(context: RequestContext, store: Store, owner: str) -> AsyncIt
             size += len(part)
             receiving[owner] += len(part)
             if size > most + FORM_BYTES:
-                message, remedy = (
-                    f"the file is larger than {most} bytes",
-                    "split it (--max-file-bytes)",
-                )
+                message, remedy = f"the file is larger than {most} bytes", "split it (--max-file-bytes)"
                 raise Refusal(413, message, remedy=remedy, code="body_too_large", headers=closing)
             if receiving[owner] > left + FORM_BYTES:
                 full = store.full(receiving[owner] - left)

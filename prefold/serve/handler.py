@@ -44,15 +44,7 @@ from ..types import Generated, Owner, Readout, Request, Result, Sampling, TokenL
 from .backpressure import Backpressure, FairQueue
 from .http import json_of
 from .keys import Keys
-from .limits import (
-    SHORT_BYTES,
-    are_short,
-    are_soon_ready,
-    check_item,
-    has_images,
-    has_template,
-    num_samples,
-)
+from .limits import SHORT_BYTES, are_short, are_soon_ready, check_item, has_images, has_template, num_samples
 from .metrics import Metrics, StepWatch, note
 from .options import ServeOptions
 from .store import Store

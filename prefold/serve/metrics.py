@@ -60,7 +60,7 @@ class Metrics:
         self.approximate = counter("approximate_tokens", copied, "tenant")
         self.lag = histogram("event_loop_lag", "By how much the event loop is late.")
         self.cancelled = counter("requests_cancelled", "Requests whose client left.")
-        self.registry.register(self)  # type: ignore[arg-type]
+        self.registry.register(self)
 
     def answered(self, dialect: str, path: str, response: Any) -> Any:
         """Counts a request by its response, and returns that."""

@@ -97,7 +97,7 @@ class AppState:
             message = f"'model' is {name!r:.100}, not a text"
             raise Refusal(400, message, param="model", remedy="give the name of a model", code="wrong_type")
         adapters = self.handler.llm.engine.adapters
-        if name in adapters:
+        if name is not None and name in adapters:
             return name, name
         if name is None or name in self.handler.known_names:
             return self.names[0], None

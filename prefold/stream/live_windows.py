@@ -148,8 +148,8 @@ class LiveWindows:
         self.is_closed = False
         self._is_held = is_held
         # A bucket whose prefix the engine holds is in the queue True.
-        homes = {} if is_held is None else {"homes": lambda *prefix: (True,) if is_held(*prefix) else ()}
-        self.window = LiveWindow(max_tokens=max_tokens, **homes)
+        held = is_held or (lambda *prefix: False)
+        self.window = LiveWindow(max_tokens=max_tokens, homes=lambda *prefix: (True,) if held(*prefix) else ())
         self._most, self._share, self._busy, self._stopping = most, share, busy, stopping
         self._late: deque[Sequence[SpooledRequest]] = deque()  # of a record of which not all had room
         self._made: deque[Window] = deque()

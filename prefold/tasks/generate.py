@@ -352,4 +352,4 @@ def _plain_ids(request: Request) -> list[int]:
     if request.media or (request.tokens >= MEDIA_BASE).any():
         message, remedy = "the prompt has images, whose rows are no tokens of the vocabulary", "leave it out"
         raise InputError(message, field="with_ids", remedy=remedy, code="unsupported")
-    return request.tokens.tolist()  # type: ignore[no-any-return]
+    return request.tokens.tolist()

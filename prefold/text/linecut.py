@@ -69,12 +69,12 @@ def cuts_at_lines(backend: tokenizers.Tokenizer) -> bool:
     )
 
 
-def settings_of(part: object) -> dict | None:
+def settings_of(part: Any) -> dict[str, Any] | None:
     """Returns the settings of a part of a tokenizer, as tokenizer.json has them."""
-    return None if part is None else json.loads(part.__getstate__())  # type: ignore[attr-defined]
+    return None if part is None else json.loads(part.__getstate__())
 
 
-def _splits_at_lines(pre_tokenizer: dict | None) -> bool:
+def _splits_at_lines(pre_tokenizer: dict[str, Any] | None) -> bool:
     """Returns whether a pre-tokenizer always splits between a newline and a letter or digit."""
     if pre_tokenizer is None:
         return False
@@ -87,7 +87,7 @@ def _splits_at_lines(pre_tokenizer: dict | None) -> bool:
     return kind == "Split" or (kind == "ByteLevel" and pre_tokenizer["use_regex"])
 
 
-def _keeps_lines(part: dict) -> bool:
+def _keeps_lines(part: dict[str, Any]) -> bool:
     """Returns whether a pre-tokenizer treats the two parts of a cut text as it treats them within the whole text."""
     kind = part["type"]
     if kind == "ByteLevel":
@@ -97,7 +97,7 @@ def _keeps_lines(part: dict) -> bool:
     return kind == "Digits"
 
 
-def keeps_all(part: dict) -> bool:
+def keeps_all(part: dict[str, Any]) -> bool:
     """Returns whether a pre-tokenizer of type Split is known to drop nothing.
 
     The known expressions match every character, and "Removed" with invert keeps what matches.

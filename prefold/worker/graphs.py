@@ -80,7 +80,7 @@ class DecodeGraphs:
     def __init__(self, model: CausalLM, store: KVStore):
         self.model, self.store = model, store
         self._windows = {plane.window for plane in model.config.planes}
-        self._captured: dict[tuple, _Captured] = {}
+        self._captured: dict[tuple[object, ...], _Captured] = {}
         self._keys = 1 << 14
         self._pool: object = None
 

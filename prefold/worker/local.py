@@ -117,7 +117,8 @@ class LocalWorker(Worker):
         # Whether nothing is on its way from a device or to other ranks when a step has been started.
         self._is_alone = model.device.type == "cpu" and model.ranks.size == self.facts.slot_depth == 1
         self.store: KVStore | None = None
-        self._with_graphs, self._graphs = graphs, None
+        self._with_graphs = graphs
+        self._graphs: DecodeGraphs | None = None
         self._program = program_of(model)
         self._kept: tuple[SlotBatch | None, Program | None] = None, None  # of the last step, which a program ran
         self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them

@@ -86,7 +86,7 @@ def run_starts(end: np.ndarray, reads: np.ndarray) -> np.ndarray:
 def _above(end: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Returns the run that each run's first key follows on its path, [r + 1]: r where there is none."""
     none = len(starts)
-    above, path = np.full(none + 1, none), []
+    above, path = np.full(none + 1, none), list[int]()
     stops = end[np.append(starts[1:], len(end)) - 1].tolist() if none else []
     for run, start in enumerate(starts.tolist()):
         while path and stops[path[-1]] <= start:

@@ -41,7 +41,8 @@ def choose(logits: Tensor, rows: np.ndarray, drawing: Drawing | None) -> tuple[T
     likely = most_likely(logits)[send(rows, device)]
     if drawing is None:
         return likely, {}
-    ids, logprobs = likely.clone(), {}
+    ids = likely.clone()
+    logprobs: dict[int, TokenLogprobs] = {}
     count = len(drawing.reads)
     # On a CPU the rows that are worked on stay in its cache.
     at_once = max(1, WORK_SIZE // logits.shape[-1] if device.type == "cpu" else count)

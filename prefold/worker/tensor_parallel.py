@@ -204,11 +204,7 @@ class TensorParallelWorker(Worker):
         with theirs:
             # Results may go to standard output: no rank writes there.
             process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdout=subprocess.DEVNULL,
-                env=environment,
-                close_fds=True,
+                command, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, env=environment, close_fds=True
             )
         self._processes.append(process)
         self._pipes.append(ours)
