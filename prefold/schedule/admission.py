@@ -8,17 +8,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from ..cache import RadixCache, SlotPool
 from .generate_step import SequenceState
-
-if TYPE_CHECKING:
-    from .sequences import SequenceScheduler
-
 
 # The plan of a step, which has `max_rows`, the most rows of the step, `room`, how many more rows may be added,
 # `num_rows`, how many were added, and `fill(running)`, which adds rows of these sequences until the room is used.
 P = TypeVar("P", bound=Any)
+
+
+class Capacity(Protocol):
+    """A Capacity is what a policy reads of a SequenceScheduler."""
+
+    pool: SlotPool
+    cache: RadixCache | None
+    max_running: int
+    slots_per_row: int
+
+    @property
+    def running(self) -> Collection[SequenceState]: ...
 
 
 class Admission(Protocol):
@@ -42,7 +51,7 @@ class Admission(Protocol):
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence that ends before it is admitted."""
 
-    def first(self, scheduler: SequenceScheduler, *, batches: bool = True) -> SequenceState | None:
+    def first(self, scheduler: Capacity, *, batches: bool = True) -> SequenceState | None:
         """Returns the sequence that is admitted next; None if none should be now. batches: whether it may be a
         batch's."""
 
@@ -103,7 +112,7 @@ class InOrder:
     def remove(self, sequence: SequenceState) -> None:
         del self._waiting[sequence]
 
-    def first(self, scheduler: SequenceScheduler, *, batches: bool = True) -> SequenceState | None:
+    def first(self, scheduler: Capacity, *, batches: bool = True) -> SequenceState | None:
         return next(iter(self._waiting), None)
 
     def admitted(self, sequence: SequenceState, rows: int) -> None:

@@ -9,15 +9,11 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
+from ..cache import RadixCache
 from ..types import Owner, Share
-from .admission import Admission, P
+from .admission import Admission, Capacity, P
 from .generate_step import SequenceState
-
-if TYPE_CHECKING:
-    from ..cache import RadixCache
-    from .sequences import SequenceScheduler
 
 # Among the first LOOK_AHEAD waiting sequences of a tenant, the one with the fewest rows to compute is admitted; a
 # sequence that has been passed over MAX_PASSED times goes first.
@@ -188,7 +184,7 @@ class FairAdmission:
 
     # ------------------------------------------------------------------------------------ the next sequence
 
-    def first(self, scheduler: SequenceScheduler, *, batches: bool = True) -> SequenceState | None:
+    def first(self, scheduler: Capacity, *, batches: bool = True) -> SequenceState | None:
         queue = self._least(False)
         batch = self._least(True) if batches and self._num_waiting[True] else None
         if batch is not None:
@@ -230,7 +226,7 @@ class FairAdmission:
                 plan.room = max(0, plan.max_rows - plan.num_rows)
         return plan
 
-    def _has_room(self, sequence: SequenceState, scheduler: SequenceScheduler) -> bool:
+    def _has_room(self, sequence: SequenceState, scheduler: Capacity) -> bool:
         """Returns whether a sequence of a batch leaves enough room for interactive requests, or is alone."""
         if not scheduler.running:
             return True
