@@ -17,7 +17,7 @@ from prefold.attention import RowAttention
 from prefold.checkpoint import GEOMETRIES
 from prefold.model import CausalLM, config_from
 from prefold.prefix import Trie
-from prefold.schedule import PrefillScheduler
+from prefold.schedule.prefill import PrefillScheduler
 from prefold.stream import Spool
 from prefold.types import Readout, Request
 from prefold.worker.rows import Batch, Path, StepAttend, heads_of, prepare

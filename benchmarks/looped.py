@@ -3,8 +3,8 @@
     python benchmarks/looped.py --out FOLDER [--section NAME] [--smoke] [--device cuda] [--go-on]
     python benchmarks/looped.py --out FOLDER --report
 
-    accuracy   trains models to follow pointers (examples/looped.py) and asks them through `LLM`: right answers and
-               visits for each way to leave
+    accuracy   trains models to follow pointers (examples/looped_model.py) and asks them through `LLM`: right answers
+               and visits for each way to leave
     replay     ways through a routed model: soft, the router asked before each visit, plans and templates replayed; and
                a queue of 256 requests with 1, 4 and 16 templates
     kv         generating with K/V, and each token computed from the whole text before it

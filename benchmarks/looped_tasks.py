@@ -13,7 +13,7 @@ import numpy as np
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
-import looped as example  # noqa: E402
+import looped_model as example  # noqa: E402
 
 # nodes: (chains, hops of the training)
 TASKS = {16: (3, 3), 24: (4, 4)}
@@ -59,7 +59,7 @@ def trained_model(out: Path, nodes: int, seed: int, steps: int) -> tuple[Path, d
     took = folder / "took.json"
     given = {"nodes": nodes, "chains": chains, "hops": hops, "seed": seed, "steps": steps}
     if not trained_with(folder, **given):
-        seconds = train("looped.py", out=folder, **given)
+        seconds = train("looped_model.py", out=folder, **given)
         took.write_text(json.dumps({"training processor seconds": seconds, "steps": steps}))
     return folder, json.loads(took.read_text()) if took.exists() else {}
 

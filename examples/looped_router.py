@@ -1,4 +1,4 @@
-"""Trains the router of a looped model that examples/looped.py has trained, and a planner that foretells its routes.
+"""Trains the router of a looped model from examples/looped_model.py, and a planner that foretells its routes.
 
     python examples/looped_router.py --model FOLDER --out FOLDER [--reads request|row] [--steps 400] [--seed 0]
 
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from looped import HELD_OUT, Run, Task, make_model, optimizer_of, rate, save, train
+from looped_model import HELD_OUT, Run, Task, make_model, optimizer_of, rate, save, train
 from torch.nn import functional as F
 
 from prefold.checkpoint import resolve
@@ -227,7 +227,7 @@ def margin(logits: torch.Tensor, threshold: float) -> torch.Tensor:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Returns what was found in the end: the ways of the router, and how well the planner does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, type=Path, help="what examples/looped.py saved")
+    parser.add_argument("--model", required=True, type=Path, help="what examples/looped_model.py saved")
     parser.add_argument("--out", required=True, type=Path, help="the folder to save to")
     parser.add_argument("--reads", choices=("request", "row"), default="request")
     parser.add_argument("--hops", type=int, default=4, help="the longest queries of the training")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import prefold
 
 PACKAGE = Path(prefold.__file__).parent
+BENCHMARKS = PACKAGE.parent / "benchmarks"
 # A module imports only from its own layer and from those above it.
 LAYERS = [
     "errors", "plugins", "subprocesses", "files", "options", "model_options", "types", "device",
@@ -57,28 +59,21 @@ def test_imports_only_from_above():
 
 
 def imported_files(path: Path) -> set[Path]:
-    """The files of prefold that a file imports when it runs, anywhere in it; not those it needs for its types only."""
-    found = set()
-    stack: list[ast.AST] = [ast.parse(path.read_text())]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            stack.extend(node.orelse)
-            continue
-        stack.extend(ast.iter_child_nodes(node))
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        if node.level:
-            base = path.parents[node.level - 1]
-        elif (node.module or "").split(".")[0] == "prefold":
-            base = PACKAGE.parent
+    """The files of prefold and of benchmarks/ that a file imports, anywhere in it, also for its types only."""
+    files = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names]
         else:
             continue
-        base = base.joinpath(*(node.module or "").split(".")) if node.module else base
-        for alias in node.names:
-            places = (base / f"{alias.name}.py", base / alias.name / "__init__.py", base.with_suffix(".py"))
-            found.add(next((place for place in places if place.is_file()), base / "__init__.py"))
-    return found - {path}
+        roots = [path.parents[node.level - 1]] if getattr(node, "level", 0) else [PACKAGE.parent, BENCHMARKS]
+        for root, name in itertools.product(roots, names):
+            base = root.joinpath(*name.split("."))
+            places = (base.with_suffix(".py"), base / "__init__.py", base.parent.with_suffix(".py"))
+            files |= {next((place for place in places if place.is_file()), base.parent / "__init__.py")}
+    return files - {path}
 
 
 def circles(graph: dict[Path, set[Path]]) -> list[list[Path]]:
@@ -109,8 +104,9 @@ def circles(graph: dict[Path, set[Path]]) -> list[list[Path]]:
 
 
 def test_no_files_import_each_other_in_a_circle():
-    found = circles({path: imported_files(path) for path in PACKAGE.rglob("*.py")})
-    assert not found, [[str(path.relative_to(PACKAGE)) for path in group] for group in found]
+    files = [*PACKAGE.rglob("*.py"), *BENCHMARKS.rglob("*.py")]
+    found = circles({path: imported_files(path) for path in files})
+    assert not found, [[str(path.relative_to(PACKAGE.parent)) for path in group] for group in found]
 
 
 @pytest.mark.parametrize("layer", ["schedule", "engine"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
+from prefold.schedule.admission import StepLimits
 from prefold.schedule.generate import GenerateScheduler
 from prefold.simulate.costs import TILE, StepRows
 from prefold.simulate.engines import Ended, Hits, RowEngine, Stretch
@@ -55,9 +56,10 @@ class ScheduledEngine(RowEngine):
 
     def _step(self) -> Stretch | None:
         scheduler = self.scheduler
-        for _, error in scheduler.admit(self.max_batch_rows):
+        limits = StepLimits(self.max_batch_rows)
+        for _, error in scheduler.admit(limits):
             raise error
-        step = scheduler.plan(self.max_batch_rows)
+        step = scheduler.plan(limits)
         if step is None:
             return None
         message = step.message

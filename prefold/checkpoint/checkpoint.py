@@ -20,7 +20,7 @@ from .gguf_config import config_from_gguf
 from .settings import Settings
 
 # {name: the config of a well-known model, as Hugging Face writes it}, for random weights (`--load-format dummy`).
-# A model of the size of "looped-2x4" is trained by examples/looped.py.
+# A model of the size of "looped-2x4" is trained by examples/looped_model.py.
 GEOMETRIES: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("geometries.json").read_text())
 # Makes the config of a model that has a tower of the text model's and the tower's GGUF file, by the architecture that
 # this file names. Rooms enter theirs.

@@ -304,13 +304,13 @@ class Generator:
         self._rows.before_admission(is_idle=not self._open and not self._in_flight)
         self.take_in()
         with self._change():
-            for key, error in self.scheduler.admit(self._rows.limit):
+            for key, error in self.scheduler.admit(self._rows.limits):
                 if key in self._open:
                     self._answer(self._open[key], error)
             self._rows.before_plan()
             for before_plan in self._before_plan:
                 self._end_failed(before_plan(self.scheduler, self._open))
-            step = self.scheduler.plan(self._rows.limit)
+            step = self.scheduler.plan(self._rows.limits)
         moved = bool(self._in_flight) or step is not None or any(part.is_waiting for part in self._parts)
         if self._in_flight and (step is None or not is_known(step, self._readers(step))):
             self._finish_oldest()  # the step is planned anew, with the tokens that its choice of tokens needs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ..schedule.admission import StepLimits
 from ..schedule.fair import FairAdmission
 from ..schedule.sequences import SequenceScheduler
 
@@ -79,7 +80,7 @@ class StepPolicy:
     generate, they get as many rows as lengthen a step by a quarter; without interactive requests, as many as a short
     step has. If that leaves them without rows for long, they get `batch_share` of the time.
 
-    admission     the queue to which the decision on batches is given
+    admission     the queue of the requests that it decides on
     times         the measured times of steps
     step_seconds  the most that a step should take while there are interactive requests; None: steps may take as long as
                   interactive requests alone need
@@ -106,31 +107,28 @@ class StepPolicy:
         """Records that there is an interactive request now."""
         self._live_at = self._clock()
 
-    def settle(self, scheduler: SequenceScheduler, max_rows: int) -> int:
-        """Returns how many rows the scheduler's next step may have, at most `max_rows`, and sets how many of them
-        batches get (`FairAdmission.batch_rows`)."""
+    def settle(self, scheduler: SequenceScheduler, max_rows: int) -> StepLimits:
+        """Returns the limits of the scheduler's next step, which may have at most `max_rows` rows."""
         queue, now = self.admission, self._clock()
         passed, self._settled_at = now - self._settled_at, now
         num_live = queue.num_running(batch=False)
         if num_live or queue.num_waiting(batch=False):
             self._live_at = now
-        queue.lends = not self._is_lately(now)
-        if self._step_seconds is not None and self._is_lately(now):
+        lends = not self._is_lately(now)
+        if self._step_seconds is not None and not lends:
             rows = num_live + LEAST_ROWS
             max_rows = min(max_rows, max(rows, self.times.rows_within(self._step_seconds)))
         if not queue.num_running(batch=True):
-            queue.batch_rows, queue.batch_first, self._due = None, False, 0.0
-            return max_rows
-        queue.batch_rows, queue.batch_first = self._batch_rows(scheduler, num_live, now), False
-        if queue.batch_rows:
             self._due = 0.0
-            return max_rows
+            return StepLimits(max_rows, lends=lends)
+        if batch_rows := self._batch_rows(scheduler, num_live, now):
+            self._due = 0.0
+            return StepLimits(max_rows, batch_rows, lends=lends)
         self._due += self.batch_share * passed
         # Batches get a step only when it is due that much time: a step costs much more than another row in it.
-        if self._due > LENGTHENED * (self.times.seconds_of(1) or ALONE_SECONDS):
-            queue.batch_rows, queue.batch_first = self.times.more_rows(self._due), True
-            self._due = 0.0
-        return max_rows
+        if is_due := self._due > LENGTHENED * (self.times.seconds_of(1) or ALONE_SECONDS):
+            batch_rows, self._due = self.times.more_rows(self._due), 0.0
+        return StepLimits(max_rows, batch_rows, is_due, lends)
 
     def _batch_rows(self, scheduler: SequenceScheduler, num_live: int, now: float) -> int:
         if not num_live:

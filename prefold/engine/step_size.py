@@ -20,8 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+from ..schedule.admission import StepLimits
 from ..schedule.generate_step import GenerateStep, SequenceState
 from .meter import StepBudget
 from .step_policy import StepPolicy
@@ -159,7 +161,7 @@ class StepSize:
 
 
 class StepRowLimit:
-    """A StepRowLimit decides before each step how many rows it may have, and records what the step took.
+    """A StepRowLimit decides before each step what its limits are, and records what the step took.
 
     A step policy decides if there is one. Otherwise the number is learned (`learns`), or it is the budget. It is never
     more than the budget.
@@ -167,30 +169,27 @@ class StepRowLimit:
     budget  the most rows of a step
     learns  whether steps without a policy may be smaller than the budget
     policy  the step policy, by which interactive requests and batches share the engine; None without one
-    limit   the most rows of the next step
+    limits  the limits of the next step
     """
 
     def __init__(self, scheduler: Any, budget: StepBudget, *, learns: bool):
         self._scheduler, self._budget = scheduler, budget
         self._size = StepSize() if learns else None
         self.policy: StepPolicy | None = None
-        self.limit = budget.rows
         self._ignores_policy = False
+        self.reset()
 
     def reset(self) -> None:
-        """Sets the limit to the budget, until the next step is decided."""
-        self.limit = self._budget.rows
+        """Sets the limits to the budget, until the next step is decided."""
+        self.limits = StepLimits(self._budget.rows)
 
     def shrink(self) -> None:
-        """Lowers the limit after the budget has become smaller."""
-        self.limit = min(self.limit, self._budget.rows)
+        """Lowers the limits after the budget has become smaller."""
+        self.limits = replace(self.limits, rows=self._budget.rows)
 
     @contextmanager
     def without_policy(self) -> Iterator[None]:
         """Returns a context in which the step policy is not asked, and batches may have any number of rows."""
-        if self.policy is not None:
-            self.reset()
-            self.policy.admission.batch_rows = None
         self._ignores_policy = True
         try:
             yield
@@ -202,20 +201,20 @@ class StepRowLimit:
         return None if self._ignores_policy else self.policy
 
     def before_admission(self, *, is_idle: bool) -> None:
-        """Sets the limit of the next step if no policy does. is_idle: whether no request is open."""
+        """Sets the limits of the next step if no policy does. is_idle: whether no request is open."""
         if self._size is not None and is_idle:
             self._size.reset()
         if self._active_policy is None:
             scheduler, budget = self._scheduler, self._budget
-            self.limit = budget.rows
+            rows = budget.rows
             if self._size is not None:
-                waiting, running = scheduler.num_waiting, len(scheduler.running)
-                self.limit = self._size.rows(budget.rows, waiting, running, least=budget.least)
+                rows = self._size.rows(rows, scheduler.num_waiting, len(scheduler.running), least=budget.least)
+            self.limits = StepLimits(rows)
 
     def before_plan(self) -> None:
-        """Sets the limit of the next step if a policy does."""
+        """Sets the limits of the next step if a policy does."""
         if (policy := self._active_policy) is not None:
-            self.limit = policy.settle(self._scheduler, self._budget.rows)
+            self.limits = policy.settle(self._scheduler, self._budget.rows)
 
     def note(self, step: GenerateStep, seconds: float, done: Sequence[SequenceState]) -> None:
         """Records what a step took. done: the sequences that ended with it."""

@@ -23,6 +23,7 @@ import numpy as np
 from ..cache import CacheOptions, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
+from ..schedule.admission import NO_LIMITS, StepLimits
 from ..schedule.sequences import SequenceScheduler
 from ..schedule.steps import NOT_FINITE
 from ..types import Exits
@@ -112,20 +113,18 @@ class VisitScheduler(SequenceScheduler[Routed]):
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
-    def admit(self, most: int | None = None) -> list[tuple[Hashable, InputError]]:
-        """Admits waiting sequences while there is room, and settles the next step, of `most` rows or fewer.
-
-        Returns the requests that can never run, each with its error; they have been ended.
-        """
+    def admit(self, limits: StepLimits = NO_LIMITS) -> list[tuple[Hashable, InputError]]:
+        """Admits waiting sequences while there is room, and settles the next step, within these limits. Returns the
+        requests that can never run, each with its error; they have been ended."""
         if self._begun is not None:
             return []
         failed, self._failed = self._failed, []
         self._draft = None
         if self.cache is not None:
             self.cache.expire()
-        self._admit()
+        self._admit(limits)
         while self.running:
-            self._draft = draft = self._drafted(most or self.max_batch_rows)
+            self._draft = draft = self._drafted(limits)
             if not draft.is_empty or not self._slots.is_short:
                 break  # where slots are not short, the policy gives rows to nobody who runs
             # Nobody can go on: somebody makes room.
@@ -136,17 +135,17 @@ class VisitScheduler(SequenceScheduler[Routed]):
                 failed.append(self._fail(last))
         return failed
 
-    def _drafted(self, most: int) -> VisitDraft:
+    def _drafted(self, limits: StepLimits) -> VisitDraft:
         """Returns the rows of the next step, with slots given for them."""
-        self._slots.is_short, batch = False, self._decoding.batch(self.running)
-        draft = self.waiting.fill(VisitDraft(most, self._slots, self._decoding, batch), self.running)
+        self._slots.is_short, batch, most = False, self._decoding.batch(self.running), self._max_rows(limits)
+        draft = self.waiting.fill(VisitDraft(most, self._slots, self._decoding, batch), self.running, limits)
         if draft.parts:
             draft.decode = self._decoding.rows(batch, draft.parts)
-            if self.waiting.are_alike and len(batch.sequences) == len(self.running):
+            if self.waiting.are_alike(limits) and len(batch.sequences) == len(self.running):
                 self._decoding.go_on(draft.decode, most)
         return draft
 
-    def plan(self, most: int | None = None) -> VisitPlan | None:
+    def plan(self, limits: StepLimits = NO_LIMITS) -> VisitPlan | None:
         """Returns the step that `admit` settled; changes nothing. None where there is none, or one has begun."""
         if self._draft is None or self._draft.is_empty or self._begun is not None:
             return None
@@ -270,10 +269,10 @@ class VisitScheduler(SequenceScheduler[Routed]):
 
     # ------------------------------------------------------------------------------------------------ who runs
 
-    def _admit(self) -> None:
+    def _admit(self, limits: StepLimits) -> None:
         self._promised: int | None = None
         batches = True
-        while (sequence := self.waiting.first(self, batches=batches)) is not None:
+        while (sequence := self.waiting.first(self, limits, batches=batches)) is not None:
             assert isinstance(sequence, Routed)
             if self._start(sequence):
                 continue

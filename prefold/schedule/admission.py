@@ -8,17 +8,46 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
+from ..cache import RadixCache, SlotPool
 from .generate_step import SequenceState
-
-if TYPE_CHECKING:
-    from .sequences import SequenceScheduler
-
 
 # The plan of a step, which has `max_rows`, the most rows of the step, `room`, how many more rows may be added,
 # `num_rows`, how many were added, and `fill(running)`, which adds rows of these sequences until the room is used.
 P = TypeVar("P", bound=Any)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """A StepLimits says how many rows the next step may have, and of whom.
+
+    rows         the most rows of the step; None: the `max_batch_rows` of the scheduler
+    batch_rows   the most rows of batches in it; None: as many as there is room for
+    batch_first  whether rows of batches go before rows of interactive requests
+    lends        whether batches may use the sequences reserved for interactive requests
+    """
+
+    rows: int | None = None
+    batch_rows: int | None = None
+    batch_first: bool = False
+    lends: bool = False
+
+
+NO_LIMITS = StepLimits()
+
+
+class Capacity(Protocol):
+    """A Capacity is what a policy reads of a SequenceScheduler."""
+
+    pool: SlotPool
+    cache: RadixCache | None
+    max_running: int
+    slots_per_row: int
+
+    @property
+    def running(self) -> Collection[SequenceState]: ...
 
 
 class Admission(Protocol):
@@ -42,7 +71,7 @@ class Admission(Protocol):
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence that ends before it is admitted."""
 
-    def first(self, scheduler: SequenceScheduler[SequenceState], *, batches: bool = True) -> SequenceState | None:
+    def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
         """Returns the sequence that is admitted next; None if none should be now. batches: whether it may be a
         batch's."""
 
@@ -61,11 +90,10 @@ class Admission(Protocol):
     def victim(self, running: Collection[SequenceState]) -> SequenceState:
         """Returns the running sequence that is preempted when memory is too small for all."""
 
-    @property
-    def are_alike(self) -> bool:
+    def are_alike(self, limits: StepLimits) -> bool:
         """Returns whether all running sequences have the same right to rows of a step."""
 
-    def fill(self, plan: P, running: Collection[SequenceState]) -> P:
+    def fill(self, plan: P, running: Collection[SequenceState], limits: StepLimits) -> P:
         """Adds rows of running sequences to the plan of a step, and returns the plan; changes nothing else."""
 
 
@@ -103,7 +131,7 @@ class InOrder:
     def remove(self, sequence: SequenceState) -> None:
         del self._waiting[sequence]
 
-    def first(self, scheduler: SequenceScheduler[SequenceState], *, batches: bool = True) -> SequenceState | None:
+    def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
         return next(iter(self._waiting), None)
 
     def admitted(self, sequence: SequenceState, rows: int) -> None:
@@ -121,10 +149,9 @@ class InOrder:
     def victim(self, running: Collection[SequenceState]) -> SequenceState:
         return next(reversed(running))  # type: ignore[call-overload]
 
-    @property
-    def are_alike(self) -> bool:
+    def are_alike(self, limits: StepLimits) -> bool:
         return True
 
-    def fill(self, plan: P, running: Collection[SequenceState]) -> P:
+    def fill(self, plan: P, running: Collection[SequenceState], limits: StepLimits) -> P:
         plan.fill(running)
         return plan

@@ -9,15 +9,11 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
+from ..cache import RadixCache
 from ..types import Owner, Share
-from .admission import Admission, P
+from .admission import Admission, Capacity, P, StepLimits
 from .generate_step import SequenceState
-
-if TYPE_CHECKING:
-    from ..cache import RadixCache
-    from .sequences import SequenceScheduler
 
 # Among the first LOOK_AHEAD waiting sequences of a tenant, the one with the fewest rows to compute is admitted; a
 # sequence that has been passed over MAX_PASSED times goes first.
@@ -71,11 +67,8 @@ class FairAdmission:
     of the rows of prompts. If an interactive request finds no room, the sequence of a batch that was admitted last is
     preempted; the first sequence of a batch stays.
 
-    share_of     returns the Share of a tenant
-    tenant_of    returns the tenant of a namespace, for the accounts of the cache
-    batch_rows   the most rows of batches in a step; None: as many as there is room for. The step policy sets it
-    batch_first  whether rows of batches go before rows of interactive requests. The step policy sets it
-    lends        whether batches may use the sequences reserved for interactive requests. The step policy sets it
+    share_of   returns the Share of a tenant
+    tenant_of  returns the tenant of a namespace, for the accounts of the cache
     """
 
     def __init__(
@@ -87,9 +80,6 @@ class FairAdmission:
     ):
         self.share_of, self.tenant_of = share_of, tenant_of
         self.batch_share = batch_share
-        self.batch_rows: int | None = None
-        self.batch_first = False
-        self.lends = False
         self.clear()
 
     def clear(self) -> None:
@@ -188,13 +178,13 @@ class FairAdmission:
 
     # ------------------------------------------------------------------------------------ the next sequence
 
-    def first(self, scheduler: SequenceScheduler[SequenceState], *, batches: bool = True) -> SequenceState | None:
+    def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
         queue = self._least(False)
         batch = self._least(True) if batches and self._num_waiting[True] else None
         if batch is not None:
             sequence = _cheapest(batch)
-            rows = sequence.leaf.stop
-            if (queue is None or self._credit >= rows) and self._has_room(sequence, scheduler):
+            has_turn = queue is None or self._credit >= sequence.leaf.stop
+            if has_turn and self._has_room(sequence, scheduler, limits.lends):
                 return sequence
         return None if queue is None else _cheapest(queue)
 
@@ -208,33 +198,32 @@ class FairAdmission:
     def victim(self, running: Collection[SequenceState]) -> SequenceState:
         return self._last_of_batch(running) or next(reversed(running))  # type: ignore[call-overload]
 
-    @property
-    def are_alike(self) -> bool:
-        return not self._num_running[True] or (not self._num_running[False] and self.batch_rows is None)
+    def are_alike(self, limits: StepLimits) -> bool:
+        return not self._num_running[True] or (not self._num_running[False] and limits.batch_rows is None)
 
-    def fill(self, plan: P, running: Collection[SequenceState]) -> P:
-        """Adds rows of interactive requests to the plan of a step, then rows of batches, at most `batch_rows`. If
+    def fill(self, plan: P, running: Collection[SequenceState], limits: StepLimits) -> P:
+        """Adds rows of interactive requests to the plan of a step, then rows of batches. If
         these are too few for all sequences of batches, those get a row that have made the fewest tokens."""
         if not self._num_running[True]:
             plan.fill(running)
             return plan
-        for is_batch in (True, False) if self.batch_first else (False, True):
+        for is_batch in (True, False) if limits.batch_first else (False, True):
             sequences = _of_class(running, is_batch)
-            if not is_batch or self.batch_rows is None or self.batch_rows >= plan.room:
+            if not is_batch or limits.batch_rows is None or limits.batch_rows >= plan.room:
                 plan.fill(sequences)
-            elif self.batch_rows:
-                plan.room = self.batch_rows
+            elif limits.batch_rows:
+                plan.room = limits.batch_rows
                 if plan.room < len(sequences):
                     sequences.sort(key=lambda sequence: len(sequence.tail.tokens))
                 plan.fill(sequences)
                 plan.room = max(0, plan.max_rows - plan.num_rows)
         return plan
 
-    def _has_room(self, sequence: SequenceState, scheduler: SequenceScheduler[SequenceState]) -> bool:
+    def _has_room(self, sequence: SequenceState, scheduler: Capacity, lends: bool) -> bool:
         """Returns whether a sequence of a batch leaves enough room for interactive requests, or is alone."""
         if not scheduler.running:
             return True
-        reserved = 0.0 if self.lends else RESERVED_SHARE
+        reserved = 0.0 if lends else RESERVED_SHARE
         if self._num_running[True] >= max(1, int((1 - reserved) * scheduler.max_running)):
             return False
         evictable = 0 if scheduler.cache is None else scheduler.cache.rows

@@ -30,6 +30,7 @@ from ..cache.tree import Node, RadixTree
 from ..errors import InputError
 from ..prefix import clear_of_span, span_starts
 from ..types import Exits
+from .admission import NO_LIMITS, StepLimits
 from .generate_step import GenerateStep, HoldsRows, SequenceState, StepPlan, following, lay_out
 from .sequences import SequenceScheduler
 
@@ -40,13 +41,11 @@ TAIL_SLOTS = 16
 class GenerateScheduler(SequenceScheduler[SequenceState]):
     """A GenerateScheduler decides what each step of continuous batching over one trie computes.
 
-    pool            the slots of the KV store
-    max_batch_rows  the most rows of a step, unless the step has a limit of its own
-    max_running     the most sequences that run at once; never more than the rows of a step
-    cache           the options of the radix cache for rows of ended sequences; None: rows are freed at once
-    clock           returns the time in seconds, for the cache
-    slot_bytes      the bytes of one slot, for the statistics
-    holds_rows      says which rows of images the worker holds; None: the model takes no images
+    pool, max_batch_rows, max_running   as of SequenceScheduler
+    cache       the options of the radix cache for rows of ended sequences; None: rows are freed at once
+    clock       returns the time in seconds, for the cache
+    slot_bytes  the bytes of one slot, for the statistics
+    holds_rows  says which rows of images the worker holds; None: the model takes no images
     """
 
     def __init__(
@@ -114,33 +113,28 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
-    def admit(self, max_rows: int | None = None) -> list[tuple[Hashable, InputError]]:
+    def admit(self, limits: StepLimits = NO_LIMITS) -> list[tuple[Hashable, InputError]]:
         """Gives running sequences slots for their next rows, and admits waiting sequences while there is room. Returns
-        the requests that can never run, which it has ended, as (key, error).
-
-        max_rows  the most rows of the next step; None: `max_batch_rows`
+        the requests that can never run, which it has ended, as (key, error). limits: of the next step, as known so far
         """
         failed: list[tuple[Hashable, InputError]] = []
         if self.cache is not None:
             self.cache.expire()
         self._grow_tails(failed)
         if self._has_room():
-            self._admit_waiting(failed, self.max_batch_rows if max_rows is None else max_rows)
+            self._admit_waiting(failed, limits)
         return failed
 
-    def plan(self, max_rows: int | None = None) -> GenerateStep | None:
+    def plan(self, limits: StepLimits = NO_LIMITS) -> GenerateStep | None:
         """Returns the next step of the running sequences; changes nothing.
 
         Returns None if no sequence runs, or none may have rows now, or one gets no slot for its next row until a step
         in flight is committed.
-
-        max_rows  the most rows of the step; None: `max_batch_rows`
         """
         if not self.running or not self._has_room():
             return None
-        max_rows = self.max_batch_rows if max_rows is None else max_rows
         for running in self._by_route() if self._has_routes else (self.running,):
-            plan = self.waiting.fill(StepPlan(max_rows, self._holds_rows), running)
+            plan = self.waiting.fill(StepPlan(self._max_rows(limits), self._holds_rows), running, limits)
             if plan.computed_rows or plan.again:
                 before = None if self._has_routes else self._before
                 if before is not None and (step := following(before, plan)) is not None:
@@ -246,12 +240,12 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 elif not self._release_waiting(sequence):
                     failed.append(self._fail(sequence))
 
-    def _admit_waiting(self, failed: list[tuple[Hashable, InputError]], max_rows: int) -> None:
+    def _admit_waiting(self, failed: list[tuple[Hashable, InputError]], limits: StepLimits) -> None:
         """Admits sequences in the order of the policy until a step is full. A sequence of a batch without room ends the
         admission of batches only."""
         is_batch, pending = None, 0  # how many rows go before those of the next sequence of this class
-        batches = True
-        while (sequence := self.waiting.first(self, batches=batches)) is not None:
+        batches, max_rows = True, self._max_rows(limits)
+        while (sequence := self.waiting.first(self, limits, batches=batches)) is not None:
             is_full = len(self.running) >= self.max_running
             if is_full and self.waiting.gives_way(sequence, self.running) is None:
                 fits = False

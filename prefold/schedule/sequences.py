@@ -12,7 +12,7 @@ from ..cache import RadixCache, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
 from ..types import Exits, GenerationStats, Owner
-from .admission import Admission, InOrder
+from .admission import Admission, InOrder, StepLimits
 from .generate_step import NO_OWNER, SequenceState
 
 S = TypeVar("S", bound=SequenceState)
@@ -24,7 +24,7 @@ class SequenceScheduler(Generic[S]):
     pool            the slots of the KV store
     tree            the trie of all rows
     cache           keeps rows of ended sequences; None: they are freed at once
-    max_batch_rows  the most rows of a step, unless the step has a limit of its own
+    max_batch_rows  the most rows of a step whose limits say nothing of them
     max_running     the most sequences that run at once; never more than the rows of a step
     slots_per_row   the most slots that a row may need
     makes_passes    whether a step takes its rows through the whole model, so that the next can be planned ahead
@@ -185,6 +185,9 @@ class SequenceScheduler(Generic[S]):
         return bool(self.running or self.waiting)
 
     # ------------------------------------------------------------------------------------- running sequences
+
+    def _max_rows(self, limits: StepLimits) -> int:
+        return self.max_batch_rows if limits.rows is None else limits.rows
 
     def _make_way(self, sequence: S) -> bool:
         """Preempts a running sequence for a waiting one if the policy says so; returns whether it did."""

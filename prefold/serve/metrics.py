@@ -7,10 +7,10 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -19,9 +19,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ..report.page import merged
 from ..types import GenerationStats
-
-if TYPE_CHECKING:
-    from .state import AppState
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 log = logging.getLogger("prefold.serve")
@@ -36,10 +33,13 @@ def hits_of(stats: GenerationStats) -> int:
 
 
 class Metrics:
-    """A Metrics counts what happens to requests; the counts of the engine are read when metrics are asked for."""
+    """A Metrics counts what happens to requests; the counts of the engine are read when metrics are asked for.
 
-    def __init__(self, state: AppState):
-        self._state = state
+    handler  returns the RequestHandler; None until the model is loaded
+    """
+
+    def __init__(self, handler: Callable[[], Any]):
+        self._handler = handler
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -86,7 +86,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Any]:
         """Yields what the engine counts; prometheus-client calls it."""
-        handler = self._state.handler
+        handler = self._handler()
         if handler is None:
             return
         waiting, waiting_tokens = handler.backpressure.waiting

@@ -33,7 +33,7 @@ class AppState:
     def __init__(self, options: ServeOptions):
         self.options = options
         self.keys = Keys(options.api_keys)
-        self.metrics = Metrics(self)
+        self.metrics = Metrics(lambda: self.handler)
         self.status: Status = "loading"
         self.handler: RequestHandler | None = None
         self.open = 0  # requests whose answers have not been sent wholly

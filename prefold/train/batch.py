@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..model import ModelConfig
 from ..prefix import PrefixMap, Trie, check_ragged
 from ..prefix.ragged import ragged_ranges
-from ..schedule import StreamStep
+from ..schedule.steps import StreamStep
 from ..types import SHARING_MODES, Sharing
 from ..worker.rows import Batch, prepare
 

@@ -11,6 +11,7 @@ from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
 from prefold.cache.events import Cleared, Cut, Removed, RowsStored
 from prefold.cluster.router import POLICIES, Prompt, ReplicaLoad, Router, Speed, policy_named
 from prefold.errors import InputError
+from prefold.schedule.admission import StepLimits
 from prefold.schedule.generate import GenerateScheduler
 from tests.cluster.checks import check_policy_keeps_to_those_allowed, check_router
 
@@ -362,11 +363,11 @@ def test_rows_that_are_kept_below_rows_to_come(computed):
     for number in range(8):
         if computed and number == 6:
             scheduler.submit("prompt", prompt, limit=1)
-        step = scheduler.admit(3) or scheduler.plan(3)
+        step = scheduler.admit(StepLimits(3)) or scheduler.plan(StepLimits(3))
         scheduler.begin(step)
         if not computed and number == 7:
             scheduler.submit("prompt", prompt, limit=1)
-            scheduler.admit(3)
+            scheduler.admit(StepLimits(3))
         scheduler.commit(step, [2 + number], [number == 7])
         compare()
     (running,) = scheduler.running

@@ -17,7 +17,7 @@ import numpy as np
 
 from prefold.engine import Engine, EngineOptions
 from prefold.errors import OutOfMemoryError
-from prefold.schedule import StepResult, StreamStep
+from prefold.schedule.steps import StepResult, StreamStep
 from prefold.stream import Spool
 from prefold.types import Readout, Request
 from prefold.worker.protocol import Facts, Worker

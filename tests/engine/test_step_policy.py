@@ -11,6 +11,7 @@ from prefold.cache import CacheOptions, SlotPool
 from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine import step_policy as module
 from prefold.engine.step_policy import LATELY_SECONDS, LEAST_ROWS, StepPolicy, StepTimes
+from prefold.schedule.admission import NO_LIMITS
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.generate import GenerateScheduler
 from prefold.types import Owner, Share
@@ -20,6 +21,7 @@ from prefold.worker.protocol import Facts, Worker
 class Machine:
     """A machine whose steps take 10 ms and 0.5 ms a row, and the pace of what is asked of it.
 
+    limits  of the next step
     steps  (when it began, rows of interactive requests, rows of batches, seconds) of each step
     """
 
@@ -28,7 +30,7 @@ class Machine:
         policy = FairAdmission(batch_share=options.get("batch_share", 0.02))
         self.scheduler = GenerateScheduler(SlotPool(100_000), max_batch_rows=2048, max_running=64)
         self.scheduler.admit_by(policy)
-        self.pace, self.most = StepPolicy(policy, clock=lambda: self.now, **options), 2048
+        self.pace, self.limits = StepPolicy(policy, clock=lambda: self.now, **options), NO_LIMITS
         self.steps, self.first, self.ended, self._number = [], {}, [], 0
 
     def seconds_of(self, rows):
@@ -42,11 +44,11 @@ class Machine:
         return self._number
 
     def step(self):
-        assert not self.scheduler.admit(self.most)
-        self.most = self.pace.settle(self.scheduler, 2048)
+        assert not self.scheduler.admit(self.limits)
+        self.limits = self.pace.settle(self.scheduler, 2048)
         if len(self.steps) % 16 == 0:  # it takes long: there are many slots
             self.scheduler.check()
-        step = self.scheduler.plan(self.most)
+        step = self.scheduler.plan(self.limits)
         if step is None:
             self.now += 0.001
             return
@@ -222,12 +224,12 @@ def test_a_batch_has_all_sequences_while_nobody_else_came_lately():
     machine = Machine()
     machine.ask(50, 200, batch=True)
     machine.run(1.0)
-    assert machine.pace.admission.lends
+    assert machine.limits.lends
     machine.ask(60, 3)
     machine.run(0.5)
-    assert not machine.pace.admission.lends
+    assert not machine.limits.lends
     machine.run(LATELY_SECONDS + 0.5)
-    assert machine.pace.admission.lends
+    assert machine.limits.lends
 
 
 class Still(Worker):

@@ -11,6 +11,7 @@ from prefold.cache import CacheOptions, CacheReporter, SlotPool
 from prefold.looped.cache import VisitNode
 from prefold.looped.scheduler import VisitOptions, VisitScheduler
 from prefold.looped.sequence import Decided
+from prefold.schedule.admission import StepLimits
 from prefold.schedule.fair import FairAdmission
 from prefold.types import Exits, Owner
 
@@ -18,7 +19,7 @@ VISITS = VisitOptions((0, 1, 0), 2)
 PROMPT = [1, 0, 1, 1, 0, 1]
 
 
-def fair(batch_rows: int | None, decided: dict, **how) -> VisitScheduler:
+def fair(decided: dict, **how) -> VisitScheduler:
     """Two sequences of a batch run, an interactive one waits."""
     scheduler = VisitScheduler(SlotPool(400), VISITS, **{"max_batch_rows": 64, "max_running": 8} | how)
     scheduler.admit_by(FairAdmission())
@@ -29,7 +30,6 @@ def fair(batch_rows: int | None, decided: dict, **how) -> VisitScheduler:
         scheduler.admit()
     decided["live"] = Decided()
     scheduler.submit("live", prompt[::-1].copy(), limit=6, decided=decided["live"])
-    scheduler.waiting.batch_rows = batch_rows
     return scheduler
 
 
@@ -50,12 +50,11 @@ def keys_of(step) -> set:
 def test_rows_of_batches_are_bounded(batch_rows, after):
     """While batches may have few rows, steps are those of the interactive request; then they go on with all."""
     decided: dict = {}
-    scheduler, worker, ended = fair(None if after else batch_rows, decided), FakeWorker(2), {}
+    scheduler, worker, ended = fair(decided), FakeWorker(2), {}
     for _ in range(after):
         run_step(scheduler, worker, ended, [])
-    scheduler.waiting.batch_rows = batch_rows
     while ("live", 0) not in ended:
-        scheduler.admit()
+        scheduler.admit(StepLimits(batch_rows=batch_rows))
         step = scheduler.plan()
         keys = keys_of(step)
         assert "live" in keys and len(keys) <= 1 + batch_rows
@@ -64,7 +63,6 @@ def test_rows_of_batches_are_bounded(batch_rows, after):
         result, tokens = worker.run(step)
         for done in scheduler.commit(step, tokens, [False] * len(tokens), result):
             ended[done.key, done.sample] = list(done.tokens)
-    scheduler.waiting.batch_rows = None
     while scheduler.has_work:
         run_step(scheduler, worker, ended, [])
     for key, prompt in (("batch", PROMPT), ("other", PROMPT), ("live", PROMPT[::-1])):
@@ -74,13 +72,12 @@ def test_rows_of_batches_are_bounded(batch_rows, after):
 def test_batches_that_may_have_no_rows_stay_as_they_are():
     """Where the policy gives rows to nobody who runs, nobody is preempted, and nobody is told that memory is short."""
     decided: dict = {}
-    scheduler, worker, ended, failed = fair(0, decided), FakeWorker(2), {}, []
+    scheduler, worker, ended, failed = fair(decided), FakeWorker(2), {}, []
     while ("live", 0) not in ended:
-        run_step(scheduler, worker, ended, failed)
-    assert not run_step(scheduler, worker, ended, failed)
+        run_step(scheduler, worker, ended, failed, StepLimits(batch_rows=0))
+    assert not run_step(scheduler, worker, ended, failed, StepLimits(batch_rows=0))
     assert {sequence.key for sequence in scheduler.running} == {"batch", "other"}
     assert not failed and not scheduler.stats.preemptions
-    scheduler.waiting.batch_rows = None
     while scheduler.has_work:
         run_step(scheduler, worker, ended, failed)
     for key in ("batch", "other"):
@@ -89,7 +86,7 @@ def test_batches_that_may_have_no_rows_stay_as_they_are():
 
 def test_a_batch_makes_way():
     """Where as many run as may, one of a batch gives up its place to an interactive request."""
-    scheduler = fair(None, {}, max_running=3)
+    scheduler = fair({}, max_running=3)
     scheduler.submit("more", np.array([1, 1], np.int32), limit=6)
     scheduler.admit()
     assert {sequence.key for sequence in scheduler.running} == {"batch", "live", "more"}

@@ -15,6 +15,7 @@ from prefold.looped.layout import VisitPlan
 from prefold.looped.scheduler import VisitOptions, VisitScheduler
 from prefold.looped.sequence import Decided, Routed
 from prefold.looped.steps import CODA, DECIDES, LEAVES, PRELUDE, VisitResult, VisitStep
+from prefold.schedule.admission import NO_LIMITS, StepLimits
 from prefold.types import Exits
 
 TOKEN, ROUTER, PROJECTED = -3, -4, -5  # what is mixed first; blocks are -2 or more
@@ -243,9 +244,11 @@ class Alone:
         return [sum(block >= 0 for block in self.route[: left + 1]) for left in self.left]
 
 
-def run_step(scheduler: VisitScheduler, worker: FakeWorker, ended: dict, failed: list) -> bool:
+def run_step(
+    scheduler: VisitScheduler, worker: FakeWorker, ended: dict, failed: list, limits: StepLimits = NO_LIMITS
+) -> bool:
     """Makes a step, checks the books after each verb, and returns whether there was one."""
-    failed += scheduler.admit()
+    failed += scheduler.admit(limits)
     check_visits(scheduler)
     step = scheduler.plan()
     again = scheduler.plan()

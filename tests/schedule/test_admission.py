@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.cache import CacheOptions, SlotPool
-from prefold.schedule.admission import InOrder
+from prefold.schedule.admission import InOrder, StepLimits
 from prefold.schedule.fair import MAX_PASSED, RESERVED_SHARE, FairAdmission
 from prefold.schedule.generate import GenerateScheduler
 from prefold.types import Owner, Share
@@ -28,11 +28,12 @@ def prompt(*tokens):
     return np.array(tokens, np.int32)
 
 
-def one_step(scheduler):
+def one_step(scheduler, **limits):
     """Makes a step; returns the keys of the requests that ended."""
-    assert not scheduler.admit()
+    limits = StepLimits(**limits)
+    assert not scheduler.admit(limits)
     scheduler.check()
-    step = scheduler.plan()
+    step = scheduler.plan(limits)
     if step is None:
         return []
     scheduler.begin(step)
@@ -63,7 +64,6 @@ def test_everybody_ends_with_what_they_make_alone(
     scheduler = fair_scheduler(
         slots, rows, running, shares.__getitem__, float(rng.choice([0.0, 0.02, 0.5])), cache=cache
     )
-    scheduler.waiting.batch_rows = batch_rows
     left, asked, cancelled = list(enumerate(prompts_of(rng, count))), {}, set()
 
     def stop_at(path, sample):
@@ -89,18 +89,17 @@ def test_everybody_ends_with_what_they_make_alone(
         if rng.random() < 0.05:  # and back, with all that wait and run
             scheduler.admit_by(InOrder())
             fair = FairAdmission(shares.__getitem__)
-            fair.batch_rows = batch_rows
             scheduler.admit_by(fair)
             scheduler.admit_by(fair)  # which changes nothing
         for tenant, share in shares.items():
             mine = [one for one in scheduler.running if one.owner == Owner(tenant)]
             assert share.max_running is None or len(mine) <= share.max_running or quota != share.max_running
 
-    ended = {}
+    ended, how = {}, {"ahead": lambda: rng.random() < share_ahead, "limits": StepLimits(batch_rows=batch_rows)}
     while left:
         arrive()
-        ended |= run_to_end(scheduler, stop_at, arrive, ahead=lambda: rng.random() < share_ahead)
-    ended |= run_to_end(scheduler, stop_at, ahead=lambda: rng.random() < share_ahead)
+        ended |= run_to_end(scheduler, stop_at, arrive, **how)
+    ended |= run_to_end(scheduler, stop_at, **how)
     assert not scheduler.has_work and not len(scheduler.waiting)
     for key, (tokens, samples, limit) in asked.items():
         for sample in range(samples):
@@ -211,13 +210,10 @@ def test_a_batch_leaves_room_and_gives_way():
 
 def test_a_batch_borrows_the_sequences_that_are_left_to_others_and_gives_them_back():
     scheduler = fair_scheduler(1000, 64, 8)
-    policy = scheduler.waiting
-    policy.lends = True
     for number in range(20):
         scheduler.submit(("batch", number), prompt(1, number), limit=30, owner=Owner("a", True))
-    one_step(scheduler)
+    one_step(scheduler, lends=True)
     assert len(scheduler.running) == 8
-    policy.lends = False
     scheduler.submit(("live", 0), prompt(2, 0), limit=3, owner=Owner("b"))
     one_step(scheduler)
     assert Counter(one.key[0] for one in scheduler.running) == {"live": 1, "batch": 7}
@@ -228,23 +224,19 @@ def test_a_batch_borrows_the_sequences_that_are_left_to_others_and_gives_them_ba
 
 def test_rows_of_batches_may_be_few_or_none():
     scheduler = fair_scheduler(1000, 64, 16)
-    policy = scheduler.waiting
     for number in range(6):
         scheduler.submit(("batch", number), prompt(1, number), limit=30, owner=Owner("a", True))
     scheduler.submit(("live", 0), prompt(2, 2), limit=30, owner=Owner("b"))
     one_step(scheduler)
-    policy.batch_rows = 2
     made = lambda: sorted(len(one.tail.tokens) for one in scheduler.running if one.owner.is_batch)  # noqa: E731
     for _ in range(3):
-        one_step(scheduler)
+        one_step(scheduler, batch_rows=2)
     assert made() == [2] * 6  # they take turns
-    policy.batch_rows = 0
-    one_step(scheduler)
+    one_step(scheduler, batch_rows=0)
     assert made() == [2] * 6 and max(len(one.tail.tokens) for one in scheduler.running) == 5
     scheduler.cancel(("live", 0))
     scheduler.admit()
-    assert scheduler.plan() is None  # nobody may have rows
-    policy.batch_rows = None
+    assert scheduler.plan(StepLimits(batch_rows=0)) is None  # nobody may have rows
     assert scheduler.plan().num_rows == 6
 
 

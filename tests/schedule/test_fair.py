@@ -9,6 +9,7 @@ import pytest
 
 from prefold.cache import SlotPool
 from prefold.schedule import fair
+from prefold.schedule.admission import NO_LIMITS, StepLimits
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.generate import GenerateScheduler
 from prefold.types import Owner, Share
@@ -29,11 +30,12 @@ def submit(scheduler, key, rows=2, limit=1, owner=LIVE, **options):
     scheduler.submit(key, tokens, limit=limit, namespace=(first,), owner=owner, **options)
 
 
-def one_step(scheduler):
+def one_step(scheduler, **limits):
     """Makes a step; returns (rows of live requests, rows of batches) of it, and the keys that ended."""
-    assert not scheduler.admit()
+    limits = StepLimits(**limits)
+    assert not scheduler.admit(limits)
     scheduler.check()
-    step = scheduler.plan()
+    step = scheduler.plan(limits)
     if step is None:
         return (0, 0), []
     batch = {node for one in scheduler.running if one.owner.is_batch for node in (*one.leaf.path(), one.tail)}
@@ -43,8 +45,8 @@ def one_step(scheduler):
     return (step.num_rows - rows, rows), [one.key for one in ended]
 
 
-def run(scheduler, steps):
-    return [key for _ in range(steps) for key in one_step(scheduler)[1]]
+def run(scheduler, steps, **limits):
+    return [key for _ in range(steps) for key in one_step(scheduler, **limits)[1]]
 
 
 def test_a_weight_counts_for_rows_of_prompts():
@@ -139,13 +141,9 @@ def test_rows_of_a_batch_come_first_where_they_are_due_and_the_others_fill_the_s
         submit(scheduler, number, limit=50, owner=BATCH)
     one_step(scheduler)
     submit(scheduler, "live", rows=100, limit=2)
-    policy = scheduler.waiting
-    policy.batch_rows = 3
-    assert one_step(scheduler)[0] == (8, 0)
-    policy.batch_first = True
-    assert one_step(scheduler)[0] == (5, 3)
-    policy.batch_first = False
-    assert one_step(scheduler)[0] == (8, 0)
+    assert one_step(scheduler, batch_rows=3)[0] == (8, 0)
+    assert one_step(scheduler, batch_rows=3, batch_first=True)[0] == (5, 3)
+    assert one_step(scheduler, batch_rows=3)[0] == (8, 0)
 
 
 def test_a_route_whose_sequences_may_have_no_rows_does_not_keep_others_waiting():
@@ -153,10 +151,8 @@ def test_a_route_whose_sequences_may_have_no_rows_does_not_keep_others_waiting()
     submit(scheduler, "batch", limit=9, owner=BATCH, route=(0, 1))
     one_step(scheduler)
     submit(scheduler, "live", limit=5, route=(1, 0))
-    scheduler.waiting.batch_rows = 0
-    assert run(scheduler, 5) == ["live"]
-    assert one_step(scheduler) == ((0, 0), [])
-    scheduler.waiting.batch_rows = None
+    assert run(scheduler, 5, batch_rows=0) == ["live"]
+    assert one_step(scheduler, batch_rows=0) == ((0, 0), [])
     assert run(scheduler, 8) == ["batch"]
 
 
@@ -204,13 +200,11 @@ def test_rows_may_be_given_in_any_order_where_classes_do_not_matter():
     policy = scheduler.waiting
     submit(scheduler, "batch", limit=30, owner=BATCH)
     one_step(scheduler)
-    assert policy.are_alike
-    policy.batch_rows = 2
-    assert not policy.are_alike
-    policy.batch_rows = None
+    assert policy.are_alike(NO_LIMITS)
+    assert not policy.are_alike(StepLimits(batch_rows=2))
     submit(scheduler, "live", limit=30)
     one_step(scheduler)
-    assert not policy.are_alike
+    assert not policy.are_alike(NO_LIMITS)
     scheduler.cancel("batch")
     scheduler.admit()
-    assert policy.are_alike
+    assert policy.are_alike(NO_LIMITS)

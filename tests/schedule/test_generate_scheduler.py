@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from prefold.cache import CacheOptions, SlotPool
 from prefold.errors import InputError
+from prefold.schedule.admission import StepLimits
 from prefold.schedule.generate import GenerateScheduler
 from tests.schedule.traces import expected, prompts_of, run_to_end
 
@@ -399,9 +400,9 @@ def test_a_step_has_at_most_as_many_rows_as_it_is_planned_with():
     scheduler = GenerateScheduler(SlotPool(200), max_batch_rows=64, max_running=8)
     for key in range(3):
         scheduler.submit(key, np.array([key, *range(10, 29)], np.int32), limit=1)
-    assert not scheduler.admit(30)
+    assert not scheduler.admit(StepLimits(30))
     assert len(scheduler.running) == 2, "the third would wait for room in a step"
-    assert [scheduler.plan(most).num_rows for most in (30, 7)] == [30, 7]
+    assert [scheduler.plan(StepLimits(most)).num_rows for most in (30, 7)] == [30, 7]
     assert scheduler.plan().num_rows == 40
     assert not scheduler.admit() and scheduler.plan().num_rows == 60
 

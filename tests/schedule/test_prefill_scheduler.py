@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from running import as_request, prompts
 
 from prefold.prefix import Trie
-from prefold.schedule import PlannedStep, PrefillScheduler
-from prefold.schedule.prefill import reusable_rows
+from prefold.schedule.prefill import PlannedStep, PrefillScheduler, reusable_rows
 from prefold.stream import Spool
 from prefold.types import Readout
 

@@ -10,8 +10,8 @@ from running import as_request, prompts
 
 from prefold.cache import CacheOptions
 from prefold.engine import Engine, EngineOptions, GenerateOptions
-from prefold.schedule import PrefillScheduler, SlotStep
-from prefold.schedule.steps import SlotResult
+from prefold.schedule.prefill import PrefillScheduler
+from prefold.schedule.steps import SlotResult, SlotStep
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
 from prefold.worker.protocol import Worker

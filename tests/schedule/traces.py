@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefold.cache import SCRATCH
+from prefold.schedule.admission import NO_LIMITS, StepLimits
 from prefold.schedule.generate import GenerateScheduler
 from prefold.schedule.generate_step import GenerateStep
 
@@ -82,6 +83,7 @@ def run_to_end(
     most=5000,
     ahead=lambda: False,
     failed: list | None = None,
+    limits: StepLimits = NO_LIMITS,
 ):
     """All that ended: {(key, sample): tokens}; checks the books after every step. ahead: asked for each step whether
     the next is planned before its tokens are told."""
@@ -97,13 +99,13 @@ def run_to_end(
         on_step(step)
 
     for _ in range(most):
-        for key, error in scheduler.admit():
+        for key, error in scheduler.admit(limits):
             assert failed is not None, error
             failed.append((key, error))
         scheduler.check()
-        step = scheduler.plan()
-        assert_equal_steps(step, scheduler.plan())
-        assert_equal_steps(step, laid_out(scheduler))
+        step = scheduler.plan(limits)
+        assert_equal_steps(step, scheduler.plan(limits))
+        assert_equal_steps(step, laid_out(scheduler, limits))
         scheduler.check()
         is_ahead = ahead()
         if flight is not None and (step is None or not is_ahead):
@@ -132,10 +134,10 @@ def run_to_end(
     return ended
 
 
-def laid_out(scheduler: GenerateScheduler) -> GenerateStep | None:
+def laid_out(scheduler: GenerateScheduler, limits: StepLimits) -> GenerateStep | None:
     """Returns the step that a scheduler plans where it keeps nothing of the step before."""
     before, scheduler._before = scheduler._before, None
-    step = scheduler.plan()
+    step = scheduler.plan(limits)
     scheduler._before = before
     return step
 

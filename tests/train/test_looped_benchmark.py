@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -16,17 +16,11 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def bench():
-    """The module benchmarks/looped.py, by another name, since an example that it imports has its own. What it imports
-    goes again with it."""
+    """The module benchmarks/looped.py; it and what it imports are removed again."""
     before, path = dict(sys.modules), list(sys.path)
     sys.path.insert(0, str(BENCHMARKS))
-    sys.modules.pop("looped", None)
     try:
-        spec = importlib.util.spec_from_file_location("looped_benchmark", BENCHMARKS / "looped.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        yield module
+        yield importlib.import_module("looped")
     finally:
         sys.path[:] = path
         for name in [name for name in sys.modules if name.startswith("looped") or name == "common"]:

@@ -1,4 +1,4 @@
-"""examples/looped.py: its graphs, a run that is interrupted and goes on, and what it saves."""
+"""examples/looped_model.py: its graphs, a run that is interrupted and goes on, and what it saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = ["--nodes=9", "--chains=3", "--hops=1", "--hidden=16", "--steps=7", "--g
 
 @pytest.fixture(scope="module")
 def example():
-    return module("looped")
+    return module("looped_model")
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +84,12 @@ def test_an_interrupted_run_goes_on(example, tmp_path, monkeypatch, capsys):
     assert len(llm.generate(queries.prompts, max_tokens=1, exit_threshold=0.5)) == len(queries.prompts)
 
 
-@pytest.mark.parametrize("name", ["looped", "looped_router"])
+@pytest.mark.parametrize("name", ["looped_model", "looped_router"])
 def test_a_run_that_is_interrupted_at_its_end_goes_on(name, router_example, trained, tmp_path, monkeypatch, capsys):
     """Weights are there when all else is: until then the same command may be given again."""
     made, out = sys.modules[name], tmp_path / "out"
-    given = [*SMALL, f"--out={out}"] if name == "looped" else [*ROUTER, f"--model={trained}", f"--out={out}"]
-    for place, broken in ((made, "evaluate"), (sys.modules["looped"].os, "replace")):
+    given = [*SMALL, f"--out={out}"] if name == "looped_model" else [*ROUTER, f"--model={trained}", f"--out={out}"]
+    for place, broken in ((made, "evaluate"), (sys.modules["looped_model"].os, "replace")):
         with monkeypatch.context() as patch:
             patch.setattr(place, broken, interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -153,7 +153,7 @@ def test_packs_ask_what_they_say(router_example, example):
     "more", [["--reads=request"], pytest.param(["--reads=row"], marks=pytest.mark.slow), ["--sure=0.5"]]
 )
 def test_a_router_is_trained_on(router_example, trained, tmp_path, monkeypatch, capsys, more):
-    monkeypatch.setattr(sys.modules["looped"], "SAVE_EVERY", 2)
+    monkeypatch.setattr(sys.modules["looped_model"], "SAVE_EVERY", 2)
     given = [*ROUTER, f"--model={trained}", *more]
     whole = router_example.main([*given, f"--out={tmp_path / 'whole'}"])
     assert whole["fixed"]["visits"] == {1: 8.0, 2: 8.0}

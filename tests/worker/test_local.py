@@ -16,7 +16,8 @@ from prefold import LLM
 from prefold.errors import OutOfMemoryError
 from prefold.model import MediaRows
 from prefold.prefix import MEDIA_BASE
-from prefold.schedule import MakeStore, PrefillScheduler, SlotStep
+from prefold.schedule.prefill import PrefillScheduler
+from prefold.schedule.steps import MakeStore, SlotStep
 from prefold.stream import Spool
 from prefold.types import Readout
 from prefold.worker import local

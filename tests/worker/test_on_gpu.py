@@ -24,8 +24,8 @@ from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.engine.meter import Meter
 from prefold.errors import OutOfMemoryError
 from prefold.model import CausalLM, load_adapter
-from prefold.schedule import PrefillScheduler, StepResult
-from prefold.schedule.steps import SlotStep
+from prefold.schedule.prefill import PrefillScheduler
+from prefold.schedule.steps import SlotStep, StepResult
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
 from prefold.worker import rows as module

@@ -1,6 +1,6 @@
 """Trains a small looped model to follow pointers, a hop a visit, and its gate to leave when the end is reached.
 
-    python examples/looped.py --out FOLDER [--nodes 24 --chains 4 --hops 4] [--steps 1500] [--seed 0]
+    python examples/looped_model.py --out FOLDER [--nodes 24 --chains 4 --hops 4] [--steps 1500] [--seed 0]
 
 A prompt is a graph, as its edges in any order, and a query; the answer is the end of the query's chain. The chains are
 cut out of a random permutation of the nodes, the end of a chain points to itself, and every node of 1 to `--hops` hops
