@@ -91,6 +91,7 @@ class LLM(NumericTasks, Texts):
                 for name, folder in (o.adapters or {}).items()
             }
             worker = LocalWorker(self.model, loaded, graphs=o.decode_graphs, parts=parts)
+            self.passes = worker.passes  # in words, what computes a forward pass
             if self._team is not None:
                 self._team.join(worker)
         except BaseException:

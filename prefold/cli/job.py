@@ -285,7 +285,8 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
         if summary.replicas:
             lines.append(f"  replicas  {summary.replicas}")
         if summary.dtype:
-            lines.append(f"  model     {stored_in}computed in {summary.dtype}")
+            passes = f"; {summary.passes}" if summary.passes else ""
+            lines.append(f"  model     {stored_in}computed in {summary.dtype}{passes}")
     for model, count in getattr(adapter, "other_models", {}).items():
         lines.append(f"  model     {count:,} requests asked for {model!r}; {o['model']} answered them")
     return lines

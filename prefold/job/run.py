@@ -51,6 +51,7 @@ class Summary:
     steps: StepLog | None = None
     sharing: str | None = None
     dtype: str | None = None
+    passes: str = ""  # in words, what computed forward passes
     replicas: str = ""  # what became of them, in words, where there are several
     first_error: str | None = None  # the line of the first record that failed in this run
 
@@ -144,6 +145,7 @@ class _Run:
         if engine is not None:
             self.summary.stats = engine.stats
             self.summary.dtype = str(getattr(self._llm, "dtype", "")).removeprefix("torch.") or None
+            self.summary.passes = getattr(self._llm, "passes", "")
             self.summary.replicas = getattr(engine, "in_words", "")
         self.flow.check()
 

@@ -19,7 +19,7 @@ from ..model.parallel import Shard
 from ..prefix import MEDIA_BASE
 from ..schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
 from .graphs import DecodeGraphs
-from .program import Program, program_of
+from .program import Program, missing, program_of
 from .protocol import DONE, Completed, Facts, Ticket, Worker, WorkerPart, parts_of
 from .rows import Batch, Path, forward_stream, heads_of, prepare, read_stream
 from .slots import SlotBatch, SlotReads, forward, greedy, make_store, prepare_slots
@@ -162,6 +162,14 @@ class LocalWorker(Worker):
 
     def compile_seconds(self) -> float:
         return compile_seconds() if self._compiles else 0.0
+
+    @property
+    def passes(self) -> str:
+        """Returns in words what computes a forward pass."""
+        thing = missing(self.model) if self.model.device.type == "cpu" else ""
+        if thing is None:
+            return "each forward pass is one compiled call"
+        return "forward passes run through PyTorch's modules" + (f" ({thing}: not compiled)" if thing else "")
 
     def _run_stream(self, step: StreamStep) -> Ticket:
         batch = self.prepare(step)

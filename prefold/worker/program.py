@@ -235,14 +235,26 @@ class Program:
 
 def program_of(model: CausalLM) -> Program | None:
     """Returns the program of a model; None where one of its operations has no compiled form."""
-    compiled, config = heads_of(model).compiled(model.device), model.config
-    fits = type(model) is CausalLM and model.ranks.size == 1 and config.norm == "rms" and config.rope is not None
-    if compiled is None or not fits or not config.scale > 0 or config.activation not in ("silu", "gelu_tanh"):
-        return None
-    for layer in model.layers:
-        if type(layer) is not Layer or type(layer.mlp) is not Mlp or type(layer.mlp.gate_up.product) is not GatePanels:
-            return None
-        linears = (layer.o, layer.mlp.down, *((layer.q, layer.kv) if layer.splits_q else (layer.qkv,)))
-        if any(type(linear.product) is not Panels for linear in linears):
-            return None
-    return Program(model, compiled)
+    compiled = heads_of(model).compiled(model.device)
+    return None if compiled is None or missing(model) else Program(model, compiled)
+
+
+def missing(model: CausalLM) -> str | None:
+    """Returns the first thing of a model that has no compiled form, in words; None: its forward pass is one call."""
+    config, layers = model.config, [layer for layer in model.layers if type(layer) is Layer]
+    gates = [layer.mlp.gate_up.product for layer in layers if type(layer.mlp) is Mlp]
+    linears = [layer.o for layer in layers] + [layer.mlp.down for layer in layers if type(layer.mlp) is Mlp]
+    linears += [linear for x in layers for linear in ((x.q, x.kv) if x.splits_q else (x.qkv,))]
+    things = {
+        "compiled kernels for its heads": heads_of(model).compiled(model.device) is not None,
+        "a looped model": type(model) is CausalLM,
+        "several ranks": model.ranks.size == 1,
+        "norms other than RMSNorm": config.norm == "rms",
+        "positions that are no rotation": config.rope is not None,
+        "layers of another kind": len(layers) == len(model.layers),
+        "an MLP of another kind": len(gates) == len(layers) and config.activation in ("silu", "gelu_tanh"),
+        "an MLP's width": all(type(product) is GatePanels for product in gates),
+        "products of other code": all(type(linear.product) is Panels for linear in linears),
+        "a scale of attention": config.scale > 0,
+    }
+    return next((thing for thing, is_compiled in things.items() if not is_compiled), None)

@@ -156,14 +156,14 @@ def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"),
-    [("gpt2", {"n_inner": WIDTH}), ("llama", {"intermediate_size": 50})],
-    ids=["a LayerNorm", "a width in parts of vectors"],
+    ("family", "sizes", "thing"),
+    [("gpt2", {"n_inner": WIDTH}, "norms other than RMSNorm"), ("llama", {"intermediate_size": 50}, "an MLP's width")],
 )
-def test_a_model_with_another_operation_has_no_program(tmp_path, family, sizes):
+def test_a_model_with_another_operation_has_no_program_and_says_why(tmp_path, family, sizes, thing):
     llm = load(tmp_path, family, **sizes)
-    assert program_of(llm.model) is None
-    assert program_of(load(tmp_path).model) is not None
+    assert program_of(llm.model) is None and thing in llm.passes
+    other = load(tmp_path)
+    assert program_of(other.model) is not None and other.passes == "each forward pass is one compiled call"
 
 
 def test_rows_with_an_adapter_go_through_the_modules(tmp_path, monkeypatch):
