@@ -27,6 +27,11 @@ CACHED = 256
 # States of a compiled expression that are kept, of 1 to 2 KB each: they are made as texts need them. The library bounds
 # the time: it spends some 20 ms on an expression that it compiles, and as much on a mask.
 MOST_STATES = 50_000
+# Items of the library's parser at one place of a text: four for each property that may come next. A tool of 3,000
+# properties has 12,000, and a mask takes some 10 ms there; all that time the engine waits.
+MOST_ITEMS = 16_000
+# Letters of an example that are followed before a schema is taken, to see whether it has more items than that.
+FOLLOWED = 100
 # White space between two parts of a JSON text. Where a grammar allows more than it needs, a small model may write
 # blanks until its context is full, and each costs a step.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -111,7 +116,7 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> Matcher:
         check_grammar(grammar)
         library = _library()
-        limits = library.LLParserLimits(max_lexer_states=MOST_STATES)
+        limits = library.LLParserLimits(max_lexer_states=MOST_STATES, max_items_in_row=MOST_ITEMS)
         inner = library.LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=limits)
         matcher = Matcher(inner, self._vocab_size)
         if matcher.failed:
@@ -119,12 +124,19 @@ class GrammarCompiler:
         matcher.mask()  # the first mask shows whether any text can begin
         if matcher.is_done and not matcher.is_complete:
             raise _refused(grammar, "no text fits it")
+        if grammar.kind == "json_schema":
+            example = json.dumps(example_of(json.loads(grammar.text)), ensure_ascii=False)[:FOLLOWED]
+            tokens, followed = self._tokenizer.tokenize_str(example), inner.deep_copy()
+            # Where there are too many items, the library fails at tokens that it calls valid.
+            if not followed.consume_tokens(tokens[: inner.deep_copy().validate_tokens(tokens)]):
+                raise _refused(grammar, f"it is too large: {followed.get_error().partition('<state>')[0]}")
         return matcher
 
 
 @lru_cache(maxsize=CACHED)
 def check_grammar(grammar: Grammar) -> None:
-    """Raises InputError for an invalid grammar, and MissingExtraError without the library. It needs no tokenizer."""
+    """Raises InputError for an invalid grammar, and MissingExtraError without the library. It needs no tokenizer, by
+    which alone one that is too large is seen."""
     is_error, messages = _library().LLMatcher.validate_grammar_with_warnings(_source(grammar))
     if is_error:
         raise _refused(grammar, messages[0])
