@@ -18,7 +18,7 @@ BUDGETS = {
     "files of the root": (1856, 1500),
     "checkpoint": (1055, 1050),
     "prefix": (820, 800),
-    "text": (2494, 2100),
+    "text": (2501, 2100),
     "cache": (1212, 1500),
     "stream": (1422, 1200),
     "schedule": (2192, 2000),

@@ -358,6 +358,13 @@ BOMBS = {
              | {"d25": {"type": "string"}}, "$ref": "#/$defs/d0"}
         ),
     ),
+    "an example of 2^40 parts": Grammar(
+        "json_schema",
+        json.dumps(
+            {"$defs": {f"d{i}": {"properties": {x: {"$ref": f"#/$defs/d{i + 1}"} for x in "ab"}} for i in range(40)}
+             | {"d40": {"type": "string"}}, "$ref": "#/$defs/d0"}
+        ),
+    ),
     "an ambiguous one": Grammar("lark", 'start: s\ns: s s s s | "a" | '),
     "a remainder": Grammar("json_schema", json.dumps({"type": "integer", "multipleOf": 10_007})),
 }  # fmt: skip
