@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, partial
@@ -275,7 +276,7 @@ def converted(
 
     field     where the value stands
     remedies  {field: what to do about it}, where the type does not say it
-    strict    whether numbers may not be texts
+    strict    whether numbers may not be texts; nulls in fields that are not known say nothing
     """
     try:
         return msgspec.convert(value, kind, strict=strict)
@@ -291,16 +292,23 @@ def converted(
         place = f"{place}.{missing[1]}".lstrip(".")
         raise InputError(f"{place!r} is missing", field=place, remedy=remedy or "give it", code="missing_field")
     if unknown := re.search("unknown field `(.*)`", fault):
+        if isinstance(inner := _at(value, path), dict) and inner.get(unknown[1], "") is None:
+            value = deepcopy(value)
+            inner = _at(value, path)
+            for name in [name for name, part in inner.items() if part is None]:
+                del inner[name]
+            return converted(value, kind, field, remedies=remedies, strict=strict)
         place = f"{place}.{unknown[1]}".lstrip(".")[:100]
         raise InputError(f"{place!r} is not supported", field=place, remedy="leave it out", code="unsupported")
+    message, remedy = f"{place!r:.200} is {_at(value, path)!r:.100}", remedy or _remedy(fault, kind, path[1:])
+    raise InputError(message, field=place[:100], remedy=remedy, code="wrong_type")
+
+
+def _at(value: Any, path: str) -> Any:
+    """Returns the part of a value at a path of msgspec's; None where there is none."""
     for step in re.findall(r"\w+", path):
         value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
-    raise InputError(
-        f"{place!r:.200} is {value!r:.100}",
-        field=place[:100],
-        remedy=remedy or _remedy(fault, kind, path[1:]),
-        code="wrong_type",
-    )
+    return value
 
 
 def _remedy(fault: str, kind: Any, name: str) -> str:

@@ -20,19 +20,7 @@ from ..errors import InputError
 from ..options import checked, http_names
 from ..tasks.sampling import format_grammar
 from .answers import ChoiceText, Events, calls_in, parted, read_tools
-from .body import (
-    IDS,
-    OBJECTS,
-    TEXT_OR_TEXTS,
-    Batchable,
-    Body,
-    Ignored,
-    Served,
-    TaskOrder,
-    Word,
-    doc,
-    doc_of_option,
-)  # fmt: skip
+from .body import IDS, OBJECTS, TEXT_OR_TEXTS, Batchable, Body, Ignored, Served, TaskOrder, Word, doc, doc_of_option
 from .numbers import Prompts
 
 # OpenAI's defaults where they differ from those of Sampling. max_tokens None: until the model's context is full.

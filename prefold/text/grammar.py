@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,11 @@ CACHED = 256
 # States of a compiled expression that are kept, of 1 to 2 KB each: they are made as texts need them. The library bounds
 # the time: it spends some 20 ms on an expression that it compiles, and as much on a mask.
 MOST_STATES = 50_000
+# Items of the library's parser at one place of a text: four for each property that may come next. A tool of 3,000
+# properties has 12,000, and a mask takes some 10 ms there; all that time the engine waits.
+MOST_ITEMS = 16_000
+# Letters of an example that are followed before a schema is taken, to see whether it has more items than that.
+FOLLOWED = 100
 # White space between two parts of a JSON text. Where a grammar allows more than it needs, a small model may write
 # blanks until its context is full, and each costs a step.
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -111,7 +117,9 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> Matcher:
         check_grammar(grammar)
         library = _library()
-        limits = library.LLParserLimits(max_lexer_states=MOST_STATES)
+        # An ambiguous grammar has ever more of them; the library's own bound is lower.
+        items = {"max_items_in_row": MOST_ITEMS} if grammar.kind == "json_schema" else {}
+        limits = library.LLParserLimits(max_lexer_states=MOST_STATES, **items)
         inner = library.LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=limits)
         matcher = Matcher(inner, self._vocab_size)
         if matcher.failed:
@@ -119,12 +127,20 @@ class GrammarCompiler:
         matcher.mask()  # the first mask shows whether any text can begin
         if matcher.is_done and not matcher.is_complete:
             raise _refused(grammar, "no text fits it")
+        if grammar.kind == "json_schema":
+            pieces = json.JSONEncoder(ensure_ascii=False).iterencode(example_of(json.loads(grammar.text)))
+            example = "".join(islice(pieces, FOLLOWED))[:FOLLOWED]  # a whole one may be 2^n times as long as its schema
+            tokens, followed = self._tokenizer.tokenize_str(example), inner.deep_copy()
+            # Where there are too many items, the library fails at tokens that it calls valid.
+            if not followed.consume_tokens(tokens[: inner.deep_copy().validate_tokens(tokens)]):
+                raise _refused(grammar, f"it is too large: {followed.get_error().partition('<state>')[0]}")
         return matcher
 
 
 @lru_cache(maxsize=CACHED)
 def check_grammar(grammar: Grammar) -> None:
-    """Raises InputError for an invalid grammar, and MissingExtraError without the library. It needs no tokenizer."""
+    """Raises InputError for an invalid grammar, and MissingExtraError without the library. It needs no tokenizer, by
+    which alone one that is too large is seen."""
     is_error, messages = _library().LLMatcher.validate_grammar_with_warnings(_source(grammar))
     if is_error:
         raise _refused(grammar, messages[0])
@@ -215,20 +231,23 @@ def with_keywords(schema: Any, change: Callable[[str, str], str | None], *, name
     return changed
 
 
-def example_of(schema: Any, root: Any = None, seen: tuple[str, ...] = ()) -> Any:
+def example_of(schema: Any, root: Any = None, seen: dict[str, Any] | None = None) -> Any:
     """Returns a value of the type that a schema describes: of an object all properties, of several types the first but
     for null. It is None where the schema says no type, or refers to itself.
 
-    root: where references begin. seen: the references that led here
+    root: where references begin. seen: {reference: its example}; of one within itself it is None
     """
-    root = schema if root is None else root
+    root, seen = schema if root is None else root, {} if seen is None else seen
     if not isinstance(schema, Mapping):
         return None
     if isinstance(reference := schema.get("$ref"), str):
-        target = None if reference in seen else root
+        if reference in seen:
+            return seen[reference]
+        seen[reference], target = None, root
         for name in reference.split("/")[1:]:
             target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        return example_of(target, root, (*seen, reference))
+        seen[reference] = example_of(target, root, seen)
+        return seen[reference]
     types = schema.get("type")
     kind = next((each for each in types if each != "null"), None) if isinstance(types, list) else types
     if properties := schema.get("properties"):

@@ -12,6 +12,7 @@ calls too.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -27,14 +28,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import InputError
 
 
-def write(name: str, source: str, values: Mapping[str, Any]) -> str:
+class TooLong(InputError):
+    """A template writes more letters than it may."""
+
+
+def write(name: str, source: str, values: Mapping[str, Any], longest: float = math.inf) -> str:
     """Returns the text, which UTF-8 can hold, that a template writes.
 
     name     by which messages call the template
     values   {name: value} of what it may look up, plain JSON values: "messages", "tools", which are written into the
              messages where it does not look them up, and "documents", which it must look up where they are given
+    longest  the most letters that it may write
 
-    Raises InputError for whatever the template raises.
+    Raises InputError for whatever the template raises, TooLong as soon as it has written more letters.
     """
     with _input_errors(name):
         template, variables = compile_template(source)
@@ -47,7 +53,7 @@ def write(name: str, source: str, values: Mapping[str, Any]) -> str:
             )
         if values.get("tools") and "tools" not in variables:
             values = {**values, "messages": with_tools(values["messages"], values["tools"])}
-        text = _write(template, values)
+        text = _write(name, template, values, longest)
         text.encode()  # raises where a template writes half of a surrogate pair
     return text
 
@@ -63,18 +69,29 @@ def compile_template(source: str) -> tuple[jinja2.Template, frozenset[str]]:
     return jinja2.Template.from_code(environment, environment.compile(tree), globals_), names
 
 
-def _write(template: jinja2.Template, values: Mapping[str, Any]) -> str:
+def _write(name: str, template: jinja2.Template, values: Mapping[str, Any], longest: float) -> str:
     """Returns the text that the template writes with these values. If it fails because an assistant's message has no
     content, that content is made empty."""
+
+    def written(values: Mapping[str, Any]) -> Iterator[str]:
+        letters = 0
+        for piece in template.generate(values):
+            letters += len(piece)
+            if letters > longest:
+                message = f"the chat template {name} was stopped: it writes more than {longest:,} letters"
+                remedy = "correct it, or give another one"
+                raise TooLong(message, field="chat_template", remedy=remedy, code="template_limit")
+            yield piece
+
     try:
-        return template.render(values)
-    except Exception:
+        return "".join(written(values))
+    except Exception as error:
         chat = values["messages"]
         bare = {i for i, message in enumerate(chat) if message["role"] == "assistant" and "content" not in message}
-        if not bare:
+        if not bare or isinstance(error, TooLong):
             raise
     filled = [message | ({"content": ""} if i in bare else {}) for i, message in enumerate(chat)]
-    return template.render({**values, "messages": filled})
+    return "".join(written({**values, "messages": filled}))
 
 
 @contextmanager

@@ -54,15 +54,11 @@ class TemplateProcess:
             except Ended:
                 remedy = "correct it, or allow it more time with template_seconds (--template-seconds)"
                 why = f"it ran for more than {seconds:g} s, or ended its process"
-                raise _stopped(name, why, remedy) from None
+                message = f"the chat template {name} was stopped: {why}"
+                raise InputError(message, field="chat_template", remedy=remedy, code="template_limit") from None
         if "error" in answer:
             raise InputError(answer["error"], field=answer["field"], remedy=answer["remedy"], code=answer["code"])
         return text.decode()
-
-
-def _stopped(name: str, why: str, remedy: str = "correct it, or give another one") -> InputError:
-    message = f"the chat template {name} was stopped: {why}"
-    return InputError(message, field="chat_template", remedy=remedy, code="template_limit")
 
 
 def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
@@ -73,31 +69,26 @@ def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def _answer(request: bytes) -> tuple[dict[str, Any], bytes]:
-    from .sandbox import compile_template  # Jinja takes a while to import, and only this process needs it
-
     if not request:
         return {}, b""
     fields = json.loads(request)
     signal.setitimer(signal.ITIMER_PROF, fields.pop("seconds"))
     try:
-        answer, text = _written(fields)
-        if answer.get("code") == "template_limit":
-            compile_template.cache_clear()  # programs of other templates may hold the memory that this one lacks
-            gc.collect()  # a program's functions and their globals hold each other
-            answer, text = _written(fields)
-        return answer, text
+        return {}, _written(fields).encode()
+    except InputError as error:
+        return {"error": error.message, "field": error.field, "remedy": error.remedy, "code": error.code}, b""
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _written(fields: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Returns the answer to a request: the text that the template writes, or the parts of its error."""
-    from .sandbox import write
+def _written(fields: Mapping[str, Any]) -> str:
+    from .sandbox import TooLong, compile_template, write  # Jinja takes a while to import; only this process needs it
 
     try:
-        text = write(**fields)
-        if len(text) > LONGEST:
-            raise _stopped(fields["name"], f"it writes more than {LONGEST:,} letters")
-        return {}, text.encode()
+        return write(**fields, longest=LONGEST)
     except InputError as error:
-        return {"error": error.message, "field": error.field, "remedy": error.remedy, "code": error.code}, b""
+        if error.code != "template_limit" or isinstance(error, TooLong):
+            raise
+    compile_template.cache_clear()  # programs of other templates may hold the memory that this one lacks
+    gc.collect()  # a program's functions and their globals hold each other
+    return write(**fields, longest=LONGEST)

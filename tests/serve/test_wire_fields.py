@@ -241,3 +241,24 @@ def test_fields_are_used_or_refused_or_documented(client, route):
         found[field] = what_becomes(client, route, field, body | beside, value)
     assert {field: what for field, what in found.items() if what not in ("used", "refused", "ignored")} == {}
     assert "used" in found.values() or route == "/detokenize"
+
+
+NULLS = {
+    "/v1/responses": {"text": {"foo": None, "bar": None}, "reasoning": {"foo": None, "effort": "low"}},
+    "/v1/messages": {"output_config": {"foo": None}},
+    "/v1/chat/completions": {"stream": True, "stream_options": {"foo": None, "include_usage": True}},
+}
+
+
+@pytest.mark.parametrize("route", NULLS)
+def test_nulls_in_unknown_fields_say_nothing(route):
+    body, nulls = FIELDS[route][0], NULLS[route]
+    bare = {
+        name: {part: each for part, each in value.items() if each is not None} if isinstance(value, dict) else value
+        for name, value in nulls.items()
+    }
+    kept = re.sub("'text': {[^}]*}|'reasoning': {[^}]*}", "", what_is_asked(route, body | nulls))
+    assert kept == re.sub("'text': {[^}]*}|'reasoning': {[^}]*}", "", what_is_asked(route, body | bare))
+    for name in (name for name, value in nulls.items() if isinstance(value, dict)):
+        with pytest.raises(InputError, match=f"'{name}.foo' is not supported|unknown field 'foo'"):
+            what_is_asked(route, body | nulls | {name: {"foo": 1}})

@@ -14,9 +14,10 @@ from small_tokenizers import GgufCheckpoint, byte_level, gguf_metadata
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from prefold.api.answers import grammar_of_calls
 from prefold.errors import InputError, MissingExtraError, UnsupportedModelError
 from prefold.text import Tokenizer, load_tokenizer
-from prefold.text.grammar import FORMATS, GrammarCompiler, Matcher, _known, check_grammar
+from prefold.text.grammar import FORMATS, GrammarCompiler, Matcher, _known, check_grammar, example_of
 from prefold.types import Grammar
 
 EOS = 2
@@ -285,6 +286,40 @@ def test_a_grammar_without_a_text_is_refused(compiler):
         compiler.matcher(Grammar("regex", r"[^\s\S]"))
 
 
+def properties(count: int) -> dict:
+    return {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(count)}}
+
+
+def calls(tools: int, count: int) -> dict:
+    functions = [{"name": f"tool_{i}", "parameters": properties(count)} for i in range(tools)]
+    return grammar_of_calls(functions)["json_schema"]
+
+
+LARGE = {
+    "2 tools of 600 properties": calls(2, 600),
+    "one of 10 objects of 100": {"anyOf": [properties(100)] * 10},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_schemas_are_followed(tokenizers, name):
+    compiler = GrammarCompiler(tokenizers["gpt-2"], tokenizers["gpt-2"].vocab_size, [EOS])
+    matcher = compiler.matcher(Grammar("json_schema", json.dumps(LARGE[name])))
+    for token in tokenizers["gpt-2"].encode(json.dumps(example_of(LARGE[name])), special=False)[:40].tolist():
+        assert mask_of(matcher)[token]
+        matcher.accept(token)
+    assert matcher.failed is None
+
+
+def test_a_schema_that_is_too_large_is_refused_before_the_first_token(tokenizers, monkeypatch):
+    monkeypatch.setattr("prefold.text.grammar.MOST_ITEMS", 500)
+    compiler = GrammarCompiler(tokenizers["gpt-2"], tokenizers["gpt-2"].vocab_size, [EOS])
+    with pytest.raises(InputError, match=r"too large: Parser Error: Current row has 1207 items; max is 500;") as caught:
+        compiler.matcher(Grammar("json_schema", json.dumps(calls(2, 300))))
+    assert (caught.value.field, caught.value.code) == ("grammar", "invalid_grammar")
+    compiler.matcher(Grammar("json_schema", json.dumps(calls(2, 100))))
+
+
 def test_grammars_are_compiled_once(tokenizers, monkeypatch):
     compiler = GrammarCompiler(tokenizers["gpt-2"], tokenizers["gpt-2"].vocab_size, [EOS])
     compiler.matcher(Grammar("regex", "a+"))
@@ -321,6 +356,13 @@ BOMBS = {
         json.dumps(
             {"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(25)}
              | {"d25": {"type": "string"}}, "$ref": "#/$defs/d0"}
+        ),
+    ),
+    "an example of 2^40 parts": Grammar(
+        "json_schema",
+        json.dumps(
+            {"$defs": {f"d{i}": {"properties": {x: {"$ref": f"#/$defs/d{i + 1}"} for x in "ab"}} for i in range(40)}
+             | {"d40": {"type": "string"}}, "$ref": "#/$defs/d0"}
         ),
     ),
     "an ambiguous one": Grammar("lark", 'start: s\ns: s s s s | "a" | '),

@@ -101,6 +101,18 @@ def test_a_template_that_takes_too_much_is_stopped_and_harms_no_other(small, tem
     assert small.render([USER], template="{{ messages[0].content }}", in_subprocess=True) == "Grüße"
 
 
+def test_a_template_that_writes_too_much_is_stopped_while_it_writes(monkeypatch):
+    """It is not begun again: neither for want of memory, nor because a message has no content."""
+    calls = []
+    values = {"messages": [USER, {"role": "assistant"}], "piece": lambda: calls.append(1) or "abc"}
+    source = "{% for i in range(1000) %}{{ piece() }}{% endfor %}"
+    monkeypatch.setattr(template_process, "LONGEST", 10)
+    with pytest.raises(InputError, match="the chat template x was stopped: it writes more than 10 letters") as caught:
+        template_process._written({"name": "x", "source": source, "values": values})
+    assert (caught.value.field, caught.value.code) == ("chat_template", "template_limit")
+    assert len(calls) == 4
+
+
 def test_nothing_but_the_process_breaks_where_lists_are_nested_deep(small):
     """Python's hash of a tuple goes as deep as it is, past the end of the stack."""
     with pytest.raises(InputError):
