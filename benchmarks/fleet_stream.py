@@ -95,7 +95,7 @@ def run(fleet: Fleet, requests: list[SimRequest]) -> float:
         feed.put([(Request(request.drawn_tokens(40_000), sampling=sampling), str(request.key).encode())])
     feed.end()
     began = time.perf_counter()
-    count = sum(1 for _ in fleet.generate(LiveInput(feed, 1 << 20), None))
+    count = sum(1 for _ in fleet.run(LiveInput(feed, 1 << 20), Readout("tokens")))
     assert count == len(requests)
     return time.perf_counter() - began
 

@@ -117,15 +117,16 @@ class Fleet:
         self,
         windows: Windows | LiveInput,
         readout: Readout,
+        tokenizer: Tokenizer | None = None,
         *,
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
-        text: bool = False,
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, result) of every request of a spool or a stream, as `Engine.run` does; for a request that
-        replicas died of, (tag, InputError). text: as of RunCall."""
+        """Yields (tag, answer) of every request of a spool or a stream, as `Engine.run` does; for a request that
+        replicas died of, (tag, InputError)."""
+        text = readout.kind == "tokens" and tokenizer is not None
         call = RunCall(readout, sharing or self.sharing, max_batch_rows, text)
         with self._turn:
             run = FleetRun(self, windows, call, on_step)
@@ -133,12 +134,6 @@ class Fleet:
                 yield from run.answers(stopping)
             finally:
                 run.end()
-
-    def generate(
-        self, windows: Windows | LiveInput, tokenizer: Tokenizer | None, **options: Any
-    ) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, a Generated a sample) of every request, as `Engine.generate` does. options: of `run`."""
-        return self.run(windows, Readout("tokens"), text=tokenizer is not None, **options)
 
     # ---------------------------------------------------------------------------------------------- replicas
 

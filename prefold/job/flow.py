@@ -22,6 +22,7 @@ from ..stream import LiveInput, LiveWindows, Windows
 from ..stream.live_windows import See
 from ..tasks.base import attempt
 from ..tasks.run import finish, results_of
+from ..types import Owner
 from .reader import Done, Gather, Job, Reader, Ready
 
 
@@ -43,16 +44,17 @@ class Flow:
         batch: Ready,
         *,
         see: See | None = None,
-        on_step: Callable[[Any], None] | None = None,
         stopping: Callable[[], bool],
+        **run: Any,
     ) -> bool:
         """Computes a batch and writes the lines of its records; returns whether it came to the end.
 
         see       is shown the windows as they are taken
         stopping  asked after every step and every result: once it says so, no more lines are written
+        run       as in `results_of`
         """
         task = self.job.tasks[batch.task]
-        with closing(self._results(engine, task, batch, see, on_step=on_step, stopping=stopping)) as results:
+        with closing(self._results(engine, task, batch, see, stopping=stopping, **run)) as results:
             for tag, result in results:
                 done = self.gather.add(tag, result)
                 if done is not None:
@@ -97,11 +99,13 @@ class Flow:
         return dumps(self.job.adapter.line(done.number, done.meta, results))
 
 
-def run_beside(job: Job, stopping: Callable[[], bool]) -> bool:
+def run_beside(job: Job, owner: Owner, failed: Callable[[Exception], InputError], stopping: Callable[[], bool]) -> bool:
     """Runs a job on an engine that others use too, from any thread; returns whether all its lines are written.
 
     What is done is committed when this returns or raises; the output stays open, and is not marked as ended.
 
+    owner     for whom the job runs
+    failed    takes the error of a step that fails for a request, and returns the request's answer
     stopping  asked after every step: once it says so, this returns False
     """
     flow = Flow(job, Counts())
@@ -110,7 +114,7 @@ def run_beside(job: Job, stopping: Callable[[], bool]) -> bool:
         engine = job.load().engine
         for batch in flow.reader.batches():
             with batch.spool or nullcontext():
-                if not flow.compute(engine, batch, stopping=stopping):
+                if not flow.compute(engine, batch, owner=owner, failed=failed, stopping=stopping):
                     return False
         flow.check()
         return not stopping()

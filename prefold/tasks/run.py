@@ -30,9 +30,7 @@ def results_of(engine: Any, task: Any, windows: Iterable[Window], **run: Any) ->
     A result is a Result, or where text is generated a list of Generated; or it is the InputError of a request that
     cannot be run.
     """
-    if task.readout.kind == "tokens":
-        return engine.generate(windows, task.inputs.tokenizer, **run)
-    return engine.run(windows, task.readout, **run)
+    return engine.run(windows, task.readout, task.inputs.tokenizer, **run)
 
 
 def run_works(

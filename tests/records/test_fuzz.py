@@ -40,7 +40,10 @@ class AnyEngine:
     def reset_stats(self):
         return self.stats
 
-    def run(self, windows, readout, **_):
+    def run(self, windows, readout, tokenizer=None, **_):
+        if readout.kind == "tokens":
+            yield from self.generated(windows)
+            return
         for window in windows:
             for i, tag in enumerate(window.tags):
                 size = int(np.diff(window.target_offsets)[i]) if readout.kind == "logprobs" else 8
@@ -48,7 +51,7 @@ class AnyEngine:
                 values = np.full(size, np.nan if i % 97 == 96 else -0.5, np.float32)
                 yield tag, Result(values, np.ones(size, bool) if readout.kind == "logprobs" else None)
 
-    def generate(self, windows, tokenizer, **_):
+    def generated(self, windows):
         for window in windows:
             for i, tag in enumerate(window.tags):
                 sampling = window.request(i).sampling

@@ -289,7 +289,7 @@ class Echo:
         self.stats = Stats()
         self.seeds = []
 
-    def generate(self, windows, tok):
+    def run(self, windows, readout, tok):
         for window in windows:
             for i, tag in enumerate(window.tags):
                 found = window.request(i)
