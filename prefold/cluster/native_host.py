@@ -124,8 +124,7 @@ class ReplicaHost(Host):
         options: dict[str, Any] = {"sharing": call.sharing, "on_step": self._step, "stopping": lambda: run.has_ended}
         options |= {"max_batch_rows": call.max_batch_rows, "cache_prefill": call.in_slots or None}
         tokenizer = self._tokenizer if call.text else None
-        depth = getattr(getattr(engine, "worker", None), "facts", None)
-        timeout = None if getattr(depth, "depth", 1) == 1 else _IDLE_SECONDS
+        timeout = None if engine.facts.depth == 1 else _IDLE_SECONDS
         with self._cache_watched(call.online and call.in_slots and call.sharing == "full"):
             while not run.has_ended:
                 windows = run.taken(in_slots=call.in_slots, timeout=timeout)

@@ -27,9 +27,10 @@ from .handles import ResponseStream, events_of
 from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
+from .protocol import EngineFacts
 from .requests import Answer, joint_readout
 from .samples import TextPiece
-from .stream import SharingChoice, SlotWindows, TaggedRequests, last_rows, run_stream, tagged_requests
+from .stream import SharingChoice, SlotWindows, TaggedRequests, last_rows, run_stream
 
 P = TypeVar("P")
 
@@ -75,6 +76,12 @@ class Engine(EngineLoop):
     def part(self, kind: type[P]) -> P | None:
         """Returns this engine's part of a kind, which a feature has added; None if the feature has added none."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Returns what callers choose by."""
+        depth, most = self.worker.facts.depth, self.options.generation.max_running
+        return EngineFacts(self.sharing, max_rows=self.max_batch_rows, max_running=most, depth=depth)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -144,8 +151,8 @@ class Engine(EngineLoop):
         slots: dict[str, Any] = {"stopping": stopping, "failed": failed}
         if readout.kind == "tokens":
             check_sharing(sharing)
-            slots |= {"share": sharing == "full", "on_step": on_step}
-            yield from self._run_in_slots(tagged_requests(windows), readout, tokenizer, **slots)
+            slots |= {"share": sharing == "full", "on_step": on_step, "max_waiting": self.facts.max_running}
+            yield from serve(self, map(_by_tag, windows), tokenizer, **slots)  # type: ignore[misc]
             return
         for part in self.parts:
             part.check(readout.exits, sharing)
@@ -183,8 +190,8 @@ class Engine(EngineLoop):
         first = next(left, None)
         if first is not None:
             readout = joint_readout(readout, np.diff(first.target_offsets))
-            requests = tagged_requests(itertools.chain([first], left))
-            each = ([request] for window in requests for request in window or ())
+            windows = filter(None, itertools.chain([first], left))
+            each = ([((window, i), window.request(i))] for window in windows for i in range(window.num_requests))
             yield from self._run_in_slots(each, readout, tokenizer, **options)
 
     def _run_in_slots(
@@ -200,7 +207,6 @@ class Engine(EngineLoop):
 
         put_off  called with (window, number) of a request that finds no room in the store because of pinned rows; None:
                  such a request is answered with an error
-
         options  of `serve`
         """
         options |= {"readout": readout, "max_waiting": self.options.generation.max_running}
@@ -258,3 +264,8 @@ class Engine(EngineLoop):
                     yield event
         finally:
             self.cancel(response)
+
+
+def _by_tag(window: Window | None) -> list[tuple[bytes, Request]] | None:
+    """Returns a window's requests by tag. Texts take long: what waits for them does not hold the window's images."""
+    return None if window is None else [(tag, window.request(number)) for number, tag in enumerate(window.tags)]

@@ -402,17 +402,16 @@ def _tagged(window: Window) -> list[tuple[tuple[Window, int], Request]]:
     return [((window, number), window.request(number)) for number in range(window.num_requests)]
 
 
-def tagged_requests(windows: Iterable[Window | None]) -> TaggedRequests:
-    """Yields the requests of windows, tagged as `SlotWindows.in_slots` does."""
-    return (None if window is None else _tagged(window) for window in windows)
-
-
 def last_rows(windows: Iterable[Window | None], readout: Readout) -> TaggedRequests:
-    """Yields the requests of windows as `tagged_requests` does, for a model whose numbers are all read in the slots.
+    """Yields the requests of windows, tagged as `SlotWindows.in_slots` does, for a model whose numbers are all read in
+    the slots.
 
     Raises InputError for a read-out of other rows than last ones, which leave a looped model early.
     """
     for window in windows:
-        if window is not None and not reads_last_rows(readout, np.diff(window.target_offsets)):
+        if window is None:
+            yield None
+            continue
+        if not reads_last_rows(readout, np.diff(window.target_offsets)):
             raise no_readout(readout)
-        yield None if window is None else _tagged(window)
+        yield _tagged(window)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.protocol import EngineFacts
 from ..engine.requests import LAST_ROW_KINDS
 from ..errors import InputError
 from ..records.record import dumps, error_text
@@ -67,8 +68,8 @@ class Flow:
         window, spool = self.job.window, batch.spool
         if batch.feed is None:
             assert spool is not None
-            windows = spool.windows(max_tokens=window, share=engine.sharing == "full")
-            return results_of(engine, task, windows if takes_ranges(engine) else watched(windows, see), **run)
+            windows = spool.windows(max_tokens=window, share=engine.facts.sharing == "full")
+            return results_of(engine, task, windows if engine.facts.divides else watched(windows, see), **run)
 
         def rest() -> Windows:
             """Returns the windows of the spool, which is complete when this is called."""
@@ -77,7 +78,7 @@ class Flow:
                 raise self.reader.error
             return spool.windows(max_tokens=window)
 
-        results: Any = results_of if takes_ranges(engine) else live_results
+        results: Any = results_of if engine.facts.divides else live_results
         return results(engine, task, LiveInput(batch.feed, window, None if spool is None else rest, see), **run)
 
     def check(self) -> None:
@@ -127,11 +128,6 @@ _STEPS = 2  # an engine is given about what fills so many steps at a time
 _HELD = 0.3  # of a bucket's prefix, from which on the engine counts as holding it
 
 
-def takes_ranges(engine: Any) -> bool:
-    """Returns whether an engine divides a stream itself, among replicas."""
-    return getattr(engine, "takes_ranges", False)
-
-
 def reads_last_rows(task: Any) -> bool:
     """Returns whether most of what a task reads are last rows of prompts, so that they can be read in the KV store."""
     return task.readout.kind in LAST_ROW_KINDS or task.readout.kind == "logprobs"
@@ -145,7 +141,8 @@ def live_results(
     What is generated, and what is read at last rows only, runs in the KV store: requests join those that run, and find
     the rows of those before. All else runs bucket by bucket.
     """
-    share, generates = engine.sharing == "full", task.readout.kind == "tokens"
+    facts: EngineFacts = engine.facts
+    share, generates = facts.sharing == "full", task.readout.kind == "tokens"
     in_slots = generates or (share and reads_last_rows(task))
     run["stopping"] = stopping
     if in_slots and not generates:
@@ -161,10 +158,10 @@ def live_results(
     live = LiveWindows(
         source.feed,
         max_tokens=source.max_tokens,
-        most=min(source.max_tokens, _STEPS * getattr(engine, "max_batch_rows", 4096)),
+        most=min(source.max_tokens, _STEPS * facts.max_rows),
         share=share,
-        busy=engine.options.generation.max_running // 2 if in_slots and hasattr(engine, "options") else 1,
-        is_held=is_held if in_slots and share and hasattr(engine, "held_rows") else None,
+        busy=facts.max_running // 2 if in_slots else 1,
+        is_held=is_held if in_slots and share else None,
         stopping=stopping,
     )
 
@@ -178,8 +175,7 @@ def live_results(
         if in_slots:
             yield from computed(live)
         while not (in_slots or live.is_done or stopping()):
-            ahead = getattr(getattr(getattr(engine, "worker", None), "facts", None), "depth", 1) > 1
-            yield from computed(live.steady(ahead=ahead))
+            yield from computed(live.steady(ahead=facts.depth > 1))
     finally:
         live.close()
 

@@ -55,7 +55,7 @@ def run_works(
         for number, work in enumerate(works):
             for part, request in enumerate([] if isinstance(work, InputError) else work.requests):
                 spool.add(with_seed(request, seed, number, part), _TAG.pack(number, part))
-        windows = spool.windows(max_tokens=window, share=run.get("sharing", engine.sharing) == "full")
+        windows = spool.windows(max_tokens=window, share=run.get("sharing", engine.facts.sharing) == "full")
         with closing(results_of(engine, task, windows, **run)) as results:  # type: ignore[type-var]
             for tag, result in results:
                 number, part = _TAG.unpack(tag)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from prefold.engine.protocol import EngineFacts
 from prefold.errors import InputError
 from prefold.tasks.base import Inputs, Task, Work
 from prefold.types import Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
@@ -92,10 +93,13 @@ class FakeEngine:
     """Yields each request's digest, a window at a time in three groups; `before` is called with every request."""
 
     def __init__(self, sharing: str = "full", before: Any = None):
-        self.sharing = sharing
+        self.facts = EngineFacts(sharing, max_rows=4096, max_running=2)  # type: ignore[arg-type]
         self.stats = Stats()
         self.before = before
         self.closed = 0
+
+    def held_rows(self, *prompt: Any) -> int:
+        return 0
 
     def reset_stats(self) -> Stats:
         self.stats, before = Stats(), self.stats

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from prefold.engine.protocol import EngineFacts
 from prefold.job.output import StreamOutput
 from prefold.job.run import Job, run_job
 from prefold.records import Columns, OpenAIBatch, TableAdapter, Template, open_source
@@ -32,7 +33,7 @@ TOKENIZER = Tokenizer(PLAIN.backend, special_tokens=PLAIN.special_tokens, chat_t
 class AnyEngine:
     """An engine that answers every request with values of the right shape, and now and then with NaN."""
 
-    sharing = "full"
+    facts = EngineFacts("full")
 
     def __init__(self):
         self.stats = Stats()
