@@ -174,7 +174,7 @@ def replicas(rows: int, model: str, seeds: int) -> list[dict[str, Any]]:
     from prefold.cluster.fleet import Fleet
     from prefold.cluster.ray_replicas import RayReplicas
     from prefold.stream import Spool
-    from prefold.types import Request, Sampling
+    from prefold.types import Readout, Request, Sampling
 
     rng = np.random.default_rng(0)
     heads = rng.integers(10, 300, (20, 24))
@@ -194,7 +194,7 @@ def replicas(rows: int, model: str, seeds: int) -> list[dict[str, Any]]:
     llm = LLM(model, **OPTIONS)
     with spooled() as spool:
         windows = spool.windows(max_tokens=1 << 20)
-        expected = {tag: one[0].tokens for tag, one in llm.engine.generate(windows, None)}
+        expected = {tag: one[0].tokens for tag, one in llm.engine.run(windows, Readout("tokens"))}
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
     def kill(rng: random.Random) -> None:
@@ -238,7 +238,7 @@ def replicas(rows: int, model: str, seeds: int) -> list[dict[str, Any]]:
         started = time.perf_counter()
         slow = None
         with closing(Fleet(members, patience=patience, notify=notes.append)) as fleet, spooled() as spool:
-            for tag, answer in fleet.generate(spool.windows(max_tokens=1 << 20), None):
+            for tag, answer in fleet.run(spool.windows(max_tokens=1 << 20), Readout("tokens")):
                 twice += tag in found
                 found[tag] = answer
                 if len(found) == at:

@@ -95,7 +95,7 @@ def run(fleet: Fleet, requests: list[SimRequest]) -> float:
         feed.put([(Request(request.drawn_tokens(40_000), sampling=sampling), str(request.key).encode())])
     feed.end()
     began = time.perf_counter()
-    count = sum(1 for _ in fleet.generate(LiveInput(feed, 1 << 20), None))
+    count = sum(1 for _ in fleet.run(LiveInput(feed, 1 << 20), Readout("tokens")))
     assert count == len(requests)
     return time.perf_counter() - began
 
@@ -111,8 +111,8 @@ def two(rows: int, repeats: int) -> list[dict[str, Any]]:
     seeds = iter(range(1, 1000))
     try:
         wait_for(fleet, 2)
-        assert fleet.facts is not None
-        twin = Simulated(fleet.facts)
+        assert fleet.replica_facts is not None
+        twin = Simulated(fleet.replica_facts)
         calibrate(twin, fleet, replicas)
         for shape in ("repeated", "nothing shared"):
             runs: dict[str, list[tuple[float, Any, FleetOutcome]]] = {name: [] for name in POLICIES}

@@ -22,7 +22,7 @@ import numpy as np
 from common import median, spread
 
 from prefold.stream import Spool
-from prefold.types import Request, Sampling
+from prefold.types import Readout, Request, Sampling
 
 BLOCK = 32  # the least that vLLM's CPU build has
 PREFIX, TAIL, EACH = 448, 32, 7  # seven prompts for a prefix are asked for five times what is unique
@@ -64,7 +64,7 @@ def through_fleet(fleet: Any, prompts: list[np.ndarray], output: int) -> dict[st
     fleet.reset_stats()
     with spooled(prompts, output) as spool:
         started = time.perf_counter()
-        found = dict(fleet.generate(spool.windows(max_tokens=1 << 20), None))
+        found = dict(fleet.run(spool.windows(max_tokens=1 << 20), Readout("tokens")))
         seconds = time.perf_counter() - started
     assert len(found) == len(prompts) and all(len(one[0].tokens) == output for one in found.values())
     return {"seconds": seconds, "cached": fleet.stats.generation.first_admission_hits / sum(map(len, prompts))}
@@ -178,7 +178,7 @@ def over_http(prompts: list[np.ndarray], output: int, model: str, repeats: int) 
             # The texts of answers are not read; ids go in, so no tokenizer is needed here.
             with closing(Fleet(HttpReplicas([url], "m", None, patience=300))) as fleet:
                 with spooled(prompts[:8], output) as spool:
-                    list(fleet.generate(spool.windows(max_tokens=1 << 20), object()))  # type: ignore[arg-type]
+                    list(fleet.run(spool.windows(max_tokens=1 << 20), Readout("tokens"), object()))  # type: ignore[arg-type]
                 asyncio.run(all_at_once(prompts[:8]))
                 for _ in range(repeats):
                     forget()
@@ -194,7 +194,7 @@ def through_http(fleet: Any, prompts: list[np.ndarray], output: int) -> dict[str
     fleet.reset_stats()
     with spooled(prompts, output) as spool:
         started = time.perf_counter()
-        found = dict(fleet.generate(spool.windows(max_tokens=1 << 20), object()))
+        found = dict(fleet.run(spool.windows(max_tokens=1 << 20), Readout("tokens"), object()))
         seconds = time.perf_counter() - started
     assert len(found) == len(prompts) and all(isinstance(one, list) for one in found.values())
     return {"seconds": seconds, "cached": fleet.stats.generation.first_admission_hits / sum(map(len, prompts))}

@@ -21,7 +21,7 @@ from prefold.looped.gates import RowExits, visits_at_exit
 from prefold.looped.train import visit_logprobs
 from prefold.stream import Spool
 from prefold.train import TrainBatch
-from prefold.types import Generated, Request, Sampling
+from prefold.types import Generated, Readout, Request, Sampling
 from prefold.worker.rows import Path as KVPath
 from prefold.worker.rows import StepAttend
 
@@ -99,7 +99,7 @@ def answers(llm: LLM, asked: Sequence[Request]) -> list[Generated]:
     with Spool() as spool:
         for number, request in enumerate(asked):
             spool.add(request, number.to_bytes(8, "little"))
-        for tag, answer in llm.engine.generate(spool.windows(max_tokens=1 << 20, share=True), None):
+        for tag, answer in llm.engine.run(spool.windows(max_tokens=1 << 20, share=True), Readout("tokens")):
             if isinstance(answer, Exception):
                 raise answer
             found[int.from_bytes(tag, "little")] = answer[0]

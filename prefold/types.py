@@ -209,7 +209,7 @@ class Readout:
     "logprobs"  log-probability of each target, [len(targets)],       its last len(targets) rows
                 and whether the target is the arg-max
     "tokens"    what is generated after it: list[Generated], one      its last row, and each row
-                a sample (`Engine.generate` instead of `run`)         that is generated
+                a sample                                              that is generated
 
     top         of "logprobs": how many of the most likely tokens are read beside each target; the result of a target is
                 then a row of its log-probability, its rank (1 and the number of tokens that are more likely), the

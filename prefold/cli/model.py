@@ -141,7 +141,7 @@ class FleetModel:
     @property
     def dtype(self) -> str:
         """Returns the dtype of the replicas, "" while none is ready."""
-        return "" if self.engine.facts is None else self.engine.facts.dtype
+        return "" if self.engine.replica_facts is None else self.engine.replica_facts.dtype
 
     def close(self) -> None:
         """Ends the replicas."""

@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..engine.meter import StepInfo
+from ..engine.protocol import EngineFacts
 from ..errors import FleetError, InputError, JobError
 from ..prefix import RowCost
 from ..stream import LiveInput, Spool, Windows
@@ -47,8 +48,6 @@ class Fleet:
 
     Raises FleetError with the reasons when no replica is left.
     """
-
-    takes_ranges = True  # a run takes a spool's order, and not its windows one after the other
 
     def __init__(
         self,
@@ -82,7 +81,12 @@ class Fleet:
         replicas.start(lambda name, event: self._events.put((name, event)))
 
     @property
-    def facts(self) -> ReplicaFacts | None:
+    def facts(self) -> EngineFacts:
+        """Returns what callers choose by, as of the last event that a run took."""
+        return EngineFacts(self.sharing, divides=True, is_ready=bool(self.ready), replicas=self._in_words())
+
+    @property
+    def replica_facts(self) -> ReplicaFacts | None:
         """Returns the facts of the first ready replica; None while none is ready."""
         return next(iter(self.ready.values()), None)
 
@@ -91,9 +95,7 @@ class Fleet:
         """Returns how many replicas are ready, as of the last event that a run took."""
         return len(self.ready)
 
-    @property
-    def in_words(self) -> str:
-        """Returns a line about the replicas for the summary of a job."""
+    def _in_words(self) -> str:
         words = f"{self.num_ready} of {len(self.replicas.names)} at the end"
         words += f", work was divided anew {self.steals:,} times" if self.steals else ""
         words += f"; {self.losses:,} were lost, {self.moved:,} prompts went to others" if self.losses else ""
@@ -117,15 +119,16 @@ class Fleet:
         self,
         windows: Windows | LiveInput,
         readout: Readout,
+        tokenizer: Tokenizer | None = None,
         *,
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
-        text: bool = False,
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, result) of every request of a spool or a stream, as `Engine.run` does; for a request that
-        replicas died of, (tag, InputError). text: as of RunCall."""
+        """Yields (tag, answer) of every request of a spool or a stream, as `Engine.run` does; for a request that
+        replicas died of, (tag, InputError)."""
+        text = readout.kind == "tokens" and tokenizer is not None
         call = RunCall(readout, sharing or self.sharing, max_batch_rows, text)
         with self._turn:
             run = FleetRun(self, windows, call, on_step)
@@ -133,12 +136,6 @@ class Fleet:
                 yield from run.answers(stopping)
             finally:
                 run.end()
-
-    def generate(
-        self, windows: Windows | LiveInput, tokenizer: Tokenizer | None, **options: Any
-    ) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, a Generated a sample) of every request, as `Engine.generate` does. options: of `run`."""
-        return self.run(windows, Readout("tokens"), text=tokenizer is not None, **options)
 
     # ---------------------------------------------------------------------------------------------- replicas
 

@@ -122,18 +122,13 @@ class ReplicaHost(Host):
     def _serve(self, run: _HostRun) -> None:
         call, engine = run.call, self._engine
         options: dict[str, Any] = {"sharing": call.sharing, "on_step": self._step, "stopping": lambda: run.has_ended}
-        if call.readout.kind != "tokens":
-            options["max_batch_rows"] = call.max_batch_rows
-        depth = getattr(getattr(engine, "worker", None), "facts", None)
-        timeout = None if getattr(depth, "depth", 1) == 1 else _IDLE_SECONDS
+        options |= {"max_batch_rows": call.max_batch_rows, "cache_prefill": call.in_slots or None}
+        tokenizer = self._tokenizer if call.text else None
+        timeout = None if engine.facts.depth == 1 else _IDLE_SECONDS
         with self._cache_watched(call.online and call.in_slots and call.sharing == "full"):
             while not run.has_ended:
                 windows = run.taken(in_slots=call.in_slots, timeout=timeout)
-                if call.readout.kind == "tokens":
-                    results = engine.generate(windows, self._tokenizer if call.text else None, **options)
-                else:
-                    results = engine.run(windows, call.readout, cache_prefill=call.in_slots or None, **options)
-                with closing(results):
+                with closing(engine.run(windows, call.readout, tokenizer, **options)) as results:
                     for tag, answer in results:
                         run.open -= 1
                         with self._changed:

@@ -8,6 +8,7 @@ slots of the KV store (`generate.py`, called through `calls.py`). This module of
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import Any, TypeVar, cast
@@ -18,7 +19,7 @@ from ..errors import InputError
 from ..schedule.parts import engine_parts
 from ..stream import Window
 from ..text import Tokenizer
-from ..types import Exits, Generated, Readout, Request, Result, Sharing, Stats
+from ..types import Exits, Generated, Owner, Readout, Request, Sharing, Stats
 from ..worker.protocol import Worker
 from .calls import TOKENS, serve
 from .generate import Generator, check_sharing
@@ -26,7 +27,8 @@ from .handles import ResponseStream, events_of
 from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
-from .requests import Answer
+from .protocol import EngineFacts
+from .requests import Answer, joint_readout
 from .samples import TextPiece
 from .stream import SharingChoice, SlotWindows, TaggedRequests, last_rows, run_stream
 
@@ -76,6 +78,12 @@ class Engine(EngineLoop):
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
+    def facts(self) -> EngineFacts:
+        """Returns what callers choose by."""
+        depth, most = self.worker.facts.depth, self.options.generation.max_running
+        return EngineFacts(self.sharing, max_rows=self.max_batch_rows, max_running=most, depth=depth)
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """Returns the names of the LoRA adapters that requests may run with."""
         return self.worker.facts.adapters
@@ -103,35 +111,55 @@ class Engine(EngineLoop):
         self,
         windows: Iterable[Window | None],
         readout: Readout,
+        tokenizer: Tokenizer | None = None,
         *,
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
         cache_prefill: bool | None = None,
+        owner: Owner | None = None,
+        failed: Callable[[Exception], InputError] | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[bytes, Result | InputError]]:
-        """Yields (tag, result) of every request when the step that ends it has been computed. In the KV store a request
-        may be too long, and yields (tag, InputError).
+    ) -> Iterator[tuple[bytes, Answer]]:
+        """Yields (tag, answer) of every request when the step that ends it has been computed.
 
-        With sharing "full" the windows must be consecutive pieces of one stream (`Spool.windows`). With cache_prefill
-        a window may be None, as for `generate`.
+        The answer is a Result, or with the read-out "tokens" a list with a Generated for each sample. It is an
+        InputError where a request in the KV store cannot run.
 
+        With sharing "full" the windows of numbers must be consecutive pieces of one stream (`Spool.windows`). In the KV
+        store the next window is submitted when few requests wait, so that its prompts join the running sequences; a
+        window of None means that no request is there yet: the iterator is asked again after the next step.
+
+        tokenizer       of the texts; None: they are made of tokens alone
         sharing         how rows are shared; None: as the engine's options say, with their threshold
         max_batch_rows  the most rows of a step of the row stream; None: the engine's
         cache_prefill   whether last rows are read in the KV store; None: as the engine's options say
+        owner           the tenant and the class for whom requests run beside those of others, in the KV store whatever
+                        is read; None: numbers may be read in a row stream, which is the quickest way
+        failed          in the KV store: see `serve`
         on_step         called after every step of the engine, until the run ends
         stopping        called after every step: once it returns True, the run ends, after it has yielded the results
                         that are there
 
         Raises InputError for an unknown adapter, and OutOfMemoryError if not even one row fits.
         """
+        if owner is not None:
+            yield from self._run_beside(windows, readout, tokenizer, owner=owner, failed=failed, stopping=stopping)
+            return
         choice = self._choice if sharing is None else None
         sharing = sharing or self.sharing
+        slots: dict[str, Any] = {"stopping": stopping, "failed": failed}
+        if readout.kind == "tokens":
+            check_sharing(sharing)
+            slots |= {"share": sharing == "full", "on_step": on_step, "max_waiting": self.facts.max_running}
+            yield from serve(self, map(_by_tag, windows), tokenizer, **slots)  # type: ignore[misc]
+            return
         for part in self.parts:
             part.check(readout.exits, sharing)
         if self.all_in_slots:
             with self.meter.listening(on_step):
-                yield from self._run_in_slots(last_rows(windows, readout), readout, stopping, shares=sharing == "full")
+                requests = last_rows(windows, readout)
+                yield from self._run_in_slots(requests, readout, share=sharing == "full", **slots)
             return
         budget = self._budget if max_batch_rows is None else self._budget_of(max_batch_rows)
         options: dict[str, Any] = {"sharing": sharing, "choice": choice, "budget": budget, "stopping": stopping}
@@ -141,7 +169,7 @@ class Engine(EngineLoop):
                 return
             split = SlotWindows(windows, readout, self.generator.scheduler.pool.num_slots)
             while not split.has_ended:
-                yield from self._run_in_slots(split.in_slots(), readout, stopping, put_off=split.put_off)
+                yield from self._run_in_slots(split.in_slots(), readout, share=True, put_off=split.put_off, **slots)
                 if stopping():
                     return
                 yield from run_stream(self, self.worker, split.in_stream(), readout, **options)
@@ -153,30 +181,43 @@ class Engine(EngineLoop):
         """Returns whether all numbers are read in the slots of the KV store, those of jobs too; only last rows are."""
         return any(part.in_slots for part in self.parts)
 
+    def _run_beside(
+        self, windows: Iterable[Window | None], readout: Readout, tokenizer: Tokenizer | None, **options: Any
+    ) -> Iterator[tuple[bytes, Answer]]:
+        """Runs requests of an owner beside those of others: they are submitted one by one, so that few of them wait,
+        and all of them are read with the read-out that the first window needs."""
+        left = iter(windows)
+        first = next(left, None)
+        if first is not None:
+            readout = joint_readout(readout, np.diff(first.target_offsets))
+            windows = filter(None, itertools.chain([first], left))
+            each = ([((window, i), window.request(i))] for window in windows for i in range(window.num_requests))
+            yield from self._run_in_slots(each, readout, tokenizer, **options)
+
     def _run_in_slots(
         self,
         windows: TaggedRequests,
         readout: Readout,
-        stopping: Callable[[], bool],
+        tokenizer: Tokenizer | None = None,
         *,
-        shares: bool = True,
         put_off: Callable[[Window, int], None] | None = None,
-    ) -> Iterator[tuple[bytes, Result | InputError]]:
-        """Reads the last rows of windows in the slots of the KV store, in the same steps as generation.
+        **options: Any,
+    ) -> Iterator[tuple[bytes, Answer]]:
+        """Runs the requests of windows in the slots of the KV store.
 
         put_off  called with (window, number) of a request that finds no room in the store because of pinned rows; None:
                  such a request is answered with an error
+        options  of `serve`
         """
-        options: dict[str, Any] = {"stopping": stopping, "readout": readout, "share": shares}
-        options["max_waiting"] = self.options.generation.max_running
-        with closing(serve(self, windows, is_again=lambda tag: bool(tag[0].twins[tag[1]]), **options)) as answers:
-            for (window, number), result in answers:
-                assert isinstance(result, Result | InputError)
-                if put_off is not None and isinstance(result, InputError) and result.code == "kv_memory":
+        options |= {"readout": readout, "max_waiting": self.options.generation.max_running}
+        again: Callable[[tuple[Window, int]], bool] = lambda place: bool(place[0].twins[place[1]])  # noqa: E731
+        with closing(serve(self, windows, tokenizer, is_again=again, **options)) as answers:
+            for (window, number), answer in answers:
+                if put_off is not None and isinstance(answer, InputError) and answer.code == "kv_memory":
                     put_off(window, number)
                     self.meter.add(requests=-1)  # the stream counts the request again
                     continue
-                yield window.tags[number], result
+                yield window.tags[number], cast(Answer, answer)
 
     def make_generator(self) -> Generator:
         """Returns a new generator with a KV store of its own; EngineLoop calls this once."""
@@ -201,32 +242,6 @@ class Engine(EngineLoop):
         self.close_loop()
         self.worker.close()
 
-    def generate(
-        self,
-        windows: Iterable[Window | None],
-        tokenizer: Tokenizer | None,
-        *,
-        sharing: Sharing | None = None,
-        on_step: Callable[[StepInfo], None] | None = None,
-        stopping: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[bytes, Answer]]:
-        """Yields (tag, answer) of every request as it ends: a list with a Generated for each sample, or the InputError
-        that says why the request cannot run.
-
-        The next window is submitted when few requests wait, so that its prompts join the running sequences. A window of
-        None means that no request is there yet: the iterator is asked again after the next step.
-
-        sharing   "full" or "off"; None: as the engine's options say
-        on_step   called after every step of the engine, until the run ends
-        stopping  called after every step: once it returns True, the run ends, after it has yielded the answers that are
-                  there
-        """
-        sharing = sharing or self.sharing
-        check_sharing(sharing)
-        options: dict[str, Any] = {"stopping": stopping, "on_step": on_step, "share": sharing == "full"}
-        options["max_waiting"] = self.options.generation.max_running
-        yield from serve(self, self._requests(windows), tokenizer, **options)  # type: ignore[misc]
-
     def stream(
         self, requests: Iterable[Request], tokenizer: Tokenizer | None
     ) -> Iterator[tuple[int, TextPiece | Answer]]:
@@ -250,9 +265,7 @@ class Engine(EngineLoop):
         finally:
             self.cancel(response)
 
-    def _requests(self, windows: Iterable[Window | None]) -> Iterator[list[tuple[bytes, Request]] | None]:
-        for window in windows:
-            if window is None:
-                yield None
-                continue
-            yield [(tag, window.request(number)) for number, tag in enumerate(window.tags)]
+
+def _by_tag(window: Window | None) -> list[tuple[bytes, Request]] | None:
+    """Returns a window's requests by tag. Texts take long: what waits for them does not hold the window's images."""
+    return None if window is None else [(tag, window.request(number)) for number, tag in enumerate(window.tags)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.protocol import EngineFacts
 from ..engine.requests import LAST_ROW_KINDS
 from ..errors import InputError
 from ..records.record import dumps, error_text
@@ -22,6 +23,7 @@ from ..stream import LiveInput, LiveWindows, Windows
 from ..stream.live_windows import See
 from ..tasks.base import attempt
 from ..tasks.run import finish, results_of
+from ..types import Owner
 from .reader import Done, Gather, Job, Reader, Ready
 
 
@@ -43,16 +45,17 @@ class Flow:
         batch: Ready,
         *,
         see: See | None = None,
-        on_step: Callable[[Any], None] | None = None,
         stopping: Callable[[], bool],
+        **run: Any,
     ) -> bool:
         """Computes a batch and writes the lines of its records; returns whether it came to the end.
 
         see       is shown the windows as they are taken
         stopping  asked after every step and every result: once it says so, no more lines are written
+        run       as in `results_of`
         """
         task = self.job.tasks[batch.task]
-        with closing(self._results(engine, task, batch, see, on_step=on_step, stopping=stopping)) as results:
+        with closing(self._results(engine, task, batch, see, stopping=stopping, **run)) as results:
             for tag, result in results:
                 done = self.gather.add(tag, result)
                 if done is not None:
@@ -65,8 +68,8 @@ class Flow:
         window, spool = self.job.window, batch.spool
         if batch.feed is None:
             assert spool is not None
-            windows = spool.windows(max_tokens=window, share=engine.sharing == "full")
-            return results_of(engine, task, windows if takes_ranges(engine) else watched(windows, see), **run)
+            windows = spool.windows(max_tokens=window, share=engine.facts.sharing == "full")
+            return results_of(engine, task, windows if engine.facts.divides else watched(windows, see), **run)
 
         def rest() -> Windows:
             """Returns the windows of the spool, which is complete when this is called."""
@@ -75,7 +78,7 @@ class Flow:
                 raise self.reader.error
             return spool.windows(max_tokens=window)
 
-        results: Any = results_of if takes_ranges(engine) else live_results
+        results: Any = results_of if engine.facts.divides else live_results
         return results(engine, task, LiveInput(batch.feed, window, None if spool is None else rest, see), **run)
 
     def check(self) -> None:
@@ -97,11 +100,13 @@ class Flow:
         return dumps(self.job.adapter.line(done.number, done.meta, results))
 
 
-def run_beside(job: Job, stopping: Callable[[], bool]) -> bool:
+def run_beside(job: Job, owner: Owner, failed: Callable[[Exception], InputError], stopping: Callable[[], bool]) -> bool:
     """Runs a job on an engine that others use too, from any thread; returns whether all its lines are written.
 
     What is done is committed when this returns or raises; the output stays open, and is not marked as ended.
 
+    owner     for whom the job runs
+    failed    takes the error of a step that fails for a request, and returns the request's answer
     stopping  asked after every step: once it says so, this returns False
     """
     flow = Flow(job, Counts())
@@ -110,7 +115,7 @@ def run_beside(job: Job, stopping: Callable[[], bool]) -> bool:
         engine = job.load().engine
         for batch in flow.reader.batches():
             with batch.spool or nullcontext():
-                if not flow.compute(engine, batch, stopping=stopping):
+                if not flow.compute(engine, batch, owner=owner, failed=failed, stopping=stopping):
                     return False
         flow.check()
         return not stopping()
@@ -121,11 +126,6 @@ def run_beside(job: Job, stopping: Callable[[], bool]) -> bool:
 
 _STEPS = 2  # an engine is given about what fills so many steps at a time
 _HELD = 0.3  # of a bucket's prefix, from which on the engine counts as holding it
-
-
-def takes_ranges(engine: Any) -> bool:
-    """Returns whether an engine divides a stream itself, among replicas."""
-    return getattr(engine, "takes_ranges", False)
 
 
 def reads_last_rows(task: Any) -> bool:
@@ -141,7 +141,8 @@ def live_results(
     What is generated, and what is read at last rows only, runs in the KV store: requests join those that run, and find
     the rows of those before. All else runs bucket by bucket.
     """
-    share, generates = engine.sharing == "full", task.readout.kind == "tokens"
+    facts: EngineFacts = engine.facts
+    share, generates = facts.sharing == "full", task.readout.kind == "tokens"
     in_slots = generates or (share and reads_last_rows(task))
     run["stopping"] = stopping
     if in_slots and not generates:
@@ -157,10 +158,10 @@ def live_results(
     live = LiveWindows(
         source.feed,
         max_tokens=source.max_tokens,
-        most=min(source.max_tokens, _STEPS * getattr(engine, "max_batch_rows", 4096)),
+        most=min(source.max_tokens, _STEPS * facts.max_rows),
         share=share,
-        busy=engine.options.generation.max_running // 2 if in_slots and hasattr(engine, "options") else 1,
-        is_held=is_held if in_slots and share and hasattr(engine, "held_rows") else None,
+        busy=facts.max_running // 2 if in_slots else 1,
+        is_held=is_held if in_slots and share else None,
         stopping=stopping,
     )
 
@@ -174,8 +175,7 @@ def live_results(
         if in_slots:
             yield from computed(live)
         while not (in_slots or live.is_done or stopping()):
-            ahead = getattr(getattr(getattr(engine, "worker", None), "facts", None), "depth", 1) > 1
-            yield from computed(live.steady(ahead=ahead))
+            yield from computed(live.steady(ahead=facts.depth > 1))
     finally:
         live.close()
 

@@ -18,7 +18,7 @@ from ..report.icicle import StreamShape
 from ..report.page import StepLog
 from ..report.progress import Counts, Progress
 from ..types import Stats
-from .flow import Flow, Job, takes_ranges
+from .flow import Flow, Job
 from .reader import Ready
 
 TICK_SECONDS = 0.25
@@ -146,7 +146,7 @@ class _Run:
             self.summary.stats = engine.stats
             self.summary.dtype = str(getattr(self._llm, "dtype", "")).removeprefix("torch.") or None
             self.summary.passes = getattr(self._llm, "passes", "")
-            self.summary.replicas = getattr(engine, "in_words", "")
+            self.summary.replicas = engine.facts.replicas
         self.flow.check()
 
     def _load(self) -> Any:
@@ -155,16 +155,16 @@ class _Run:
         self._llm = llm = self.job.load()
         self._engine = engine = llm.engine
         engine.reset_stats()
-        self.summary.sharing = engine.sharing
+        self.summary.sharing = engine.facts.sharing
         self.summary.load_seconds = time.perf_counter() - started
         self.counts.phase = "reading"
         return engine
 
     def _compute(self, engine: Any, batch: Ready) -> None:
-        shape = self.summary.shape
+        shape, facts = self.summary.shape, engine.facts
         # What is given away in ranges, or does not share, is looked at in its order afterwards; a stream as it goes by.
-        seen = shape is not None and (batch.spool is None or (engine.sharing == "full" and not takes_ranges(engine)))
-        self.counts.phase, self.graceful = "computing" if getattr(engine, "num_ready", 1) else WAITING, True
+        seen = shape is not None and (batch.spool is None or (facts.sharing == "full" and not facts.divides))
+        self.counts.phase, self.graceful = "computing" if facts.is_ready else WAITING, True
         see = shape.see if shape is not None and seen else None
         if not self.flow.compute(engine, batch, see=see, on_step=self._step, stopping=self._stopping):
             assert self.signal is not None
@@ -191,7 +191,7 @@ class _Run:
 
     def _count(self) -> Counts:
         self.counts.done, self.counts.errors = self.output.count, self.output.errors
-        if self.counts.phase == WAITING and self._engine.num_ready:
+        if self.counts.phase == WAITING and self._engine.facts.is_ready:
             self.counts.phase = "computing"
         return self.counts
 

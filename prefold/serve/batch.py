@@ -20,34 +20,26 @@ Clients do not see the fields of a stored batch that are for us:
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ..api.body import TaskOrder
-from ..engine.calls import TOKENS, serve
-from ..engine.engine import Engine
-from ..engine.requests import joint_readout
 from ..errors import InputError, JobError
 from ..job import Job, OutputOptions, open_output, run_beside
 from ..records.batch import OpenAIBatch, add_usage
 from ..records.formats import LineSource, TableOptions
 from ..records.record import Source, error_text
 from ..records.source import file_identity, is_gzip
-from ..stream import Window
-from ..text import Tokenizer
-from ..types import Owner, Readout, Result, Sharing
+from ..types import Owner
 from .handler import RequestHandler
 from .keys import Keys, Tenant
 from .limits import check_samples, check_texts
@@ -227,8 +219,8 @@ class BatchWork:
                     namespace = self._keys.namespace(Tenant(batch.tenant or None))
                     seed = int.from_bytes(hashlib.blake2b(batch.id.encode(), digest_size=6).digest())
                     owner = Owner(batch.tenant or None, is_batch=True)
-                    tasks, lane = _Tasks(self._handler, namespace, owner), BatchEngine(self._handler.engine, owner)
-                    job = Job(source, adapter, tasks, lambda: lane, output, window=WINDOW_TOKENS, seed=seed)
+                    tasks, llm = _Tasks(self._handler, namespace, owner), self._handler.llm
+                    job = Job(source, adapter, tasks, lambda: llm, output, window=WINDOW_TOKENS, seed=seed)
                     total = body["request_counts"]["total"]
 
                     def stopping() -> bool:
@@ -241,7 +233,7 @@ class BatchWork:
                         output.commit(due_only=True)
                         batch.is_full = path.exists() and path.stat().st_size > left
 
-                    if self._beside(look, lambda: run_beside(job, stopping)):
+                    if self._beside(look, lambda: run_beside(job, owner, _internal_error, stopping)):
                         ending = "completed"
                     elif (ending := batch.ending) is None:
                         return None, None
@@ -430,62 +422,6 @@ def _usage_body(usage: Counter[str]) -> Body:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-
-
-class BatchEngine:
-    """An engine for one job: `run` and `generate` as `Engine` has them, called from the job's thread, in the slots of
-    the KV store. A request whose step fails has an InputError; what no request is at fault for is raised.
-
-    owner  for whom the job is run
-    """
-
-    def __init__(self, engine: Engine, owner: Owner):
-        self._engine, self._owner = engine, owner
-
-    @property
-    def engine(self) -> BatchEngine:
-        """Returns this: a job asks what it loads for an engine."""
-        return self
-
-    @property
-    def sharing(self) -> Sharing:
-        return self._engine.sharing
-
-    def run(
-        self, windows: Iterable[Window], readout: Readout, *, stopping: Callable[[], bool], on_step: Any = None
-    ) -> Iterator[tuple[bytes, Result | InputError]]:
-        """Yields (tag, result) of every request, as the steps that end them come in; (tag, InputError) of one that
-        cannot be read."""
-        left = iter(windows)
-        if (first := next(left, None)) is not None:
-            readout = joint_readout(readout, np.diff(first.target_offsets))
-            yield from self.generate(itertools.chain([first], left), None, stopping=stopping, readout=readout)
-
-    def generate(
-        self,
-        windows: Iterable[Window],
-        tokenizer: Tokenizer | None,
-        *,
-        stopping: Callable[[], bool],
-        on_step: Any = None,
-        readout: Readout = TOKENS,
-    ) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, a Generated a sample) of every request, as they end; (tag, InputError) for one that cannot run.
-        readout: what is read instead of texts."""
-        answers = serve(
-            self._engine,
-            ([((window, i), window.request(i))] for window in windows for i in range(window.num_requests)),
-            tokenizer,
-            max_waiting=self._engine.options.generation.max_running,
-            stopping=stopping,
-            is_again=lambda place: bool(place[0].twins[place[1]]),
-            readout=readout,
-            owner=self._owner,
-            failed=_internal_error,
-        )
-        with closing(answers):  # type: ignore[type-var]
-            for (window, number), answer in answers:
-                yield window.tags[number], answer
 
 
 def _internal_error(error: Exception) -> InputError:

@@ -30,9 +30,7 @@ def results_of(engine: Any, task: Any, windows: Iterable[Window], **run: Any) ->
     A result is a Result, or where text is generated a list of Generated; or it is the InputError of a request that
     cannot be run.
     """
-    if task.readout.kind == "tokens":
-        return engine.generate(windows, task.inputs.tokenizer, **run)
-    return engine.run(windows, task.readout, **run)
+    return engine.run(windows, task.readout, task.inputs.tokenizer, **run)
 
 
 def run_works(
@@ -57,7 +55,7 @@ def run_works(
         for number, work in enumerate(works):
             for part, request in enumerate([] if isinstance(work, InputError) else work.requests):
                 spool.add(with_seed(request, seed, number, part), _TAG.pack(number, part))
-        windows = spool.windows(max_tokens=window, share=run.get("sharing", engine.sharing) == "full")
+        windows = spool.windows(max_tokens=window, share=run.get("sharing", engine.facts.sharing) == "full")
         with closing(results_of(engine, task, windows, **run)) as results:  # type: ignore[type-var]
             for tag, result in results:
                 number, part = _TAG.unpack(tag)

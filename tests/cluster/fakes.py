@@ -25,11 +25,8 @@ class SlowEngine(FakeEngine):
     def __init__(self, before: Any = None):
         super().__init__("full", before=before)
 
-    def run(self, windows: Any, readout: Any, *, on_step: Any = None, stopping: Any = None, **_: Any) -> Iterator:
-        return super().run(filter(None, windows), readout, on_step=on_step)
-
-    def generate(self, windows: Any, tokenizer: Any, *, on_step: Any = None, stopping: Any = None, **_: Any):
-        return super().generate((window for window in windows if window is not None), tokenizer, on_step=on_step)
+    def run(self, windows: Any, readout: Any, tokenizer: Any = None, *, on_step: Any = None, **_: Any) -> Iterator:
+        return super().run(windows, readout, on_step=on_step)
 
 
 class ThreadReplicas(Replicas):
@@ -68,7 +65,7 @@ class ThreadReplicas(Replicas):
         engine = llm.engine
         host = self.hosts[name] = ReplicaHost(llm, facts)
         if self.before is not None:
-            engine.run, engine.generate = self._watched(name, engine.run), self._watched(name, engine.generate)
+            engine.run = self._watched(name, engine.run)
         self.tell(name, ReplicaReady(facts))
         while not self.closed and self.hosts.get(name) is host:
             report = host.report(0.02)

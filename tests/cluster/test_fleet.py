@@ -47,12 +47,12 @@ def expected(num=400, generate=False) -> list:
     with filled(num, generate) as spool:
         windows = spool.windows(max_tokens=500)
         engine = FakeEngine()
-        return plain(engine.generate(windows, None) if generate else engine.run(windows, Readout("last")))
+        return plain(engine.run(windows, Readout("tokens" if generate else "last")))
 
 
 def run(fleet, spool, generate=False, **options):
     windows = spool.windows(max_tokens=500)
-    return fleet.generate(windows, None, **options) if generate else fleet.run(windows, Readout("last"), **options)
+    return fleet.run(windows, Readout("tokens" if generate else "last"), **options)
 
 
 @pytest.mark.parametrize("memory_bytes", [3000, 1 << 20])
@@ -356,7 +356,7 @@ def test_real_engines(tmp_path):
         texts = {tag: answer[0].tokens for tag, answer in run(fleet, spool, generate=True)}
         windows = spool.windows(max_tokens=500)
         alone.reset_stats()
-        assert texts == {tag: answer[0].tokens for tag, answer in alone.generate(windows, None)}
+        assert texts == {tag: answer[0].tokens for tag, answer in alone.run(windows, Readout("tokens"))}
         assert fleet.stats.generation.generated_tokens == sum(map(len, texts.values()))
         assert fleet.stats.unique_tokens == alone.stats.unique_tokens == alone.stats.rows_computed
         again = fleet.stats.generation.prefill_rows - spool.unique_tokens()
@@ -393,10 +393,10 @@ def test_the_summary_counts_what_two_replicas_computed(tmp_path, early):
                 spool.add(request, one.tag)
         feed.end()
         source = LiveInput(feed, 1 << 16, lambda: spool.windows(max_tokens=500))
-        answers = fleet.generate(source if early else source.rest(), None)
+        answers = fleet.run(source if early else source.rest(), Readout("tokens"))
         texts = {tag: one.tokens for tag, (one,) in answers}
         assert len(texts) == 200 and fleet.losses == 1 and fleet.moved
-        for _ in alone.generate(whole.windows(max_tokens=1 << 16), None):
+        for _ in alone.run(whole.windows(max_tokens=1 << 16), Readout("tokens")):
             pass
         stats, outputs = fleet.stats, sum(len(tokens) for tokens in texts.values())
         assert stats.generation.generated_tokens == outputs == alone.stats.generation.generated_tokens

@@ -343,7 +343,7 @@ def test_a_request_that_is_not_answered_in_time_is_tried_again_within_a_bound():
             for text in (b"hang", b"one", b"two"):
                 tokens = np.frombuffer(text, np.uint8).astype(np.int32)
                 spool.add(Request(tokens, sampling=Sampling(max_tokens=3)), text)
-            found = dict(fleet.generate(spool.windows(max_tokens=100), object()))
+            found = dict(fleet.run(spool.windows(max_tokens=100), Readout("tokens"), object()))
         release.set()
     assert hung == {"hang": 5} and "no answer after 5 attempts" in str(found[b"hang"])
     assert found[b"hang"].code == "no_answer" and found[b"one"][0].text.startswith("3 of one")

@@ -38,7 +38,7 @@ def replicas_at(server, **options) -> HttpReplicas:
 
 
 def generated(fleet, spool):
-    return dict(fleet.generate(spool.windows(max_tokens=1000), object()))
+    return dict(fleet.run(spool.windows(max_tokens=1000), Readout("tokens"), object()))
 
 
 @pytest.mark.parametrize("url", ["http://localhost:99999", "http://localhost:abc", "http://[::1"])

@@ -211,8 +211,7 @@ def texts_of(count):
 
 def run_all(fleet, feed, kind="last", window=4000, **options):
     some = LiveInput(feed, window, **options)
-    found = fleet.generate(some, None) if kind == "tokens" else fleet.run(some, Readout(kind))
-    results = list(found)
+    results = list(fleet.run(some, Readout(kind)))
     assert len({tag for tag, _ in results}) == len(results), "an answer came twice"
     return {int.from_bytes(tag, "little"): answer for tag, answer in results}
 
@@ -382,11 +381,7 @@ def test_streams_on_real_engines(tmp_path, kind, lose):
 
     fleet.next_event = losing
     feed = feed_of(texts, sampling=sampling)
-    run = (
-        fleet.generate(LiveInput(feed, 4000), None)
-        if kind == "tokens"
-        else fleet.run(LiveInput(feed, 4000), Readout(kind))
-    )
+    run = fleet.run(LiveInput(feed, 4000), Readout(kind))
     found = {int.from_bytes(tag, "little"): answer for tag, answer in run}
     fleet.close()
     assert bool(held) == (kind != "mean") and bool(fleet.retold) == bool(lose and held)
@@ -395,8 +390,7 @@ def test_streams_on_real_engines(tmp_path, kind, lose):
             tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
             spool.add(Request(tokens, sampling=sampling), place_.to_bytes(4, "little"))
         windows = spool.windows(max_tokens=4000)
-        wanted = alone.generate(windows, None) if kind == "tokens" else alone.run(windows, Readout(kind))
-        for tag, answer in wanted:
+        for tag, answer in alone.run(windows, Readout(kind)):
             mine = found.pop(int.from_bytes(tag, "little"))
             if kind == "tokens":
                 assert mine[0].tokens == answer[0].tokens

@@ -22,7 +22,7 @@ from prefold.cluster.replicas import (
     place_of,
 )
 from prefold.stream import Spool
-from prefold.types import Generated, Request, Sampling
+from prefold.types import Generated, Readout, Request, Sampling
 
 
 class Host:
@@ -137,7 +137,7 @@ def test_a_host_whose_cache_changes_is_at_work_though_nothing_ends(changes, monk
     ):
         clock.fleet = fleet
         spool.add(Request(np.array([1], np.int32), sampling=Sampling()), b"one")
-        (answer,) = dict(fleet.generate(spool.windows(max_tokens=9), None)).values()
+        (answer,) = dict(fleet.run(spool.windows(max_tokens=9), Readout("tokens"))).values()
     if changes:
         assert answer[0].text == "a" and not notes
     else:

@@ -19,7 +19,7 @@ from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.tasks.run import with_seed
-from prefold.types import Request, Sampling
+from prefold.types import Readout, Request, Sampling
 from prefold.worker.noise import gumbel, hash_ids, make_key, make_stream
 
 pytest.importorskip("ray")
@@ -224,10 +224,12 @@ def test_a_report_that_is_torn_on_its_way_is_no_loss(long, monkeypatch):
 
     place, notes = {"threads": 1, "dtype": "float32", "max_running": 4}, []
     with closing(LLM(str(long / "model"), **place)) as llm, spooled() as spool:
-        alone = {tag: one[0].tokens for tag, one in llm.engine.generate(spool.windows(max_tokens=1 << 20), None)}
+        alone = {
+            tag: one[0].tokens for tag, one in llm.engine.run(spool.windows(max_tokens=1 << 20), Readout("tokens"))
+        }
     replicas = ray_replicas.RayReplicas(str(long / "model"), place, count=2)
     with closing(Fleet(replicas, notify=notes.append)) as fleet, spooled() as spool:
-        found = dict(fleet.generate(spool.windows(max_tokens=1 << 20), None))
+        found = dict(fleet.run(spool.windows(max_tokens=1 << 20), Readout("tokens")))
         assert fleet.losses == 0 and fleet.moved > 0 and counts["told"] >= 9 and counts["refused"] == 8
         assert fleet.num_ready == 2
         assert fleet.stats.requests == 200

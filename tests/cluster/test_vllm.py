@@ -44,7 +44,7 @@ def filled(firsts, count=60, **sampling) -> Spool:
 
 
 def run(fleet, spool):
-    return dict(fleet.generate(spool.windows(max_tokens=500), None))
+    return dict(fleet.run(spool.windows(max_tokens=500), Readout("tokens")))
 
 
 def test_requests_come_in_order_and_a_bounded_number_at_a_time(engines):
@@ -65,7 +65,7 @@ def test_requests_come_in_order_and_a_bounded_number_at_a_time(engines):
 
 def test_what_is_left_is_taken_back(engines):
     with closing(Fleet(Replicas({"this machine": host}))) as fleet, filled([40]) as spool:
-        answers = fleet.generate(spool.windows(max_tokens=500), None)
+        answers = fleet.run(spool.windows(max_tokens=500), Readout("tokens"))
         next(answers)
         engines[0].release.clear()
         answers.close()
@@ -76,13 +76,13 @@ def test_what_is_left_is_taken_back(engines):
 def test_nobody_waits_for_an_engine_that_is_shut_down(engines):
     """Whoever did would take its end for a crash."""
     with closing(Fleet(Replicas({"this machine": host}))) as fleet, filled([40]) as spool:
-        answers = fleet.generate(spool.windows(max_tokens=500), None)
+        answers = fleet.run(spool.windows(max_tokens=500), Readout("tokens"))
         next(answers)
         engines[0].release.clear()
         answers.close()
         # The run is over, and a new one has requests under way.
         deadline = time.monotonic() + 60
-        again = fleet.generate(spool.windows(max_tokens=500), None)
+        again = fleet.run(spool.windows(max_tokens=500), Readout("tokens"))
         threading.Thread(target=lambda: next(again, None), daemon=True).start()
         while not engines[0].now and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -170,7 +170,7 @@ def test_what_it_lacks_is_an_error_of_that_record(engines, given, field):
         spool.add(Request(np.array([40], np.int32), adapter="mine", sampling=Sampling(max_tokens=5)), b"adapter")
         spool.add(Request(np.array([40, 1 << 30], np.int32), sampling=Sampling(max_tokens=5)), b"image")
         text = field == "grammar"
-        found = dict(fleet.generate(spool.windows(max_tokens=500), object() if text else None))
+        found = dict(fleet.run(spool.windows(max_tokens=500), Readout("tokens"), object() if text else None))
     assert {one.field for tag, one in found.items() if tag.isdigit()} == {field}
     assert found[b"image"].field == "image"
     assert found[b"adapter"].field == "adapter" and found[b"adapter"].code == "unsupported"
@@ -237,7 +237,7 @@ def answers_of(fleet, prompts):
     with Spool() as spool:
         for number, tokens in enumerate(prompts):
             spool.add(Request(tokens, sampling=Sampling(max_tokens=6, ignore_eos=True)), b"%d" % number)
-        return dict(fleet.generate(spool.windows(max_tokens=1 << 14), None))
+        return dict(fleet.run(spool.windows(max_tokens=1 << 14), Readout("tokens")))
 
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=real)])

@@ -13,7 +13,7 @@ from fake_worker import FakeWorker, expected
 from prefold.engine import Engine, EngineOptions, GenerateOptions, generate
 from prefold.schedule.steps import SlotStep
 from prefold.stream import Spool
-from prefold.types import Request, Sampling
+from prefold.types import Readout, Request, Sampling
 
 ROWS, OUTPUT, AT_ONCE, MOST = 30, 15, 10, 256
 
@@ -48,7 +48,7 @@ def run(monkeypatch, weights, rows=None, learns=True, jobs=1):
         with Spool() as spool:
             for number, tokens in enumerate(prompts):
                 spool.add(Request(tokens, sampling=sampling), str(number).encode())
-            found = dict(engine.generate(spool.windows(max_tokens=1 << 20), None))
+            found = dict(engine.run(spool.windows(max_tokens=1 << 20), Readout("tokens")))
         assert len(found) == 100
         for number, tokens in enumerate(prompts.tolist()):
             assert found[str(number).encode()][0].tokens == expected(tokens, sampling)

@@ -82,7 +82,7 @@ def test_a_window_that_is_not_there_yet():
                 spool.add(Request(np.array(prompt), sampling=Sampling(max_tokens=4)), b"%d" % number)
                 yield from spool.windows(max_tokens=10)
 
-    for tag, answer in engine.generate(windows(), None):
+    for tag, answer in engine.run(windows(), Readout("tokens")):
         came.append((int(tag), answer[0].tokens))
     assert came == [(i, expected(prompt, Sampling(max_tokens=4))) for i, prompt in enumerate(prompts)]
     assert len(set(waits)) > 1

@@ -61,7 +61,7 @@ def answers_of(engine, kind, requests, *, live=False):
     """The answers by tag; nobody holds the requests, nor their images, but who answers them."""
 
     def run(source):
-        return engine.generate(source, None) if kind == "tokens" else engine.run(source, Readout(kind))
+        return engine.run(source, Readout(kind))
 
     if live:
         feed = Feed(1 << 20)

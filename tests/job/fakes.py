@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from prefold.engine.protocol import EngineFacts
 from prefold.errors import InputError
 from prefold.tasks.base import Inputs, Task, Work
 from prefold.types import Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
@@ -32,6 +33,7 @@ class FakeTask(Task):
     def __init__(self, name: str = "embed", kind: str = "last"):
         self.name = name
         self.readout = Readout(kind)
+        self.inputs = Inputs(None)
         self.prepared = 0
 
     def prepare(self, items: list[dict[str, Any]]) -> list[Work | InputError]:
@@ -58,13 +60,12 @@ class FakeTask(Task):
 
 
 class FakeGenerateTask(FakeTask):
-    """One request an item; the result is its text, and what `FakeEngine.generate` says of it."""
+    """One request an item; the result is its text, and what `FakeEngine.run` says of it."""
 
     def __init__(self, **sampling: Any):
         super().__init__("generate", "tokens")
         self.sampling = Sampling(**sampling)
         self.context = 1000
-        self.inputs = Inputs(None)
 
     def _work(self, item: dict[str, Any]) -> Work | InputError:
         work = super()._work({"text": item["prompt"]})
@@ -92,31 +93,35 @@ class FakeEngine:
     """Yields each request's digest, a window at a time in three groups; `before` is called with every request."""
 
     def __init__(self, sharing: str = "full", before: Any = None):
-        self.sharing = sharing
+        self.facts = EngineFacts(sharing, max_rows=4096, max_running=2)  # type: ignore[arg-type]
         self.stats = Stats()
         self.before = before
         self.closed = 0
+
+    def held_rows(self, *prompt: Any) -> int:
+        return 0
 
     def reset_stats(self) -> Stats:
         self.stats, before = Stats(), self.stats
         return before
 
     def run(
-        self, windows: Any, readout: Readout, *, on_step: Any = None, stopping: Any = None, cache_prefill: Any = None
-    ) -> Iterator[tuple[bytes, Result]]:
+        self,
+        windows: Any,
+        readout: Readout,
+        tokenizer: Any = None,
+        *,
+        on_step: Any = None,
+        stopping: Any = None,
+        cache_prefill: Any = None,
+    ) -> Iterator[tuple[bytes, Result | list[Generated] | InputError]]:
+        """Of text each prompt again, with its seed behind it; a prompt with "bad" in it cannot be run."""
         try:
             for window in filter(None, windows):
-                yield from self._window(window, on_step)
-        finally:
-            self.closed += 1
-
-    def generate(
-        self, windows: Any, tokenizer: Any, *, on_step: Any = None, stopping: Any = None
-    ) -> Iterator[tuple[bytes, list[Generated] | InputError]]:
-        """Each prompt again, with its seed behind it; a prompt with "bad" in it cannot be run."""
-        try:
-            for window in filter(None, windows):
-                for i, (tag, _) in enumerate(self._window(window, on_step)):
+                for i, (tag, result) in enumerate(self._window(window, on_step)):
+                    if readout.kind != "tokens":
+                        yield tag, result
+                        continue
                     request = window.request(i)
                     text = request.tokens.astype(np.uint8).tobytes().decode()
                     self.stats.generation = self.stats.generation or GenerationStats()

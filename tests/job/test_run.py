@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -96,8 +97,8 @@ def test_results_that_are_not_finite_become_errors(tmp_path):
     llm = fake_llm()
     run = llm.engine.run
 
-    def broken(windows, readout, **how):
-        for i, (tag, result) in enumerate(run(windows, readout, **how)):
+    def broken(*arguments, **how):
+        for i, (tag, result) in enumerate(run(*arguments, **how)):
             if i == 1:
                 result.values[0] = np.nan
             yield tag, result
@@ -405,12 +406,12 @@ def test_a_job_on_a_fleet_says_while_no_replica_is_ready(tmp_path):
                 seen[counts.phase].set()
 
     def before(i):
-        assert seen[WAITING].wait(60) and (llm.engine.num_ready or not seen["computing"].is_set())
-        llm.engine.num_ready = 1
+        assert seen[WAITING].wait(60) and (llm.engine.facts.is_ready or not seen["computing"].is_set())
+        llm.engine.facts = replace(llm.engine.facts, is_ready=True)
         assert seen["computing"].wait(60)
 
     llm = fake_llm(before=before)
-    llm.engine.num_ready = 0
+    llm.engine.facts = replace(llm.engine.facts, is_ready=False)
     run_job(table_job(source, out, llm=llm), Phases())
     check_complete(source, out)
 

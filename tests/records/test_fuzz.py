@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from prefold.engine.protocol import EngineFacts
 from prefold.job.output import StreamOutput
 from prefold.job.run import Job, run_job
 from prefold.records import Columns, OpenAIBatch, TableAdapter, Template, open_source
@@ -32,7 +33,7 @@ TOKENIZER = Tokenizer(PLAIN.backend, special_tokens=PLAIN.special_tokens, chat_t
 class AnyEngine:
     """An engine that answers every request with values of the right shape, and now and then with NaN."""
 
-    sharing = "full"
+    facts = EngineFacts("full")
 
     def __init__(self):
         self.stats = Stats()
@@ -40,7 +41,10 @@ class AnyEngine:
     def reset_stats(self):
         return self.stats
 
-    def run(self, windows, readout, **_):
+    def run(self, windows, readout, tokenizer=None, **_):
+        if readout.kind == "tokens":
+            yield from self.generated(windows)
+            return
         for window in windows:
             for i, tag in enumerate(window.tags):
                 size = int(np.diff(window.target_offsets)[i]) if readout.kind == "logprobs" else 8
@@ -48,7 +52,7 @@ class AnyEngine:
                 values = np.full(size, np.nan if i % 97 == 96 else -0.5, np.float32)
                 yield tag, Result(values, np.ones(size, bool) if readout.kind == "logprobs" else None)
 
-    def generate(self, windows, tokenizer, **_):
+    def generated(self, windows):
         for window in windows:
             for i, tag in enumerate(window.tags):
                 sampling = window.request(i).sampling

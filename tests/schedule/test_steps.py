@@ -45,7 +45,7 @@ def message_size(kept: list[list[int]]) -> int:
     for tokens in [*kept, [7, 8, 9]]:
         with Spool() as spool:
             spool.add(Request(np.array(tokens, np.int32), sampling=Sampling(max_tokens=1)))
-            assert len(list(engine.generate(spool.windows(max_tokens=1 << 20), None))) == 1
+            assert len(list(engine.run(spool.windows(max_tokens=1 << 20), Readout("tokens")))) == 1
     assert not kept or len(list(engine.generator.scheduler.tree.nodes())) >= len(kept)
     return worker.size
 

@@ -16,7 +16,6 @@ from prefold.engine.step_policy import StepPolicy
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.steps import MakeStore, SlotStep
 from prefold.serve import batches
-from prefold.serve.batch import BatchEngine
 from prefold.stream import Spool
 from prefold.types import Owner, Readout, Request
 
@@ -95,10 +94,10 @@ def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm
     spool = Spool()
     for i in range(4):
         spool.add(Request(np.array([200, 201 + i, 210], np.int32)), bytes([i]))
-    read = BatchEngine(service, Owner("batch", True)).run
 
     def run():
-        results.extend(read(spool.windows(max_tokens=1 << 20, share=True), LAST, stopping=lambda: False))
+        windows = spool.windows(max_tokens=1 << 20, share=True)
+        results.extend(service.run(windows, LAST, owner=Owner("batch", True)))
 
     batch = threading.Thread(target=run)
 

@@ -14,7 +14,7 @@ from prefold.engine import Engine, EngineOptions, GenerateOptions
 from prefold.images.desk import ImageDesk
 from prefold.looped.scheduler import VisitScheduler
 from prefold.stream import Spool
-from prefold.types import Generated, Request, Sampling
+from prefold.types import Generated, Readout, Request, Sampling
 from prefold.worker.local import LocalWorker
 from prefold.worker.protocol import parts_of
 
@@ -45,7 +45,7 @@ def generate(engine: Engine, requests: list[Request], tokenizer=None, window: in
         for number, request in enumerate(requests):
             spool.add(request, str(number).encode())
         windows = spool.windows(max_tokens=window, share=engine.sharing == "full")
-        for tag, result in engine.generate(windows, tokenizer, **how):
+        for tag, result in engine.run(windows, Readout("tokens"), tokenizer, **how):
             assert results[int(tag)] is None
             results[int(tag)] = result
     engine.call(lambda: check_books(engine.generator.scheduler))

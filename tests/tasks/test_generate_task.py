@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from task_inputs import CHAT, FakeCheckpoint, FakeGguf, chatty, ids, tokenizer
 
+from prefold.engine.protocol import EngineFacts
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.tasks import GenerateItem, generation_settings, make_task
 from prefold.tasks.run import run_items, run_works, with_seed
@@ -283,13 +284,13 @@ def test_lines_of_one_sample_and_of_several():
 class Echo:
     """An engine that answers with the first tokens of the prompt, and its seed."""
 
-    sharing = "full"
+    facts = EngineFacts("full")
 
     def __init__(self):
         self.stats = Stats()
         self.seeds = []
 
-    def generate(self, windows, tok):
+    def run(self, windows, readout, tok):
         for window in windows:
             for i, tag in enumerate(window.tags):
                 found = window.request(i)
