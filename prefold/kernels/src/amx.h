@@ -1,15 +1,13 @@
-// Products of bfloat16 rows with a packed matrix in AMX's tiles: sixteen rows by sixteen words of four bytes. Sixteen
-// steps of half a panel are such a tile as they lie in memory.
-//
-// A block of 32 rows goes through a slab with four tiles of sums. Where rows are no multiple of sixteen, the last tile
-// begins earlier, so that some rows are computed twice, to the same sums; fewer than sixteen rows are a smaller tile.
-// As with vectors, a row's sums run in the order of k, whatever rows are beside it.
+// AMX's tiles: registers of up to sixteen rows of sixteen words of four bytes, whose product takes a row's bfloat16
+// numbers in pairs along k.
 #pragma once
 
-#include "products.h"
+#include <algorithm>
+#include <cstdint>
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
 #define PREFOLD_TILES
+#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -30,10 +28,8 @@ inline bool may_use_tiles() {
 
 #ifdef PREFOLD_TILES
 
-constexpr int kTile = 16;                        // rows, and words along k
+constexpr int kTile = 16;  // rows, and words of a row
 constexpr int64_t kTileBytes = kTile * sizeof(uint32_t);
-constexpr int kTileBlockRows = 2 * kTile;
-constexpr int kTileGroupRows = 192;              // that stay in the second-level cache, which two threads may share
 
 // The thread's tiles, from now on: 0 to 3 are sums, 4 and 5 rows, 6 and 7 the matrix, the last four with so many words
 // along k. What was in them is lost.
@@ -50,94 +46,25 @@ inline void configure_tiles(int64_t rows, int64_t words) {
   asm volatile("ldtilecfg %0" ::"m"(shape));  // GCC's own form says that eight bytes are read
 }
 
-// tile [rows, kPanel] = (tile +, where `more`) rows times a slab: a tile of rows from x, and with TWO another one from
-// x + second * x_row, whose sums lie `second` rows below. Each sixteen steps fetch `lines` cache lines from `ahead` on.
-template <bool TWO>
-PREFOLD_APART void multiply_tiles(const char* x, int64_t x_row, int64_t second, const uint32_t* slab, int64_t steps,
-                                  const char* ahead, int64_t lines, float* tile, bool more) {
-  asm volatile("" ::: "memory");  // GCC does not know that loading a tile reads memory
-  const char* y = x + second * x_row;
-  float* below = tile + second * kPanel;
-  if (more) {
-    _tile_loadd(0, tile, kStepBytes);
-    _tile_loadd(1, tile + kTile, kStepBytes);
-    if constexpr (TWO) {
-      _tile_loadd(2, below, kStepBytes);
-      _tile_loadd(3, below + kTile, kStepBytes);
-    }
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t s = 0; s < steps; s += kTile) {
-    _tile_loadd(6, slab, kStepBytes);
-    _tile_loadd(4, x, x_row);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, slab + kTile, kStepBytes);
-    _tile_dpbf16ps(1, 4, 7);
-    if constexpr (TWO) {
-      _tile_loadd(5, y, x_row);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    for (int64_t i = 0; i < lines; ++i, ahead += kLine) __builtin_prefetch(ahead, 0, 2);
-    slab += kTile * kPanel;
-    x += kTileBytes;
-    y += kTileBytes;
-  }
-  _tile_stored(0, tile, kStepBytes);
-  _tile_stored(1, tile + kTile, kStepBytes);
-  if constexpr (TWO) {
-    _tile_stored(2, below, kStepBytes);
-    _tile_stored(3, below + kTile, kStepBytes);
-  }
-}
-
-// Rows [first, stop), at most kTileGroupRows, times panel p; `store` as of `multiply_panel`. With fewer than sixteen rows,
-// these are all of the product's.
-template <class Store>
-void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, int64_t stop,
-                             const Store& store) {
-  const int64_t rows = stop - first, blocks = (rows + kTileBlockRows - 1) / kTileBlockRows;
-  const int64_t columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
-  const int64_t whole = product.steps / kTile * kTile;
-  constexpr int64_t kTileLines = kTile * kStepBytes / kLine;  // of a panel
-  const int64_t lines = rows <= kTile ? 0 : (kTileLines + blocks - 1) / blocks;
-  alignas(64) float tiles[kTileGroupRows / kTileBlockRows][kTileBlockRows * kPanel];
-  for (int64_t step = 0, steps; step < product.steps; step += steps) {
-    steps = step < whole ? std::min(kSlabSteps, whole - step) : product.steps - whole;
-    const uint32_t* slab = product.packed + (p * product.steps + step) * kPanel;
-    const char* x = product.x + first * product.x_row + step * sizeof(uint32_t);
-    const char* ahead = reinterpret_cast<const char*>(slab + steps * kPanel);
-    const bool done = step + steps == product.steps, last = done && p + 1 == product.panels();
-    if (step == whole) configure_tiles(rows, steps);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t row = std::min(b * kTileBlockRows, std::max<int64_t>(0, rows - kTileBlockRows));
-      const int64_t count = std::min<int64_t>(rows, kTileBlockRows);
-      const auto multiply = count > kTile ? multiply_tiles<true> : multiply_tiles<false>;
-      multiply(x + row * product.x_row, product.x_row, std::max<int64_t>(0, count - kTile), slab, steps, ahead,
-               last ? 0 : lines, tiles[b], step > 0);
-      ahead += lines * kLine * ((steps + kTile - 1) / kTile);
-      if (done) store(first + row, p * kPanel, count, columns, tiles[b]);
-    }
-  }
-  if (whole < product.steps) configure_tiles(rows, kTile);
-}
-
-// The whole product, in parallel; `store` as above.
-template <class Store>
-void multiply_all_in_tiles(const Product& product, int threads, const Store& store) {
-  for_panels(product, kTileBlockRows, kTileGroupRows, threads, [&](int64_t panel, int64_t first, int64_t stop) {
-    multiply_panel_in_tiles(product, panel, first, stop, store);
-  }, [&](const auto& run) {
-    configure_tiles(product.rows, kTile);
-    run();
-    _tile_release();
-  });
-}
-
 #endif
+
+// While it lives, the thread's tiles may be used, where there are any and `used` is true.
+class TileScope {
+ public:
+  explicit TileScope([[maybe_unused]] bool used) : used_(used) {
+#ifdef PREFOLD_TILES
+    if (used_) configure_tiles(kTile, kTile);
+#endif
+  }
+  TileScope(const TileScope&) = delete;
+  ~TileScope() {
+#ifdef PREFOLD_TILES
+    if (used_) _tile_release();
+#endif
+  }
+
+ private:
+  bool used_;
+};
 
 }  // namespace prefold

@@ -1,5 +1,5 @@
 // The linears of a layer, and the LM head: products of rows with a matrix packed as products.h says.
-#include "amx.h"
+#include "amx_products.h"
 
 #include "activations.h"
 

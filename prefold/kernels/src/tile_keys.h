@@ -4,6 +4,7 @@
 // multiplied by zero, so that a NaN of one sequence stays in that sequence.
 #pragma once
 
+#include "amx.h"
 #include "chunks.h"
 #include "formats.h"
 #include "tile.h"
@@ -43,6 +44,7 @@ class TileKeys {
   }
 
   void run() {
+    const TileScope scope(in_tiles_);
     load_queries();
     for (int g = 0; g < V; ++g) max_[g] = Floats(-1e30f), sum_[g] = zeros();
     ChunkReader reader(call_, tile_.number);
@@ -132,7 +134,17 @@ class TileKeys {
   }
 
   // scores_[key][head] = q . k
-  void score(int pairs) { score_blocks<key_block(V)>(0, pairs); }
+  void score(int pairs) {
+    int pair = 0;
+#ifdef PREFOLD_TILES
+    if constexpr (kWidth == 2) {
+      if (in_tiles_) {
+        for (; pair + kTile / 2 <= pairs; pair += kTile / 2) score_tile(pair);
+      }
+    }
+#endif
+    score_blocks<key_block(V)>(pair, pairs);
+  }
 
   // As many blocks of KEYS keys as fit, then smaller ones.
   template <int KEYS>
@@ -214,8 +226,63 @@ class TileKeys {
   // The probabilities take the place of scores already read: a pair's need at most the room of two keys.
   Floats* probabilities(int pair, int g) { return scores_ + pair * (2 / kWidth) * V + g; }
 
+#ifdef PREFOLD_TILES
+  // Sixteen keys from pair `pair` on.
+  PREFOLD_APART void score_tile(int pair) {
+    Words copies[kTile * kMaxDim / 2 / kLanes];  // of keys that do not lie one after the other
+    const Stored* keys = key_at_[pair];
+    for (int i = 1; i < kTile / 2; ++i) {
+      if (key_at_[pair + i] == keys + i * packed_.pair_size) continue;
+      auto* to = reinterpret_cast<Stored*>(copies);
+      for (int j = 0; j < kTile / 2; ++j) memcpy(to + j * 2 * steps_, key_at_[pair + j], 2 * steps_ * sizeof(Stored));
+      keys = to;
+      break;
+    }
+    asm volatile("" ::: "memory");  // GCC does not know that loading a tile reads memory
+    for (int g = 0; g < V; ++g) {
+      _tile_zero(0);
+      for (int step = 0; step < steps_; step += kTile) {
+        _tile_loadd(4, keys + step, steps_ * sizeof(Stored));
+        _tile_loadd(6, queries_at_ + step * V + g, sizeof(Vector) * V);
+        _tile_dpbf16ps(0, 4, 6);
+      }
+      _tile_stored(0, scores_ + 2 * pair * V + g, sizeof(Floats) * V);
+    }
+  }
+
+  // `add_values`, in tiles: of sixteen dimensions, and of sixteen pairs, with zeros in place of pairs that are not there.
+  PREFOLD_APART void add_value_tiles(int pairs, bool first) {
+    const int whole = (pairs + kTile - 1) / kTile * kTile;
+    for (int j = pairs; j < whole; ++j) {
+      for (int g = 0; g < V; ++g) *probabilities(j, g) = zeros();
+    }
+    for (int i = 0; i < packed_.dim * V; ++i) out_[i] = first ? zeros() : out_[i] * rescale_[i % V];
+    for (int d = 0; d < packed_.dim; d += kTile) {
+      Words values[kChunkPairs];  // [pairs / 16][dimension][pair]
+      for (int j = 0; j < whole; ++j) values[j] = Words(0);
+      for (int j = 0; j < pairs; ++j) memcpy(values + j, value_at_[j] + d, sizeof(Words));
+      for (int j = 0; j < whole; j += kTile) transpose(values + j);
+      asm volatile("" ::: "memory");
+      for (int g = 0; g < V; ++g) {
+        _tile_loadd(0, out_ + d * V + g, sizeof(Floats) * V);
+        for (int j = 0; j < whole; j += kTile) {
+          _tile_loadd(4, values + j, sizeof(Words));
+          _tile_loadd(6, probabilities(j, g), sizeof(Floats) * V);
+          _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, out_ + d * V + g, sizeof(Floats) * V);
+      }
+    }
+  }
+#endif
+
   // out_[dimension][head] = out_ * rescale_ + p . v
   PREFOLD_APART void add_values(int pairs, bool first) {
+#ifdef PREFOLD_TILES
+    if constexpr (kWidth == 2) {
+      if (in_tiles_ && pairs > kTile / 2) return add_value_tiles(pairs, first);
+    }
+#endif
     for (int d = 0; d < packed_.dim; d += dim_block(V)) {
       for (int part = 0; part < kParts; ++part) add_value_block<dim_block(V)>(pairs, first, d, part);
     }
@@ -284,6 +351,7 @@ class TileKeys {
   const Packed<Format>& packed_;
   const Tile& tile_;
   const int steps_;
+  const bool in_tiles_ = kWidth == 2 && steps_ % kLanes == 0 && may_use_tiles();
   uint64_t heads_ = 0;  // bit 0 of every head's lanes
   const Stored *key_at_[kChunkPairs], *value_at_[kChunkPairs];
   Floats max_[V], sum_[V], rescale_[V];
