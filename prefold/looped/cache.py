@@ -25,9 +25,9 @@ Prefix = tuple[int, ...]
 
 
 class NodeVisit:
-    """A NodeVisit is what the rows of a node have at one visit: at the last block of a route prefix.
+    """A NodeVisit holds the slots of a node's rows at one visit, which is to the last block of a route prefix.
 
-    node    whose rows these are
+    node    the node of the rows
     prefix  the blocks visited, this one included
     slots   int64 [rows]: where the K/V lies that this visit sees of each row; 0: nowhere yet
     owned   bool: the slot was claimed for this row at this visit; else it is that of another visit of the row
@@ -77,7 +77,7 @@ class NodeVisit:
         return self._runs
 
     def settle(self, rows: int) -> None:
-        """Says that of so many more rows what this visit sees is there."""
+        """Counts the next `rows` rows as settled: the K/V that this visit sees of them are there."""
         self.done, self._runs = self.done + rows, None
         self.node.computed = max(self.node.computed, self.done)
 
@@ -117,7 +117,7 @@ class VisitNode(Node):
         self.visits: dict[Prefix, NodeVisit] = {}
 
     def visit(self, prefix: Prefix) -> NodeVisit:
-        """Returns what the rows have at a visit, and makes it where it is not there."""
+        """Returns the NodeVisit of a route prefix, which is made if the node has none yet."""
         visit = self.visits.get(prefix)
         if visit is None:
             visit = self.visits[prefix] = NodeVisit(self, prefix)

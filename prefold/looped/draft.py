@@ -19,10 +19,10 @@ from .sequence import Routed
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A Take is some rows of a node that a step brings to a visit: the next `rows` that are not settled.
+    """A Take says how many rows of a node a step brings to a visit: the next `rows` that are not settled.
 
-    sequence  the first that needs them
-    t         which visit of its route
+    sequence  the first sequence that needs the rows
+    t         the number of the visit in that sequence's route
     """
 
     sequence: Routed
@@ -32,8 +32,8 @@ class Take:
 
 @dataclass(slots=True)
 class _Group:
-    """A _Group is sequences that go to one block next: those that generate by their numbers in the batch, and prompts.
-    longest: for how many steps one of them has waited; rows: how many go there."""
+    """A _Group holds the sequences whose next block is the same: `numbers` in the batch of those that generate, and
+    those with prompts to compute. longest: the most steps that any has waited; rows: how many rows go to the block."""
 
     unit: int
     numbers: np.ndarray
@@ -44,18 +44,18 @@ class _Group:
 
 @dataclass(slots=True)
 class VisitDraft:
-    """A VisitDraft is what a step will compute, while that is being decided.
+    """A VisitDraft collects the rows and reads of the next step while they are being chosen.
 
     max_rows  the most rows of the step
     slots     gives out slots
-    decoding  gives rows of sequences that generate, of which `batch` has those that run
-    unit      the block that it visits, PRELUDE or CODA; None: it only reads or routes
+    decoding  chooses rows of the generating sequences, which are those of `batch`
+    unit      the block that the step visits, PRELUDE or CODA; None: it only reads or routes
     room      how many more rows the step may have
-    group     which sequences it has rows of, as their block or their template and visit
-    takes     the rows of prompts, by what they are of
-    parts     which sequences that generate have rows, while that is being decided
-    decode    their rows, then; None: there are none
-    reads     (sequence, what its last row has at this visit): its route ends here, and the sequence takes a token
+    group     the key of the group whose rows it has: their block, or their block, visit and route
+    takes     the rows of prompts, by node and visit
+    parts     the chosen rows of generating sequences, as of `Decoding.choose`
+    decode    these rows, once all are chosen; None: there are none
+    reads     (sequence, visit of its last node): its route ends here, and the sequence takes a token
     finished  (sequence, slot): the sequence takes a token from the state in the slot
     routings  sequences whose router is asked how their route goes on
     """
@@ -125,7 +125,7 @@ class VisitDraft:
         if len(batch.sequences) == len(running):
             numbers = np.arange(len(batch.sequences))
         else:
-            numbers = np.array(sorted(batch.number[one] for one in running if one.ready), np.int64)
+            numbers = np.array(sorted(batch.number[sequence] for sequence in running if sequence.ready), np.int64)
         visit = outputs.visit[batch.place[numbers]]
         if not visits.refill and visit.any():  # those that begin a row wait for those on their way
             numbers, visit = numbers[visit > 0], visit[visit > 0]

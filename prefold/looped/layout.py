@@ -86,14 +86,14 @@ class _Rows:
     def add(self, visit: NodeVisit, take: Take) -> None:
         node, sequence, first, count = visit.node, take.sequence, visit.done, take.rows
         rows, base = slice(first, first + count), len(self.rows)
-        left, slots, given = sequence.has_left(node, take.t, rows), visit.slots[rows], np.zeros(count, np.int64)
+        left, slots, prelude = sequence.has_left(node, take.t, rows), visit.slots[rows], np.zeros(count, np.int64)
         own = np.ones(count, bool) if left is None else ~left
         states = sequence.state_slots(node, take.t, rows)
         if sequence.route[0] == PRELUDE and take.t:
-            given = node.visits[sequence.prefixes[0]].slots[rows]
+            prelude = node.visits[sequence.prefixes[0]].slots[rows]
         positions = np.arange(node.start + first, node.start + rows.stop)
         leaves, criteria = sequence.leaving(range(node.start + first, node.start + rows.stop), take.t)
-        columns = (np.asarray(node.tokens[rows], np.int64), positions, states, given, slots, leaves)
+        columns = (np.asarray(node.tokens[rows], np.int64), positions, states, prelude, slots, leaves)
         self.rows += np.stack(columns, 1)[own].tolist()
         self.criteria += [criteria] * (len(self.rows) - base)
         # A row that is computed is seen from its own query on, another from the next.
@@ -101,7 +101,7 @@ class _Rows:
         self.runs += np.stack((slots, np.ones_like(slots), positions, number - own), 1).tolist()
         self.queries[visit] = np.where(own, number - 1, -1)
         made = np.flatnonzero(~own & visit.owned[rows])
-        self.project += np.stack((slots, states, given, positions), 1)[made].tolist()
+        self.project += np.stack((slots, states, prelude, positions), 1)[made].tolist()
         self.project_of += [sequence.namespace] * len(made)
 
 
@@ -165,7 +165,7 @@ def _of_prompts(draft: VisitDraft, out: _Rows) -> tuple[dict[str, np.ndarray], l
     runs = [*_columns(out.runs, 4), np.array(out.last, np.int64)]
     seen = runs[4] > runs[3]
     runs = joined(*(numbers[seen] for numbers in runs))
-    tokens, positions, source, given, slots, leaves = _columns(out.rows, 6)
+    tokens, positions, source, prelude, slots, leaves = _columns(out.rows, 6)
     project = _columns(out.project, 4)
     reads = [(int(slots[out.queries[visit][-1]]), sequence) for sequence, visit in draft.reads]
     reads += [(slot, sequence) for sequence, slot in draft.finished]
@@ -175,7 +175,7 @@ def _of_prompts(draft: VisitDraft, out: _Rows) -> tuple[dict[str, np.ndarray], l
         "tokens": tokens.astype(np.int32),
         "positions": positions.astype(np.int32),
         "source": source,
-        "given": given,
+        "given": prelude,
         "slots": slots,
         "leaves": leaves.astype(np.int8),
         "criteria": np.array(out.criteria, np.float64).reshape(-1, 2),
@@ -196,7 +196,7 @@ def _columns(table: list[Sequence[int]], columns: int) -> np.ndarray:
 
 
 def _routings(sequences: Sequence[Routed]) -> tuple[Routing, ...]:
-    """Returns what the router is asked for these sequences, those that made equally many visits together."""
+    """Returns the Routings that ask the router about these sequences, one for each number of visits made."""
     routings = []
     for step in sorted({len(sequence.route) for sequence in sequences}):
         some = [sequence for sequence in sequences if len(sequence.route) == step]

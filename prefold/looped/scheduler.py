@@ -37,7 +37,7 @@ from .steps import CODA, VisitOptions, VisitResult, may_leave, rule_of
 
 
 class VisitScheduler(SequenceScheduler[Routed]):
-    """A VisitScheduler decides what each step computes, and has the face of a GenerateScheduler.
+    """A VisitScheduler chooses the rows and the block of each step, and has the interface of a GenerateScheduler.
 
     pool            the slots of the store, each of one row at one visit
     visits          how rows go through the model
@@ -253,19 +253,19 @@ class VisitScheduler(SequenceScheduler[Routed]):
         # The samples of a request take one route.
         together, ends = list(self._requests[sequence.key]), block >= visits.blocks
         if not ends:
-            for one in together:
-                one.go_on(block)
-                self._find(one, 1)
+            for sample in together:
+                sample.go_on(block)
+                self._find(sample, 1)
         route = list(sequence.route)
         if ends or sequence.num_visits >= (sequence.exits.max_visits or len(visits.order)):
             route += [CODA] * visits.coda
             sequence.decided.route = tuple(route)
-            for one in together:
-                one.is_open = False
-                rest = route[len(one.route) :]
+            for sample in together:
+                sample.is_open = False
+                rest = route[len(sample.route) :]
                 for unit in rest:
-                    one.go_on(unit)
-                self._find(one, len(rest))
+                    sample.go_on(unit)
+                self._find(sample, len(rest))
 
     # ------------------------------------------------------------------------------------------------ who runs
 

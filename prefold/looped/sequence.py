@@ -19,8 +19,8 @@ NAN = float("nan")
 
 @dataclass(slots=True)
 class Decided:
-    """A Decided holds what was decided once for a request, with its tokens: its rows take that route and leave after
-    those visits whenever they are computed again.
+    """A Decided records the route that a request's rows took and the visits after which they left, so that rows which
+    are computed again do the same.
 
     route   the blocks visited, prelude and coda included; None: not known yet
     prompt  int16 [rows of the prompt]: after how many visits each row left; None: not known yet
@@ -124,13 +124,13 @@ class Routed(SequenceState):
         self.outputs.waited[self.tail.place] = steps
 
     def run(self) -> None:
-        """Lets it run: its tail has a place from now on, and its rows come to the first visit."""
+        """Starts the sequence: its tail gets a place in the arrays, and its rows come to the first visit."""
         self.state, self.ready = "running", False
         self.tail.place = self.outputs.take()
         self.come_to_row()
 
     def come_to_row(self) -> None:
-        """Notes what there is to know of the row of its last token, which comes to the first visit."""
+        """Enters the row of its last token into the arrays, as a row that comes to the first visit."""
         outputs, place, row = self.outputs, self.tail.place, len(self.tail.tokens) - 1
         outputs.room_for(row + 1)
         outputs.visit[place], outputs.row[place] = 0, row
@@ -161,7 +161,7 @@ class Routed(SequenceState):
             self.rows_there = min(self.rows_there, sum(node.visits[prefix].done for node in path))
 
     def at(self, t: int) -> Iterator[NodeVisit]:
-        """Yields what its rows have at visit t, from the root down, until it generates."""
+        """Yields the NodeVisit of each of its nodes at visit t, from the root down, until it generates."""
         return (node.visits[self.prefixes[t]] for node in self.nodes())
 
     @property
@@ -176,11 +176,11 @@ class Routed(SequenceState):
         return left if left is not None and left.any() else None
 
     def seen_of_left(self, visit: NodeVisit, t: int) -> np.ndarray:
-        """Returns the slots that visit t sees of those rows, not settled yet, which left before it, int64; 0 of other
-        rows, and where K/V has to be projected."""
+        """Returns the earlier slot that visit t uses for each unsettled row that left before it, int64; 0 for the other
+        unsettled rows, and where K/V has to be projected."""
         node, rows = visit.node, slice(visit.done, len(visit.node))
         left = self.has_left(node, t, rows)
-        earlier = next((one for one in range(t - 1, -1, -1) if self.route[one] == self.route[t]), None)
+        earlier = next((at for at in range(t - 1, -1, -1) if self.route[at] == self.route[t]), None)
         if left is None or earlier is None or (self.visits.keys == "project" and not earlier):
             return np.zeros(visit.pending, np.int64)
         there = left & ~visit.owned[rows]
@@ -200,8 +200,8 @@ class Routed(SequenceState):
         return slots
 
     def when(self, row: int) -> tuple[int, int]:
-        """Returns two numbers of visits to blocks for a row of the tail, each of which may be NEVER: from how many on
-        its criteria decide, and after how many it leaves whatever they say. They are a row of the table of Decided."""
+        """Returns two numbers of visits to blocks for a row of the tail: from the first on, its criteria decide whether
+        it leaves; after the second it leaves in any case. Either may be NEVER. See the table of Decided."""
         known = self.decided.tails.get(self.sample, ())
         known = known if row < len(known) else self.exits.visits
         made = known[row] if row < len(known) else 0
@@ -218,7 +218,7 @@ class Routed(SequenceState):
         return exits.min_visits, most
 
     def _when_of_prompt(self, position: int) -> tuple[int, int]:
-        """Returns what `when` does for a row of the prompt."""
+        """Returns the two numbers that `when` returns, for a row of the prompt."""
         made = 0 if self.decided.prompt is None else int(self.decided.prompt[position])
         if made and (self.is_open or made != self.num_visits):
             return NEVER, made

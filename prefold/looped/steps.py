@@ -74,7 +74,7 @@ LEAVES, STAYS, DECIDES = 1, -1, 0
 
 @dataclass(frozen=True, slots=True)
 class LoopedFacts:
-    """LoopedFacts are what the host knows of a worker with a looped model.
+    """LoopedFacts are the facts about a looped model that a worker tells the host.
 
     routes       whether a step's rows may visit the blocks in another order than the model's own
     gate         whether a gate says after which visit rows are read
@@ -203,7 +203,7 @@ class VisitStep(SlotStep):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class VisitResult(SlotResult):
-    """A VisitResult holds what a VisitStep gave.
+    """A VisitResult is the result of a VisitStep.
 
     left    bool [n]: whether each row left after this visit; with `rounds`, after the last that it made
     blocks  int64 [n, visits]: what the router chose for the requests of all `routings`, in their order, for the next

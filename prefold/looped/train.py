@@ -29,11 +29,11 @@ from .model import LoopedLM
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A Visit is what one visit made of rows, and why.
+    """A Visit holds the states of rows after one visit, and the router's logits and weights that led to them.
 
-    state    [rows, hidden] as it would be read after it
-    logits   float32 [n, blocks + 1]: what the router said before it, of each sequence, or of each row where it reads
-             rows; None where it was not asked
+    state    [rows, hidden] as it would be read after the visit
+    logits   float32 [n, blocks + 1]: the router's logits before the visit, of each sequence, or of each row where it
+             reads rows; None where it was not asked
     weights  float32 [n, blocks + 1]: the share of each block in the state, and of the state before
     """
 
@@ -57,7 +57,7 @@ def routed(
     attend     has all these rows as queries and keys, however often it is called
     lengths    int64 [sequences]: rows of each
     routing    how the router picks; by default as the config says
-    routes     the blocks that each sequence visits: then nobody is asked, and who is at an end goes no further
+    routes     the blocks that each sequence visits; then the router is not asked. A sequence at its end goes no further
 
     A row that has left goes on as it is: its state is what it was. What the router picked has the gradients of its
     probabilities. With a router that reads rows, a row sees in a block
@@ -98,7 +98,7 @@ def routed(
             if routing.kind != "soft" and torch.is_grad_enabled():
                 soft = torch.softmax(logits, -1)
                 shares = shares.detach() + (soft - soft.detach())  # straight through (Bengio et al. 2013)
-        # Who has left takes no part in what blocks give.
+        # Rows that have left take no part in what blocks compute.
         weights = shares[:, :-1] * here[:, None]
         here = here * (1 - shares[:, -1])
         weights = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)
@@ -119,7 +119,7 @@ def _shares_of(routes: Sequence[Sequence[int]], count: int, loop: Loop) -> Tenso
 
 
 def _summed_up(x: Tensor, lengths: Tensor, of_row: Tensor) -> Tensor:
-    """Returns what a router that reads requests reads of the residual stream [rows, hidden], see `summary`."""
+    """Returns the input of a router that reads requests, made of the residual stream [rows, hidden], see `summary`."""
     sums = x.new_zeros(len(lengths), x.shape[1], dtype=torch.float32).index_add(0, of_row, x.float())
     return summary(x[lengths.cumsum(0) - 1], sums / lengths[:, None])
 
@@ -198,7 +198,7 @@ def visit_logprobs(
 def _read(
     model: LoopedLM, batch: TrainBatch, states: list[Tensor], ids: np.ndarray | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns what `visit_logprobs` does, of the hidden states after each visit."""
+    """Returns the result of `visit_logprobs`, made of the hidden states after each visit."""
     weight = model.embedding if model.lm_head is None else model.lm_head
     ids = np.broadcast_to(batch.target_ids, (len(states), batch.num_targets)) if ids is None else ids
     reads = np.arange(len(states))[:, None] * len(states[0]) + batch.target_reads
@@ -210,13 +210,13 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class RoutedLogprobs:
-    """A RoutedLogprobs is what a routed model says of a batch's targets after each visit, with gradients.
+    """A RoutedLogprobs holds log-probabilities of a batch's targets after each visit of a routed model, with gradients.
 
     logprobs  float32 [visits, targets]
     gate      float32 [visits, targets]: the gate's logits of leaving; None without a gate
     choices   float32 [visits, n, blocks + 1]: the router's logits before each visit, of each sequence, or of each row
               where the router reads rows; None where it was not asked
-    weights   float32 [visits, n, blocks + 1]: what was made of them, see `prefold.looped.train.Visit`
+    weights   float32 [visits, n, blocks + 1]: the blocks' weights, see `prefold.looped.train.Visit`
     """
 
     logprobs: Tensor
@@ -233,7 +233,7 @@ def routed_logprobs(
     routing: Routing | None = None,
     routes: Sequence[Sequence[int]] | None = None,
 ) -> RoutedLogprobs:
-    """Returns what a looped model with a router says of each target after each visit.
+    """Returns the log-probability of each target after each visit of a looped model with a router.
 
     batch    with sharing "off": a route is chosen from a whole sequence, so that sequences share no rows
     ids      int64 [visits, targets], as of `visit_logprobs`

@@ -1,4 +1,4 @@
-"""Rows that go through a looped model a visit at a time: a store of what they have after each visit, and its steps."""
+"""Rows that go through a looped model a visit at a time: a store of their K/V and states, and steps over it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def visit_options(model: LoopedLM) -> VisitOptions | None:
 
 
 def visit_slot_bytes(model: LoopedLM) -> int:
-    """Returns the bytes of a slot: a row's K/V of one block, its state, and what its gate must know."""
+    """Returns the bytes of a slot: a row's K/V of one block, its state, and the numbers that its gate reads."""
     kv = KVStore.bytes_per_slot(_most_layers(model), heads_of(model), model.device)
     return kv + model.config.hidden * model.dtype.itemsize + 12
 
@@ -99,11 +99,11 @@ def _most_layers(model: LoopedLM) -> int:
 
 
 class VisitStore:
-    """A VisitStore holds what rows have after a visit, and runs steps over it.
+    """A VisitStore holds the K/V and states of rows after their visits, and runs steps that read and write them.
 
     states  [slots, hidden]: the residual stream after the visit
     odds    float32 [slots, 2]: the probability of not having left before the next visit, and that of having left
-    likely  int32 [slots]: the token that was the likeliest, where the gate asks for it
+    likely  int32 [slots]: the likeliest token after the visit, where the gate reads it
     """
 
     def __init__(self, model: LoopedLM, slots: int, adapters: Mapping[str, Adapter] | None = None):
@@ -121,7 +121,7 @@ class VisitStore:
         self._reads_features = model.gate is not None and model.gate.reads == "features"
 
     def run(self, step: VisitStep) -> VisitTicket:
-        """Runs a step, and returns the ticket of what it gives."""
+        """Runs a step, and returns the ticket of its result."""
         if len(step.project_slots):
             self._project(step)
         if (rounds := step.rounds) is not None:
@@ -291,7 +291,7 @@ class VisitStore:
         return SlotReads(self.model, hidden, SlotStep(*(NOTHING,) * 9, reads, drawing, tuple(numbers)))
 
     def _route(self, routing: Routing) -> np.ndarray:
-        """Returns what the router chooses for each request of a Routing, int64 [n, visits]."""
+        """Returns the blocks that the router chooses for each request of a Routing, int64 [n, visits]."""
         model, summaries, how = self.model, [], self.model.loop.router
         assert model.router is not None and how is not None
         for first, stop in zip(routing.offsets[:-1].tolist(), routing.offsets[1:].tolist(), strict=True):
