@@ -1,8 +1,8 @@
-"""Rows of sequences that generate: given slots, laid out and booked for all of them at once, over arrays.
+"""Slots, layout and bookkeeping of the rows of sequences that generate, for all of them at once, over arrays.
 
-A step has one row of each of many sequences that generate, so that what is done for a row by itself would take as long
-as a visit. Here everything is done over arrays: those of `OutputRows`, and what stays the same while the same sequences
-generate: in which order they lie, and which slots they see of their prompts at each visit.
+A step has one row of each of many sequences that generate, so that work done row by row would take as long as a visit.
+Here all work is done over arrays: those of `OutputRows`, and those of `DecodeBatch`, which stay the same while the same
+sequences generate: their order, and the slots that they see of their prompts at each visit.
 
 The rows of a step may make several visits, in rounds: as long as all that go on come to the same block. A row that may
 leave on the way has slots for all of these visits; when it leaves, it gives back those of visits that it does not make.
@@ -484,7 +484,7 @@ class Decoding:
         outputs.owned[(*at, row[which])] = False
         outputs.spare_at[at] -= 1
         outputs.num_spare[at] += 1
-        # What deeper visits see of them is there, but for K/V that are made of a state, and what comes behind such.
+        # Deeper visits reuse the K/V of these rows, unless K/V must be made of a state for the row or one before it.
         seen = batch.seen[route, last]
         which, deeper = np.nonzero((seen >= 0) & (outputs.done[place] == row[:, None]))
         seen, place, row = seen[which, deeper], place[which], row[which]

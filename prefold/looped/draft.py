@@ -1,4 +1,4 @@
-"""What the next step of a VisitScheduler computes: which block it visits, which rows go there, and the slots they get.
+"""The next step of a VisitScheduler: which block it visits, which rows go there, and the slots that they get.
 
 A step has rows of prompts, node by node, and rows of sequences that generate, over arrays (`decode.py`). All go to one
 block: that which most rows go to next, or which a sequence has waited for too long.
@@ -119,7 +119,7 @@ class VisitDraft:
                 break
 
     def _groups(self, running: Collection[Routed]) -> dict[Hashable, _Group]:
-        """Returns these sequences by where they go next; those that go to no block are added to the draft."""
+        """Returns these sequences, grouped by their next block; those that go to no block are added to the draft."""
         batch, visits, groups = self.batch, self.slots.visits, dict[Hashable, _Group]()
         outputs, by_template = batch.outputs, visits.group == "template"
         if len(batch.sequences) == len(running):
@@ -144,7 +144,7 @@ class VisitDraft:
         return groups
 
     def _enter(self, groups: dict[Hashable, _Group], sequence: Routed) -> None:
-        """Enters a sequence with a prompt to compute where it goes next."""
+        """Enters a sequence that has a prompt to compute into the group of its next block."""
         self._advance(sequence)
         if sequence.visit == len(sequence.route):
             if not sequence.is_open:
@@ -162,7 +162,7 @@ class VisitDraft:
         group.rows += sum(visit.pending for visit in sequence.at(sequence.visit))
 
     def _advance(self, sequence: Routed) -> None:
-        """Settles what needs no computing of a prompt's rows, and moves it on to the visit that some come to next."""
+        """Settles a prompt's rows that need no computing, and moves it on to the next visit with pending rows."""
         while sequence.visit < len(sequence.route):
             pending = False
             for visit in sequence.at(sequence.visit):
@@ -183,7 +183,7 @@ class VisitDraft:
         return visit.pending > 0
 
     def _take(self, sequence: Routed) -> None:
-        """Adds the next rows of a prompt, and what is read of the last one."""
+        """Adds the next rows of a prompt to the step, and the read of its last row."""
         t = sequence.visit
         for visit in sequence.at(t):
             taken = self.takes[visit].rows if visit in self.takes else 0

@@ -1,6 +1,6 @@
 """Where rows of a looped model go after a visit: a gate says whether a row leaves, a router which block comes next.
 
-A planner says beforehand what a router says visit by visit.
+A planner computes beforehand the logits that a router computes visit by visit.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class LoopedLM(CausalLM):
     gate    gives the logit of a row's leaving after a visit; or None
     router  gives the logits of the next block and of leaving, where `config.loop` has a router; or None. A call of the
             model does not ask it, and goes through the blocks in their order: see `routed`
-    planner the same before the first visit, of all visits; or None
-    inject  the linear that puts what the prelude gave into the residual stream before each visit; or None
+    planner gives the router's logits of all visits before the first one; or None
+    inject  the linear that mixes the prelude's output into the residual stream before each visit; or None
     parts   the layers of each block by its number, and those of PRELUDE and CODA
     first   the first plane of each layer
     """
@@ -189,7 +189,7 @@ class LoopedLM(CausalLM):
         return rows
 
     def noise(self, positions: Tensor) -> Tensor:
-        """Returns the noise with which rows come to their first visit where the prelude's state is put in."""
+        """Returns the noise that rows have as their state before the first visit, where the prelude's is mixed in."""
         return (position_noise(self.loop.seed, positions, self.config.hidden) * self.loop.noise).to(self.dtype)
 
     def brought(self, x: Tensor, prelude: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """The slots of generated tokens' rows at each visit, of all sequences that run, in arrays.
 
-Sequences that generate go on a row at a time, many of them in one step. What they have lies side by side, so that a
+Sequences that generate go on a row at a time, many of them in one step. Their slots lie side by side, so that a
 step is drafted, laid out and booked for all of them at once. A tail whose rows are computed again is a node like others
 until all are there: TailNode.
 """
@@ -73,8 +73,8 @@ class OutputRows:
         self.num_runs[place, visit] = count
 
     def release(self, place: int) -> np.ndarray:
-        """Takes a place back, and the room that nobody else needs where its tail was among the longest. Returns the
-        slots that were the tail's own, int64."""
+        """Frees a place, and shrinks the arrays if its tail was long and all others are short. Returns the slots that
+        were the tail's own, int64."""
         rows = int(self.row[place]) + 1
         visits, number = ragged(self.num_spare[place])
         slots = self.slots[place, :, :rows][self.owned[place, :, :rows]]
@@ -96,7 +96,7 @@ class OutputRows:
             self._resize(places, max(rows, 2 * now), runs)
 
     def _shrink(self) -> None:
-        """Gives room back where all tails need a quarter of it at most; then they have twice what they need."""
+        """Shrinks the arrays to twice the rows and runs needed, where all tails need a quarter of the rows at most."""
         places, rows, runs = self._size
         longest, most = int(self.row.max()) + 1, int(self.num_runs.max())
         if 4 * longest <= rows:

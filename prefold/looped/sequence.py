@@ -1,4 +1,4 @@
-"""A sequence whose rows go through blocks a visit at a time: its route, and what its rows have at each visit."""
+"""A sequence whose rows go through blocks a visit at a time: its route, and the slots of its rows at each visit."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Decided:
     prompt  int16 [rows of the prompt]: after how many visits each row left; None: not known yet
     tails   by sample: after how many visits the row of each of its tokens left
 
-    Whether a row leaves after its n-th visit to a block depends on what is known of it:
+    Whether a row leaves after its n-th visit to a block depends on its recorded past, or else on its rule:
 
-    known is                                         before                at and behind
+    recorded, or the rule                            before                at and behind
     that it left after m visits, which are not all   n < m: STAYS          n >= m: LEAVES
     that it made all m visits of its route           n < m: STAYS          n = m: STAYS; a row of a prompt by its rule
     its rule, min_visits a and max_visits b          n < a: STAYS          a <= n < b: DECIDES    n >= b: LEAVES
@@ -36,7 +36,7 @@ class Decided:
     For a route that ends is no exit: others may go on from its rows. By its rule a row STAYS for good where it has
     neither criteria nor max_visits, and after the last visit that any route may make. Rows of prompts that do not leave
     by rules always stay. `Routed.when` gives a line of the table as two numbers, `leaves_after` applies
-    them, and what rows have done is entered in `tails` when they are read.
+    them, and the visits that rows have made are entered in `tails` when the rows are read.
     """
 
     route: tuple[int, ...] | None = None
@@ -64,8 +64,8 @@ class Routed(SequenceState):
     prefixes  the route prefix of each visit
     exits     when rows leave
     visits    how rows go through the model
-    decided   what was decided once
-    outputs   where what its tail has lies, while it runs
+    decided   the route and exits that were decided before
+    outputs   the arrays that hold the slots of its tail, while it runs
     visit     the index of the visit that its rows come to next; as many as the route has: all rows are there
     waited    for how many steps it has waited
     rows_there     how many leading rows of the prompt were there at each of the visits that it has come to
@@ -155,7 +155,7 @@ class Routed(SequenceState):
             node.visit(self.prefixes[-1]).users += 1
 
     def find(self, prefixes: Sequence[Prefix]) -> None:
-        """Notes how many leading rows of its prompt are there at visits that it comes to."""
+        """Lowers `rows_there` to the leading rows of its prompt that are there at all of these visits."""
         path: list[VisitNode] = self.leaf.path()  # type: ignore[assignment]
         for prefix in prefixes:
             self.rows_there = min(self.rows_there, sum(node.visits[prefix].done for node in path))
@@ -253,7 +253,7 @@ class Routed(SequenceState):
         return made
 
     def begin_output(self) -> None:
-        """Books that all its rows have left, those of its prompt and of the tokens that it had made: it generates."""
+        """Makes it a sequence that generates, once all rows of its prompt and its tokens have left."""
         tails, tail = self.decided.tails.setdefault(self.sample, []), self.tail
         if self.exits.prompts and self.decided.prompt is None:
             self.decided.prompt = np.concatenate([self.visits_made(node) for node in self.nodes()[:-1]])
