@@ -55,8 +55,8 @@ def tile_size(head_dim: int, dtype: torch.dtype, device: torch.device) -> TileSi
 
 
 def fitting_on(device: torch.device, kind: tuple[int, int], large: dict[Any, Size], small: dict[Any, Size]) -> Size:
-    """Returns the size for a kind of heads: of those for devices with little shared memory, where it is among them and
-    the device is one."""
+    """Returns the size for a kind of heads from `large`, or from `small` where that has the kind and a block of threads
+    has little shared memory on the device."""
     return small[kind] if kind in small and block_memory(device) < MUCH_MEMORY else large[kind]
 
 

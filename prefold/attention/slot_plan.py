@@ -53,8 +53,8 @@ class SlotPlan(Plan):
     lists: kernels.SlotLists | None = None
 
     def grow(self, slots: np.ndarray) -> bool:
-        """Lets each query see one key more, in the slot behind those of its own list, as `slots` int64 [queries] has
-        it, for the compiled kernel alone; returns False where that cannot be, as where there is a window."""
+        """Adds the key in `slots`, int64 [queries], to the keys that each query sees, and returns whether it could be
+        added: the plan must be the compiled kernel's, without a window, and the slots follow on each query's own."""
         if self.lists is None or self.window is not None:
             return False
         own, last = self.lists.own, self.lists.own_offsets[1:] - 1

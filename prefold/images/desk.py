@@ -82,7 +82,7 @@ NO_TILES = np.empty((0, 0, 0, 0), np.float32)
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A _Rows is what is held of an image. salt: of its requests; last: the id of its last row; size: bytes."""
+    """A _Rows records an image whose rows are held. salt: of its requests; last: its last row's id; size: bytes."""
 
     salt: str
     last: int

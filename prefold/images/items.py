@@ -50,8 +50,7 @@ class Seen:
 
 
 class Recent(Generic[T]):
-    """A Recent holds what was put into it last, by its key, up to `most` of what `size` gives for each. Any thread may
-    ask it."""
+    """A Recent is a least-recently-used cache, whose values' sizes sum to `most` at most. Any thread may use it."""
 
     def __init__(self, most: int, size: Callable[[T], int] = lambda value: 1):
         self._most, self._size, self._held = most, size, 0
@@ -66,7 +65,7 @@ class Recent(Generic[T]):
             return self._values.get(key)
 
     def put(self, key: bytes, value: T) -> None:
-        """Holds a value; those go that were put or asked for longest ago."""
+        """Stores a value, and evicts the values that were used longest ago where room is short."""
         with self._lock:
             self._forget(key)
             if (size := self._size(value)) <= self._most:
@@ -170,19 +169,19 @@ class ImageInputs:
         return replace(self, reader=reader_of(**how))
 
     def for_strangers(self, files: Callable[[str], Path | None] | None = None, namespace: str = "") -> ImageInputs:
-        """Returns these inputs without paths: for those who must not read this machine's files, nor hold the one
-        decoder for longer with many images than with one. files: returns the path of a file that they uploaded, by its
-        id; namespace: theirs."""
+        """Returns these inputs for clients who must not read this machine's files by path, nor occupy the decoder for
+        longer with many images than with a single image. files: returns the path of a file that a client uploaded, by
+        its id; namespace: that of the clients."""
         reader = replace(self.reader, paths=False, folder=None, files=files)
         return replace(self, reader=reader, seconds=reader.decoder.limits.seconds, namespace=namespace)
 
     def from_driver(self) -> HeldPictures:
-        """Returns what holds the images that the driver of a fleet sends to this replica."""
+        """Returns a holder for the images that the driver of a fleet sends to this replica."""
         return HeldPictures(self.table, self.processor)
 
     @cached_property
     def escaping(self) -> Escaping:
-        """Returns what encodes texts in which the tokens of images stay text where users write them."""
+        """Returns an encoder of texts in which image tokens that users write stay plain text."""
         return self.tokenizer.escaping_only(self.processor.special)
 
     def read(self, given: Sequence[tuple[Any, str]]) -> list[Picture]:

@@ -208,9 +208,9 @@ class Reader:
         return Decoded(source, False) if isinstance(source, Image) else self.decoder.decode(source, field, allowance)
 
     def source(self, value: Any, field: str = "image") -> tuple[bytes | Image, Any]:
-        """Returns the bytes of the file that a value holds or says the place of, or the image whose pixels it has; and
-        from what these can be read again: they themselves, or a value that says the place. Raises InputError as `read`
-        does."""
+        """Returns the content of an image value, and a value from which the content can be read again. The content is
+        the bytes of the image's file, or an Image where the value has pixels. The second is the content itself, or the
+        value where it names a file or address. Raises InputError as `read` does."""
         image: bytes | Image | None
         inner = _inner(value, field)
         if isinstance(inner, Image):

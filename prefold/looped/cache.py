@@ -25,14 +25,14 @@ Prefix = tuple[int, ...]
 
 
 class NodeVisit:
-    """A NodeVisit is what the rows of a node have at one visit: at the last block of a route prefix.
+    """A NodeVisit holds the slots of a node's rows at one visit, which is to the last block of a route prefix.
 
-    node    whose rows these are
+    node    the node of the rows
     prefix  the blocks visited, this one included
     slots   int64 [rows]: where the K/V lies that this visit sees of each row; 0: nowhere yet
     owned   bool: the slot was claimed for this row at this visit; else it is that of another visit of the row
     left    bool: the row left after this visit or an earlier one
-    done    how many leading rows are settled: what this visit sees of them is there
+    done    how many leading rows are settled: the K/V that this visit sees of them are there
     users   how many sequences, waiting or running, take this route prefix
     """
 
@@ -43,7 +43,7 @@ class NodeVisit:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets all rows; whoever calls it sees to their slots."""
+        """Forgets all rows; the caller frees their slots."""
         size = len(self.node)
         self.slots, self.owned, self.left = np.zeros(size, np.int64), np.zeros(size, bool), np.zeros(size, bool)
         self.done = 0
@@ -77,7 +77,7 @@ class NodeVisit:
         return self._runs
 
     def settle(self, rows: int) -> None:
-        """Says that of so many more rows what this visit sees is there."""
+        """Counts the next `rows` rows as settled: the K/V that this visit sees of them are there."""
         self.done, self._runs = self.done + rows, None
         self.node.computed = max(self.node.computed, self.done)
 
@@ -117,7 +117,7 @@ class VisitNode(Node):
         self.visits: dict[Prefix, NodeVisit] = {}
 
     def visit(self, prefix: Prefix) -> NodeVisit:
-        """Returns what the rows have at a visit, and makes it where it is not there."""
+        """Returns the NodeVisit of a route prefix, which is made if the node has none yet."""
         visit = self.visits.get(prefix)
         if visit is None:
             visit = self.visits[prefix] = NodeVisit(self, prefix)
@@ -154,8 +154,8 @@ class VisitNode(Node):
 class TailNode(VisitNode):
     """A TailNode is the VisitNode of the tokens that a sequence has made.
 
-    While rows of these are computed again, it is as any other. Once the sequence generates, what its rows have lies in
-    arrays, and its visits are empty.
+    While rows of these are computed again, it is as any other. Once the sequence generates, the slots of its rows lie
+    in arrays, and its visits are empty.
 
     outputs  the arrays
     place    its place there, while the sequence runs; or None
@@ -169,14 +169,14 @@ class TailNode(VisitNode):
         self.place: int | None = None
 
     def enter(self) -> None:
-        """Lays what its rows have into the arrays."""
+        """Moves the slots of its rows from its visits into the arrays."""
         for visit in self.visits.values() if len(self) else ():
             at = self.place, len(visit.prefix) - 1
             self.outputs.enter(*at, visit.slots, visit.owned, visit.left, np.array(visit.runs).T)
             visit.forget()
 
     def leave(self) -> np.ndarray:
-        """Takes what its rows have out of the arrays, and returns the slots of rows that never came, int64."""
+        """Moves the slots of its rows from the arrays into its visits, and returns the spare slots, int64."""
         rows, outputs = len(self), self.outputs
         for visit in self.visits.values():
             at = self.place, len(visit.prefix) - 1
@@ -231,9 +231,9 @@ class VisitCache(RadixCache):
 
     def evict_untaken(self) -> bool:
         """Evicts the visits that no sequence takes of nodes in use, and returns whether there were any. To be called
-        where nothing else may be evicted: rows are never found where rows above them are missing.
+        where nothing else may be evicted: the cache finds no rows where rows above them are missing.
 
-        Visits that go on from these nobody takes either, so that no slot of theirs is referred to by those that stay.
+        No sequence takes visits that go on from these either, so that visits which stay refer to no slot of theirs.
         """
         nodes = [node for node in self.untaken if not node.pins]
         for node in nodes:

@@ -29,13 +29,13 @@ class Routing:
     A request makes one visit at least, and at most as many as the order of its Loop has.
 
     kind       "fixed": the router is not asked; the visits are those of the order. "soft": every block is visited, and
-               what they give is mixed by the router's probabilities. "hard": the likeliest block. "top": the `top`
+               their outputs are mixed by the router's probabilities. "hard": the likeliest block. "top": the `top`
                likeliest, mixed. "planned": all visits at once before the first one, by the planner, each as with "hard"
-    reads      what the router reads: "request": the mean and the last of the states of a prompt's rows, so that all of
+    reads      the router's input: "request": the mean and the last of the states of a prompt's rows, so that all of
                these rows take one route, and the rows generated after them too; "row": a row's own state, so that each
                row takes a route of its own
     threshold  there are no more visits where the probability of leaving is at least this (not with "soft", which goes
-               on with what has not left)
+               on with the share that has not left)
     top        how many blocks "top" mixes
     planner    whether there is a planner beside the router
     """
@@ -76,7 +76,7 @@ GATE_FEATURES = 4
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A Loop says how a looped model goes through its layers.
+    """A Loop says in which order a looped model goes through its layers, and after which visit rows are read.
 
     The layers of the model are those of the prelude, then those of each block, as many in one as in another, then those
     of the coda. A pass of rows goes through the prelude once, through one block a visit, and through the coda once.
@@ -87,16 +87,16 @@ class Loop:
     prelude    layers of the prelude
     coda       layers of the coda
     between    what the visits do to the residual stream. "nothing"; "norm": each visit ends with the model's final
-               norm; "inject": a linear puts what the prelude gave into the residual stream before each visit, the
+               norm; "inject": a linear mixes the prelude's output into the residual stream before each visit, the
                stream begins as noise, and the last visit ends with the model's final norm, as does reading after an
                earlier one
     noise      the standard deviation of the noise that the stream begins as
-    seed       what the noise is drawn from, beside a row's position
+    seed       the seed of the noise, which also depends on a row's position
     gate       whether a linear gives each row's probability of leaving after a visit
-    gate_reads what it reads: "state", the state as it is read, or "features", four numbers made of it (see `Gate`)
+    gate_reads the gate's input: "state", the state as it is read, or "features", four numbers made of it (see `Gate`)
     threshold  a row is read after the first visit at which its probability of having left is at least this; 1: it is
                read after the last visit. All rows make all visits, so K/V do not depend on it
-    router     who picks the blocks; None: they are those of the order
+    router     how a router picks the blocks; None: they are those of the order
     """
 
     blocks: int
@@ -359,7 +359,7 @@ def huginn(hf: HFConfig) -> ModelConfig:
             prelude=prelude,
             coda=coda,
             between="inject",
-            # The deviation that weights begin with, times what embeddings are multiplied with.
+            # The deviation that weights begin with, times the factor of embeddings.
             noise=(2 / (5 * hidden)) ** 0.5 * hidden**0.5,
             seed=hf.size("state_seed", 0, least=0, most=2**63),
         ),

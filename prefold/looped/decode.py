@@ -1,8 +1,8 @@
-"""Rows of sequences that generate: given slots, laid out and booked for all of them at once, over arrays.
+"""Slots, layout and bookkeeping of the rows of sequences that generate, for all of them at once, over arrays.
 
-A step has one row of each of many sequences that generate, so that what is done for a row by itself would take as long
-as a visit. Here everything is done over arrays: those of `OutputRows`, and what stays the same while the same sequences
-generate: in which order they lie, and which slots they see of their prompts at each visit.
+A step has one row of each of many sequences that generate, so that work done row by row would take as long as a visit.
+Here all work is done over arrays: those of `OutputRows`, and those of `DecodeBatch`, which stay the same while the same
+sequences generate: their order, and the slots that they see of their prompts at each visit.
 
 The rows of a step may make several visits, in rounds: as long as all that go on come to the same block. A row that may
 leave on the way has slots for all of these visits; when it leaves, it gives back those of visits that it does not make.
@@ -32,24 +32,24 @@ FEW_ROWS = 8
 
 
 class DecodeBatch:
-    """A DecodeBatch is what stays the same while the same sequences generate.
+    """A DecodeBatch holds the n sequences that generate, and arrays that change only when sequences come or go.
 
     sequences  by route, and depth-first
-    number     of each sequence, its place in that order
-    place      int64 [n]: of each one's OutputRows
+    number     the index of each sequence in that order
+    place      int64 [n]: the place of each sequence's output in OutputRows
     start      int64 [n]: the position of the first row of each output
     limit      int64 [n]: as of SequenceState
-    route      int64 [n]: the number of each one's route
+    route      int64 [n]: the number of each sequence's route
     criteria   float64 [n, 2]: as of VisitStep
-    length     int64 [n]: how many visits each one's route has
+    length     int64 [n]: how many visits each sequence's route has
     units      int64 [routes, visits]: the blocks of each route
     rest       int64 [routes, visits]: how many visits to blocks come after each
     earlier    int64 [routes, visits]: the last visit to the same block before each; -1: there is none
     seen       int64 [routes, visits, visits]: which visit's slot the second visit sees of a row that left after the
                first; -1: K/V are to be made of its state there, or at a visit between them
-    has_accounts   whether the slots of any count for a tenant
-    made       of each: after how many visits the rows of its output left, as of Decided
-    plain      whether the rows to come leave by its rule alone, so that nothing is to be looked up for them
+    has_accounts   whether the slots of any sequence count for a tenant
+    made       of each sequence: after how many visits the rows of its output left, as of Decided
+    plain      of each sequence: whether its next rows leave by its rule alone, so that `Routed.when` need not be asked
     blocks     int64 [routes, visits]: how many visits to blocks there are up to each, itself included
     """
 
@@ -60,18 +60,18 @@ class DecodeBatch:
             numbers.setdefault(tuple(sequence.route), len(numbers))
         self.routes = list(numbers)
         order = _depth_first(sequences)
-        self.sequences = sorted(order, key=lambda one: numbers[tuple(one.route)])
+        self.sequences = sorted(order, key=lambda sequence: numbers[tuple(sequence.route)])
         self.number = {sequence: number for number, sequence in enumerate(self.sequences)}
-        self.route = np.array([numbers[tuple(one.route)] for one in self.sequences], np.int64)
-        self.place = np.array([one.tail.place for one in self.sequences], np.int64)
-        self.start = np.array([one.leaf.stop for one in self.sequences], np.int64)
-        self.limit = np.array([one.limit for one in self.sequences], np.int64)
-        self.has_accounts = any(one.tail.account is not None for one in self.sequences)
-        self.criteria = np.array([one.criteria for one in self.sequences], np.float64).reshape(-1, 2)
-        self.made = [one.decided.tails.setdefault(one.sample, []) for one in self.sequences]
+        self.route = np.array([numbers[tuple(sequence.route)] for sequence in self.sequences], np.int64)
+        self.place = np.array([sequence.tail.place for sequence in self.sequences], np.int64)
+        self.start = np.array([sequence.leaf.stop for sequence in self.sequences], np.int64)
+        self.limit = np.array([sequence.limit for sequence in self.sequences], np.int64)
+        self.has_accounts = any(sequence.tail.account is not None for sequence in self.sequences)
+        self.criteria = np.array([sequence.criteria for sequence in self.sequences], np.float64).reshape(-1, 2)
+        self.made = [sequence.decided.tails.setdefault(sequence.sample, []) for sequence in self.sequences]
         self.plain = [
-            not one.exits.visits and len(made) < len(one.tail.tokens)
-            for one, made in zip(self.sequences, self.made, strict=True)
+            not sequence.exits.visits and len(made) < len(sequence.tail.tokens)
+            for sequence, made in zip(self.sequences, self.made, strict=True)
         ]
         size = (len(numbers), self.most)
         self.units = np.full(size, PRELUDE - 2, np.int64)
@@ -95,8 +95,8 @@ class DecodeBatch:
         self._tables: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
 
     def prompts(self, route: int, visit: int) -> tuple[np.ndarray, ...]:
-        """Returns the runs of slots that are seen of prompts at a visit of a route: the start, count and position of
-        each, and the numbers of the first sequence that sees it and of the one behind the last."""
+        """Returns the runs of prompt slots that sequences see at a visit of a route: the start, count and position of
+        each run, the number of the first sequence that sees it, and the number after that of the last."""
         table = self._tables.get((route, visit))
         if table is None:
             runs: list[tuple[int, int, int, int, int]] = []
@@ -123,20 +123,20 @@ class DecodeBatch:
 
 @dataclass(slots=True)
 class DecodeRows:
-    """A DecodeRows is what a step has of sequences that generate: a row of each of some of them, which makes one visit
-    or several, and rows that left before, whose K/V at the visit are made of their states.
+    """A DecodeRows holds the rows of generating sequences in one step: the last row of each of n sequences, which makes
+    one visit or several, and m late rows, which left before this visit and whose K/V the visit needs all the same.
 
-    batch         the sequences that generate
-    members       int64 [n]: the numbers in the batch of those with a row, those of one route and visit side by side
-    place, at, row  int64 [n]: the place of each row's output, the first visit that it makes, and its number there
-    late_members  int64 [m]: the numbers in the batch of those of which rows that left are settled first
-    late_rows     int64 [m]: these rows
-    projected     bool [m]: whether their K/V are made of their states; that of others is there
+    batch         all sequences that generate
+    members       int64 [n]: the numbers in the batch of the n sequences, grouped by route and visit
+    place, at, row  int64 [n]: the place of each output in OutputRows, the first visit that its row makes, and the row
+    late_members  int64 [m]: the number in the batch of each late row's sequence
+    late_rows     int64 [m]: the number of each late row in its sequence's output
+    projected     bool [m]: whether a late row's K/V are computed from its state; if not, they are in an earlier slot
     units         int64 [rounds]: the block that is visited in each round
     rounds        int64 [queries]: the round of each query, ascending
-    rows          int64 [queries]: its row: the number among `members`
+    rows          int64 [queries]: the index in `members` of the sequence whose row the query computes
     leaves        int8 [queries]: as of VisitStep
-    reads         int64: the numbers of the rows that are read if they leave, or end
+    reads         int64: the indices in `members` of the sequences whose row is read if it leaves or its route ends
     """
 
     batch: DecodeBatch
@@ -164,10 +164,10 @@ class DecodeRows:
 
 
 class Decoding:
-    """A Decoding gives rows of sequences that generate their slots, lays them out and books them.
+    """A Decoding chooses the rows of generating sequences for a step, gives them slots, lays them out and books them.
 
     slots    gives out slots
-    outputs  what the sequences' outputs have
+    outputs  the slots and the state of the sequences' output rows
     """
 
     def __init__(self, slots: SlotAllocator, outputs: OutputRows):
@@ -175,11 +175,11 @@ class Decoding:
         self._batch: DecodeBatch | None = None
 
     def forget(self) -> None:
-        """Forgets which sequences generate: one has come or gone."""
+        """Forgets the batch, because a sequence has come or gone."""
         self._batch = None
 
     def batch(self, running: Collection[Routed]) -> DecodeBatch:
-        """Returns those of the running sequences that generate."""
+        """Returns the DecodeBatch of those running sequences that generate."""
         if self._batch is None:
             ready = [sequence for sequence in running if sequence.ready]
             self._batch = DecodeBatch(ready, self.outputs, self.visits)
@@ -188,11 +188,11 @@ class Decoding:
     # ------------------------------------------------------------------------------------------------ the draft
 
     def choose(self, batch: DecodeBatch, numbers: np.ndarray, most: int) -> tuple[Part, int]:
-        """Returns which of these sequences, all at one block next, have rows in a step, with slots given for them: at
-        most so many rows, those of sequences that have waited longest. Returns also how many rows they are, with those
-        whose K/V is projected.
+        """Chooses which of these sequences, whose next block is the same, have rows in a step, and gives them slots.
+        Returns the chosen rows, and how many of them are computed or projected: `most` at most, first the rows of the
+        sequences that have waited longest.
 
-        Where a sequence has more rows to be projected than there is room for, only some of these are there.
+        Where a sequence has more rows to be projected than there is room for, only the first of these are chosen.
         """
         outputs = self.outputs
         late = self._late(batch, numbers)
@@ -221,8 +221,8 @@ class Decoding:
         return (numbers, *late), len(numbers) + int(np.count_nonzero(late[2]))
 
     def _late(self, batch: DecodeBatch, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns rows that left before and are not settled at the visit that their sequences come to, sequence by
-        sequence: the number of the sequence, the row, and whether its K/V is projected. Enters the slots of others."""
+        """Returns the late rows of sequences, which left before their sequence's next visit and are not settled there:
+        of each the number of its sequence, the row, and whether its K/V is projected. Enters the slots of others."""
         outputs, place = self.outputs, batch.place[numbers]
         visit = outputs.visit[place]
         done = outputs.done[place, visit]
@@ -239,7 +239,7 @@ class Decoding:
         return numbers[which], rows, ~there
 
     def rows(self, batch: DecodeBatch, parts: Sequence[Part]) -> DecodeRows:
-        """Returns the rows that were chosen, all for one block."""
+        """Returns the DecodeRows of the rows that `choose` chose, all of which go to the same block."""
         outputs = self.outputs
         numbers, *late = (np.concatenate(column) for column in zip(*parts, strict=True))
         numbers.sort()
@@ -251,8 +251,8 @@ class Decoding:
         return drafted
 
     def go_on(self, drafted: DecodeRows, most: int) -> None:
-        """Lets the rows of a draft, which has no others, make further visits in the same step, at most so many rows at
-        one visit each, where that is for the better and slots are there."""
+        """Lets the rows make several visits in the same step, where the options ask for it and there are slots. A step
+        so extended has no rows of prompts, and at most `most` rows, where a row counts once for each of its visits."""
         wanted, members = self.visits.step_visits, len(drafted.members)
         if wanted > 1 and len(drafted.batch.sequences) <= FEW_ROWS:
             wanted = drafted.batch.most
@@ -264,7 +264,7 @@ class Decoding:
             self._set_rounds(drafted, 1)
 
     def _set_rounds(self, drafted: DecodeRows, most: int) -> None:
-        """Notes the visits that the rows of a draft make, in at most so many rounds."""
+        """Decides which visits the rows of a draft make, in `most` rounds at most."""
         batch, outputs, place = drafted.batch, self.outputs, drafted.place
         route, visit, row = batch.route[drafted.members], drafted.at, drafted.row
         length = batch.length[drafted.members]
@@ -297,8 +297,8 @@ class Decoding:
         drafted.reads = np.flatnonzero(may_be_read)
 
     def _give(self, batch: DecodeBatch, numbers: np.ndarray, rounds: np.ndarray) -> np.ndarray:
-        """Gives the last rows of sequences their slots, so many rounds behind the visits that they come to next, as far
-        as there are slots; returns which rows have one, bool. No row has the same round twice."""
+        """Gives the last row of each sequence a slot at the visit that lies `rounds` after its next visit, as far as
+        there are slots. Returns which rows have a slot, bool. No sequence has the same round twice."""
         outputs, place = self.outputs, batch.place[numbers]
         visit, row = outputs.visit[place] + rounds, outputs.row[place]
         needs = ~outputs.owned[place, visit, row]
@@ -314,8 +314,8 @@ class Decoding:
         return outputs.owned[place, visit, row]
 
     def _take_spare(self, batch: DecodeBatch, numbers: np.ndarray, visit: np.ndarray, ahead: np.ndarray) -> None:
-        """Gives outputs slots at visits, and some for the rows to come, those of each side by side; as many as there
-        are. ahead: whether a row may never come to the visit, so that no other rows are evicted for it"""
+        """Reserves slots for the last row of each sequence and its next rows at a visit, side by side, as far as there
+        are slots. ahead: whether the row may leave before that visit, so that no other rows are evicted for it"""
         outputs, pool, place = self.outputs, self.slots.pool, batch.place[numbers]
         rows = batch.limit[numbers] - 1 - outputs.row[place]
         # All together, if there is a run so long: those of an even number before the others begin with an even slot.
@@ -338,7 +338,7 @@ class Decoding:
             self._hold(batch, numbers[i : i + 1], np.array([len(slots)]))
 
     def _hold(self, batch: DecodeBatch, members: np.ndarray, counts: np.ndarray) -> None:
-        """Counts slots for those for whom members run."""
+        """Adds the slots that each member got to the account of the tenant whom it runs for."""
         if batch.has_accounts:
             for number, count in zip(members.tolist(), counts.tolist(), strict=True):
                 account = batch.sequences[number].tail.account
@@ -397,8 +397,8 @@ class Decoding:
         return columns, rounds
 
     def _state_of(self, place: np.ndarray, visit: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """Returns after which visit rows have the states with which they come to a visit: a row that left comes to the
-        coda alone."""
+        """Returns the visit whose output state each row brings to its visit: the visit before, and for a row that left,
+        which comes to the coda alone, the visit after which it left."""
         before = np.maximum(visit - 1, 0)
         if not self.visits.coda or not len(place):
             return before
@@ -413,7 +413,7 @@ class Decoding:
         place: np.ndarray,
         position: np.ndarray,
     ) -> tuple[np.ndarray, ...]:
-        """Returns the runs of keys that queries see: of prompts, of their outputs, and themselves."""
+        """Returns the runs of keys that queries see: those of their prompts and outputs, and their own."""
         batch, outputs = drafted.batch, self.outputs
         kind = (drafted.rounds * len(batch.units) + route) * batch.most + visit
         edges = [0, *(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(kind)] if len(kind) else []
@@ -440,8 +440,8 @@ class Decoding:
         return joined(*(column[order] for column in columns))
 
     def begin(self, batch: DecodeBatch, drafted: DecodeRows | None) -> int:
-        """Books rows as being computed. Returns how many slots all sequences that generate would need if nothing was
-        shared."""
+        """Resets the waiting time of sequences with rows in a step, and raises that of the others. Returns how many
+        slots all sequences that generate would need if nothing was shared."""
         outputs = self.outputs
         outputs.waited[batch.place] += 1
         if drafted is not None:
@@ -484,7 +484,7 @@ class Decoding:
         outputs.owned[(*at, row[which])] = False
         outputs.spare_at[at] -= 1
         outputs.num_spare[at] += 1
-        # What deeper visits see of them is there, but for K/V that are made of a state, and what comes behind such.
+        # Deeper visits reuse the K/V of these rows, unless K/V must be made of a state for the row or one before it.
         seen = batch.seen[route, last]
         which, deeper = np.nonzero((seen >= 0) & (outputs.done[place] == row[:, None]))
         seen, place, row = seen[which, deeper], place[which], row[which]
@@ -496,7 +496,7 @@ class Decoding:
         return int(batch.rest[route, last].sum())
 
     def note_exits(self, drafted: DecodeRows, taken: np.ndarray) -> None:
-        """Notes with what was decided after how many visits rows left of which reads were made. taken: bool [reads]"""
+        """Records in `Decided` after how many visits rows left. taken: bool [reads], which of the reads were made"""
         batch, reads = drafted.batch, drafted.reads[taken]
         numbers, place, row = drafted.members[reads], drafted.place[reads], drafted.row[reads]
         left = self.outputs.left[place, :, row]
@@ -507,8 +507,8 @@ class Decoding:
                 batch.made[number].append(count)
 
     def take(self, consumers: Iterable[tuple[Routed, int, bool, bool]]) -> list[Routed]:
-        """Gives sequences the tokens that follow from their last rows: (sequence, token, whether it ends there, so that
-        the token is no part of its output, whether its rows leave by its rule alone). Returns those that have ended."""
+        """Appends to each sequence its next token, and returns the sequences that have ended. consumers: (sequence,
+        token, whether the sequence ends without it, whether its next row leaves by the sequence's rule alone)"""
         outputs, done, places, rows, last = self.outputs, [], [], [], []
         for sequence, token, ends, is_plain in consumers:
             tail = sequence.tail
@@ -531,7 +531,7 @@ class Decoding:
 
 
 def _depth_first(running: Collection[Routed]) -> list[Routed]:
-    """Returns sequences in an order in which those below one node lie side by side."""
+    """Returns the sequences ordered by a depth-first walk over the tree of their prompts."""
     at: dict[Node, list[Routed]] = {}
     for sequence in running:
         at.setdefault(sequence.leaf, []).append(sequence)

@@ -1,4 +1,4 @@
-"""What the next step of a VisitScheduler computes: which block it visits, which rows go there, and the slots they get.
+"""The next step of a VisitScheduler: which block it visits, which rows go there, and the slots that they get.
 
 A step has rows of prompts, node by node, and rows of sequences that generate, over arrays (`decode.py`). All go to one
 block: that which most rows go to next, or which a sequence has waited for too long.
@@ -19,10 +19,10 @@ from .sequence import Routed
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A Take is some rows of a node that a step brings to a visit: the next `rows` that are not settled.
+    """A Take says how many rows of a node a step brings to a visit: the next `rows` that are not settled.
 
-    sequence  the first that needs them
-    t         which visit of its route
+    sequence  the first sequence that needs the rows
+    t         the number of the visit in that sequence's route
     """
 
     sequence: Routed
@@ -32,8 +32,8 @@ class Take:
 
 @dataclass(slots=True)
 class _Group:
-    """A _Group is sequences that go to one block next: those that generate by their numbers in the batch, and prompts.
-    longest: for how many steps one of them has waited; rows: how many go there."""
+    """A _Group holds the sequences whose next block is the same: `numbers` in the batch of those that generate, and
+    those with prompts to compute. longest: the most steps that any has waited; rows: how many rows go to the block."""
 
     unit: int
     numbers: np.ndarray
@@ -44,18 +44,18 @@ class _Group:
 
 @dataclass(slots=True)
 class VisitDraft:
-    """A VisitDraft is what a step will compute, while that is being decided.
+    """A VisitDraft collects the rows and reads of the next step while they are being chosen.
 
     max_rows  the most rows of the step
     slots     gives out slots
-    decoding  gives rows of sequences that generate, of which `batch` has those that run
-    unit      the block that it visits, PRELUDE or CODA; None: it only reads or routes
+    decoding  chooses rows of the generating sequences, which are those of `batch`
+    unit      the block that the step visits, PRELUDE or CODA; None: it only reads or routes
     room      how many more rows the step may have
-    group     which sequences it has rows of, as their block or their template and visit
-    takes     the rows of prompts, by what they are of
-    parts     which sequences that generate have rows, while that is being decided
-    decode    their rows, then; None: there are none
-    reads     (sequence, what its last row has at this visit): its route ends here, and the sequence takes a token
+    group     the key of the group whose rows it has: their block, or their block, visit and route
+    takes     the rows of prompts, by node and visit
+    parts     the chosen rows of generating sequences, as of `Decoding.choose`
+    decode    these rows, once all are chosen; None: there are none
+    reads     (sequence, visit of its last node): its route ends here, and the sequence takes a token
     finished  (sequence, slot): the sequence takes a token from the state in the slot
     routings  sequences whose router is asked how their route goes on
     """
@@ -119,13 +119,13 @@ class VisitDraft:
                 break
 
     def _groups(self, running: Collection[Routed]) -> dict[Hashable, _Group]:
-        """Returns these sequences by where they go next; those that go to no block are added to the draft."""
+        """Returns these sequences, grouped by their next block; those that go to no block are added to the draft."""
         batch, visits, groups = self.batch, self.slots.visits, dict[Hashable, _Group]()
         outputs, by_template = batch.outputs, visits.group == "template"
         if len(batch.sequences) == len(running):
             numbers = np.arange(len(batch.sequences))
         else:
-            numbers = np.array(sorted(batch.number[one] for one in running if one.ready), np.int64)
+            numbers = np.array(sorted(batch.number[sequence] for sequence in running if sequence.ready), np.int64)
         visit = outputs.visit[batch.place[numbers]]
         if not visits.refill and visit.any():  # those that begin a row wait for those on their way
             numbers, visit = numbers[visit > 0], visit[visit > 0]
@@ -144,7 +144,7 @@ class VisitDraft:
         return groups
 
     def _enter(self, groups: dict[Hashable, _Group], sequence: Routed) -> None:
-        """Enters a sequence with a prompt to compute where it goes next."""
+        """Enters a sequence that has a prompt to compute into the group of its next block."""
         self._advance(sequence)
         if sequence.visit == len(sequence.route):
             if not sequence.is_open:
@@ -162,7 +162,7 @@ class VisitDraft:
         group.rows += sum(visit.pending for visit in sequence.at(sequence.visit))
 
     def _advance(self, sequence: Routed) -> None:
-        """Settles what needs no computing of a prompt's rows, and moves it on to the visit that some come to next."""
+        """Settles a prompt's rows that need no computing, and moves it on to the next visit with pending rows."""
         while sequence.visit < len(sequence.route):
             pending = False
             for visit in sequence.at(sequence.visit):
@@ -183,7 +183,7 @@ class VisitDraft:
         return visit.pending > 0
 
     def _take(self, sequence: Routed) -> None:
-        """Adds the next rows of a prompt, and what is read of the last one."""
+        """Adds the next rows of a prompt to the step, and the read of its last row."""
         t = sequence.visit
         for visit in sequence.at(t):
             taken = self.takes[visit].rows if visit in self.takes else 0

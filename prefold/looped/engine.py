@@ -23,7 +23,7 @@ from .steps import NO_EXITS, LoopedFacts, MakeVisitStore, VisitOptions, exits_ro
 
 
 class Unlooped(EnginePart):
-    """An Unlooped is the part of an engine whose model is not looped: no exits can be followed."""
+    """An Unlooped is the EnginePart for a model that is not looped; it refuses requests with exits."""
 
     def check(self, exits: Exits | None, sharing: Sharing = "full") -> None:
         if exits is not None:
@@ -31,7 +31,7 @@ class Unlooped(EnginePart):
 
 
 class Passes(EnginePart):
-    """A Passes is the part of an engine whose steps are whole passes through a looped model."""
+    """A Passes is the EnginePart for a looped model whose steps are whole passes through all visits."""
 
     def __init__(self, looped: LoopedFacts):
         self._looped = looped
@@ -58,16 +58,16 @@ class Passes(EnginePart):
 
     def message(self, step: Any, readers: Sequence[Any]) -> Mapping[str, Any]:
         exits = [*(reader.exits for reader in readers), *(exits for exits, _ in kept_rows(step))]
-        rows = [exits_row(one) for one in exits]
+        rows = [exits_row(rule) for rule in exits]
         if all(row == NO_EXITS for row in rows):
             return {}
         return {"exits": np.array(rows, np.float64)}  # None becomes nan
 
 
 class Visits(EnginePart):
-    """A Visits is the part of an engine whose rows go through the model a visit at a time.
+    """A Visits is the EnginePart for a looped model whose rows go through it a visit at a time.
 
-    visits  how they do
+    visits  how rows go through the model
     """
 
     in_slots = True
@@ -104,7 +104,7 @@ class Visits(EnginePart):
 
 
 def engine_part(worker: Worker, options: EngineOptions) -> EnginePart:
-    """Returns the part of an engine. Raises InputError where rows should leave, and cannot."""
+    """Returns the EnginePart for a worker's model. Raises InputError where rows should leave, and cannot."""
     looped, visits = worker.facts.of(LoopedFacts), visits_of(worker.facts, options.generation)
     if looped is None:
         return Unlooped()
@@ -112,7 +112,7 @@ def engine_part(worker: Worker, options: EngineOptions) -> EnginePart:
 
 
 def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
-    """Returns how rows go through the model a visit at a time; None where a step is a whole pass.
+    """Returns the VisitOptions of a model whose rows go a visit at a time; None where a step is a whole pass.
 
     Raises InputError where rows should leave, and the model is not looped or split over ranks.
     """

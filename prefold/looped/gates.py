@@ -1,6 +1,6 @@
 """Where rows of a looped model go after a visit: a gate says whether a row leaves, a router which block comes next.
 
-A planner says beforehand what a router says visit by visit.
+A planner computes beforehand the logits that a router computes visit by visit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .steps import exits_row
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A Seen is what a gate must know of rows after the visit before.
+    """A Seen holds the outputs of the previous visit that a gate compares with those of the next.
 
-    hidden  [rows, hidden]: their states as they were read
-    likely  int64 [rows]: the token that was the likeliest
+    hidden  [rows, hidden]: the states as they were read
+    likely  int64 [rows]: the likeliest token of each row
     """
 
     hidden: Tensor
@@ -49,11 +49,11 @@ class Gate(Linear):
     def features(
         self, hidden: Tensor, logits: Tensor, before: Seen | None, first: Tensor | None = None
     ) -> tuple[Tensor, Seen]:
-        """Returns the four features, float32 [rows, 4], and what the gate must know after the next visit.
+        """Returns the four features, float32 [rows, 4], and the Seen of this visit for the next call.
 
         hidden  [rows, hidden] as it is read after the visit; logits: float32 [rows, vocabulary] of it
-        before  that of the visit before; None after the first
-        first   bool [rows]: whose visit is the first, so that nothing is known of the one before; None: nobody's
+        before  the Seen of the visit before; None after the first
+        first   bool [rows]: whether the visit is the row's first, where `before` does not count; None: of no row
 
         They have no gradients: a gate learns what the model says, and not the model to please its gate.
         """
@@ -143,8 +143,8 @@ class Router(nn.Module):
 
 
 class Planner(nn.Module):
-    """A Planner gives what a Router gives before each visit, all at once, from the states before the first one: from
-    what the embedding and the prelude make of a prompt."""
+    """A Planner computes the logits of all visits at once, where a Router computes them visit by visit. It reads the
+    states of a prompt before the first visit: the output of the embedding and the prelude."""
 
     def __init__(self, config: LoopedConfig, *, device: torch.device):
         super().__init__()
@@ -161,7 +161,7 @@ class Planner(nn.Module):
 
 
 def summary(last: Tensor, mean: Tensor | None = None) -> Tensor:
-    """Returns what a router reads, float32 [n, inputs]: each state over its root mean square.
+    """Returns the input of a router, float32 [n, inputs]: each state divided by its root mean square.
 
     last  [n, hidden]: the residual stream of each request's last prompt row, or of each row
     mean  [n, hidden]: the mean of the residual stream over each request's prompt rows; None: the router reads rows
@@ -181,7 +181,7 @@ def choose(logits: Tensor, threshold: float | Tensor) -> Tensor:
 
 
 def mixture(logits: Tensor, routing: Routing) -> Tensor:
-    """Returns the weight of what each block gives, and of the state as it was, float32 [n, blocks + 1]; they sum to 1.
+    """Returns the weights of each block's output and of the unchanged state, float32 [n, blocks + 1]; they sum to 1.
 
     logits  float32 [n, blocks + 1]
     """

@@ -1,4 +1,4 @@
-"""A step of rows that go through blocks a visit at a time: its message, and what it means for sequences."""
+"""The message of a step whose rows go through blocks a visit at a time, and the sequences that take its results."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .steps import PRELUDE, Routing, VisitStep
 
 @dataclass(frozen=True, eq=False, slots=True)
 class VisitPlan:
-    """A VisitPlan is a visit of some rows to a block, or several visits, and what they mean for the sequences that run.
+    """A VisitPlan holds the message of a step, which takes rows through one visit or several, and its consumers.
 
     Rows of prompts come first, depth-first; then those of sequences that generate.
 
     message      the message for the worker; the engine adds how tokens are chosen, and which reads give numbers
-    consumers    the sequence that takes what each of the message's reads gives, if it is made: those of prompts first
-    prompts      how many of the consumers are those of prompts
+    consumers    the sequence that takes the result of each of the message's reads, if it is made: prompts' reads first
+    prompts      how many of the consumers take reads of prompts
     namespaces   (namespace, its first query, the query behind its last) of each group of rows
     projects     the namespace of each row that is projected
-    takes        (what rows of a prompt are of, Take, the query of each row: -1 where it had left)
+    takes        (visit of a prompt's node, Take, the query of each row: -1 where it had left)
     routed       the sequences whose router is asked
     decode       the rows of sequences that generate; None: there are none
     """
@@ -59,7 +59,7 @@ class VisitPlan:
 
     @property
     def decode_rows(self) -> int:
-        """Returns how many of these are the last token of a sequence."""
+        """Returns how many of its rows are the last token of a sequence and begin with their first visit."""
         return 0 if self.decode is None else int(np.count_nonzero(self.decode.at == 0))
 
 
@@ -68,7 +68,7 @@ class _Rows:
 
     rows     of each query its token, position, source, given, slot and leaves, as of VisitStep
     runs     of each run its start, count, position and first query; last: the query behind its last
-    queries  of what the rows are of, the query of each row: -1 where it had left
+    queries  by the visit of a node, the query of each of its rows: -1 where it had left
     """
 
     def __init__(self) -> None:
@@ -86,14 +86,14 @@ class _Rows:
     def add(self, visit: NodeVisit, take: Take) -> None:
         node, sequence, first, count = visit.node, take.sequence, visit.done, take.rows
         rows, base = slice(first, first + count), len(self.rows)
-        left, slots, given = sequence.has_left(node, take.t, rows), visit.slots[rows], np.zeros(count, np.int64)
+        left, slots, prelude = sequence.has_left(node, take.t, rows), visit.slots[rows], np.zeros(count, np.int64)
         own = np.ones(count, bool) if left is None else ~left
         states = sequence.state_slots(node, take.t, rows)
         if sequence.route[0] == PRELUDE and take.t:
-            given = node.visits[sequence.prefixes[0]].slots[rows]
+            prelude = node.visits[sequence.prefixes[0]].slots[rows]
         positions = np.arange(node.start + first, node.start + rows.stop)
         leaves, criteria = sequence.leaving(range(node.start + first, node.start + rows.stop), take.t)
-        columns = (np.asarray(node.tokens[rows], np.int64), positions, states, given, slots, leaves)
+        columns = (np.asarray(node.tokens[rows], np.int64), positions, states, prelude, slots, leaves)
         self.rows += np.stack(columns, 1)[own].tolist()
         self.criteria += [criteria] * (len(self.rows) - base)
         # A row that is computed is seen from its own query on, another from the next.
@@ -101,12 +101,12 @@ class _Rows:
         self.runs += np.stack((slots, np.ones_like(slots), positions, number - own), 1).tolist()
         self.queries[visit] = np.where(own, number - 1, -1)
         made = np.flatnonzero(~own & visit.owned[rows])
-        self.project += np.stack((slots, states, given, positions), 1)[made].tolist()
+        self.project += np.stack((slots, states, prelude, positions), 1)[made].tolist()
         self.project_of += [sequence.namespace] * len(made)
 
 
 def lay_out(draft: VisitDraft, decoding: Decoding) -> VisitPlan:
-    """Returns the step of a draft; changes nothing."""
+    """Returns the VisitPlan of a draft; changes nothing."""
     out, namespaces = _depth_first(draft)
     columns, consumers = _of_prompts(draft, out)
     prompts, projects, rounds = len(consumers), list(out.project_of), None
@@ -161,11 +161,11 @@ def _depth_first(draft: VisitDraft) -> tuple[_Rows, list[tuple[tuple[Hashable, .
 
 
 def _of_prompts(draft: VisitDraft, out: _Rows) -> tuple[dict[str, np.ndarray], list[Routed]]:
-    """Returns the fields of a VisitStep of the rows of prompts, and the sequences that take what is read."""
+    """Returns the fields of a VisitStep of the rows of prompts, and the sequences that take the results of reads."""
     runs = [*_columns(out.runs, 4), np.array(out.last, np.int64)]
     seen = runs[4] > runs[3]
     runs = joined(*(numbers[seen] for numbers in runs))
-    tokens, positions, source, given, slots, leaves = _columns(out.rows, 6)
+    tokens, positions, source, prelude, slots, leaves = _columns(out.rows, 6)
     project = _columns(out.project, 4)
     reads = [(int(slots[out.queries[visit][-1]]), sequence) for sequence, visit in draft.reads]
     reads += [(slot, sequence) for sequence, slot in draft.finished]
@@ -175,7 +175,7 @@ def _of_prompts(draft: VisitDraft, out: _Rows) -> tuple[dict[str, np.ndarray], l
         "tokens": tokens.astype(np.int32),
         "positions": positions.astype(np.int32),
         "source": source,
-        "given": given,
+        "given": prelude,
         "slots": slots,
         "leaves": leaves.astype(np.int8),
         "criteria": np.array(out.criteria, np.float64).reshape(-1, 2),
@@ -196,7 +196,7 @@ def _columns(table: list[Sequence[int]], columns: int) -> np.ndarray:
 
 
 def _routings(sequences: Sequence[Routed]) -> tuple[Routing, ...]:
-    """Returns what the router is asked for these sequences, those that made equally many visits together."""
+    """Returns the Routings that ask the router about these sequences, one for each number of visits made."""
     routings = []
     for step in sorted({len(sequence.route) for sequence in sequences}):
         some = [sequence for sequence in sequences if len(sequence.route) == step]

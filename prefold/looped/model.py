@@ -66,8 +66,8 @@ class LoopedLM(CausalLM):
     gate    gives the logit of a row's leaving after a visit; or None
     router  gives the logits of the next block and of leaving, where `config.loop` has a router; or None. A call of the
             model does not ask it, and goes through the blocks in their order: see `routed`
-    planner the same before the first visit, of all visits; or None
-    inject  the linear that puts what the prelude gave into the residual stream before each visit; or None
+    planner gives the router's logits of all visits before the first one; or None
+    inject  the linear that mixes the prelude's output into the residual stream before each visit; or None
     parts   the layers of each block by its number, and those of PRELUDE and CODA
     first   the first plane of each layer
     """
@@ -91,7 +91,7 @@ class LoopedLM(CausalLM):
         self.inject = Linear(2 * size, size, bias=False, **place) if self.loop.between == "inject" else None
 
     def forward(
-        self, *given: Any, exits: RowExits | None = None, route: Sequence[int] | None = None, **how: Any
+        self, *inputs: Any, exits: RowExits | None = None, route: Sequence[int] | None = None, **how: Any
     ) -> Tensor:
         """Returns hidden states as a CausalLM does, from the same arguments: of each row those after the visit that it
         leaves after.
@@ -103,10 +103,10 @@ class LoopedLM(CausalLM):
         if exits is None and self.loop.threshold < 1:
             exits = RowExits()
         if exits is not None:
-            states = torch.stack(self.after_each_visit(self.start(*given, **how), route))
+            states = torch.stack(self.after_each_visit(self.start(*inputs, **how), route))
             rows = torch.arange(states.shape[1], device=states.device) if exits.rows is None else exits.rows
             return states[visits_at_exit(self.leaving(states)[:, rows], exits, self.loop.threshold), rows]
-        rows = self.start(*given, **how)
+        rows = self.start(*inputs, **how)
         for block in self.loop.order if route is None else route:
             self.visit(rows, block)
         return self.finish(rows)
@@ -164,11 +164,11 @@ class LoopedLM(CausalLM):
         return torch.stack(logits)
 
     def leaves(self, state: Tensor, before: Seen | None, first: Tensor | None = None) -> tuple[Tensor, Seen | None]:
-        """Returns the logits of leaving after a visit, float32 [rows], and what the gate must know after the next.
+        """Returns the logits of leaving after a visit, float32 [rows], and the Seen of this visit for the next call.
 
         state   [rows, hidden] as it is read after the visit
-        before  that of the visit before; None after the first
-        first   bool [rows]: whose visit is the first, where there are others; what `before` has of them does not count
+        before  the Seen of the visit before; None after the first
+        first   bool [rows]: whether the visit is the row's first, where `before` does not count; None: of no row
 
         Raises InputError for a model without a gate.
         """
@@ -179,9 +179,9 @@ class LoopedLM(CausalLM):
         features, seen = self.gate.features(state, self.logits(state), before, first)
         return self.gate(features)[:, 0], seen
 
-    def start(self, tokens: Tensor, positions: Tensor, *given: Any, **how: Any) -> Pass:
+    def start(self, tokens: Tensor, positions: Tensor, *inputs: Any, **how: Any) -> Pass:
         """Returns rows after the prelude, before the first visit; the arguments are those of a call of the model."""
-        rows = super().start(tokens, positions, *given, **how)
+        rows = super().start(tokens, positions, *inputs, **how)
         self.go_through(rows, self.parts[PRELUDE])
         if self.inject is not None:
             rows.prelude = rows.stream
@@ -189,12 +189,12 @@ class LoopedLM(CausalLM):
         return rows
 
     def noise(self, positions: Tensor) -> Tensor:
-        """Returns the noise with which rows come to their first visit where the prelude's state is put in."""
+        """Returns the noise that rows have as their state before the first visit, where the prelude's is mixed in."""
         return (position_noise(self.loop.seed, positions, self.config.hidden) * self.loop.noise).to(self.dtype)
 
-    def brought(self, x: Tensor, given: Tensor | None) -> Tensor:
-        """Returns the residual stream with which rows begin a visit. given: what the prelude gave, as of a Pass."""
-        return x if self.inject is None else self.inject(torch.cat((x, given), -1))
+    def brought(self, x: Tensor, prelude: Tensor | None) -> Tensor:
+        """Returns the residual stream that enters a visit: x, or a mix of x and the prelude's output."""
+        return x if self.inject is None else self.inject(torch.cat((x, prelude), -1))
 
     def visit(self, rows: Pass, block: int) -> None:
         """Takes rows through a block. After the last plane only the rows that are read are left."""

@@ -1,6 +1,6 @@
-"""What the rows of generated tokens have at each visit, of all sequences that run, in arrays.
+"""The slots of generated tokens' rows at each visit, of all sequences that run, in arrays.
 
-Sequences that generate go on a row at a time, many of them in one step. What they have lies side by side, so that a
+Sequences that generate go on a row at a time, many of them in one step. Their slots lie side by side, so that a
 step is drafted, laid out and booked for all of them at once. A tail whose rows are computed again is a node like others
 until all are there: TailNode.
 """
@@ -17,7 +17,7 @@ _PLACES, _ROWS, _RUNS = 8, 32, 8  # that there is room for at first
 
 
 class OutputRows:
-    """An OutputRows holds what the tails of running sequences have; each has a place in its arrays.
+    """OutputRows hold the slots and progress of the tails of running sequences; each tail has a place in the arrays.
 
     slots, owned, left   [places, visits, rows]: as of NodeVisit
     done                 int64 [places, visits]: as of NodeVisit
@@ -49,7 +49,7 @@ class OutputRows:
         )
 
     def take(self) -> int:
-        """Returns a place, where nothing is yet."""
+        """Claims a free place, whose arrays are empty, and returns its number."""
         if not self._free:
             places, rows, runs = self._size
             self._resize(max(_PLACES, 2 * places), rows, runs)
@@ -61,7 +61,7 @@ class OutputRows:
     def enter(
         self, place: int, visit: int, slots: np.ndarray, owned: np.ndarray, left: np.ndarray, runs: np.ndarray
     ) -> None:
-        """Lays down what rows have at a visit, all of which are settled. runs: their starts, counts and positions,
+        """Enters the settled rows of a visit at a place. runs: their starts, counts and positions,
         int64 [3, runs]"""
         rows, count = len(slots), runs.shape[1]
         self.slots[place, visit, :rows], self.owned[place, visit, :rows] = slots, owned
@@ -73,8 +73,8 @@ class OutputRows:
         self.num_runs[place, visit] = count
 
     def release(self, place: int) -> np.ndarray:
-        """Takes a place back, and the room that nobody else needs where its tail was among the longest. Returns the
-        slots that were the tail's own, int64."""
+        """Frees a place, and shrinks the arrays if its tail was long and all others are short. Returns the slots that
+        were the tail's own, int64."""
         rows = int(self.row[place]) + 1
         visits, number = ragged(self.num_spare[place])
         slots = self.slots[place, :, :rows][self.owned[place, :, :rows]]
@@ -90,21 +90,21 @@ class OutputRows:
         return slots
 
     def room_for(self, rows: int) -> None:
-        """Lets every tail have so many rows."""
+        """Enlarges the arrays so that each place has room for `rows` rows."""
         places, now, runs = self._size
         if rows > now:
             self._resize(places, max(rows, 2 * now), runs)
 
     def _shrink(self) -> None:
-        """Gives room back where all tails need a quarter of it at most; then they have twice what they need."""
+        """Shrinks the arrays to twice the rows and runs needed, where all tails need a quarter of the rows at most."""
         places, rows, runs = self._size
         longest, most = int(self.row.max()) + 1, int(self.num_runs.max())
         if 4 * longest <= rows:
             self._resize(places, max(_ROWS, 2 * longest), min(runs, max(_RUNS, 2 * most)))
 
     def add_runs(self, place: Any, visit: Any, slot: np.ndarray, count: int, position: np.ndarray) -> None:
-        """Adds runs of settled rows, each behind those of its place and visit, and joins it with the last of them where
-        it goes on there. place, visit: int64 [n], no pair twice; slot, position: int64 [n]; count: of each run."""
+        """Appends a run of settled rows at each pair of a place and a visit, or lengthens the pair's last run where the
+        slots follow on it. place, visit: int64 [n], no pair twice; slot, position: int64 [n]; count: of each run."""
         last = np.maximum(self.num_runs[place, visit] - 1, 0)
         ends = self.run_start[place, visit, last] + self.run_count[place, visit, last]
         joins = (ends == slot) & (self.num_runs[place, visit] > 0)

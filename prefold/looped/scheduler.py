@@ -4,9 +4,9 @@ A row goes through one block a step. Rows whose next block is the same go togeth
 is to them; as rows leave, others take their places. A prompt goes through a visit as a whole before the next (its rows
 in pieces where the step is too small), for a router looks at all of it.
 
-`admit` settles who runs and which rows the next step has, and claims their slots; `plan` only lays that step out;
-`begin` and `commit` book it. Whether a row leaves, and which block the router chooses, comes to `commit` beside the
-tokens. Between `begin` and `commit` nothing else may change: no step is planned ahead.
+`admit` settles which sequences run and which rows the next step has, and claims their slots; `plan` only lays that step
+out; `begin` and `commit` book it. `commit` learns which rows left and which blocks the router chose, beside the tokens.
+Between `begin` and `commit` nothing else may change: no step is planned ahead.
 
 What was decided is kept with the tokens (`Decided`): a row that is computed again leaves after the same visit.
 """
@@ -37,7 +37,7 @@ from .steps import CODA, VisitOptions, VisitResult, may_leave, rule_of
 
 
 class VisitScheduler(SequenceScheduler[Routed]):
-    """A VisitScheduler decides what each step computes, and has the face of a GenerateScheduler.
+    """A VisitScheduler chooses the rows and the block of each step, and has the interface of a GenerateScheduler.
 
     pool            the slots of the store, each of one row at one visit
     visits          how rows go through the model
@@ -77,13 +77,13 @@ class VisitScheduler(SequenceScheduler[Routed]):
         self._begun: VisitPlan | None = None
         self._failed: list[tuple[Hashable, InputError]] = []
 
-    # ------------------------------------------------------------------------------------ what comes and goes
+    # -------------------------------------------------------------------------- sequences that come and go
 
     def _sequence_kind(
         self, namespace: tuple[Hashable, ...], exits: Exits | None = None, decided: Decided | None = None
     ) -> tuple[int, tuple[Hashable, ...], Callable[..., Routed]]:
-        """exits: the route, and when rows leave; without a threshold by the model's. decided: what was decided for
-        this request before; written to as more is decided"""
+        """exits: the route, and when rows leave; without a threshold, by the model's. decided: the Decided of this
+        request from earlier runs; written to as more is decided"""
         exits, namespace = self._filled(exits), self.namespace_of(namespace, exits)
         visits = self._most if exits.route is None else len(exits.route) + self.visits.prelude + self.visits.coda
         how = {"exits": exits, "visits": self.visits, "decided": decided or Decided()}
@@ -93,7 +93,7 @@ class VisitScheduler(SequenceScheduler[Routed]):
         return (*namespace, *rule_of(self._filled(exits)))
 
     def _filled(self, exits: Exits | None) -> Exits:
-        """Returns exits with the model's threshold, where nobody gave one."""
+        """Returns exits with the model's threshold where they have none."""
         exits = exits or Exits()
         return replace(exits, threshold=self.visits.threshold) if exits.threshold is None else exits
 
@@ -126,8 +126,8 @@ class VisitScheduler(SequenceScheduler[Routed]):
         while self.running:
             self._draft = draft = self._drafted(limits)
             if not draft.is_empty or not self._slots.is_short:
-                break  # where slots are not short, the policy gives rows to nobody who runs
-            # Nobody can go on: somebody makes room.
+                break  # where slots are not short, the policy gives no running sequence rows
+            # No sequence can go on: one of them makes room.
             last: Routed = self.waiting.victim(self.running)  # type: ignore[assignment]
             if len(self.running) > 1:
                 self._preempt(last)
@@ -136,7 +136,7 @@ class VisitScheduler(SequenceScheduler[Routed]):
         return failed
 
     def _drafted(self, limits: StepLimits) -> VisitDraft:
-        """Returns the rows of the next step, with slots given for them."""
+        """Returns the draft of the next step, whose rows have got their slots."""
         self._slots.is_short, batch, most = False, self._decoding.batch(self.running), self._max_rows(limits)
         draft = self.waiting.fill(VisitDraft(most, self._slots, self._decoding, batch), self.running, limits)
         if draft.parts:
@@ -172,7 +172,7 @@ class VisitScheduler(SequenceScheduler[Routed]):
     def commit(
         self, step: VisitPlan, tokens: Sequence[int], ended: Sequence[bool], result: VisitResult
     ) -> list[Routed]:
-        """Books what a step has given, and returns the sequences that have ended, by `ended` or by their limit.
+        """Books the result of a step, and returns the sequences that have ended, by `ended` or by their limit.
 
         tokens  the token that each of `step.consumers` got; ignored where its read was not made
         ended   whether each of them ends here; its token is then no part of the output
@@ -253,21 +253,21 @@ class VisitScheduler(SequenceScheduler[Routed]):
         # The samples of a request take one route.
         together, ends = list(self._requests[sequence.key]), block >= visits.blocks
         if not ends:
-            for one in together:
-                one.go_on(block)
-                self._find(one, 1)
+            for sample in together:
+                sample.go_on(block)
+                self._find(sample, 1)
         route = list(sequence.route)
         if ends or sequence.num_visits >= (sequence.exits.max_visits or len(visits.order)):
             route += [CODA] * visits.coda
             sequence.decided.route = tuple(route)
-            for one in together:
-                one.is_open = False
-                rest = route[len(one.route) :]
+            for sample in together:
+                sample.is_open = False
+                rest = route[len(sample.route) :]
                 for unit in rest:
-                    one.go_on(unit)
-                self._find(one, len(rest))
+                    sample.go_on(unit)
+                self._find(sample, len(rest))
 
-    # ------------------------------------------------------------------------------------------------ who runs
+    # ------------------------------------------------------------------------------------------- admission
 
     def _admit(self, limits: StepLimits) -> None:
         self._promised: int | None = None
@@ -281,7 +281,7 @@ class VisitScheduler(SequenceScheduler[Routed]):
             batches = False
 
     def _start(self, sequence: Routed) -> bool:
-        """Lets a sequence that waits run, if there is room for it; returns whether there is."""
+        """Starts a waiting sequence if there is room for it; returns whether there is."""
         if len(self.running) >= self.max_running and not self._make_way(sequence):
             return False
         while self.running:
@@ -297,7 +297,7 @@ class VisitScheduler(SequenceScheduler[Routed]):
                 return False
             self._promised = None
         if self.cache is not None and self.cache.use(sequence.leaf.path()):
-            self._promised = None  # those who run with it may need what was given up
+            self._promised = None  # running sequences with the same path may need the rows that were given up
         sequence.run()
         self._find(sequence, len(sequence.prefixes))
         there = sequence.cached_tokens
@@ -320,7 +320,7 @@ class VisitScheduler(SequenceScheduler[Routed]):
         if not sequence.ready:
             for node in sequence.leaf.path():
                 there = [node.visits[prefix] for prefix in sequence.prefixes]  # type: ignore[attr-defined]
-                count += len(node) * most - sum(int(np.count_nonzero(one.slots[: len(node)])) for one in there)
+                count += len(node) * most - sum(int(np.count_nonzero(visit.slots[: len(node)])) for visit in there)
         return max(0, count)
 
     def _preempt(self, sequence: Routed) -> None:
@@ -354,8 +354,8 @@ class VisitScheduler(SequenceScheduler[Routed]):
                 del node.visits[prefix]
 
     def _find(self, sequence: Routed, visits: int) -> None:
-        """Notes which rows are there at the last visits of a route, to which a sequence that runs comes now; once the
-        route is known they are counted."""
+        """Records which rows of a running sequence are in the cache at the last visits of its route, and counts them
+        once the whole route is known."""
         if sequence.cached_tokens is not None or sequence.state == "waiting":
             return
         sequence.find(sequence.prefixes[len(sequence.prefixes) - visits :])

@@ -1,4 +1,4 @@
-"""A sequence whose rows go through blocks a visit at a time: its route, and what its rows have at each visit."""
+"""A sequence whose rows go through blocks a visit at a time: its route, and the slots of its rows at each visit."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ NAN = float("nan")
 
 @dataclass(slots=True)
 class Decided:
-    """A Decided holds what was decided once for a request, with its tokens: its rows take that route and leave after
-    those visits whenever they are computed again.
+    """A Decided records the route that a request's rows took and the visits after which they left, so that rows which
+    are computed again do the same.
 
     route   the blocks visited, prelude and coda included; None: not known yet
     prompt  int16 [rows of the prompt]: after how many visits each row left; None: not known yet
     tails   by sample: after how many visits the row of each of its tokens left
 
-    Whether a row leaves after its n-th visit to a block depends on what is known of it:
+    Whether a row leaves after its n-th visit to a block depends on its recorded past, or else on its rule:
 
-    known is                                         before                at and behind
+    recorded, or the rule                            before                at and behind
     that it left after m visits, which are not all   n < m: STAYS          n >= m: LEAVES
     that it made all m visits of its route           n < m: STAYS          n = m: STAYS; a row of a prompt by its rule
     its rule, min_visits a and max_visits b          n < a: STAYS          a <= n < b: DECIDES    n >= b: LEAVES
@@ -36,7 +36,7 @@ class Decided:
     For a route that ends is no exit: others may go on from its rows. By its rule a row STAYS for good where it has
     neither criteria nor max_visits, and after the last visit that any route may make. Rows of prompts that do not leave
     by rules always stay. `Routed.when` gives a line of the table as two numbers, `leaves_after` applies
-    them, and what rows have done is entered in `tails` when they are read.
+    them, and the visits that rows have made are entered in `tails` when the rows are read.
     """
 
     route: tuple[int, ...] | None = None
@@ -64,8 +64,8 @@ class Routed(SequenceState):
     prefixes  the route prefix of each visit
     exits     when rows leave
     visits    how rows go through the model
-    decided   what was decided once
-    outputs   where what its tail has lies, while it runs
+    decided   the route and exits that were decided before
+    outputs   the arrays that hold the slots of its tail, while it runs
     visit     the index of the visit that its rows come to next; as many as the route has: all rows are there
     waited    for how many steps it has waited
     rows_there     how many leading rows of the prompt were there at each of the visits that it has come to
@@ -124,13 +124,13 @@ class Routed(SequenceState):
         self.outputs.waited[self.tail.place] = steps
 
     def run(self) -> None:
-        """Lets it run: its tail has a place from now on, and its rows come to the first visit."""
+        """Starts the sequence: its tail gets a place in the arrays, and its rows come to the first visit."""
         self.state, self.ready = "running", False
         self.tail.place = self.outputs.take()
         self.come_to_row()
 
     def come_to_row(self) -> None:
-        """Notes what there is to know of the row of its last token, which comes to the first visit."""
+        """Enters the row of its last token into the arrays, as a row that comes to the first visit."""
         outputs, place, row = self.outputs, self.tail.place, len(self.tail.tokens) - 1
         outputs.room_for(row + 1)
         outputs.visit[place], outputs.row[place] = 0, row
@@ -155,13 +155,13 @@ class Routed(SequenceState):
             node.visit(self.prefixes[-1]).users += 1
 
     def find(self, prefixes: Sequence[Prefix]) -> None:
-        """Notes how many leading rows of its prompt are there at visits that it comes to."""
+        """Lowers `rows_there` to the leading rows of its prompt that are there at all of these visits."""
         path: list[VisitNode] = self.leaf.path()  # type: ignore[assignment]
         for prefix in prefixes:
             self.rows_there = min(self.rows_there, sum(node.visits[prefix].done for node in path))
 
     def at(self, t: int) -> Iterator[NodeVisit]:
-        """Yields what its rows have at visit t, from the root down, until it generates."""
+        """Yields the NodeVisit of each of its nodes at visit t, from the root down, until it generates."""
         return (node.visits[self.prefixes[t]] for node in self.nodes())
 
     @property
@@ -176,11 +176,11 @@ class Routed(SequenceState):
         return left if left is not None and left.any() else None
 
     def seen_of_left(self, visit: NodeVisit, t: int) -> np.ndarray:
-        """Returns the slots that visit t sees of those rows, not settled yet, which left before it, int64; 0 of other
-        rows, and where K/V has to be projected."""
+        """Returns the earlier slot that visit t uses for each unsettled row that left before it, int64; 0 for the other
+        unsettled rows, and where K/V has to be projected."""
         node, rows = visit.node, slice(visit.done, len(visit.node))
         left = self.has_left(node, t, rows)
-        earlier = next((one for one in range(t - 1, -1, -1) if self.route[one] == self.route[t]), None)
+        earlier = next((at for at in range(t - 1, -1, -1) if self.route[at] == self.route[t]), None)
         if left is None or earlier is None or (self.visits.keys == "project" and not earlier):
             return np.zeros(visit.pending, np.int64)
         there = left & ~visit.owned[rows]
@@ -200,8 +200,8 @@ class Routed(SequenceState):
         return slots
 
     def when(self, row: int) -> tuple[int, int]:
-        """Returns two numbers of visits to blocks for a row of the tail, each of which may be NEVER: from how many on
-        its criteria decide, and after how many it leaves whatever they say. They are a row of the table of Decided."""
+        """Returns two numbers of visits to blocks for a row of the tail: from the first on, its criteria decide whether
+        it leaves; after the second it leaves in any case. Either may be NEVER. See the table of Decided."""
         known = self.decided.tails.get(self.sample, ())
         known = known if row < len(known) else self.exits.visits
         made = known[row] if row < len(known) else 0
@@ -218,7 +218,7 @@ class Routed(SequenceState):
         return exits.min_visits, most
 
     def _when_of_prompt(self, position: int) -> tuple[int, int]:
-        """Returns what `when` does for a row of the prompt."""
+        """Returns the two numbers that `when` returns, for a row of the prompt."""
         made = 0 if self.decided.prompt is None else int(self.decided.prompt[position])
         if made and (self.is_open or made != self.num_visits):
             return NEVER, made
@@ -253,7 +253,7 @@ class Routed(SequenceState):
         return made
 
     def begin_output(self) -> None:
-        """Books that all its rows have left, those of its prompt and of the tokens that it had made: it generates."""
+        """Makes it a sequence that generates, once all rows of its prompt and its tokens have left."""
         tails, tail = self.decided.tails.setdefault(self.sample, []), self.tail
         if self.exits.prompts and self.decided.prompt is None:
             self.decided.prompt = np.concatenate([self.visits_made(node) for node in self.nodes()[:-1]])

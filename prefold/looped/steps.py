@@ -24,13 +24,13 @@ class VisitOptions:
     prelude   whether there is a visit before the first block, with layers or for the state alone
     coda      whether there are layers after the last block
     routed    whether a router says the route of a request that gives none
-    keys      what deeper visits see of a row that left: the K/V of its "last" visit to that block, or K/V made of its
-              state ("project")
+    keys      the K/V that deeper visits see of a row that left: those of its "last" visit to that block, or K/V made
+              of its state ("project")
     refill    whether rows come into the places of those that leave; else the next ones begin when all have left
     group     which rows make a step together: those whose next "block" is the same, or whose "template" and visit are
     patience  after so many steps without it a sequence decides which block comes next
     threshold of requests that give none
-    step_visits  the most visits that the rows of a step make one after another, where nobody has a prompt to compute
+    step_visits  the most visits that the rows of a step make one after another, where no prompt is to be computed
     """
 
     order: tuple[int, ...]
@@ -47,8 +47,8 @@ class VisitOptions:
 
 
 def rule_of(exits: Exits) -> tuple[Hashable, ...]:
-    """Returns the part of a namespace that says which K/V rows have: by which rule they leave. Routes are told apart by
-    their prefixes."""
+    """Returns the rule by which rows leave, as the part of a namespace that keeps K/V of different rules apart. Route
+    prefixes keep different routes apart."""
     return ("exits", replace(exits, route=None)) if may_leave(exits) else ()
 
 
@@ -59,8 +59,8 @@ def may_leave(exits: Exits) -> bool:
 
 
 def exits_row(exits: Exits | None) -> tuple[float | None, int, float]:
-    """Returns when a row is read that was asked for with these exits, as of SlotStep: from which probability of having
-    left on, and after how many visits at least and at most."""
+    """Returns the limits of exits as of SlotStep: the probability of having left from which on a row is read, and after
+    how many visits it is read at least and at most."""
     return NO_EXITS if exits is None else (exits.threshold, exits.min_visits, exits.max_visits or np.inf)
 
 
@@ -74,7 +74,7 @@ LEAVES, STAYS, DECIDES = 1, -1, 0
 
 @dataclass(frozen=True, slots=True)
 class LoopedFacts:
-    """LoopedFacts are what the host knows of a worker with a looped model.
+    """LoopedFacts are the facts about a looped model that a worker tells the host.
 
     routes       whether a step's rows may visit the blocks in another order than the model's own
     gate         whether a gate says after which visit rows are read
@@ -158,7 +158,7 @@ class VisitStep(SlotStep):
     read_rows          int64 [r]: the row of the step that has to leave for it to be read; -1: it is read in any case.
                        With `rounds` its route may come to its end instead, and the slot is that of its last visit
     reads              int64 [p]: where in read_slots each read is
-    routings           what the router is asked for, once the rows are computed
+    routings           the questions to the router, asked once the rows are computed
     rounds             which queries are further visits of the same rows; None: each row makes one
 
     Its result is a VisitResult.
@@ -182,7 +182,7 @@ class VisitStep(SlotStep):
         """Returns the step of the queries [first, stop) alone, which see these of its runs of keys and no others. It
         reads nothing.
 
-        block  which they go through
+        block  the block that they go through
         going  int64, ascending: the numbers of those that are left, counted from `first`; None: all
         """
         rows = slice(first, stop) if going is None else first + going
@@ -203,10 +203,10 @@ class VisitStep(SlotStep):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class VisitResult(SlotResult):
-    """A VisitResult holds what a VisitStep gave.
+    """A VisitResult is the result of a VisitStep.
 
     left    bool [n]: whether each row left after this visit; with `rounds`, after the last that it made
-    blocks  int64 [n, visits]: what the router chose for the requests of all `routings`, in their order, for the next
+    blocks  int64 [n, visits]: the router's choices for the requests of all `routings`, in their order, for the next
             visit or, where it plans, for all: a block, as many as there are blocks for the exit, or NOT_FINITE
     made    int64 [n]: with `rounds`, how many visits each row made
     """

@@ -1,6 +1,6 @@
 """Visits of whole sequences, for training: `routed` is the definition of routes, and log-probabilities have gradients.
 
-Every block is computed for every row, and what a router did not pick weighs nothing. An engine computes what is picked.
+Every block is computed for every row, and blocks that a router did not pick have weight 0; an engine skips them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .model import LoopedLM
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A Visit is what one visit made of rows, and why.
+    """A Visit holds the states of rows after one visit, and the router's logits and weights that led to them.
 
-    state    [rows, hidden] as it would be read after it
-    logits   float32 [n, blocks + 1]: what the router said before it, of each sequence, or of each row where it reads
-             rows; None where it was not asked
+    state    [rows, hidden] as it would be read after the visit
+    logits   float32 [n, blocks + 1]: the router's logits before the visit, of each sequence, or of each row where it
+             reads rows; None where it was not asked
     weights  float32 [n, blocks + 1]: the share of each block in the state, and of the state before
     """
 
@@ -57,13 +57,12 @@ def routed(
     attend     has all these rows as queries and keys, however often it is called
     lengths    int64 [sequences]: rows of each
     routing    how the router picks; by default as the config says
-    routes     the blocks that each sequence visits: then nobody is asked, and who is at an end goes no further
+    routes     the blocks that each sequence visits; then the router is not asked. A sequence at its end goes no further
 
-    A row that has left goes on as it is: its state is what it was. What the router picked has the gradients of its
-    probabilities. With a router that reads rows, a row sees in a block
-    the K/V of each row's last visit to that block, and of one that has not visited it those that its state at this time
-    gives there. Raises InputError where routes name no block or are not one a sequence, for a model with a coda, and
-    for one without a router where no routes are given.
+    A row that has left keeps its state. The router's choices have the gradients of its probabilities. With a router
+    that reads rows, a row sees in a block the K/V of each row's last visit to that block; those of a row that has not
+    visited the block are made of its present state. Raises InputError where routes name no block or are not one a
+    sequence, for a model with a coda, and for one without a router where no routes are given.
     """
     loop, count = model.loop, len(lengths)
     if loop.coda:
@@ -79,12 +78,12 @@ def routed(
     of_row = torch.repeat_interleave(torch.arange(count, device=tokens.device), lengths)
     by_row = routes is None and routing is not None and routing.reads == "row"
     blocks = _Blocks(model, rows, by_row and routing is not None and routing.kind != "soft")
-    given = None if routes is None else _shares_of(routes, count, loop).to(tokens.device)
+    route_shares = None if routes is None else _shares_of(routes, count, loop).to(tokens.device)
     x, planned = rows.stream, None
     here = torch.ones(len(tokens) if by_row else count, device=tokens.device)
-    for visit in range(len(loop.order) if given is None else len(given)):
-        if given is not None:
-            logits, shares = None, given[visit]
+    for visit in range(len(loop.order) if route_shares is None else len(route_shares)):
+        if route_shares is not None:
+            logits, shares = None, route_shares[visit]
         else:
             assert routing is not None and model.router is not None
             if routing.kind != "planned":
@@ -98,7 +97,7 @@ def routed(
             if routing.kind != "soft" and torch.is_grad_enabled():
                 soft = torch.softmax(logits, -1)
                 shares = shares.detach() + (soft - soft.detach())  # straight through (Bengio et al. 2013)
-        # Who has left takes no part in what blocks give.
+        # Rows that have left take no part in what blocks compute.
         weights = shares[:, :-1] * here[:, None]
         here = here * (1 - shares[:, -1])
         weights = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)
@@ -119,7 +118,7 @@ def _shares_of(routes: Sequence[Sequence[int]], count: int, loop: Loop) -> Tenso
 
 
 def _summed_up(x: Tensor, lengths: Tensor, of_row: Tensor) -> Tensor:
-    """Returns what a router that reads requests reads of the residual stream [rows, hidden], see `summary`."""
+    """Returns the input of a router that reads requests, made of the residual stream [rows, hidden], see `summary`."""
     sums = x.new_zeros(len(lengths), x.shape[1], dtype=torch.float32).index_add(0, of_row, x.float())
     return summary(x[lengths.cumsum(0) - 1], sums / lengths[:, None])
 
@@ -132,7 +131,7 @@ class _Blocks:
 
     def __init__(self, model: LoopedLM, rows: Pass, last_visits: bool):
         self.model, self.rows, self.last_visits = model, rows, last_visits
-        # By layer: keys, values, and who has any of its own.
+        # By layer: keys, values, and which rows have visited the layer.
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor, shares: Tensor) -> Tensor:
@@ -176,10 +175,10 @@ class _Blocks:
 def visit_logprobs(
     model: LoopedLM, batch: TrainBatch, ids: np.ndarray | None = None, order: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns what a looped model says of each target after each visit: log-probabilities, and the gate's logits of
-    leaving, both float32 [visits, targets]. A model without a gate gives None for the latter.
+    """Returns the log-probability of each target after each visit of a looped model, and the gate's logits of leaving
+    there, both float32 [visits, targets]; without a gate, None in place of the logits.
 
-    ids    int64 [visits, targets]: what each target is after each visit; by default what it is in its sequence
+    ids    int64 [visits, targets]: the token that each target is after each visit; by default its sequence's token
     order  the blocks that are visited, as many as by default; None: those of the config
 
     The result is differentiable. Errors are those of `logprobs`; InputError is also raised for a model that does not
@@ -198,7 +197,7 @@ def visit_logprobs(
 def _read(
     model: LoopedLM, batch: TrainBatch, states: list[Tensor], ids: np.ndarray | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns what `visit_logprobs` does, of the hidden states after each visit."""
+    """Returns the result of `visit_logprobs`, made of the hidden states after each visit."""
     weight = model.embedding if model.lm_head is None else model.lm_head
     ids = np.broadcast_to(batch.target_ids, (len(states), batch.num_targets)) if ids is None else ids
     reads = np.arange(len(states))[:, None] * len(states[0]) + batch.target_reads
@@ -210,13 +209,13 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class RoutedLogprobs:
-    """A RoutedLogprobs is what a routed model says of a batch's targets after each visit, with gradients.
+    """A RoutedLogprobs holds log-probabilities of a batch's targets after each visit of a routed model, with gradients.
 
     logprobs  float32 [visits, targets]
     gate      float32 [visits, targets]: the gate's logits of leaving; None without a gate
     choices   float32 [visits, n, blocks + 1]: the router's logits before each visit, of each sequence, or of each row
               where the router reads rows; None where it was not asked
-    weights   float32 [visits, n, blocks + 1]: what was made of them, see `prefold.looped.train.Visit`
+    weights   float32 [visits, n, blocks + 1]: the blocks' weights, see `prefold.looped.train.Visit`
     """
 
     logprobs: Tensor
@@ -233,7 +232,7 @@ def routed_logprobs(
     routing: Routing | None = None,
     routes: Sequence[Sequence[int]] | None = None,
 ) -> RoutedLogprobs:
-    """Returns what a looped model with a router says of each target after each visit.
+    """Returns the RoutedLogprobs of a batch's targets after each visit of a looped model with a router.
 
     batch    with sharing "off": a route is chosen from a whole sequence, so that sequences share no rows
     ids      int64 [visits, targets], as of `visit_logprobs`
@@ -253,8 +252,8 @@ def routed_logprobs(
 
 
 def whole_sequences(model: CausalLM, batch: TrainBatch) -> tuple[Tensor, Tensor, StepAttend, Tensor]:
-    """Returns a batch for a model that reads whole sequences: tokens and positions of its rows, int64 [rows], who
-    attends, and how many rows each sequence has, int64 [sequences]. Raises InputError where rows are shared."""
+    """Returns a batch for a model that reads whole sequences: the tokens and positions of its rows, int64 [rows], their
+    attention, and how many rows each sequence has, int64 [sequences]. Raises InputError where rows are shared."""
     if batch.sharing != "off":
         message = f"the batch was laid out with sharing {batch.sharing!r}, and the model reads whole sequences"
         raise InputError(message, field="sharing", remedy='build it with sharing="off"')

@@ -1,4 +1,4 @@
-"""Rows that go through a looped model a visit at a time: a store of what they have after each visit, and its steps."""
+"""Rows that go through a looped model a visit at a time: a store of their K/V and states, and steps over it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def visit_options(model: LoopedLM) -> VisitOptions | None:
 
 
 def visit_slot_bytes(model: LoopedLM) -> int:
-    """Returns the bytes of a slot: a row's K/V of one block, its state, and what its gate must know."""
+    """Returns the bytes of a slot: a row's K/V of one block, its state, and the numbers that its gate reads."""
     kv = KVStore.bytes_per_slot(_most_layers(model), heads_of(model), model.device)
     return kv + model.config.hidden * model.dtype.itemsize + 12
 
@@ -99,11 +99,11 @@ def _most_layers(model: LoopedLM) -> int:
 
 
 class VisitStore:
-    """A VisitStore holds what rows have after a visit, and runs steps over it.
+    """A VisitStore holds the K/V and states of rows after their visits, and runs steps that read and write them.
 
     states  [slots, hidden]: the residual stream after the visit
     odds    float32 [slots, 2]: the probability of not having left before the next visit, and that of having left
-    likely  int32 [slots]: the token that was the likeliest, where the gate asks for it
+    likely  int32 [slots]: the likeliest token after the visit, where the gate reads it
     """
 
     def __init__(self, model: LoopedLM, slots: int, adapters: Mapping[str, Adapter] | None = None):
@@ -121,7 +121,7 @@ class VisitStore:
         self._reads_features = model.gate is not None and model.gate.reads == "features"
 
     def run(self, step: VisitStep) -> VisitTicket:
-        """Runs a step, and returns the ticket of what it gives."""
+        """Runs a step, and returns the ticket of its result."""
         if len(step.project_slots):
             self._project(step)
         if (rounds := step.rounds) is not None:
@@ -231,7 +231,7 @@ class VisitStore:
 
     def _gated(self, gated: np.ndarray, step: VisitStep, source: Tensor, slots: Tensor, went: Tensor) -> np.ndarray:
         """Returns which rows have left by the gate's sum, bool. A row whose gate gives no number leaves with a state
-        that is none, so that whoever reads it gets an error."""
+        of NaN, so that the request that reads it gets an error."""
         # A row comes from the prelude, or from nowhere, and so has made no visit to a block.
         is_first = (step.source == step.given)[gated]
         hidden, before, first = self._hidden(went), None, send(is_first, slots.device) > 0
@@ -254,17 +254,17 @@ class VisitStore:
     def _project(self, step: VisitStep) -> None:
         """Makes K/V of the step's block of the states of rows that have left."""
         device = self.model.device
-        slots, sources, positions, given = (
+        slots, sources, positions, preludes = (
             send(array, device)
             for array in (step.project_slots, step.project_sources, step.project_positions, step.project_given)
         )
         adapters, model = self._adapted(step.project_adapters), self.model
-        states = model.brought(self.states[sources], None if model.inject is None else self.states[given])
+        states = model.brought(self.states[sources], None if model.inject is None else self.states[preludes])
         ops, planes = choose_ops(model.dtype, device), model.cos_sin(positions)
         for number, layer in enumerate(model.parts[step.block]):
-            one = model.layers[layer]
-            assert isinstance(one, Layer)
-            k, v = one.keys_values(states.clone(), planes[model.first[layer]], ops, adapters)
+            module = model.layers[layer]
+            assert isinstance(module, Layer)
+            k, v = module.keys_values(states.clone(), planes[model.first[layer]], ops, adapters)
             self.kv.write(number, slots, k, v)
 
     # ------------------------------------------------------------------------------------------ reads and routes
@@ -291,7 +291,7 @@ class VisitStore:
         return SlotReads(self.model, hidden, SlotStep(*(NOTHING,) * 9, reads, drawing, tuple(numbers)))
 
     def _route(self, routing: Routing) -> np.ndarray:
-        """Returns what the router chooses for each request of a Routing, int64 [n, visits]."""
+        """Returns the blocks that the router chooses for each request of a Routing, int64 [n, visits]."""
         model, summaries, how = self.model, [], self.model.loop.router
         assert model.router is not None and how is not None
         for first, stop in zip(routing.offsets[:-1].tolist(), routing.offsets[1:].tolist(), strict=True):
@@ -300,13 +300,13 @@ class VisitStore:
                 states = model.embed(tokens, torch.arange(stop - first, device=model.device))
             else:
                 states = self.states[send(routing.slots[first:stop], model.device)]
-            # One request at a time: the sum does not depend on what is asked beside it.
+            # One request at a time: the sum does not depend on the other requests.
             summaries.append(summary(states[-1:], states.float().mean(0, keepdim=True)))
         if how.kind == "planned":
             assert model.planner is not None
-            logits = torch.cat([model.planner(one) for one in summaries], 1)
+            logits = torch.cat([model.planner(states) for states in summaries], 1)
         else:
-            logits = torch.cat([model.router(one, routing.step) for one in summaries])[None]
+            logits = torch.cat([model.router(states, routing.step) for states in summaries])[None]
         wrong = logits[..., :-1].isnan().any(-1) | logits[..., -1].isnan()
         number = torch.arange(len(logits), device=logits.device)[:, None] + routing.step
         too_early = number < send(routing.fewest, logits.device)
@@ -317,10 +317,10 @@ class VisitStore:
 
 @dataclass(frozen=True, slots=True)
 class VisitTicket:
-    """A VisitTicket stands for a VisitStep; its result is on the way only as far as it is read from logits.
+    """A VisitTicket is the ticket of a VisitStep, of whose result only the reads of logits are still on their way.
 
-    known  the result but for what is read, with an id for each read
-    reads  what is read; None: nothing
+    known  the result without its reads, with an id for each read
+    reads  the ticket of the reads; None: there are none
     """
 
     known: VisitResult
@@ -332,5 +332,5 @@ class VisitTicket:
         assert self.known.taken is not None
         result, at = self.reads.result(), np.flatnonzero(self.known.taken)
         self.known.ids[at] = result.ids
-        logprobs = {int(at[read]): one for read, one in result.logprobs.items()}
+        logprobs = {int(at[read]): values for read, values in result.logprobs.items()}
         return replace(self.known, logprobs=logprobs, numbers=result.numbers)

@@ -164,7 +164,7 @@ class Simulation:
             self.push(request.arrival, "arrive", request)
 
     def handle(self, kind: str, what: object, now: float, touched: set[int]) -> bool:
-        """Returns whether work may be given because of it; adds the replica that it is about to `touched`."""
+        """Handles an event, and returns whether it may let replicas get work; adds the event's replica to `touched`."""
         if kind == "join":
             assert isinstance(what, int)
             replica = self._replicas[what]

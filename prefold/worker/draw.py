@@ -92,8 +92,8 @@ def _likeliness(scaled: np.ndarray, sigmas: float) -> float:
 
 
 def _candidates(probs: np.ndarray, min_p: float, top_k: float, top_p: float, key: np.uint64) -> np.ndarray:
-    """Returns the ids, ascending, among which the one to be drawn is: those that the filters leave, or without any
-    filter those that noise can lift above all others.
+    """Returns the ids, ascending, of the tokens that may be drawn: those that the filters leave, or without any filter
+    those that noise can lift above all others.
 
     -log(1 - v) is at least v, so that no token can be drawn whose v over its probability is larger than that of some
     other token is without this approximation; the upper bits of v are compared.

@@ -109,9 +109,9 @@ _MAKERS: list[MakePart] = []
 
 
 def add_part(make: MakePart) -> None:
-    """Adds a part to all workers that are made from now on. make: takes a model, the checkpoint that has what the part
-    needs beside it (None: there is no checkpoint) and the seed of random weights, and returns the part, or None where
-    the model has no such feature."""
+    """Registers a function that makes a feature's WorkerPart for each worker from now on. make: takes the model, the
+    checkpoint from which the part loads further weights (None: there is no checkpoint) and the seed of random weights,
+    and returns the part, or None where the model lacks the feature."""
     _MAKERS.append(make)
 
 
