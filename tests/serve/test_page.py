@@ -60,7 +60,7 @@ def test_sequences_that_run_are_paths_of_their_own():
     assert lengths.tolist() == [4, 3, 3] and shared.tolist() == [0, 2, 2]
     made = shape.data(lambda tokens: " ".join(map(str, tokens.tolist())))
     assert [row[-2:] for row in made["nodes"]] == [[2, ""], [2, "a"], [1, "a"], [1, "a"], [0, "a"]]
-    assert made["parting"] == [["a", "1 2", 2, 3, 3]]
+    assert made["parting"] == [("a", "1 2", 2, 3, 3)]
 
 
 # ----------------------------------------------------------------------------------------------------- over HTTP
