@@ -6,7 +6,7 @@
 Weights are random. `linears` are the linears of all layers and nothing else; `forward` is the model with an attention
 that does nothing; `head` is the LM head. `oneDNN` computes the same products with its own packed weights, the head's
 with the result in the model's dtype; `widened` is the head without kernels. All take turns; medians are shown.
-`outside the calls` is what a decode step of an engine takes beside the pass and the head's product: planning, tensors,
+`outside the calls` is what a decode step of an engine takes beside the pass: planning, tensors,
 choosing tokens, and telling of them (as ids: random weights have no tokenizer).
 """
 

@@ -5,6 +5,7 @@ The fields are those of the references: TEI's OpenAPI file, Cohere's v1 and v2, 
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,3 +263,48 @@ def test_nulls_in_unknown_fields_say_nothing(route):
     for name in (name for name, value in nulls.items() if isinstance(value, dict)):
         with pytest.raises(InputError, match=f"'{name}.foo' is not supported|unknown field 'foo'"):
             what_is_asked(route, body | nulls | {name: {"foo": 1}})
+
+
+WITHIN = re.findall(r"`([a-z_.]+)`", DOCS.partition("Within objects, these change nothing:")[2].partition("\n\n")[0])
+ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "is it"}]}
+BLOCKS = [{"role": "user", "content": [{"type": "text", "text": "is it"}]}]
+USED = {"tools": TOOLS, "response_format": FORMAT, "stream": True, "stream_options": {"include_usage": True}}
+# (route, what its body has, where in it a field is put, {field: value})
+NESTED = [
+    ("/v1/chat/completions", USED, ("tools", 0, "function"), {"strict": True, "description": "Looks again."}),
+    ("/v1/chat/completions", USED, ("response_format", "json_schema"), {"strict": True, "schema": {"type": "array"}}),
+    ("/v1/chat/completions", USED, ("stream_options",), {"include_obfuscation": True, "include_usage": False, "x": 1}),
+    ("/v1/responses", {"text": {}}, ("text",), {"verbosity": "low", "format": {"type": "json_object"}, "x": 1}),
+    ("/v1/responses", {"reasoning": {}}, ("reasoning",), {"summary": "auto", "effort": "low", "x": 1}),
+    ("/v1/responses", {"tools": [{"type": "function"} | TOOL]}, ("tools", 0), {"strict": True, "name": "other"}),
+    ("/v1/responses", {"input": [ITEM]}, ("input", 0), {"id": "msg_1", "status": "completed", "role": "system"}),
+    ("/v1/responses", {"input": [ITEM]}, ("input", 0, "content", 0), {"annotations": [], "text": "no"}),
+    ("/v1/messages", {"messages": BLOCKS}, ("messages", 0, "content", 0), {
+        "cache_control": {"type": "ephemeral"}, "citations": [], "text": "no",
+    }),
+    ("/v1/messages", {"tools": [{"name": "look", "input_schema": SCHEMA}]}, ("tools", 0), {
+        "cache_control": {"type": "ephemeral"}, "strict": True, "description": "Looks.",
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "has", "place", "fields"), NESTED, ids=[f"{n[0]} {n[2]}" for n in NESTED])
+def test_fields_within_objects_are_used_or_refused_or_documented(route, has, place, fields):
+    """What a response or a template repeats counts as used."""
+    became = {}
+    for field, value in fields.items():
+        body = FIELDS[route][0] | has
+        changed = copy.deepcopy(body)
+        inner: Any = changed
+        for key in place:
+            inner = inner[key]
+        inner[field] = value
+        try:
+            used = what_is_asked(route, changed) != what_is_asked(route, body)
+        except InputError as error:
+            became[field] = "refused" if field in f"{error} {error.field}" else str(error)
+            continue
+        documented = any(field in name.split(".") for name in WITHIN)
+        became[field] = "used" if used else "ignored" if documented else "not documented"
+    assert set(became.values()) <= {"used", "refused", "ignored"}, became
+    assert "used" in became.values(), became
