@@ -16,6 +16,8 @@ namespace prefold {
 constexpr int kTileBlockRows = 2 * kTile;
 constexpr int kTileGroupRows = 192;              // that stay in the second-level cache, which two threads may share
 
+constexpr int64_t kAheadBytes = 8192;
+
 // tile [rows, kPanel] = (tile +, where `more`) rows times a slab: a tile of rows from x, and with TWO another one from
 // x + second * x_row, whose sums lie `second` rows below. Each sixteen steps fetch `lines` cache lines from `ahead` on.
 template <bool TWO>
@@ -70,14 +72,16 @@ void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, i
   const int64_t columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
   const int64_t whole = product.steps / kTile * kTile;
   constexpr int64_t kTileLines = kTile * kStepBytes / kLine;  // of a panel
-  const int64_t lines = rows <= kTile ? 0 : (kTileLines + blocks - 1) / blocks;
+  const int64_t lines = (kTileLines + blocks - 1) / blocks;
   alignas(64) float tiles[kTileGroupRows / kTileBlockRows][kTileBlockRows * kPanel];
   for (int64_t step = 0, steps; step < product.steps; step += steps) {
     steps = step < whole ? std::min(kSlabSteps, whole - step) : product.steps - whole;
     const uint32_t* slab = product.packed + (p * product.steps + step) * kPanel;
     const char* x = product.x + first * product.x_row + step * sizeof(uint32_t);
-    const char* ahead = reinterpret_cast<const char*>(slab + steps * kPanel);
-    const bool done = step + steps == product.steps, last = done && p + 1 == product.panels();
+    // Few rows do nothing but read: what is fetched is a little ahead of them, and goes on in the next matrix.
+    const char* ahead = rows <= kTile ? reinterpret_cast<const char*>(slab) + kAheadBytes
+                                      : reinterpret_cast<const char*>(slab + steps * kPanel);
+    const bool done = step + steps == product.steps, last = rows > kTile && done && p + 1 == product.panels();
     if (step == whole) configure_tiles(rows, steps);
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t row = std::min(b * kTileBlockRows, std::max<int64_t>(0, rows - kTileBlockRows));
