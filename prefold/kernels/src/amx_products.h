@@ -16,7 +16,7 @@ namespace prefold {
 constexpr int kTileBlockRows = 2 * kTile;
 constexpr int kTileGroupRows = 192;              // that stay in the second-level cache, which two threads may share
 
-constexpr int64_t kAheadBytes = 8192;
+constexpr int64_t kAheadBytes = 16384;
 
 // tile [rows, kPanel] = (tile +, where `more`) rows times a slab: a tile of rows from x, and with TWO another one from
 // x + second * x_row, whose sums lie `second` rows below. Each sixteen steps fetch `lines` cache lines from `ahead` on.
