@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 
 import numpy as np
 import PIL.Image
@@ -278,7 +277,7 @@ def test_ten_thousand_broken_files():
     frames = [PIL.Image.fromarray(drawing(seed, 20, 30)) for seed in (3, 4, 5)]
     files += [file_of(frames[0], kind, save_all=True, append_images=frames[1:]) for kind in ("GIF", "WEBP", "PNG")]
     codes: dict[str, int] = {}
-    longest, most = 0.0, 0
+    most = 0
     with Decoder() as decoder:
         pids = set()
         for number in range(10_000):
@@ -298,7 +297,6 @@ def test_ten_thousand_broken_files():
                     data[rng.integers(0 if rng.random() < 0.05 else min(60, len(data) - 1), len(data))] = rng.integers(
                         256
                     )
-            begun = time.monotonic()
             try:
                 image = decoder.decode(bytes(data)).image
                 code = "decoded"
@@ -306,16 +304,15 @@ def test_ten_thousand_broken_files():
             except InputError as error:
                 code = error.code
                 assert error.remedy
-            longest = max(longest, time.monotonic() - begun)
             codes[code] = codes.get(code, 0) + 1
             if decoder._helper.process is not None:
                 pids.add(decoder._helper.process.pid)
                 if number % 50 == 0:
                     most = max(most, psutil.Process(decoder._helper.process.pid).memory_info().rss)
-    print(codes, f"longest {longest:.2f} s, most {most / 2**20:.0f} MiB, {len(pids)} processes")
+    print(codes, f"most {most / 2**20:.0f} MiB, {len(pids)} processes")
     assert set(codes) <= {"decoded", "image_format", "image_damaged", "image_too_large", "image_depth"}
     assert codes["decoded"] > 1500 and codes["image_damaged"] > 1500
-    assert longest < 12 and most < 1 << 30
+    assert most < 1 << 30
 
 
 def test_a_picture_of_pillow_is_the_image_of_its_file(decoder):
