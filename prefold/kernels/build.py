@@ -1,95 +1,63 @@
-"""Compiling the C++ sources into a shared library in the cache folder; standard library only."""
+"""Libraries that are compiled on this machine, once, and kept in the cache folder; standard library only."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
-import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..checkpoint import cache_folder
-
-SOURCES = Path(__file__).parent / "src"
-# gnu++17 (rather than c++17) and these flags let the compiler fuse multiply and add. The ABI notes are about
-# vector arguments of functions that are all inlined.
-FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-Wno-psabi")
-TIMEOUT_SECONDS = 300
+from .compile import NATIVE, PROBE, SOURCES, BuildError, compile_probe, compile_sources, compiler_or_error
 
 
-class BuildError(Exception):
-    """Says why the kernels cannot be compiled here, in one line."""
-
-
-def find_compiler() -> str | None:
-    """Returns the path of $CXX, g++, c++ or clang++, whichever is there first; None: there is none."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return path
-    return None
-
-
-def build(*, flags: Sequence[str] = FLAGS, again: bool = False) -> Path:
+def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
     """Returns the compiled library for these sources, flags and this CPU; it is compiled unless it is in the cache.
 
-    `again` compiles even so. Safe with many processes at once: each compiles to a name of its own and
-    renames, and the last one wins with the same content. Raises BuildError where it cannot be done.
+    `again` compiles even so. Raises BuildError where it cannot be done.
+    """
+
+    def make(compiler: str, made: Path) -> None:
+        line = "prefold: compiling the kernels, once on this machine (10 to 25 seconds); PREFOLD_KERNELS=0 goes without"
+        print(line, file=sys.stderr, flush=True)
+        compile_sources([compiler], flags, made)
+
+    return _kept(f"kernels-{fingerprint(flags)}.so", make, again)
+
+
+def build_probe() -> Path:
+    """Returns the compiled probe (`probe.cpp`), which is compiled unless it is in the cache. Raises BuildError."""
+    digest = hashlib.sha256(PROBE.read_bytes() + platform.machine().encode()).hexdigest()[:16]
+    return _kept(f"probe-{digest}.so", lambda compiler, made: compile_probe([compiler], made), False)
+
+
+def _kept(name: str, make: Callable[[str, Path], None], again: bool) -> Path:
+    """Returns the library of a name in the cache folder, which `make` compiles where it is missing, and with `again`.
+
+    Many processes may do it at once: each compiles to a name of its own and renames, and the last of them wins with
+    the same content.
     """
     try:
         folder = cache_folder() / "kernels"
     except RuntimeError as error:  # of a user without a home
         raise BuildError(f"there is no cache folder (set PREFOLD_CACHE to one): {error}") from error
-    target = folder / f"kernels-{fingerprint(flags)}.so"
+    target = folder / name
     if target.exists() and not again:
         return target
-    compiler = find_compiler()
-    if compiler is None:
-        raise BuildError("no C++ compiler found (looked for $CXX, g++, c++, clang++): install g++")
-    line = "prefold: compiling the kernels, once on this machine (10 to 25 seconds); PREFOLD_KERNELS=0 goes without"
-    print(line, file=sys.stderr, flush=True)
+    compiler = compiler_or_error()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:
-            made = Path(work) / target.name
-            compile_sources(compiler, flags, made)
+            made = Path(work) / name
+            make(compiler, made)
             made.replace(target)
     except OSError as error:
         raise BuildError(
             f"cannot write to the cache folder {folder} (set PREFOLD_CACHE to another): {error}"
         ) from error
     return target
-
-
-def compile_sources(compiler: str, flags: Sequence[str], target: Path) -> None:
-    """Runs a compiler process for each source, side by side, then one to link."""
-    sources = sorted(SOURCES.glob("*.cpp"))
-    objects = [target.with_name(f"{source.stem}.o") for source in sources]
-    commands = [
-        [compiler, *flags, "-fPIC", "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects, strict=True)
-    ]
-    with ThreadPoolExecutor(len(commands)) as pool:
-        list(pool.map(run_compiler, commands))
-    run_compiler([compiler, *flags, "-shared", *map(str, objects), "-o", str(target)])
-
-
-def run_compiler(command: Sequence[str]) -> None:
-    """Runs a command; raises BuildError with the first line of what it complains of."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise BuildError(f"{command[0]} took more than {TIMEOUT_SECONDS} seconds") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
-        raise BuildError(f"{command[0]} failed: {first}")
 
 
 def fingerprint(flags: Sequence[str]) -> str:

@@ -6,13 +6,15 @@ import ctypes
 import os
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from .attention import AttentionKernels
-from .build import BuildError, build
+from .build import build, build_probe
+from .compile import HERE, NATIVE, BuildError, runnable, variants
 from .elementwise import ElementwiseKernels
 from .interface import bind
 from .logits import LogitKernels
@@ -33,9 +35,12 @@ class Kernels(AttentionKernels, ElementwiseKernels, ProductKernels, LogitKernels
         self._calls["calm_openmp"]()
 
     def use_own_threads(self, own: bool) -> None:
-        """Runs parallel loops on threads of the kernels' own (`src/pool.h`), or on OpenMP's, which torch uses too."""
-        self.own_threads = own
-        self._calls["use_own_threads"](own)
+        """Runs parallel loops on threads of the kernels' own (`src/pool.h`), or, where the library has OpenMP, on those
+        that torch uses too."""
+        self.own_threads = bool(self._calls["use_own_threads"](own))
+
+
+LIBRARIES = HERE / "lib"  # what a wheel has
 
 
 @dataclass(slots=True)
@@ -49,16 +54,18 @@ _loaded: Loaded | None = None
 
 
 def load() -> Kernels | None:
-    """Returns the compiled kernels, or None; compiles at the first call (a few seconds, once a machine).
+    """Returns the compiled kernels, or None. The best library of the wheel that runs here is loaded; where the wheel
+    has none, the sources are compiled at the first call (some seconds, once a machine).
 
-    Warns once where they should be there and are not. PREFOLD_KERNELS=0 switches them off; it is
-    looked at in the first call.
+    Warns once where the kernels should be there and are not. The environment is looked at in the first call:
+    PREFOLD_KERNELS=0 switches the kernels off, PREFOLD_KERNELS=native compiles them for this machine whatever the wheel
+    has, and PREFOLD_ISA names the variant to take (`compile.VARIANTS`).
     """
     return _load().kernels
 
 
 def status() -> str:
-    """Returns one line for people: that the kernels are in use, or why not."""
+    """Returns one line for people: which kernels are in use, or why none are."""
     return _load().status
 
 
@@ -72,16 +79,57 @@ def _load() -> Loaded:
 
 
 def _attempt() -> Loaded:
-    if os.environ.get("PREFOLD_KERNELS", "1") == "0":
+    wish = os.environ.get("PREFOLD_KERNELS", "1")
+    if wish == "0":
         return Loaded(None, "PyTorch: compiled kernels are switched off by PREFOLD_KERNELS=0")
+    forced = os.environ.get("PREFOLD_ISA")
+    if forced and (loaded := _try_variant(forced)):
+        return loaded
+    if wish != "native" and (LIBRARIES / "probe.so").exists():
+        for variant in runnable(_probe()):
+            try:
+                return Loaded(Kernels(LIBRARIES / variant.library), f"of the wheel: {variant.name}")
+            except (OSError, AttributeError) as error:
+                _warn(f"its kernels for {variant.name} are damaged, so that others are taken: {error}")
     try:
-        path = build()
-        try:
-            return Loaded(Kernels(path), f"compiled: {path}")
-        except (OSError, AttributeError):
-            # Damaged in the cache, or made against another C library: once more.
-            path = build(again=True)
-            return Loaded(Kernels(path), f"compiled: {path}")
+        return Loaded(_compiled(NATIVE), "compiled on this machine: native")
     except (BuildError, OSError, AttributeError) as error:
-        warnings.warn(f"prefold runs without its compiled kernels, more slowly: {error}", RuntimeWarning, stacklevel=3)
+        _warn(f"prefold runs without its compiled kernels, more slowly: {error}")
         return Loaded(None, f"PyTorch: {error}")
+
+
+def _try_variant(name: str) -> Loaded | None:
+    """Returns the kernels of the variant that PREFOLD_ISA names, of the wheel or compiled. Warns, and returns None,
+    where this machine cannot run or compile them."""
+    try:
+        variant = next((one for one in variants() if one.name == name), None)
+        if variant is None:
+            raise BuildError(f"it must be one of {', '.join(one.name for one in variants())} here")
+        if variant not in runnable(_probe()):
+            raise BuildError("this CPU, or its system, has not all the instructions for it")
+        path = LIBRARIES / variant.library
+        if path.exists():
+            return Loaded(Kernels(path), f"of the wheel: {name}")
+        return Loaded(_compiled(variant.flags), f"compiled on this machine: {name}")
+    except (BuildError, OSError, AttributeError) as error:
+        _warn(f"PREFOLD_ISA is {name!r}, and is ignored: {error}")
+        return None
+
+
+def _probe() -> int:
+    """Returns the bits of `probe.cpp`."""
+    shipped = LIBRARIES / "probe.so"
+    return ctypes.CDLL(str(shipped if shipped.exists() else build_probe())).prefold_probe()
+
+
+def _compiled(flags: Sequence[str]) -> Kernels:
+    """Returns the kernels that are compiled with these flags. Raises BuildError, OSError or AttributeError."""
+    try:
+        return Kernels(build(flags=flags))
+    except (OSError, AttributeError):
+        # Damaged in the cache, or made against another C library: once more.
+        return Kernels(build(flags=flags, again=True))
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=5)

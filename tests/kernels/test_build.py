@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import subprocess
+import sys
 import warnings
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from io import StringIO
@@ -20,7 +24,8 @@ from nests import random_nest
 from prefold import kernels
 from prefold.attention import Heads, RowAttention, visibility
 from prefold.kernels import loader
-from prefold.kernels.build import FLAGS, BuildError, build, find_compiler, fingerprint
+from prefold.kernels.build import build, fingerprint
+from prefold.kernels.compile import COMMON, NATIVE, BuildError, find_compiler, runnable, variants
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 # Without optimisation: a second, and all the same functions.
@@ -109,15 +114,15 @@ def test_many_builders_at_once(fresh, quick, monkeypatch):
 
 
 def test_the_name_tells_flags_and_sources_apart(monkeypatch, tmp_path):
-    plain = fingerprint(FLAGS)
-    assert fingerprint(FLAGS) == plain
-    assert fingerprint((*FLAGS, "-g")) != plain
+    plain = fingerprint(NATIVE)
+    assert fingerprint(NATIVE) == plain
+    assert fingerprint((*NATIVE, "-g")) != plain
     (tmp_path / "a.cpp").write_text("int a;")
     monkeypatch.setattr("prefold.kernels.build.SOURCES", tmp_path)
-    other = fingerprint(FLAGS)
+    other = fingerprint(NATIVE)
     assert other != plain
     (tmp_path / "a.cpp").write_text("int b;")
-    assert fingerprint(FLAGS) != other
+    assert fingerprint(NATIVE) != other
 
 
 def test_no_compiler_falls_back_with_one_warning(fresh, no_compiler):
@@ -182,7 +187,9 @@ def test_a_damaged_library_is_built_again(fresh, quick, monkeypatch):
     """That a build stands in the damaged one's place shows test_many_builders_at_once."""
     damaged, asked = fresh / "damaged.so", []
     damaged.write_bytes(b"not a library")
-    monkeypatch.setattr(loader, "build", lambda again=False: asked.append(again) or (quick if again else damaged))
+    monkeypatch.setattr(
+        loader, "build", lambda flags, again=False: asked.append(again) or (quick if again else damaged)
+    )
     loaded = kernels.load()
     assert asked == [False, True] and loaded is not None
     check_kernels(loaded)
@@ -196,12 +203,94 @@ def test_without_optimisation_and_instruction_sets(quick):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("flags", [("-march=x86-64-v3",), ("-mno-avx512bf16",), ("-march=x86-64",)])
-def test_other_instruction_sets(fresh, flags):
-    """What this machine can run of what other machines would build."""
-    native = tuple(f for f in FLAGS if not (f.startswith("-march") and flags[0].startswith("-march")))
-    try:
-        path = build(flags=(*native, *flags))
-    except BuildError as error:
-        pytest.skip(str(error))
-    check_kernels(kernels.Kernels(path), rows=300)
+@pytest.mark.parametrize("name", [*(variant.name for variant in variants()), "baseline"])
+def test_other_instruction_sets(fresh, name):
+    """What this machine can run of what a wheel has, and what a compiler makes by itself."""
+    of = next((variant for variant in variants() if variant.name == name), None)
+    if of is not None and of not in runnable(loader._probe()):
+        pytest.skip(f"this machine cannot run {name}")
+    check_kernels(kernels.Kernels(build(flags=COMMON if of is None else of.flags)), rows=300)
+
+
+# ------------------------------------------------------------------------------------------------ a wheel's libraries
+
+
+@pytest.fixture
+def wheel(fresh, quick, no_compiler, monkeypatch):
+    """A wheel whose libraries are copies of one, for a CPU that runs all variants of its kind."""
+    folder = fresh / "lib"
+    folder.mkdir()
+    monkeypatch.delenv("PREFOLD_ISA", raising=False)
+    monkeypatch.setattr(loader, "LIBRARIES", folder)
+    monkeypatch.setattr(loader, "_probe", lambda: -1)
+    (folder / "probe.so").write_bytes(b"")
+    for variant in variants():
+        shutil.copy(quick, folder / variant.library)
+    return folder
+
+
+@needs_compiler
+def test_the_best_library_of_a_wheel_is_taken_without_a_compiler(wheel, monkeypatch):
+    check_kernels(kernels.load())
+    assert kernels.status() == f"of the wheel: {variants()[0].name}"
+    monkeypatch.setattr(loader, "_loaded", None)
+    monkeypatch.setattr(loader, "_probe", lambda: 0b1)
+    kernels.load()
+    assert kernels.status() == f"of the wheel: {runnable(0b1)[0].name}"
+
+
+@needs_compiler
+def test_a_damaged_library_of_a_wheel_is_passed_over_with_a_warning(wheel):
+    if len(variants()) < 2:
+        pytest.skip("there is one variant")
+    best, second, *_ = variants()
+    (wheel / best.library).write_bytes(b"not a library")
+    with pytest.warns(RuntimeWarning, match=f"kernels for {best.name} are damaged") as seen:
+        check_kernels(kernels.load())
+    assert len(seen) == 1 and kernels.status() == f"of the wheel: {second.name}"
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", [-1, 0])
+def test_a_variant_may_be_forced(wheel, monkeypatch, bits):
+    monkeypatch.setattr(loader, "_probe", lambda: bits)
+    worst = variants()[-1]
+    monkeypatch.setenv("PREFOLD_ISA", worst.name)
+    if worst in runnable(bits):
+        kernels.load()
+        assert kernels.status() == f"of the wheel: {worst.name}"
+    else:
+        with pytest.warns(RuntimeWarning) as seen:
+            kernels.load()
+        assert f"PREFOLD_ISA is '{worst.name}', and is ignored: this CPU" in str(seen[0].message)
+        assert "no C++ compiler" in kernels.status()
+
+
+@needs_compiler
+def test_a_variant_that_does_not_exist_is_named_and_ignored(wheel, monkeypatch):
+    monkeypatch.setenv("PREFOLD_ISA", "sse9")
+    with pytest.warns(RuntimeWarning, match=f"PREFOLD_ISA is 'sse9'.*one of {variants()[0].name}"):
+        kernels.load()
+    assert kernels.status() == f"of the wheel: {variants()[0].name}"
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_wheel_runs_where_there_is_no_compiler(tmp_path):
+    """It is built of a copy, with the variants of this machine, and loaded by a process that finds no compiler."""
+    root, source = Path(__file__).parents[2], tmp_path / "source"
+    shutil.copytree(root / "prefold", source / "prefold", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(root / name, source / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*pip, str(source)], check=True, env=os.environ | {"PREFOLD_WHEEL": "1"})
+    (made,) = tmp_path.glob("*.whl")
+    assert "-py3-none-" in made.name and "-any" not in made.name
+    zipfile.ZipFile(made).extractall(tmp_path / "site")
+    code = "from prefold import kernels; kernels.load(); print(kernels.status())"
+    plain = {name: value for name, value in os.environ.items() if name not in ("CXX", "PREFOLD_ISA", "PREFOLD_KERNELS")}
+    plain |= {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path / "site"), "PREFOLD_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=plain, cwd=tmp_path
+    )
+    assert done.stdout.startswith("of the wheel: ") and not done.stderr and not (tmp_path / "cache").exists()

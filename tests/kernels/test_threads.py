@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from prefold import kernels
-from prefold.kernels.build import SOURCES, find_compiler
+from prefold.kernels.compile import SOURCES, find_compiler
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 

@@ -1,4 +1,6 @@
 // Which threads the parallel loops run on, and how long OpenMP's threads spin.
+#include <dlfcn.h>
+
 #include <cstdlib>
 
 #include "parallel.h"
@@ -9,7 +11,14 @@ std::atomic<bool> use_own_threads{false};
 
 }  // namespace prefold
 
-extern "C" void prefold_use_own_threads(int32_t own) { prefold::use_own_threads.store(own != 0); }
+// Returns whether loops run on our own threads from now on: they do, too, where the library has no OpenMP.
+extern "C" int32_t prefold_use_own_threads(int32_t own) {
+#ifndef _OPENMP
+  own = 1;
+#endif
+  prefold::use_own_threads.store(own != 0);
+  return own != 0;
+}
 
 // Makes OpenMP's threads, which some of PyTorch's operations run on, sleep soon after their work is done.
 //
@@ -19,15 +28,17 @@ extern "C" void prefold_use_own_threads(int32_t own) { prefold::use_own_threads.
 // team that is too large, once, and sleeps: its team sleeps with it, and costs nothing from then on.
 // https://github.com/gcc-mirror/gcc/blob/master/libgomp/config/linux/wait.h (do_spin), libgomp/env.c
 extern "C" void prefold_calm_openmp() {
-#if defined(_OPENMP) && defined(__GNUC__) && !defined(__clang__)
+#ifdef __linux__
   if (std::getenv("OMP_WAIT_POLICY") || std::getenv("GOMP_SPINCOUNT")) return;  // the user has said
+  // What GCC makes of a parallel region. LLVM's OpenMP has it too, beside functions of its own.
+  using Parallel = void(void (*)(void*), void*, unsigned, unsigned);
+  const auto parallel = reinterpret_cast<Parallel*>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  if (!parallel || dlsym(RTLD_DEFAULT, "__kmpc_fork_call")) return;
   static std::atomic<bool> done{false};
   if (done.exchange(true)) return;
   try {
-    prefold::start_thread([] {
-      std::atomic<int> started{0};
-#pragma omp parallel num_threads(omp_get_num_procs() + 1)
-      started.fetch_add(1, std::memory_order_relaxed);
+    prefold::start_thread([parallel] {
+      parallel([](void*) {}, nullptr, std::thread::hardware_concurrency() + 1, 0);
       prefold::sleep_for_ever();
     });
   } catch (const std::system_error&) {  // then they spin

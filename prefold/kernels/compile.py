@@ -1,0 +1,135 @@
+"""Compiling the C++ sources into shared libraries: for this CPU, or for the variants of a wheel; standard library only.
+
+`setup.py` reads this file by itself, where prefold cannot be imported, and runs it for a wheel that has the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+SOURCES = HERE / "src"
+PROBE = HERE / "probe.cpp"
+# gnu++17 (rather than c++17) and these flags let the compiler fuse multiply and add. The ABI notes are about
+# vector arguments of functions that are all inlined.
+COMMON = ("-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+NATIVE = (*COMMON, "-march=native", "-fopenmp")
+TIMEOUT_SECONDS = 900
+
+
+class BuildError(Exception):
+    """Says why the kernels cannot be compiled here, in one line."""
+
+
+class Variant(NamedTuple):
+    """A Variant is what a library of a wheel is compiled for.
+
+    name      of the library, of PREFOLD_ISA, and in messages
+    machines  the names that `platform.machine` has for such CPUs
+    march     the instruction set, as compilers are told of it
+    features  what a CPU and its system must offer, by the numbers of the bits that `probe.cpp` returns
+    """
+
+    name: str
+    machines: tuple[str, ...]
+    march: tuple[str, ...]
+    features: tuple[int, ...] = ()
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Returns the compiler's flags. There is no OpenMP: a second one in the process could be another than PyTorch's
+        (https://github.com/mapequation/infomap/issues/588), and the kernels have threads of their own."""
+        return (*COMMON, *self.march)
+
+    @property
+    def library(self) -> str:
+        """Returns the name of the library's file in a wheel."""
+        return f"kernels-{self.name}.so"
+
+
+_X86, _ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
+_AVX512 = ("-march=x86-64-v4", "-mavx512vnni")
+# The best first. What differs between two of them is in the sources: a variant that has no code of its own is not here.
+VARIANTS = (
+    Variant("amx", _X86, (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), (0, 1, 2, 3)),
+    Variant("avx512-bf16", _X86, (*_AVX512, "-mavx512bf16"), (0, 1, 2)),
+    Variant("avx512", _X86, _AVX512, (0, 1)),
+    Variant("avx2", _X86, ("-march=x86-64-v3",), (0,)),
+    Variant("neon", _ARM, ("-march=armv8-a",)),
+)
+
+
+def variants() -> list[Variant]:
+    """Returns the variants for machines of this kind, the best first."""
+    return [variant for variant in VARIANTS if platform.machine() in variant.machines]
+
+
+def runnable(bits: int) -> list[Variant]:
+    """Returns the variants that run on a CPU with these features, the best first; bits: as `probe.cpp` returns them."""
+    return [variant for variant in variants() if all(bits >> feature & 1 for feature in variant.features)]
+
+
+def find_compiler() -> str | None:
+    """Returns the path of $CXX, g++, c++ or clang++, whichever is there first; None: there is none."""
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    return None
+
+
+def compiler_or_error() -> str:
+    """Returns what `find_compiler` does. Raises BuildError where there is no compiler."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler found (looked for $CXX, g++, c++, clang++): install g++")
+    return compiler
+
+
+def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path, *, folder: Path = SOURCES) -> None:
+    """Runs a compiler process for each source of a folder, side by side, then one to link."""
+    sources = sorted(folder.glob("*.cpp"))
+    objects = [target.with_name(f"{target.stem}-{source.stem}.o") for source in sources]
+    commands = [
+        [*compiler, *flags, "-fPIC", "-c", str(source), "-o", str(made)]
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(len(commands)) as pool:
+        list(pool.map(run_compiler, commands))
+    run_compiler([*compiler, *flags, "-shared", *map(str, objects), "-o", str(target)])
+    for made in objects:
+        made.unlink()
+
+
+def compile_probe(compiler: Sequence[str], target: Path) -> None:
+    """Compiles the library that says what a CPU and its system offer: for any CPU of this kind."""
+    run_compiler([*compiler, "-O1", "-fPIC", "-shared", str(PROBE), "-o", str(target)])
+
+
+def compile_variants(folder: Path) -> None:
+    """Compiles the probe, and the library of each variant for machines of this kind. Raises BuildError."""
+    compiler = compiler_or_error()
+    folder.mkdir(parents=True, exist_ok=True)
+    compile_probe([compiler], folder / "probe.so")
+    for variant in variants():
+        compile_sources([compiler], variant.flags, folder / variant.library)
+
+
+def run_compiler(command: Sequence[str]) -> None:
+    """Runs a command; raises BuildError with the first line of what it complains of."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{command[0]} took more than {TIMEOUT_SECONDS} seconds") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+        raise BuildError(f"{command[0]} failed: {first}")

@@ -1,0 +1,40 @@
+"""Builds prefold. With PREFOLD_WHEEL=1 a wheel is for this platform, and has the kernels compiled for every variant of
+its kind of CPU; otherwise it is for any platform, and the kernels are compiled on first use."""
+
+import os
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+from setuptools.dist import Distribution
+
+
+class BuildWithKernels(build_py):
+    """Compiles the kernels into the folder that becomes the wheel."""
+
+    def run(self) -> None:
+        super().run()
+        spec = spec_from_file_location("prefold_compile", Path("prefold/kernels/compile.py"))
+        compile = module_from_spec(spec)
+        spec.loader.exec_module(compile)
+        compile.compile_variants(Path(self.build_lib, "prefold", "kernels", "lib"))
+
+
+class PlatformWheel(bdist_wheel):
+    """The libraries are loaded by ctypes, so that a wheel serves every Python of its platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+class PlatformDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+if os.environ.get("PREFOLD_WHEEL") == "1":
+    setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel}, distclass=PlatformDistribution)
+else:
+    setup()
