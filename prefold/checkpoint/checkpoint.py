@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
+from ..options import near
 from ..plugins import load_plugins
 from .builtin import BUILT_IN, fetch
 from .gguf import GGUFFile
@@ -139,10 +139,9 @@ def resolve(
         checkpoint = _local(name, _from_hub(name, revision, weights and not dummy))
     else:
         known = sorted({*BUILT_IN, *GEOMETRIES} if dummy else BUILT_IN)
-        close = get_close_matches(name, known, n=1)
         raise CheckpointError(
             f"there is no model {name!r}: no such folder or .gguf file, not a built-in name ({', '.join(known)}), "
-            "and not a hub id (owner/name)" + (f"; did you mean {close[0]}?" if close else "")
+            f"and not a hub id (owner/name); {near(name, known)}".rstrip("; ")
         )
     if mmproj is not None:
         tower = Path(mmproj).expanduser()

@@ -353,7 +353,7 @@ def read_bytes(name: str) -> bytes:
     try:
         return Path(name).read_bytes()
     except OSError as error:
-        raise JobError(f"cannot read {name}: {error.strerror}") from None
+        raise JobError(f"cannot read {name}: {error.strerror}; check the path") from None
 
 
 # ----------------------------------------------------------------------------------------- generation

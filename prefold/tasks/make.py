@@ -121,7 +121,7 @@ def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Tas
     if head is None:
         if o.labels is None:
             message = "the checkpoint has no classification head, so labels are needed"
-            raise InputError(message, field="labels", remedy="give two or more", code="missing_option")
+            raise InputError(message, field="labels", remedy="give two or more (--labels A,B)", code="missing_option")
         require_lm_head(inputs.config, checkpoint, "classify")
         return ClassifyTask(inputs, o)
     if o.labels is not None and list(o.labels) != head:

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
 from prefold.model.layers import ActivatedLinear, GatedLinear, Norm
-from prefold.model.ops import PYTORCH
+from prefold.model.ops import ACTIVATIONS, PYTORCH
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("width", [16, 48, 50, 80])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gated_linear(dtype, activation, width, bias):
