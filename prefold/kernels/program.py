@@ -19,10 +19,17 @@ class Operation(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("kind", "source", "out", "beside", "wide", "plane", "window")),
+        *((name, c_int32) for name in ("activation", "linear")),
         ("eps", c_float),
         *((name, c_int64) for name in ("at", "keys", "heads", "dim", "kv_heads", "columns")),
         *((name, c_void_p) for name in ("weight", "bias")),
     )
+
+
+class LowRank(Structure):
+    """A LowRank is that of src/epilogue.h, which says what its fields mean, with its fields in their order."""
+
+    _fields_ = (*((name, c_void_p) for name in ("a", "b", "spans")), ("ranks", c_int64))
 
 
 class PathPlane(Structure):
@@ -45,8 +52,8 @@ class ProgramCall(Structure):
         ("path", c_int64),
         *((name, c_void_p) for name in ("keep_path", "keep_new")),
         *((name, c_int64) for name in ("kept_path", "kept_new")),
-        *((name, c_void_p) for name in ("plans", "read_plans")),
-        ("none", c_int64),
+        *((name, c_void_p) for name in ("plans", "read_plans", "numbers", "adapters", "adapted", "low")),
+        *((name, c_int64) for name in ("most_ranks", "none")),
         ("scale", c_float),
         *((name, c_int32) for name in ("threads", "is_bf16")),
     )

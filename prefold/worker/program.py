@@ -3,8 +3,9 @@ every operation of a model has a compiled form. PyTorch's modules define what it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import addressof, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..attention import KVStore, RowPlan, SlotPlan
-from ..kernels import Kind, Operation, PathPlane, ProgramCall, TileCall
-from ..model import CausalLM, MediaRows
+from ..kernels import COLUMNS, Kind, LowRank, Operation, PathPlane, ProgramCall, TileCall
+from ..model import Adapter, CausalLM, MediaRows, RowAdapters
 from ..model.decoder_layer import Layer, Mlp
-from ..model.layers import Linear, Norm
+from ..model.layers import ActivatedLinear, Linear, Norm
+from ..model.lora import Delta
 from ..model.products import GatePanels, Panels, Product, in_turn
 from ..schedule.steps import NOT_FINITE
 from .rows import Batch, Path, PathKV, heads_of
@@ -26,6 +28,19 @@ from .slots import SlotBatch
 # together or q beside k and v, what attention gives, the inside of the MLP, and the result.
 X, H, DELTA, QKV, Q, KV, ATTENDED, WIDE, OUT = range(9)
 LINE = 64  # bytes of a cache line, where buffers begin
+LOW_BYTES = 16  # of a RowLow of src/epilogue.h
+# The numbers of activations in src/epilogue.h; 0: none.
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLinear:
+    """A NamedLinear is a linear of a layer, with the name that adapters know it by, and the product that it has."""
+
+    layer: int
+    name: str
+    linear: Linear
+    product: Product
 
 
 class Program:
@@ -41,7 +56,7 @@ class Program:
         hidden, q, kv, wide = config.hidden, config.q_size, config.kv_size, config.intermediate
         self._widths = np.array([hidden, hidden, hidden, q + 2 * kv, q, 2 * kv, q, wide, hidden], np.int64)
         self._kept: list[Tensor] = []  # what operations name by address and the model does not hold
-        self._products: list[tuple[Linear, Product | None]] = []
+        self._linears: list[NamedLinear] = []
         self._operations: list[Operation] = []
         embedding, vocab = model.embedding.data_ptr(), len(model.embedding)
         self._add(Kind.EMBED, out=X, weight=embedding, columns=vocab, eps=model.embedding_scale)
@@ -56,19 +71,21 @@ class Program:
         self._tables: list[Tensor] = []  # of cosines and sines
         self._addresses = (c_void_p * self._num_tables)()
         self._positions = 0  # that the tables cover
+        self._adapters: dict[int, PackedAdapter] = {}  # by number, each since a row had it first
+        self._low = torch.empty(0, dtype=torch.uint8)
 
     @property
     def is_current(self) -> bool:
         """Returns whether the model's linears have the products that they had when this was made."""
-        return all([linear.product is product for linear, product in self._products])
+        return all([linear.linear.product is linear.product for linear in self._linears])
 
     def over_slots(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> Tensor:
-        """Returns what `worker.slots.forward` returns of a step in which no row has an adapter."""
+        """Returns what `worker.slots.forward` returns."""
         return self._run(batch, media, slots=batch.slots.data_ptr(), planes=addressof(store.structs))
 
     def greedy(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> np.ndarray | None:
-        """Returns what `worker.slots.greedy` returns of the hidden states of a step in which no row has an adapter,
-        without making logits; None, and nothing is computed, where the head is no product of the kernels."""
+        """Returns what `worker.slots.greedy` returns of the hidden states of a step, without making logits; None, and
+        nothing is computed, where the head is no product of the kernels."""
         if not self._adds_head():
             return None
         ids = np.empty(len(batch.tokens) if batch.read_rows is None else len(batch.read_rows), np.int64)
@@ -88,8 +105,7 @@ class Program:
         return head is not None and head is self._head
 
     def over_rows(self, batch: Batch, path: Path, media: MediaRows | None = None) -> tuple[Tensor, PathKV]:
-        """Returns what `worker.rows.forward_stream` returns of a step that is not folded, in which no row has an
-        adapter."""
+        """Returns what `worker.rows.forward_stream` returns of a step that is not folded."""
         config, kept_path, kept_new = self._model.local, len(batch.keep_path), len(batch.keep_new)
         shape = (len(config.planes), 2, kept_path + kept_new, config.kv_heads, config.head_dim)
         kv = torch.empty(shape, dtype=self._model.dtype)
@@ -131,8 +147,28 @@ class Program:
             angles=self._angles, plans=addressof(plans), read_plans=addressof(read_plans), scale=model.config.scale,
             threads=torch.get_num_threads(), is_bf16=model.dtype == torch.bfloat16, **call_fields,
         )  # fmt: skip
+        if batch.adapters.adapters:
+            self._adapt(call, batch.adapters)
         self._compiled.run_program(call)
         return out
+
+    def _adapt(self, call: ProgramCall, adapters: RowAdapters) -> None:
+        """Says in a call which adapters its rows have. Their matrices are packed when a row has them first."""
+        numbers, addresses = np.ascontiguousarray(adapters.numbers, np.int64), (c_void_p * len(adapters.adapters))()
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            adapter = adapters.adapters[number]
+            packed = self._adapters.get(number)
+            if packed is None or packed.adapter is not adapter:
+                packed = self._adapters[number] = PackedAdapter(adapter, self._linears)
+            addresses[number] = addressof(packed.table)
+            call.most_ranks = max(call.most_ranks, packed.most_ranks)
+        row_bytes = LOW_BYTES + 4 * call.most_ranks
+        if len(self._low) < call.rows * row_bytes:
+            self._low = torch.empty(call.rows * row_bytes, dtype=torch.uint8)
+        self._numbers = numbers, addresses  # held until the next call
+        call.numbers, call.adapters = numbers.ctypes.data, addressof(addresses)
+        call.adapted = self._low.data_ptr()
+        call.low = call.adapted + call.rows * LOW_BYTES
 
     def _calls(self, plans: Mapping[int | None, SlotPlan | RowPlan]) -> Any:
         """Returns the plans by the numbers of windows; none has queries that is not there."""
@@ -169,15 +205,20 @@ class Program:
         weight = norm.weight.data_ptr()
         self._add(Kind.NORM, source=source, out=out, beside=beside, weight=weight, eps=norm.eps, wide=wide)
 
-    def _add_linear(self, linear: Linear, source: int, out: int) -> None:
-        weight, bias = self._packed(linear), self._address(linear.whole_bias)
-        self._add(Kind.LINEAR, source=source, out=out, weight=weight, bias=bias)
-
-    def _packed(self, linear: Linear) -> int:
-        """Returns the address of a linear's matrix, which is held by its product."""
-        assert isinstance(linear.product, Panels)
-        self._products.append((linear, linear.product))
-        return linear.product.packed.data_ptr()
+    def _add_linear(self, layer: Layer, name: str, source: int, out: int) -> None:
+        """Adds the product of a layer's linear. name: as adapters know it"""
+        linear: Linear = getattr(layer.mlp if name in ("gate_up", "down") else layer, name)
+        product, bias, activation, kind = linear.product, linear.whole_bias, 0, Kind.LINEAR
+        assert isinstance(product, Panels)
+        if isinstance(linear, ActivatedLinear):
+            activation = ACTIVATIONS[linear.activation]
+        if isinstance(product, GatePanels):
+            kind, bias = Kind.GATED, None if bias is None else in_turn(bias)
+        self._add(
+            kind, source=source, out=out, weight=product.packed.data_ptr(), bias=self._address(bias),
+            activation=activation, linear=len(self._linears),
+        )  # fmt: skip
+        self._linears.append(NamedLinear(layer.number, name, linear, product))
 
     def _add_rope(self, plane: int, source: int, at: int, heads: int, norm: nn.Parameter | None) -> None:
         config = self._model.local
@@ -194,16 +235,16 @@ class Program:
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
         self._add_norm(layer.input_norm, X, H, delta)
         if layer.splits_q:
-            self._add_linear(layer.kv, H, KV)
+            self._add_linear(layer, "kv", H, KV)
             self._add_rope(plane, KV, 0, kv_heads, layer.k_norm)
             if plane == len(config.planes) - 1:
                 self._add(Kind.PICK, source=X, beside=False)
                 self._add(Kind.PICK, source=H, beside=True)
-            self._add_linear(layer.q, H, Q)
+            self._add_linear(layer, "q", H, Q)
             self._add_rope(plane, Q, 0, heads, layer.q_norm)
             source, beside, keys = Q, KV, 0
         else:
-            self._add_linear(layer.qkv, H, QKV)
+            self._add_linear(layer, "qkv", H, QKV)
             if layer.q_norm is None:
                 self._add_rope(plane, QKV, 0, heads + kv_heads, None)
             else:
@@ -215,14 +256,12 @@ class Program:
             Kind.ATTEND, source=source, out=ATTENDED, beside=beside, keys=keys, heads=heads, dim=dim, plane=plane,
             kv_heads=kv_heads, window=window,
         )  # fmt: skip
-        self._add_linear(layer.o, ATTENDED, DELTA)
+        self._add_linear(layer, "o", ATTENDED, DELTA)
         if layer.o_norm is not None:
             self._add_norm(layer.o_norm, DELTA, DELTA)
         self._add_norm(layer.post_norm, X, H, DELTA)
-        first = layer.mlp.gate_up
-        weight, bias = self._packed(first), self._address(None if first.bias is None else in_turn(first.bias))
-        self._add(Kind.GATED, source=H, out=WIDE, weight=weight, bias=bias, wide=first.activation == "gelu_tanh")
-        self._add_linear(layer.mlp.down, WIDE, DELTA)
+        self._add_linear(layer, "gate_up", H, WIDE)
+        self._add_linear(layer, "down", WIDE, DELTA)
         if layer.down_norm is not None:
             self._add_norm(layer.down_norm, DELTA, DELTA)
 
@@ -231,6 +270,44 @@ class Program:
             return None
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+class PackedAdapter:
+    """A PackedAdapter has an adapter's matrices as the kernels read them.
+
+    table       a LowRank for each of a program's linears
+    most_ranks  of a linear
+    """
+
+    def __init__(self, adapter: Adapter, linears: Sequence[NamedLinear]):
+        self.adapter = adapter
+        self.table, self.most_ranks = (LowRank * len(linears))(), 0
+        self._kept: list[Tensor] = []  # what the table names by address
+        for number, linear in enumerate(linears):
+            delta = adapter.layers[linear.layer].get(linear.name)
+            if delta is not None:
+                kept = low_rank_matrices(delta, linear.linear)
+                self._kept += kept
+                self.table[number] = LowRank(*(tensor.data_ptr() for tensor in kept), ranks=len(delta.a))
+                self.most_ranks = max(self.most_ranks, len(delta.a))
+
+
+def low_rank_matrices(delta: Delta, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `a`, `b` and `spans` of a LowRank."""
+    ranks, outputs = len(delta.a), linear.outputs
+    b = delta.a.new_zeros(-(-outputs // COLUMNS) * COLUMNS, ranks)
+    for part in delta.parts:
+        b[part.columns, part.ranks] = part.b
+    if type(linear.product) is GatePanels:
+        b[:outputs] = in_turn(b[:outputs])
+    b = b.view(-1, COLUMNS, ranks).transpose(1, 2)
+    # A panel has the ranks from the first to the last of those that its columns have any part in.
+    used, numbers = (b != 0).any(2).int(), torch.arange(ranks)
+    first, stop = used.argmax(1), (ranks - used.flip(1).argmax(1)) * used.any(1)
+    inside = (numbers >= first[:, None]) & (numbers < stop[:, None])
+    begins = (stop - first).cumsum(0).roll(1) * COLUMNS
+    begins[0] = 0
+    return kernels.pack_words(delta.a), b[inside], torch.stack((first, stop, begins), 1)
 
 
 def program_of(model: CausalLM) -> Program | None:

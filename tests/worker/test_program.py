@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,9 @@ from generating import ask, engine_of, generate, tokens_of
 from tiny import tiny_checkpoint
 
 from prefold import LLM, kernels
-from prefold.model import MediaRows
+from prefold.model import MediaRows, RowAdapters
 from prefold.model.products import Panels, Product
 from prefold.types import Request
-from prefold.worker import local
 from prefold.worker.program import Program, program_of
 from prefold.worker.rows import forward_stream
 from prefold.worker.slots import SlotBatch, forward, make_store
@@ -166,16 +166,92 @@ def test_a_model_with_another_operation_has_no_program_and_says_why(tmp_path, fa
     assert program_of(other.model) is not None and other.passes == "each forward pass is one compiled call"
 
 
-def test_rows_with_an_adapter_go_through_the_modules(tmp_path, monkeypatch):
-    folder = tiny_checkpoint(tmp_path, "llama", intermediate_size=WIDTH)
-    write_adapter(tmp_path / "adapter", folder)
-    llm = LLM(str(folder), dtype="float32", device="cpu", kv_memory=1 << 20, adapters={"a": str(tmp_path / "adapter")})
-    by_modules = []
-    monkeypatch.setattr(local, "forward", lambda *args: by_modules.append(1) or forward(*args))
-    llm.generate(["some text"], max_tokens=3)
-    assert not by_modules and llm.engine.worker._program is not None
-    llm.generate(["some text"], max_tokens=3, adapter="a")
-    assert by_modules
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """As rows are on the whole: in bfloat16 the modules round what the program sums in float32."""
+    most = {torch.float32: 1e-5, torch.bfloat16: 0.05}[found.dtype]
+    assert (found - expected).float().norm() <= most * expected.float().norm()
+
+
+def load_adapted(tmp_path, family, dtype, rows=None) -> LLM:
+    """Adapters of all modules, of other ranks, and of some modules of some layers."""
+    folder = tiny_checkpoint(tmp_path, family, intermediate_size=WIDTH, n_inner=WIDTH)
+    paths = [
+        write_adapter(tmp_path / "a", folder, seed=1),
+        write_adapter(tmp_path / "b", folder, seed=2, r=40, rank_pattern={"q_proj": 3}),
+        write_adapter(tmp_path / "c", folder, ("v_proj", "o_proj", "up_proj"), seed=3, layers=(0, 2)),
+    ]
+    adapters = {path.name: str(path) for path in paths}
+    return LLM(str(folder), dtype=dtype, device="cpu", kv_memory=1 << 20, max_batch_rows=rows, adapters=adapters)
+
+
+@pytest.mark.usefixtures("no_greedy")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_rows_with_adapters_are_those_of_the_modules(tmp_path, monkeypatch, family, dtype):
+    llm, run, kinds = load_adapted(tmp_path, family, dtype), Program.over_slots, []
+    engine = engine_of(llm, slots=800, rows=40)
+    engine.generator  # noqa: B018 (makes the store)
+    other = make_store(llm.model, engine.worker.store.slots)
+
+    def both(program, batch, store):
+        expected = forward(llm.model, other, batch)
+        found = run(program, batch, store)
+        assert_near(found, expected)
+        kinds.append(set(batch.adapters.numbers.tolist()))
+        return found
+
+    monkeypatch.setattr(Program, "over_slots", both)
+    asked = [replace(request, adapter=name) for request in requests(4) for name in (None, "a", "b", "c")]
+    tokens_of(generate(engine, asked))
+    assert any(len(some) == 4 for some in kinds)
+
+
+@pytest.mark.usefixtures("no_greedy")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_whatever_adapters_other_rows_have(tmp_path, monkeypatch, dtype):
+    llm, run, compared = load_adapted(tmp_path, "qwen3", dtype), Program.over_slots, []
+
+    def again(program, batch, store):
+        adapters = batch.adapters
+        if not adapters.adapters or len(set(adapters.numbers.tolist())) < 3:
+            return run(program, batch, store)
+        read = slice(None) if batch.read_rows is None else batch.read_rows.numpy()
+        before = []
+        for other in (-1, 1, 2):
+            numbers = np.where(adapters.numbers <= 0, adapters.numbers, other)
+            before.append(run(program, replace(batch, adapters=RowAdapters(adapters.adapters, numbers)), store))
+        found = run(program, batch, store)
+        same = torch.from_numpy(adapters.numbers[read] <= 0)
+        assert all(torch.equal(found[same], other[same]) for other in before)
+        compared.append(int(same.sum()))
+        return found
+
+    monkeypatch.setattr(Program, "over_slots", again)
+    asked = [replace(request, adapter=name) for request in requests(4) for name in (None, "a", "b", "c")]
+    generate(engine_of(llm, slots=800, rows=40), asked)
+    assert sum(compared) > 40
+
+
+@pytest.mark.parametrize("task", ["embed", "score"])
+def test_a_stream_with_an_adapter_is_that_of_the_modules(tmp_path, monkeypatch, task):
+    llm, run, paths = load_adapted(tmp_path, "qwen3", "float32", rows=9), Program.over_rows, []
+
+    def both(program, batch, path):
+        expected, kv = forward_stream(llm.model, batch, path, {})
+        found, kept = run(program, batch, path)
+        assert_near(found, expected)
+        for plane, tensors in kv.items():
+            assert all(assert_near(*pair) is None for pair in zip(kept[plane], tensors, strict=True))
+        paths.append(path.rows)
+        return found, kept
+
+    monkeypatch.setattr(Program, "over_rows", both)
+    texts = ["the same beginning of each, and then the first end", "the same beginning of each, and another", "others"]
+    if task == "embed":
+        llm.embed(texts, pooling="mean", adapter="b")
+    else:
+        llm.score(texts, [" yes and no"] * 3, adapter="b")
+    assert len(paths) > 4 and max(paths) > 9
 
 
 def test_a_product_that_is_put_in_later_is_used(tmp_path):

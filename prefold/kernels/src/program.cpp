@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "attention.h"
+#include "epilogue.h"
 #include "parallel.h"
 
 using prefold::Bf16;
@@ -16,19 +17,21 @@ using prefold::Bf16;
   extern "C" void prefold_rope_##name(E*, const float*, const W*, int64_t, int64_t, int64_t, int64_t, int64_t,  \
                                       float, int32_t);
 #define PREFOLD_DECLARE_PRODUCTS(name, E)                                                                         \
-  extern "C" int32_t prefold_linear_##name(const E*, int64_t, const uint32_t*, const E*, E*, int64_t, int64_t,    \
-                                           int64_t, int32_t);                                                     \
-  extern "C" int32_t prefold_gated_linear_silu_##name(const E*, int64_t, const uint32_t*, const E*, E*, int64_t,  \
-                                                      int64_t, int64_t, int32_t);                                 \
-  extern "C" int32_t prefold_gated_linear_gelu_tanh_##name(const E*, int64_t, const uint32_t*, const E*, E*,      \
-                                                           int64_t, int64_t, int64_t, int32_t);                   \
+  extern "C" prefold::ProductFunction<E, E> prefold_linear_##name, prefold_gated_linear_silu_##name,              \
+      prefold_gated_linear_gelu_tanh_##name;                                                                      \
   extern "C" int32_t prefold_greedy_##name(const E*, const uint32_t*, int64_t*, int64_t, int64_t, int64_t, int64_t, \
                                            int32_t);
+namespace prefold {
+template <class E, class Out>
+using ProductFunction = int32_t(const E*, int64_t, const uint32_t*, const E*, Out*, int64_t, int64_t, int64_t, int32_t,
+                                const Epilogue*);
+}  // namespace prefold
 PREFOLD_DECLARE(float32, float, float)
 PREFOLD_DECLARE(bfloat16, Bf16, Bf16)
 PREFOLD_DECLARE(bfloat16_float32, Bf16, float)
 PREFOLD_DECLARE_PRODUCTS(float32, float)
 PREFOLD_DECLARE_PRODUCTS(bfloat16, Bf16)
+extern "C" prefold::ProductFunction<Bf16, float> prefold_linear_bfloat16_float32;
 extern "C" int32_t prefold_write_slots(const prefold::WriteCall*, int32_t);
 extern "C" int32_t prefold_slot_attention(const prefold::SlotCall*, int32_t);
 extern "C" int32_t prefold_row_attention(const prefold::RowCall*, int32_t);
@@ -45,10 +48,11 @@ struct Operation {
   int32_t source, out;  // buffers
   int32_t beside;       // kNorm: the buffer that is added to `source` before, or -1; kAttend: that of keys and values;
                         // kPick: whether all that follows has the rows that are read alone
-  int32_t wide;         // kNorm, kRope: whether the weight is float32 where rows are bfloat16; kGated: whether the
-                        // activation is gelu_tanh, not silu
+  int32_t wide;         // kNorm, kRope: whether the weight is float32 where rows are bfloat16
   int32_t plane;        // kAttend: of the store; kRope: the table of cosines and sines
   int32_t window;       // kAttend: the plan
+  int32_t activation;   // kLinear, kGated
+  int32_t linear;       // kLinear, kGated: its number in the tables of adapters
   float eps;            // kNorm, kRope; kEmbed: what embeddings are multiplied with
   int64_t at;           // kRope, kAttend: where heads (kAttend: queries) begin in a row
   int64_t keys;         // kAttend: where keys begin in a row of `beside`; values follow them
@@ -85,6 +89,11 @@ struct ProgramCall {
   const int64_t *keep_path, *keep_new; // which of these, and of the new rows, are carried on
   int64_t kept_path, kept_new;         // how many these are
   const TileCall *plans, *read_plans;  // by window
+  const int64_t* numbers;              // [rows]: of each row's adapter, or -1; null: no row has an adapter
+  const LowRank* const* adapters;      // by number: what the adapter adds to each linear
+  RowLow* adapted;                     // [rows]: room
+  float* low;                          // [rows, most_ranks]: room
+  int64_t most_ranks;
   int64_t none;                        // in `ids`, where the largest logit is not finite
   float scale;
   int32_t threads, is_bf16;
@@ -121,17 +130,51 @@ struct Pass {
     const int64_t k = call.widths[op.source], columns = call.widths[op.out];
     const E* in = buffer(op.source);
     E* out = buffer(op.out);
-    if constexpr (kBf16) {
-      auto* const function = op.kind == kLinear ? prefold_linear_bfloat16
-                             : op.wide          ? prefold_gated_linear_gelu_tanh_bfloat16
-                                                : prefold_gated_linear_silu_bfloat16;
-      return function(in, k, weight, bias, out, rows, columns, k, call.threads);
-    } else {
-      auto* const function = op.kind == kLinear ? prefold_linear_float32
-                             : op.wide          ? prefold_gated_linear_gelu_tanh_float32
-                                                : prefold_gated_linear_silu_float32;
-      return function(in, k, weight, bias, out, rows, columns, k, call.threads);
+    const Epilogue epilogue{call.numbers ? call.adapted : nullptr, op.activation};
+    if (call.numbers) {
+      if (const int32_t failed = lower(op)) return failed;
     }
+    ProductFunction<E, E>* function;
+    const bool is_silu = op.activation == kSilu;
+    if constexpr (kBf16) {
+      function = op.kind == kLinear ? prefold_linear_bfloat16
+                 : is_silu          ? prefold_gated_linear_silu_bfloat16
+                                    : prefold_gated_linear_gelu_tanh_bfloat16;
+    } else {
+      function = op.kind == kLinear ? prefold_linear_float32
+                 : is_silu          ? prefold_gated_linear_silu_float32
+                                    : prefold_gated_linear_gelu_tanh_float32;
+    }
+    return function(in, k, weight, bias, out, rows, columns, k, call.threads, &epilogue);
+  }
+
+  // Multiplies rows that have an adapter with its A: neighbours with the same adapter together.
+  int32_t lower(const Operation& op) const {
+    const int64_t k = call.widths[op.source];
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t number = call.numbers[all ? r : call.read[r]];
+      const LowRank* adapter = number < 0 ? nullptr : call.adapters[number] + op.linear;
+      call.adapted[r].adapter = adapter && adapter->ranks ? adapter : nullptr;
+    }
+    std::atomic<int32_t> failed{0};
+    parallel_ranges(rows, k * kPanel, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t next; first < stop; first = next) {
+        const LowRank* adapter = call.adapted[first].adapter;
+        float* low = call.low + first * call.most_ranks;
+        for (next = first; next < stop && call.adapted[next].adapter == adapter; ++next) {
+          call.adapted[next].low = adapter ? low + (next - first) * adapter->ranks : nullptr;
+        }
+        if (!adapter) continue;
+        ProductFunction<E, float>* function;
+        if constexpr (kBf16) function = prefold_linear_bfloat16_float32;
+        else function = prefold_linear_float32;
+        if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, low, next - first, adapter->ranks, k, 1,
+                     nullptr)) {
+          failed.store(1, std::memory_order_relaxed);
+        }
+      }
+    });
+    return failed.load(std::memory_order_relaxed);
   }
 
   // Puts the cosines and sines of the rows side by side.
