@@ -21,7 +21,7 @@ class Operation(Structure):
         *((name, c_int32) for name in ("kind", "source", "out", "beside", "wide", "plane", "window")),
         *((name, c_int32) for name in ("activation", "linear")),
         ("eps", c_float),
-        *((name, c_int64) for name in ("at", "keys", "heads", "dim", "kv_heads", "columns")),
+        *((name, c_int64) for name in ("at", "keys", "heads", "dim", "kv_heads", "columns", "positions")),
         *((name, c_void_p) for name in ("weight", "bias")),
     )
 
@@ -63,12 +63,14 @@ class ProgramKernels(Family):
     """Runs programs."""
 
     def run_program(self, call: ProgramCall) -> None:
-        """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot or a token
-        that is not there."""
+        """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot, a token or a
+        position that is not there."""
         failed = self._calls["run_program"](byref(call))
         if failed == 2:
             raise ValueError("a slot that is not there; pass slots of the store")
         if failed == 3:
             raise ValueError("a token that is not there; pass ids of the vocabulary")
+        if failed == 4:
+            raise ValueError("a position that is not there; pass positions that the model has learned")
         if failed:
             raise MemoryError("program")

@@ -16,7 +16,7 @@ from .. import kernels
 from ..attention import KVStore, RowPlan, SlotPlan
 from ..kernels import COLUMNS, Kind, LowRank, Operation, PathPlane, ProgramCall, TileCall
 from ..model import Adapter, CausalLM, MediaRows, RowAdapters
-from ..model.decoder_layer import Layer, Mlp
+from ..model.decoder_layer import Layer, Mlp, PlainMlp
 from ..model.layers import ActivatedLinear, Linear, Norm
 from ..model.lora import Delta
 from ..model.products import GatePanels, Panels, Product, in_turn
@@ -50,16 +50,20 @@ class Program:
         self._model, self._compiled = model, compiled
         config = model.local
         self._windows = list(dict.fromkeys(plane.window for plane in config.planes))
-        # Planes that are turned alike have one table.
-        self._table_of = model.rotary(model.device).table_of
-        self._num_tables = max(self._table_of) + 1
+        # Planes that are turned alike have one table; a model whose positions are learned has none.
+        self._table_of = () if config.rope is None else model.rotary(model.device).table_of
+        self._num_tables = max(self._table_of, default=-1) + 1
         hidden, q, kv, wide = config.hidden, config.q_size, config.kv_size, config.intermediate
         self._widths = np.array([hidden, hidden, hidden, q + 2 * kv, q, 2 * kv, q, wide, hidden], np.int64)
         self._kept: list[Tensor] = []  # what operations name by address and the model does not hold
         self._linears: list[NamedLinear] = []
         self._operations: list[Operation] = []
         embedding, vocab = model.embedding.data_ptr(), len(model.embedding)
-        self._add(Kind.EMBED, out=X, weight=embedding, columns=vocab, eps=model.embedding_scale)
+        learned, scale = model.position_embedding, model.embedding_scale
+        self._add(
+            Kind.EMBED, out=X, weight=embedding, bias=self._address(learned), columns=vocab, eps=scale,
+            positions=0 if learned is None else len(learned),
+        )  # fmt: skip
         delta = -1
         for plane, number in enumerate(config.visited):
             self._add_layer(model.layers[number], plane, delta)  # type: ignore[arg-type]
@@ -137,7 +141,7 @@ class Program:
             buffers[X] = x.data_ptr()
         buffers[OUT] = out.data_ptr()
         plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
-        if rows and (last := int(batch.positions.numpy().max())) >= self._positions:
+        if rows and self._num_tables and (last := int(batch.positions.numpy().max())) >= self._positions:
             self._cover(last + 1)
         call = ProgramCall(
             operations=addressof(self._array), count=len(self._array), buffers=buffers.ctypes.data,
@@ -202,8 +206,8 @@ class Program:
 
     def _add_norm(self, norm: Norm, source: int, out: int, beside: int = -1) -> None:
         wide = norm.weight.dtype != self._model.dtype
-        weight = norm.weight.data_ptr()
-        self._add(Kind.NORM, source=source, out=out, beside=beside, weight=weight, eps=norm.eps, wide=wide)
+        weight, bias = norm.weight.data_ptr(), self._address(norm.bias)
+        self._add(Kind.NORM, source=source, out=out, beside=beside, weight=weight, bias=bias, eps=norm.eps, wide=wide)
 
     def _add_linear(self, layer: Layer, name: str, source: int, out: int) -> None:
         """Adds the product of a layer's linear. name: as adapters know it"""
@@ -222,6 +226,8 @@ class Program:
 
     def _add_rope(self, plane: int, source: int, at: int, heads: int, norm: nn.Parameter | None) -> None:
         config = self._model.local
+        if config.rope is None:
+            return
         self._add(
             Kind.ROPE, source=source, plane=self._table_of[plane], at=at, heads=heads, dim=config.head_dim,
             weight=None if norm is None else norm.data_ptr(), eps=config.norm_eps,
@@ -319,17 +325,17 @@ def program_of(model: CausalLM) -> Program | None:
 def missing(model: CausalLM) -> str | None:
     """Returns the first thing of a model that has no compiled form, in words; None: its forward pass is one call."""
     config, layers = model.config, [layer for layer in model.layers if type(layer) is Layer]
-    gates = [layer.mlp.gate_up.product for layer in layers if type(layer.mlp) is Mlp]
-    linears = [layer.o for layer in layers] + [layer.mlp.down for layer in layers if type(layer.mlp) is Mlp]
+    mlps = [layer.mlp for layer in layers if type(layer.mlp) in (Mlp, PlainMlp)]
+    gates = [mlp.gate_up.product for mlp in mlps if type(mlp) is Mlp]
+    linears = [layer.o for layer in layers] + [mlp.down for mlp in mlps]
+    linears += [mlp.gate_up for mlp in mlps if type(mlp) is PlainMlp]
     linears += [linear for x in layers for linear in ((x.q, x.kv) if x.splits_q else (x.qkv,))]
     things = {
         "compiled kernels for its heads": heads_of(model).compiled(model.device) is not None,
         "a looped model": type(model) is CausalLM,
         "several ranks": model.ranks.size == 1,
-        "norms other than RMSNorm": config.norm == "rms",
-        "positions that are no rotation": config.rope is not None,
         "layers of another kind": len(layers) == len(model.layers),
-        "an MLP of another kind": len(gates) == len(layers) and config.activation in ("silu", "gelu_tanh"),
+        "an MLP of another kind": len(mlps) == len(layers) and config.activation in ACTIVATIONS,
         "an MLP's width": all(type(product) is GatePanels for product in gates),
         "products of other code": all(type(linear.product) is Panels for linear in linears),
         "a scale of attention": config.scale > 0,

@@ -23,6 +23,15 @@ struct RowLow {
 
 enum Activation : int32_t { kLinearly, kSilu, kGeluTanh };
 
+template <bool kExact>
+PREFOLD_INLINE Floats activated(int32_t activation, const Floats& x) {
+  switch (activation) {
+    case kSilu: return gated<Silu, kExact>(x, Floats(1.0f));
+    case kGeluTanh: return gated<GeluTanh, kExact>(x, Floats(1.0f));
+    default: return x;
+  }
+}
+
 struct Epilogue {
   const RowLow* adapted;  // [rows]; null: no row has an adapter
   int32_t activation;

@@ -65,12 +65,14 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
   }
 }
 
-// out [rows, columns] = x times the matrix, plus bias where there is one.
+// out [rows, columns] = x times the matrix, plus bias where there is one, activated.
 template <class Format, class Out>
 int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
                const typename Format::Element* bias, Out* out, int64_t rows, int64_t columns, int64_t k, int threads,
                const Epilogue* epilogue) {
+  constexpr bool kExact = std::is_same_v<Out, float>;
   const RowLow* adapted = epilogue ? epilogue->adapted : nullptr;
+  const int32_t activation = epilogue ? epilogue->activation : kLinearly;
   return product<Format>(x, x_row, packed, rows, columns, k, threads, [&](int64_t row, int64_t column, int64_t count,
                                                                           int64_t width, float* tile) {
     if (adapted) add_low_rank<typename Format::Element>(adapted, row, column, count, tile);
@@ -79,7 +81,7 @@ int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t*
       for (int64_t i = 0; i < width; i += kLanes) {
         Floats sum = load(tile + i);
         if (bias) sum += load_some(bias + column + i, width - i);
-        store_some(to + i, sum, width - i);
+        store_some(to + i, activated<kExact>(activation, sum), width - i);
       }
     }
   });

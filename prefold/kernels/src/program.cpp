@@ -16,6 +16,9 @@ using prefold::Bf16;
                                               float, int32_t);                                                  \
   extern "C" void prefold_rope_##name(E*, const float*, const W*, int64_t, int64_t, int64_t, int64_t, int64_t,  \
                                       float, int32_t);
+#define PREFOLD_DECLARE_LAYER_NORM(name, E)                                                                      \
+  extern "C" void prefold_add_layer_norm_##name(E*, const E*, const E*, const E*, E*, int64_t, int64_t, float,   \
+                                                int32_t);
 #define PREFOLD_DECLARE_PRODUCTS(name, E)                                                                         \
   extern "C" prefold::ProductFunction<E, E> prefold_linear_##name, prefold_gated_linear_silu_##name,              \
       prefold_gated_linear_gelu_tanh_##name;                                                                      \
@@ -29,6 +32,8 @@ using ProductFunction = int32_t(const E*, int64_t, const uint32_t*, const E*, Ou
 PREFOLD_DECLARE(float32, float, float)
 PREFOLD_DECLARE(bfloat16, Bf16, Bf16)
 PREFOLD_DECLARE(bfloat16_float32, Bf16, float)
+PREFOLD_DECLARE_LAYER_NORM(float32, float)
+PREFOLD_DECLARE_LAYER_NORM(bfloat16, Bf16)
 PREFOLD_DECLARE_PRODUCTS(float32, float)
 PREFOLD_DECLARE_PRODUCTS(bfloat16, Bf16)
 extern "C" prefold::ProductFunction<Bf16, float> prefold_linear_bfloat16_float32;
@@ -59,7 +64,8 @@ struct Operation {
   int64_t heads, dim;   // kRope, kAttend
   int64_t kv_heads;     // kAttend
   int64_t columns;      // kEmbed, kHead: the vocabulary
-  const void *weight, *bias;
+  int64_t positions;    // kEmbed: how many of them are learned
+  const void *weight, *bias;  // kNorm: with a bias it is a LayerNorm; kEmbed: the bias is what is learned of positions
 };
 
 // The keys and values of the path above a row stream's step, of one plane, and room for those above the next step:
@@ -99,6 +105,13 @@ struct ProgramCall {
   int32_t threads, is_bf16;
 };
 
+// That of two functions which is for E.
+template <class E, class Float, class Half>
+constexpr auto pick_of(Float* of_float, Half* of_bf16) {
+  if constexpr (std::is_same_v<E, float>) return of_float;
+  else return of_bf16;
+}
+
 template <class E>
 struct Pass {
   static constexpr bool kBf16 = std::is_same_v<E, Bf16>;
@@ -111,6 +124,11 @@ struct Pass {
   void norm(const Operation& op) const {
     const E* delta = op.beside < 0 ? nullptr : buffer(op.beside);
     const int64_t width = call.widths[op.source];
+    if (op.bias) {
+      const auto *weight = static_cast<const E*>(op.weight), *bias = static_cast<const E*>(op.bias);
+      auto* const function = pick_of<E>(prefold_add_layer_norm_float32, prefold_add_layer_norm_bfloat16);
+      return function(buffer(op.source), delta, weight, bias, buffer(op.out), rows, width, op.eps, call.threads);
+    }
     if constexpr (kBf16) {
       if (op.wide) {
         return prefold_add_rms_norm_bfloat16_float32(buffer(op.source), delta, static_cast<const float*>(op.weight),
@@ -134,16 +152,11 @@ struct Pass {
     if (call.numbers) {
       if (const int32_t failed = lower(op)) return failed;
     }
-    ProductFunction<E, E>* function;
-    const bool is_silu = op.activation == kSilu;
-    if constexpr (kBf16) {
-      function = op.kind == kLinear ? prefold_linear_bfloat16
-                 : is_silu          ? prefold_gated_linear_silu_bfloat16
-                                    : prefold_gated_linear_gelu_tanh_bfloat16;
-    } else {
-      function = op.kind == kLinear ? prefold_linear_float32
-                 : is_silu          ? prefold_gated_linear_silu_float32
-                                    : prefold_gated_linear_gelu_tanh_float32;
+    auto* function = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16);
+    if (op.kind == kGated) {
+      function = op.activation == kSilu
+                     ? pick_of<E>(prefold_gated_linear_silu_float32, prefold_gated_linear_silu_bfloat16)
+                     : pick_of<E>(prefold_gated_linear_gelu_tanh_float32, prefold_gated_linear_gelu_tanh_bfloat16);
     }
     return function(in, k, weight, bias, out, rows, columns, k, call.threads, &epilogue);
   }
@@ -165,9 +178,7 @@ struct Pass {
           call.adapted[next].low = adapter ? low + (next - first) * adapter->ranks : nullptr;
         }
         if (!adapter) continue;
-        ProductFunction<E, float>* function;
-        if constexpr (kBf16) function = prefold_linear_bfloat16_float32;
-        else function = prefold_linear_float32;
+        auto* const function = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16_float32);
         if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, low, next - first, adapter->ranks, k, 1,
                      nullptr)) {
           failed.store(1, std::memory_order_relaxed);
@@ -192,19 +203,22 @@ struct Pass {
   int32_t embed(const Operation& op) const {
     for (int64_t r = 0; r < rows; ++r) {
       if (call.tokens[r] < 0 || call.tokens[r] >= op.columns) return 3;
+      if (op.bias && (call.positions[r] < 0 || call.positions[r] >= op.positions)) return 4;
     }
     const int64_t width = call.widths[op.out];
-    const auto* table = static_cast<const E*>(op.weight);
+    const auto *table = static_cast<const E*>(op.weight), *learned = static_cast<const E*>(op.bias);
     parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
         const E* from = table + call.tokens[r] * width;
         E* to = buffer(op.out) + r * width;
-        if (op.eps == 1) {
+        if (op.eps == 1 && !learned) {
           std::memcpy(to, from, width * sizeof(E));
           continue;
         }
         for (int64_t d = 0; d < width; d += kLanes) {
-          store_some(to + d, load_some(from + d, width - d) * Floats(op.eps), width - d);
+          Floats x = rounded_to<E>(load_some(from + d, width - d) * Floats(op.eps));
+          if (learned) x += load_some(learned + call.positions[r] * width + d, width - d);
+          store_some(to + d, x, width - d);
         }
       }
     });
@@ -212,14 +226,9 @@ struct Pass {
   }
 
   int32_t choose(const Operation& op) const {
-    const auto* weight = static_cast<const uint32_t*>(op.weight);
-    if constexpr (kBf16) {
-      return prefold_greedy_bfloat16(buffer(op.source), weight, call.ids, rows, op.columns, call.widths[op.source],
-                                     call.none, call.threads);
-    } else {
-      return prefold_greedy_float32(buffer(op.source), weight, call.ids, rows, op.columns, call.widths[op.source],
-                                    call.none, call.threads);
-    }
+    return pick_of<E>(prefold_greedy_float32, prefold_greedy_bfloat16)(
+        buffer(op.source), static_cast<const uint32_t*>(op.weight), call.ids, rows, op.columns, call.widths[op.source],
+        call.none, call.threads);
   }
 
   void rope(const Operation& op) const {
@@ -326,7 +335,7 @@ struct Pass {
 }  // namespace
 }  // namespace prefold
 
-// 0; 1 where memory is short; 2 where a slot is out of range, 3 a token.
+// 0; 1 where memory is short; 2 where a slot is out of range, 3 a token, 4 a position.
 extern "C" int32_t prefold_run_program(const prefold::ProgramCall* call) {
   using namespace prefold;
   if (call->rows == 0) return 0;
