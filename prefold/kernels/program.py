@@ -11,7 +11,7 @@ from .interface import Family
 class Kind(IntEnum):
     """The kinds of operations, as src/program.cpp numbers them."""
 
-    NORM, LINEAR, GATED, ROPE, ATTEND, PICK, EMBED, HEAD = range(8)
+    NORM, LINEAR, GATED, ROPE, ATTEND, PICK, EMBED, HEAD, ADD = range(9)
 
 
 class Operation(Structure):

@@ -16,7 +16,7 @@ from .. import kernels
 from ..attention import KVStore, RowPlan, SlotPlan
 from ..kernels import COLUMNS, Kind, LowRank, Operation, PathPlane, ProgramCall, TileCall
 from ..model import Adapter, CausalLM, MediaRows, RowAdapters
-from ..model.decoder_layer import Layer, Mlp, PlainMlp
+from ..model.decoder_layer import Layer, Mlp, PlainMlp, SumNormedLayer
 from ..model.layers import ActivatedLinear, Linear, Norm
 from ..model.lora import Delta
 from ..model.products import GatePanels, Panels, Product, in_turn
@@ -44,9 +44,9 @@ class NamedLinear:
 
 
 class Program:
-    """A Program runs the layers and the final norm of one model. `program_of` makes it."""
+    """A Program runs the layers and the final norm of one model, or some of its layers. `program_of` makes it."""
 
-    def __init__(self, model: CausalLM, compiled: kernels.Kernels):
+    def __init__(self, model: CausalLM, compiled: kernels.Kernels, part: Sequence[tuple[int, int]] | None = None):
         self._model, self._compiled = model, compiled
         config = model.local
         self._windows = list(dict.fromkeys(plane.window for plane in config.planes))
@@ -64,11 +64,13 @@ class Program:
             Kind.EMBED, out=X, weight=embedding, bias=self._address(learned), columns=vocab, eps=scale,
             positions=0 if learned is None else len(learned),
         )  # fmt: skip
-        delta = -1
-        for plane, number in enumerate(config.visited):
-            self._add_layer(model.layers[number], plane, delta)  # type: ignore[arg-type]
-            delta = DELTA
-        self._add_norm(model.norm, X, OUT, delta)
+        delta, whole = -1, [(number, plane) for plane, number in enumerate(config.visited)]
+        for plane, (number, like) in enumerate(whole if part is None else part):
+            delta = self._add_layer(model.layers[number], plane, like, delta)  # type: ignore[arg-type]
+        if part is None:
+            self._add_norm(model.norm, X, OUT, delta)
+        elif delta >= 0:
+            self._add(Kind.ADD, source=X, beside=delta)
         self._layers_end, self._head = len(self._operations), None
         self._array = (Operation * len(self._operations))(*self._operations)
         self._memory, self._room = torch.empty(0), 0
@@ -85,7 +87,14 @@ class Program:
 
     def over_slots(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> Tensor:
         """Returns what `worker.slots.forward` returns."""
-        return self._run(batch, media, slots=batch.slots.data_ptr(), planes=addressof(store.structs))
+        x = self._embedded(batch, media)
+        return self._run(batch, x, slots=batch.slots.data_ptr(), planes=addressof(store.structs))
+
+    def through(self, x: Tensor, batch: SlotBatch, store: KVStore) -> Tensor:
+        """Returns the residual stream x [rows, hidden] after a program's part of the layers, written into x."""
+        x = x.contiguous()
+        self._run(batch, x, slots=batch.slots.data_ptr(), planes=addressof(store.structs))
+        return x
 
     def greedy(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> np.ndarray | None:
         """Returns what `worker.slots.greedy` returns of the hidden states of a step, without making logits; None, and
@@ -94,7 +103,7 @@ class Program:
             return None
         ids = np.empty(len(batch.tokens) if batch.read_rows is None else len(batch.read_rows), np.int64)
         slots, planes = batch.slots.data_ptr(), addressof(store.structs)
-        self._run(batch, media, slots=slots, planes=planes, ids=ids.ctypes.data, none=NOT_FINITE)
+        self._run(batch, self._embedded(batch, media), slots=slots, planes=planes, ids=ids.ctypes.data, none=NOT_FINITE)
         return ids
 
     def _adds_head(self) -> bool:
@@ -121,22 +130,24 @@ class Program:
             places = [tensor.data_ptr() for tensor in before] or [None, None]
             paths[plane] = PathPlane(*places, keys.data_ptr(), values.data_ptr())
         hidden = self._run(
-            batch, media, paths=addressof(paths), path=path.rows, keep_path=batch.keep_path.data_ptr(),
-            keep_new=batch.keep_new.data_ptr(), kept_path=kept_path, kept_new=kept_new,
+            batch, self._embedded(batch, media), paths=addressof(paths), path=path.rows, kept_path=kept_path,
+            kept_new=kept_new, keep_path=batch.keep_path.data_ptr(), keep_new=batch.keep_new.data_ptr(),
         )  # fmt: skip
         return hidden, {plane: (keys, values) for plane, (keys, values) in enumerate(kv)}
 
-    def _run(self, batch: SlotBatch | Batch, media: MediaRows | None, **call_fields: Any) -> Tensor:
-        """Returns the hidden states of the rows of a step that are read. call_fields: where its K/V comes from and goes
-        to, and what else is wanted"""
+    def _embedded(self, batch: SlotBatch | Batch, media: MediaRows | None) -> Tensor | None:
+        return None if media is None else self._model.embed(batch.tokens, batch.positions, media)
+
+    def _run(self, batch: SlotBatch | Batch, x: Tensor | None, **call_fields: Any) -> Tensor:
+        """Returns the hidden states of the rows of a step that are read. x: what rows begin with, which is written
+        into; None: their embeddings. call_fields: where its K/V comes from and goes to, and what else is wanted"""
         model, read_rows, rows = self._model, batch.read_rows, len(batch.tokens)
         picked = rows if read_rows is None else len(read_rows)
         out = torch.empty((picked, int(self._widths[OUT])), dtype=model.dtype)
         if rows > self._room:
             self._make_room(rows, out.itemsize)
         buffers, tokens = self._buffers, batch.tokens.data_ptr()
-        if media is not None:
-            x = model.embed(batch.tokens, batch.positions, media)
+        if x is not None:
             buffers, tokens = buffers.copy(), None
             buffers[X] = x.data_ptr()
         buffers[OUT] = out.data_ptr()
@@ -234,42 +245,50 @@ class Program:
             wide=norm is not None and norm.dtype != self._model.dtype,
         )  # fmt: skip
 
-    def _add_layer(self, layer: Layer, plane: int, delta: int) -> None:
-        """Adds the operations of one layer. delta: what the layer before has left to be added to the residual stream,
-        -1: nothing"""
+    def _add_layer(self, layer: Layer, plane: int, like: int, delta: int) -> int:
+        """Adds the operations of one layer, and returns the buffer that is still to be added to the residual stream, or
+        -1. plane: of the store; like: the model's plane that has its window and rotation; delta: what the layer before
+        returned"""
         config = self._model.local
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
         self._add_norm(layer.input_norm, X, H, delta)
         if layer.splits_q:
             self._add_linear(layer, "kv", H, KV)
-            self._add_rope(plane, KV, 0, kv_heads, layer.k_norm)
+            self._add_rope(like, KV, 0, kv_heads, layer.k_norm)
             if plane == len(config.planes) - 1:
                 self._add(Kind.PICK, source=X, beside=False)
                 self._add(Kind.PICK, source=H, beside=True)
             self._add_linear(layer, "q", H, Q)
-            self._add_rope(plane, Q, 0, heads, layer.q_norm)
+            self._add_rope(like, Q, 0, heads, layer.q_norm)
             source, beside, keys = Q, KV, 0
         else:
             self._add_linear(layer, "qkv", H, QKV)
             if layer.q_norm is None:
-                self._add_rope(plane, QKV, 0, heads + kv_heads, None)
+                self._add_rope(like, QKV, 0, heads + kv_heads, None)
             else:
-                self._add_rope(plane, QKV, 0, heads, layer.q_norm)
-                self._add_rope(plane, QKV, heads * dim, kv_heads, layer.k_norm)
+                self._add_rope(like, QKV, 0, heads, layer.q_norm)
+                self._add_rope(like, QKV, heads * dim, kv_heads, layer.k_norm)
             source, beside, keys = QKV, QKV, heads * dim
-        window = self._windows.index(config.planes[plane].window)
+        window = self._windows.index(config.planes[like].window)
         self._add(
             Kind.ATTEND, source=source, out=ATTENDED, beside=beside, keys=keys, heads=heads, dim=dim, plane=plane,
             kv_heads=kv_heads, window=window,
         )  # fmt: skip
         self._add_linear(layer, "o", ATTENDED, DELTA)
-        if layer.o_norm is not None:
+        delta = DELTA
+        if type(layer) is SumNormedLayer:
+            self._add_norm(layer.o_norm, X, X, DELTA)
+            delta = -1
+        elif layer.o_norm is not None:
             self._add_norm(layer.o_norm, DELTA, DELTA)
-        self._add_norm(layer.post_norm, X, H, DELTA)
+        self._add_norm(layer.post_norm, X, H, delta)
         self._add_linear(layer, "gate_up", H, WIDE)
         self._add_linear(layer, "down", WIDE, DELTA)
-        if layer.down_norm is not None:
+        if type(layer) is SumNormedLayer:
+            self._add_norm(layer.down_norm, X, X, DELTA)
+        elif layer.down_norm is not None:
             self._add_norm(layer.down_norm, DELTA, DELTA)
+        return delta
 
     def _address(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -316,15 +335,21 @@ def low_rank_matrices(delta: Delta, linear: Linear) -> tuple[Tensor, Tensor, Ten
     return kernels.pack_words(delta.a), b[inside], torch.stack((first, stop, begins), 1)
 
 
-def program_of(model: CausalLM) -> Program | None:
-    """Returns the program of a model; None where one of its operations has no compiled form."""
+def program_of(model: CausalLM, part: Sequence[tuple[int, int]] | None = None) -> Program | None:
+    """Returns the program of a model, or of some of its layers; None where one of its operations has no compiled form.
+
+    part: layers, with the plane of the model whose window and rotation each has; their K/V is in the planes of a store
+    from the first on
+    """
     compiled = heads_of(model).compiled(model.device)
-    return None if compiled is None or missing(model) else Program(model, compiled)
+    return None if compiled is None or missing(model, part is None) else Program(model, compiled, part)
 
 
-def missing(model: CausalLM) -> str | None:
-    """Returns the first thing of a model that has no compiled form, in words; None: its forward pass is one call."""
-    config, layers = model.config, [layer for layer in model.layers if type(layer) is Layer]
+def missing(model: CausalLM, whole: bool = True) -> str | None:
+    """Returns the first thing of a model that has no compiled form, in words; None: its forward pass is one call.
+    whole: whether that is asked of the whole model, not of layers"""
+    config = model.config
+    layers = [layer for layer in model.layers if type(layer) in (Layer, SumNormedLayer)]
     mlps = [layer.mlp for layer in layers if type(layer.mlp) in (Mlp, PlainMlp)]
     gates = [mlp.gate_up.product for mlp in mlps if type(mlp) is Mlp]
     linears = [layer.o for layer in layers] + [mlp.down for mlp in mlps]
@@ -332,7 +357,7 @@ def missing(model: CausalLM) -> str | None:
     linears += [linear for x in layers for linear in ((x.q, x.kv) if x.splits_q else (x.qkv,))]
     things = {
         "compiled kernels for its heads": heads_of(model).compiled(model.device) is not None,
-        "a looped model": type(model) is CausalLM,
+        "passes through all visits of a looped model": not whole or type(model) is CausalLM,
         "several ranks": model.ranks.size == 1,
         "layers of another kind": len(layers) == len(model.layers),
         "an MLP of another kind": len(mlps) == len(layers) and config.activation in ACTIVATIONS,

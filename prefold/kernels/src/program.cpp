@@ -44,14 +44,14 @@ extern "C" int32_t prefold_row_attention(const prefold::RowCall*, int32_t);
 namespace prefold {
 namespace {
 
-enum Kind : int32_t { kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead };
+enum Kind : int32_t { kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd };
 
 // One operation. Filled in by Python (program.py, class Operation): same fields, same order. Places in rows are in
 // numbers, not bytes.
 struct Operation {
   int32_t kind;
   int32_t source, out;  // buffers
-  int32_t beside;       // kNorm: the buffer that is added to `source` before, or -1; kAttend: that of keys and values;
+  int32_t beside;       // kAdd: the buffer that is added to `source`; kNorm: the buffer that is added to `source` before, or -1; kAttend: that of keys and values;
                         // kPick: whether all that follows has the rows that are read alone
   int32_t wide;         // kNorm, kRope: whether the weight is float32 where rows are bfloat16
   int32_t plane;        // kAttend: of the store; kRope: the table of cosines and sines
@@ -225,6 +225,18 @@ struct Pass {
     return 0;
   }
 
+  void add(const Operation& op) const {
+    const int64_t width = call.widths[op.source];
+    E* x = buffer(op.source);
+    const E* delta = buffer(op.beside);
+    parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t i = first * width; i < stop * width; i += kLanes) {
+        const int64_t count = stop * width - i;
+        store_some(x + i, load_some(x + i, count) + load_some(delta + i, count), count);
+      }
+    });
+  }
+
   int32_t choose(const Operation& op) const {
     return pick_of<E>(prefold_greedy_float32, prefold_greedy_bfloat16)(
         buffer(op.source), static_cast<const uint32_t*>(op.weight), call.ids, rows, op.columns, call.widths[op.source],
@@ -307,6 +319,7 @@ struct Pass {
       int32_t failed = 0;
       switch (op.kind) {
         case kNorm: norm(op); break;
+        case kAdd: add(op); break;
         case kLinear:
         case kGated: failed = product(op); break;
         case kRope: rope(op); break;
