@@ -33,6 +33,24 @@ LOW_BYTES = 16  # of a RowLow of src/epilogue.h
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 
 
+@dataclass(slots=True)
+class Prepared:
+    """A Prepared is a step that is ready to run. It serves all steps that its batch is made to be in turn
+    (`SlotBatch.follow`).
+
+    buffers   the addresses of the buffers, int64
+    held      what the call names by address beside these
+    ids, out  memory for the most likely tokens and the hidden states that give them
+    """
+
+    batch: SlotBatch | Batch
+    call: ProgramCall
+    buffers: np.ndarray
+    held: tuple[Any, ...]
+    ids: np.ndarray | None = None
+    out: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class NamedLinear:
     """A NamedLinear is a linear of a layer, with the name that adapters know it by, and the product that it has."""
@@ -78,7 +96,7 @@ class Program:
         self._addresses = (c_void_p * self._num_tables)()
         self._positions = 0  # that the tables cover
         self._adapters: dict[int, PackedAdapter] = {}  # by number, each since a row had it first
-        self._low = torch.empty(0, dtype=torch.uint8)
+        self._last: Prepared | None = None  # the last step over slots
 
     @property
     def is_current(self) -> bool:
@@ -87,13 +105,13 @@ class Program:
 
     def over_slots(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> Tensor:
         """Returns what `worker.slots.forward` returns."""
-        x = self._embedded(batch, media)
-        return self._run(batch, x, slots=batch.slots.data_ptr(), planes=addressof(store.structs))
+        slots, planes = batch.slots.data_ptr(), addressof(store.structs)
+        return self._run(self._prepared(batch, self._embedded(batch, media), slots=slots, planes=planes, ids=None))
 
     def through(self, x: Tensor, batch: SlotBatch, store: KVStore) -> Tensor:
         """Returns the residual stream x [rows, hidden] after a program's part of the layers, written into x."""
         x = x.contiguous()
-        self._run(batch, x, slots=batch.slots.data_ptr(), planes=addressof(store.structs))
+        self._run(self._prepared(batch, x, slots=batch.slots.data_ptr(), planes=addressof(store.structs)))
         return x
 
     def greedy(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> np.ndarray | None:
@@ -101,10 +119,13 @@ class Program:
         nothing is computed, where the head is no product of the kernels."""
         if not self._adds_head():
             return None
-        ids = np.empty(len(batch.tokens) if batch.read_rows is None else len(batch.read_rows), np.int64)
-        slots, planes = batch.slots.data_ptr(), addressof(store.structs)
-        self._run(batch, self._embedded(batch, media), slots=slots, planes=planes, ids=ids.ctypes.data, none=NOT_FINITE)
-        return ids
+        slots, planes, x = batch.slots.data_ptr(), addressof(store.structs), self._embedded(batch, media)
+        step = self._prepared(batch, x, slots=slots, planes=planes, none=NOT_FINITE)
+        if step.ids is None:
+            step.ids, step.out = np.empty(step.call.picked, np.int64), self._empty(step.call.picked)
+        step.call.ids = step.ids.ctypes.data
+        self._run(step, step.out)
+        return step.ids.copy()
 
     def _adds_head(self) -> bool:
         """Returns whether the operations end with the model's head as it is now."""
@@ -114,7 +135,7 @@ class Program:
             weight = head.packed.data_ptr()
             self._add(Kind.HEAD, source=OUT, weight=weight, columns=head.outputs)
             self._array = (Operation * len(self._operations))(*self._operations)
-            self._head = head
+            self._head, self._last = head, None
         return head is not None and head is self._head
 
     def over_rows(self, batch: Batch, path: Path, media: MediaRows | None = None) -> tuple[Tensor, PathKV]:
@@ -129,46 +150,68 @@ class Program:
             carried.append(before)
             places = [tensor.data_ptr() for tensor in before] or [None, None]
             paths[plane] = PathPlane(*places, keys.data_ptr(), values.data_ptr())
-        hidden = self._run(
+        step = self._prepared(
             batch, self._embedded(batch, media), paths=addressof(paths), path=path.rows, kept_path=kept_path,
             kept_new=kept_new, keep_path=batch.keep_path.data_ptr(), keep_new=batch.keep_new.data_ptr(),
         )  # fmt: skip
+        hidden = self._run(step)
         return hidden, {plane: (keys, values) for plane, (keys, values) in enumerate(kv)}
 
     def _embedded(self, batch: SlotBatch | Batch, media: MediaRows | None) -> Tensor | None:
         return None if media is None else self._model.embed(batch.tokens, batch.positions, media)
 
-    def _run(self, batch: SlotBatch | Batch, x: Tensor | None, **call_fields: Any) -> Tensor:
-        """Returns the hidden states of the rows of a step that are read. x: what rows begin with, which is written
-        into; None: their embeddings. call_fields: where its K/V comes from and goes to, and what else is wanted"""
-        model, read_rows, rows = self._model, batch.read_rows, len(batch.tokens)
-        picked = rows if read_rows is None else len(read_rows)
-        out = torch.empty((picked, int(self._widths[OUT])), dtype=model.dtype)
+    def _empty(self, rows: int) -> Tensor:
+        return torch.empty((rows, int(self._widths[OUT])), dtype=self._model.dtype)
+
+    def _run(self, step: Prepared, out: Tensor | None = None) -> Tensor:
+        """Returns the hidden states of the rows of a step that are read. out: memory for them; None: new memory"""
+        out = self._empty(step.call.picked) if out is None else out
+        step.buffers[OUT] = out.data_ptr()
+        self._compiled.run_program(step.call)
+        return out
+
+    def _prepared(self, batch: SlotBatch | Batch, x: Tensor | None, **call_fields: Any) -> Prepared:
+        """Returns a step, ready to run. x: what rows begin with, which is written into; None: their embeddings.
+        call_fields: where its K/V comes from and goes to, and what else is wanted"""
+        rows = len(batch.tokens)
         if rows > self._room:
-            self._make_room(rows, out.itemsize)
+            self._make_room(rows, self._model.dtype.itemsize)
+        if rows and self._num_tables:
+            numbers = getattr(batch, "numbers", None)
+            positions = batch.positions.numpy() if numbers is None else numbers[1]
+            if (last := int(positions.max())) >= self._positions:
+                self._cover(last + 1)
+        step = self._last
+        if step is None or step.batch is not batch or x is not None:
+            step = self._prepare(batch, x)
+            self._last = step if x is None and isinstance(batch, SlotBatch) else None
+        step.call.threads = torch.get_num_threads()
+        for name, value in call_fields.items():
+            setattr(step.call, name, value)
+        return step
+
+    def _prepare(self, batch: SlotBatch | Batch, x: Tensor | None) -> Prepared:
+        model, read_rows, rows = self._model, batch.read_rows, len(batch.tokens)
         buffers, tokens = self._buffers, batch.tokens.data_ptr()
         if x is not None:
             buffers, tokens = buffers.copy(), None
             buffers[X] = x.data_ptr()
-        buffers[OUT] = out.data_ptr()
         plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
-        if rows and self._num_tables and (last := int(batch.positions.numpy().max())) >= self._positions:
-            self._cover(last + 1)
         call = ProgramCall(
             operations=addressof(self._array), count=len(self._array), buffers=buffers.ctypes.data,
-            widths=self._widths.ctypes.data, rows=rows, picked=picked, tokens=tokens,
-            positions=batch.positions.data_ptr(), read=None if read_rows is None else read_rows.data_ptr(),
-            tables=addressof(self._addresses), num_tables=self._num_tables, dim=model.config.head_dim,
-            angles=self._angles, plans=addressof(plans), read_plans=addressof(read_plans), scale=model.config.scale,
-            threads=torch.get_num_threads(), is_bf16=model.dtype == torch.bfloat16, **call_fields,
+            widths=self._widths.ctypes.data, rows=rows, picked=rows if read_rows is None else len(read_rows),
+            read=None if read_rows is None else read_rows.data_ptr(), tokens=tokens,
+            positions=batch.positions.data_ptr(), tables=addressof(self._addresses), num_tables=self._num_tables,
+            dim=model.config.head_dim, angles=self._angles, scale=model.config.scale,
+            plans=addressof(plans), read_plans=addressof(read_plans),
+            is_bf16=model.dtype == torch.bfloat16,
         )  # fmt: skip
-        if batch.adapters.adapters:
-            self._adapt(call, batch.adapters)
-        self._compiled.run_program(call)
-        return out
+        adapted = self._adapt(call, batch.adapters) if batch.adapters.adapters else None
+        return Prepared(batch, call, buffers, (x, plans, read_plans, adapted))
 
-    def _adapt(self, call: ProgramCall, adapters: RowAdapters) -> None:
-        """Says in a call which adapters its rows have. Their matrices are packed when a row has them first."""
+    def _adapt(self, call: ProgramCall, adapters: RowAdapters) -> tuple[Any, ...]:
+        """Says in a call which adapters its rows have, and returns what it names by address. An adapter's matrices are
+        packed when a row has it first."""
         numbers, addresses = np.ascontiguousarray(adapters.numbers, np.int64), (c_void_p * len(adapters.adapters))()
         for number in np.unique(numbers[numbers >= 0]).tolist():
             adapter = adapters.adapters[number]
@@ -177,13 +220,11 @@ class Program:
                 packed = self._adapters[number] = PackedAdapter(adapter, self._linears)
             addresses[number] = addressof(packed.table)
             call.most_ranks = max(call.most_ranks, packed.most_ranks)
-        row_bytes = LOW_BYTES + 4 * call.most_ranks
-        if len(self._low) < call.rows * row_bytes:
-            self._low = torch.empty(call.rows * row_bytes, dtype=torch.uint8)
-        self._numbers = numbers, addresses  # held until the next call
+        room = torch.empty(call.rows * (LOW_BYTES + 4 * call.most_ranks), dtype=torch.uint8)
         call.numbers, call.adapters = numbers.ctypes.data, addressof(addresses)
-        call.adapted = self._low.data_ptr()
+        call.adapted = room.data_ptr()
         call.low = call.adapted + call.rows * LOW_BYTES
+        return numbers, addresses, room
 
     def _calls(self, plans: Mapping[int | None, SlotPlan | RowPlan]) -> Any:
         """Returns the plans by the numbers of windows; none has queries that is not there."""
@@ -211,6 +252,7 @@ class Program:
         first += -first % LINE
         places = [0, sizes[H], 2 * sizes[H], shared, shared, shared + sizes[Q], shared + attention, shared, 0]
         self._buffers, self._room, self._angles = np.array(places, np.int64) + first, rows, int(angles) + first
+        self._last = None
 
     def _add(self, kind: Kind, **fields: Any) -> None:
         self._operations.append(Operation(kind=kind, **fields))
