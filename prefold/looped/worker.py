@@ -220,11 +220,10 @@ class VisitStore:
 
     def _program_of(self, block: int) -> Program | None:
         """Returns the program of a block's layers, or None."""
-        program = self._programs.get(block, self)
-        if program is self or (program is not None and not program.is_current):
-            layers = self.model.parts[block]
-            program = program_of(self.model, [(layer, self.model.first[layer]) for layer in layers])
-            self._programs[block] = program
+        program = self._programs.get(block)
+        if block not in self._programs or (program is not None and not program.is_current):
+            layers = [(layer, self.model.first[layer]) for layer in self.model.parts[block]]
+            program = self._programs[block] = program_of(self.model, layers)
         return program
 
     def _adapted(self, numbers: np.ndarray | None) -> RowAdapters:
