@@ -26,10 +26,12 @@ class _Mailbox:
     def __init__(self) -> None:
         # A SimpleQueue is written in C: an interrupt of the waiting thread leaves none of its locks closed.
         self.events: SimpleQueue[tuple[_Call | None, Sequence[Any]]] = SimpleQueue()
+        self.takes_steps = True
 
     def note(self, step: StepInfo) -> None:
-        """Puts a step into the mailbox."""
-        self.events.put((None, [step]))
+        """Puts a step into the mailbox, if it takes steps. To wake a thread costs more than all else after a step."""
+        if self.takes_steps:
+            self.events.put((None, [step]))
 
     def take(self) -> Iterator[tuple[_Call | None, Any]]:
         """Waits for events, and yields all that are there: (call, event of its request) and (None, StepInfo)."""
@@ -86,9 +88,7 @@ def serve(
     """
     mailbox, open, source = _Mailbox(), dict[_Call, None](), iter(windows)
     more = True
-    # The mailbox gets the engine's steps only if the caller does something after a step; otherwise the thread sleeps
-    # on.
-    with engine.meter.listening(mailbox.note if stopping is not None or on_step is not None else None):
+    with engine.meter.listening(mailbox.note):
         try:
             while more or open:
                 before = len(open)
@@ -108,6 +108,8 @@ def serve(
                     engine.wake()  # after all of them, so that they begin in one step
                 if not open:
                     continue
+                # Where the caller does nothing after a step, the thread sleeps on.
+                mailbox.takes_steps = more or stopping is not None or on_step is not None
                 with closing(mailbox.take()) as events:
                     for call, event in events:
                         if call is None:

@@ -119,7 +119,7 @@ class Engine(EngineLoop):
         owner: Owner | None = None,
         failed: Callable[[Exception], InputError] | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+        stopping: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[bytes, Answer]]:
         """Yields (tag, answer) of every request when the step that ends it has been computed.
 
@@ -139,7 +139,7 @@ class Engine(EngineLoop):
         failed          in the KV store: see `serve`
         on_step         called after every step of the engine, until the run ends
         stopping        called after every step: once it returns True, the run ends, after it has yielded the results
-                        that are there
+                        that are there. None: it ends with the last result, and no step wakes the caller's thread
 
         Raises InputError for an unknown adapter, and OutOfMemoryError if not even one row fits.
         """
@@ -162,6 +162,7 @@ class Engine(EngineLoop):
                 yield from self._run_in_slots(requests, readout, share=sharing == "full", **slots)
             return
         budget = self._budget if max_batch_rows is None else self._budget_of(max_batch_rows)
+        stopping = stopping or (lambda: False)
         options: dict[str, Any] = {"sharing": sharing, "choice": choice, "budget": budget, "stopping": stopping}
         with self.meter.listening(on_step):
             if sharing != "full" or not (self.options.cache_prefill if cache_prefill is None else cache_prefill):

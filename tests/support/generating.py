@@ -27,12 +27,12 @@ def image_desk(engine: Engine) -> ImageDesk:
 def engine_of(
     llm: LLM, *, rows: int = 4096, sharing: str = "full", slots: int | None = None, media=None, **options
 ) -> Engine:
-    """An engine over the model of `llm`, with a KV store of its own. media: its table of images, or its own."""
+    """An engine over the model and adapters of `llm`, with its own store. media: its table of images, or its own."""
     if slots is not None:
         options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.slot_bytes
     generation, eos_ids = GenerateOptions(**options), llm.engine.options.eos_ids
     return Engine(
-        LocalWorker(llm.model, parts=parts_of(llm.model, llm.checkpoint)),
+        LocalWorker(llm.model, llm.engine.worker.adapters, parts=parts_of(llm.model, llm.checkpoint)),
         EngineOptions(sharing=sharing, max_batch_rows=rows, generation=generation, eos_ids=eos_ids),
         beside=[] if media is None else [media],
     )
