@@ -7,10 +7,9 @@ slots of the KV store (`generate.py`, called through `calls.py`). This module of
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import aclosing, closing
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -19,11 +18,10 @@ from ..errors import InputError
 from ..schedule.parts import engine_parts
 from ..stream import Window
 from ..text import Tokenizer
-from ..types import Exits, Generated, Owner, Readout, Request, Sharing, Stats
+from ..types import Exits, Owner, Readout, Request, Sharing, Stats
 from ..worker.protocol import Worker
-from .calls import TOKENS, serve
+from .calls import serve
 from .generate import Generator, check_sharing
-from .handles import ResponseStream, events_of
 from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
@@ -35,9 +33,9 @@ from .stream import SharingChoice, SlotWindows, TaggedRequests, last_rows, run_s
 P = TypeVar("P")
 
 
-class Engine(EngineLoop):
-    """An Engine runs requests on a worker: it reads numbers, and generates text. Raises InputError for options that the
-    worker's model cannot follow.
+class ModelEngine(EngineLoop):
+    """A ModelEngine runs requests on the worker of one model: it reads numbers, and generates text. Raises InputError
+    for options that the worker's model cannot follow.
 
     Any thread may run requests. One thread makes all steps (see `EngineLoop`), and the others only wait, so that an
     interrupt breaks off no step.
@@ -247,23 +245,6 @@ class Engine(EngineLoop):
     ) -> Iterator[tuple[int, TextPiece | Answer]]:
         """Yields (number, TextPiece) of each request as its text comes, and (number, answer) when it ends."""
         yield from serve(self, [enumerate(requests)], tokenizer, max_waiting=0, text=True)
-
-    async def astream(
-        self, request: Request, tokenizer: Tokenizer | None, *, text: bool = True
-    ) -> AsyncIterator[TextPiece | list[Generated]]:
-        """Yields pieces of a text as they come (text: whether they are wanted), and last the list of its samples.
-
-        When the caller leaves before the end, or is cancelled, the request is cancelled. Raises InputError for a
-        request that cannot run.
-        """
-        response = ResponseStream(asyncio.get_running_loop(), len(request.tokens))
-        try:
-            await asyncio.to_thread(self.submit, [request], TOKENS, response, tokenizer, text=text)
-            async with aclosing(events_of([response])) as events:
-                async for _, event in events:
-                    yield event
-        finally:
-            self.cancel(response)
 
 
 def _by_tag(window: Window | None) -> list[tuple[bytes, Request]] | None:

@@ -10,20 +10,22 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ..cache import RadixCache
+from ..cache import CacheReporter, RadixCache
+from ..cache.listing import held_rows
 from ..errors import OutOfMemoryError, PrefoldError, RankError
 from ..schedule.parts import EnginePart
 from ..text import Tokenizer
-from ..types import Readout, Request, Result, Stats
+from ..types import Readout, Request, Result
 from .generate import Generator
 from .handles import Handle, ReadGroup, send
 from .meter import Meter
+from .protocol import Snapshot
 from .step_policy import StepPolicy
 from .thread import CLOSED, EngineThread
 
@@ -33,22 +35,6 @@ T = TypeVar("T")
 ENGINE_FAULTS = (RankError, OutOfMemoryError)
 # After this many failed steps in a row for which no request at fault could be found, all open requests are ended.
 MAX_FAILED_STEPS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A Snapshot holds the counters of an engine, and how full its KV store is.
-
-    stats          the counters
-    slots          slots of the KV store; 0: there is no store yet
-    used_slots     slots in use
-    cache_seconds  the time spent in the radix cache; None: the engine has no cache
-    """
-
-    stats: Stats
-    slots: int = 0
-    used_slots: int = 0
-    cache_seconds: float | None = None
 
 
 class EngineLoop:
@@ -170,18 +156,32 @@ class EngineLoop:
                 self._generator = generator
             return self._generator
 
-    def snapshot(self) -> Snapshot:
-        """Returns the counters and the use of the KV store as they are now; waits for no step."""
+    def snapshot(
+        self, *, held: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
+    ) -> Snapshot:
+        """Returns what `Engine.snapshot` does; it makes no KV store."""
         generator = self._generator
         if generator is None:
             return Snapshot(self.meter.stats)
         pool, cache = generator.scheduler.pool, generator.scheduler.cache
-        return Snapshot(self.meter.stats, pool.num_slots, pool.used_slots, None if cache is None else cache.seconds)
+        now = Snapshot(self.meter.stats, pool.num_slots, pool.used_slots, None if cache is None else cache.seconds)
+        if held:
+            now = replace(now, held=self.call(partial(held_rows, generator.scheduler.tree)))
+        if paths:
+            listed, running = self.call(partial(generator.listing, paths, wants))
+            now = replace(now, paths=listed, running=running)
+        return now
 
-    def look(self, function: Callable[[Any], T]) -> T:
-        """Calls a function with the scheduler between two steps, and returns its result, which must not be part of the
-        scheduler's books."""
-        return self.call(lambda: function(self.generator.scheduler))
+    @contextmanager
+    def cache_reporter(self) -> Iterator[CacheReporter]:
+        """Returns a context with what reports the events of the cache. The reporter belongs to the engine's thread, in
+        which listeners of the meter call it."""
+        tree = self.generator.scheduler.tree
+        reporter = self.call(lambda: CacheReporter(tree, epoch=time.time_ns()))
+        try:
+            yield reporter
+        finally:
+            self.call(reporter.close)
 
     @property
     def cache(self) -> RadixCache | None:

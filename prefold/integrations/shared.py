@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from ..cluster.fleet import Fleet
 from ..errors import FleetError, InputError, JobError, MissingExtraError, PrefoldError, record_error
+from ..face.streams import astream
 from ..model_options import ModelOptions, model_options
 from ..options import OPTIONS
 from ..plugins import add_plugins, plugins
@@ -111,7 +112,7 @@ class SharedModel(Model):
             return work
         try:
             samples: Any = None
-            async for event in self._llm.engine.astream(work.requests[0], self._llm.tokenizer, text=False):
+            async for event in astream(self._llm.engine, work.requests[0], self._llm.tokenizer, text=False):
                 samples = event
             return finish(task, work.note, [samples])
         except Exception as error:

@@ -11,8 +11,8 @@ import pytest
 from batching import LONG, batch_of, completion, ended, lines_of
 from serving import until
 
-from prefold.engine.handles import ResponseStream
 from prefold.engine.step_policy import StepPolicy
+from prefold.face.streams import ResponseStream
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.steps import MakeStore, SlotStep
 from prefold.serve import batches
