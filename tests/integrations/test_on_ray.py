@@ -59,7 +59,7 @@ class Task:
 def run(replicas, go, **fleet):
     """What `go(front)` returns, with a front of a fleet of these replicas."""
     with closing(Fleet(replicas, **fleet)) as made:
-        front = shared._Front(lambda: (made, Task))
+        front = shared._Front(lambda: shared.Tasks(made, Task))
         try:
             return asyncio.run(asyncio.wait_for(go(front), 100))
         finally:  # so that the front's thread has nothing to do any more
@@ -97,7 +97,7 @@ def test_items_of_many_callers_and_of_two_tasks_are_each_answered_once():
 
 def test_requests_of_one_kind_make_room_for_those_of_another(monkeypatch):
     """As long as echoes are asked for without end, a digest is answered too."""
-    monkeypatch.setattr(shared, "_TURN", 0.05)
+    monkeypatch.setattr("prefold.cluster.lanes._TURN", 0.05)
     answered = []
 
     async def go(front):
