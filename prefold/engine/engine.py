@@ -27,7 +27,6 @@ from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .protocol import EngineFacts
 from .requests import Answer, joint_readout
-from .samples import TextPiece
 from .stream import SharingChoice, SlotWindows, TaggedRequests, last_rows, run_stream
 
 P = TypeVar("P")
@@ -242,12 +241,6 @@ class ModelEngine(EngineLoop):
         """Ends the engine's thread and the worker's other processes. The engine runs nothing afterwards."""
         self.close_loop()
         self.worker.close()
-
-    def stream(
-        self, requests: Iterable[Request], tokenizer: Tokenizer | None
-    ) -> Iterator[tuple[int, TextPiece | Answer]]:
-        """Yields (number, TextPiece) of each request as its text comes, and (number, answer) when it ends."""
-        yield from serve(self, [enumerate(requests)], tokenizer, max_waiting=0, text=True)
 
 
 def _by_tag(window: Window | None) -> list[tuple[bytes, Request]] | None:

@@ -26,9 +26,11 @@ class Handle:
     keys      the generator's keys of the requests
     post      calls a function elsewhere, such as in an event loop, and `put` is called by it; None: the engine's
               thread calls `put`
+    waits     whether the thread that submits the requests waits for the answer, which the engine's own thread cannot
     """
 
     post: Callable[..., object] | None = None
+    waits = False
 
     def __init__(self, tokens: int = 0, owner: Owner = NO_OWNER, samples: int = 1):
         self.tokens, self.owner, self.samples = tokens, owner, samples

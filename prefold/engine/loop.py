@@ -100,6 +100,8 @@ class EngineLoop:
         again  of a single request: whether it is a further read of a prompt that another request counts
         wakes  whether a step may begin at once; otherwise the caller submits more requests, and then calls `wake`
         """
+        if handle.waits and self._thread.is_current:
+            raise PrefoldError("the engine's own thread cannot wait for an answer")
         self._handles[handle] = None
         if not handle.owner.is_batch:
             self._live[handle] = None
@@ -216,13 +218,6 @@ class EngineLoop:
     def close_loop(self) -> None:
         """Ends the thread. Requests that have no answer yet are answered with an error."""
         self._end()
-
-    def check_open(self) -> None:
-        """Raises PrefoldError if the caller would wait for ever: the engine is closed, or the caller is its thread."""
-        if self._thread.is_closed:
-            raise PrefoldError(CLOSED)
-        if self._thread.is_current:
-            raise PrefoldError("the engine's own thread cannot wait for an answer")
 
     def _weak_call(self) -> Callable[[Callable[[], Any]], Any]:
         """Returns `call` without a reference to the engine, for the trie, which must not keep the engine alive."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequenc
 from contextlib import closing
 from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
+from ..engine.calls import stream
 from ..engine.samples import TextPiece
 from ..errors import InputError
 from ..types import Generated, Request
@@ -148,7 +149,7 @@ class Texts(TaskRunner):
         return self._stream(self._request(prompt, n, adapter, options))
 
     def _stream(self, request: Request) -> Iterator[Piece]:
-        with closing(cast(Generator[Any, None, None], self.engine.stream([request], self.tokenizer))) as events:
+        with closing(cast(Generator[Any, None, None], stream(self.engine, [request], self.tokenizer))) as events:
             for _, event in events:
                 if isinstance(event, TextPiece):
                     yield Piece(event.sample, event.text)
