@@ -90,6 +90,10 @@ class Engine(Protocol):
     def facts(self) -> EngineFacts:
         """Returns what callers choose by."""
 
+    @property
+    def stats(self) -> Stats:
+        """Returns the counters, as a snapshot has them."""
+
     def submit(
         self,
         requests: Sequence[Request],
