@@ -104,8 +104,12 @@ class Lanes:
                 self._open.update((tag, (group, number)) for number, tag in enumerate(tags))
                 if lane not in self._feeds:
                     self._feeds[lane] = Feed(is_urgent=partial(self._is_over, lane))
+                feed = self._feeds[lane]
+                is_first = feed.since is None  # otherwise the run has not even seen the requests before
                 try:
-                    self._feeds[lane].put(list(zip(requests, tags, strict=True)))
+                    feed.put(list(zip(requests, tags, strict=True)))
+                    if is_first:
+                        self._wake()
                 except Exception as error:  # a request is not well-formed
                     self._forget(group)
                     failure = error
@@ -115,7 +119,6 @@ class Lanes:
                 self._changed.notify_all()
         if failure is not None:
             send({handle: [failure]})
-        self._wake()
         if handle.is_cancelled:  # by another thread, before the requests were entered
             self.cancel(handle)
 

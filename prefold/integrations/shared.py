@@ -95,8 +95,7 @@ class Tasks:
         The requests are submitted to the engine, so that they run beside those of other callers. Where the caller is
         cancelled, so are they.
         """
-        task = await asyncio.to_thread(self.task, name, options)
-        works = await asyncio.to_thread(task.prepare, items)
+        task, works = await asyncio.to_thread(self._prepared, name, options, items)
         loop = asyncio.get_running_loop()
         replies = [
             None if isinstance(work, InputError) or not work.requests else ResponseStream(loop, 0) for work in works
@@ -107,6 +106,10 @@ class Tasks:
         finally:
             self.engine.cancel(*filter(None, replies))
         return await asyncio.to_thread(finish_items, task, works, results)
+
+    def _prepared(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        task = self.task(name, options)
+        return task, task.prepare(items)
 
     def _submit(self, task: Any, works: Sequence[Any], replies: Sequence[ResponseStream | None]) -> None:
         seed = draw_seed()
