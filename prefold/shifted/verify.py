@@ -80,7 +80,8 @@ def first_tokens(engine: Any, requests: Sequence[Request]) -> list[Generated | N
     sampling = Sampling(max_tokens=1, logprobs=TOP, ignore_eos=True)
     answers: list[Generated | None] = []
     for request in requests:
-        ((_, answer),) = stream(engine, [replace(request, sampling=sampling)], None)
+        events: list[Any] = list(stream(engine, [replace(request, sampling=sampling)], None))
+        ((_, answer),) = events
         answers.append(None if isinstance(answer, InputError) else answer[0])
     return answers
 
