@@ -79,15 +79,13 @@ class ReadGroup:
     readout   what is read of each
     results   the result of each request; None while it is open
     again     for each request, whether it is a further read of the prompt before it
+    shares    whether requests share rows
     """
 
     def __init__(self, handle: Handle, requests: Sequence[Request], readout: Readout, *, rows: int, shares: bool):
-        """Sorts the requests so that neighbours share the most rows; with many tokens that takes long.
-
-        rows    the most rows of a step
-        shares  whether requests share rows
-        """
-        self.handle, self.requests = handle, requests
+        """Sorts the requests so that neighbours share the most rows; with many tokens that takes long. rows: the most
+        rows of a step"""
+        self.handle, self.requests, self.shares = handle, requests, shares
         self.readout = joint_readout(
             readout, (0 if request.targets is None else len(request.targets) for request in requests)
         )

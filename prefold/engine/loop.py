@@ -89,14 +89,10 @@ class EngineLoop:
         again: bool = False,
         wakes: bool = True,
     ) -> None:
-        """Takes requests. Their pieces of text and their answer are put into the handle, and `cancel` ends them.
+        """Takes requests (see `Engine.submit`). The call takes long when a grammar is compiled, or when numbers are
+        read of many tokens, because requests are sorted first. Raises PrefoldError for a handle whose thread waits, in
+        the engine's own thread.
 
-        The answer is a list with the Result of each request; with the read-out "tokens" it is the samples of the one
-        request. It is an exception when a request cannot run, or steps fail for it. The call takes long when a grammar
-        is compiled, or when numbers are read of many tokens, because requests are sorted first.
-
-        text   with the read-out "tokens": whether pieces of the text are wanted as they come
-        share  of a single request: whether it shares rows with others, now or later; None: as the engine's options say
         again  of a single request: whether it is a further read of a prompt that another request counts
         wakes  whether a step may begin at once; otherwise the caller submits more requests, and then calls `wake`
         """
@@ -114,7 +110,8 @@ class EngineLoop:
             else:
                 self._enter(handle, requests[0], partial(self._read_alone, handle), readout=readout, **options)
         else:
-            group = ReadGroup(handle, requests, readout, rows=self.max_batch_rows, shares=self.generator.sharing)
+            shares = self.generator.sharing if share is None else share
+            group = ReadGroup(handle, requests, readout, rows=self.max_batch_rows, shares=shares)
             self.meter.add(requests=group.again.count(False))
             self.post(self._feed, group)
         if wakes:
@@ -256,7 +253,7 @@ class EngineLoop:
         """Enters requests of a group while the group has room for more."""
         handle = group.handle
         while handle in self._handles and (number := group.next()) is not None:
-            options: dict[str, Any] = {"readout": group.readout, "again": group.again[number]}
+            options = {"readout": group.readout, "again": group.again[number], "sharing": group.shares}
             self._enter(handle, group.requests[number], partial(self._read, group, number), **options)
         if handle.is_cancelled:  # by another thread, perhaps before these requests were entered
             self._end_requests(handle)

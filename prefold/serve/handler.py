@@ -236,7 +236,8 @@ class RequestHandler:
                 try:
                     requests = [work.requests for work in works]
                     requests = requests if is_text else [list(chain.from_iterable(requests))]
-                    how = {"text": text, "share": None if order.share else False}
+                    # Numbers that are not to be shared are in a namespace of their own, in which they share rows.
+                    how = {"text": text, "share": None if order.share or not is_text else False}
                     begin = partial(self._submit, requests, task.readout, replies, **how)
                     begin() if is_short else await self.in_pool(order.owner, begin)
                     yield task, works, replies

@@ -80,11 +80,17 @@ def test_texts_and_numbers_are_those_that_the_llm_gives(engine: Engine, llms):
     for request, kept in zip(requests_of(llm, max_tokens=6, seed=3, temperature=0.8, n=2), texts, strict=True):
         engine.submit([request], TEXT, kept, llm.tokenizer)
     engine.submit(requests_of(llm), LAST, numbers)
-    engine.submit(requests_of(llm), Readout("mean"), many, share=False)
     expected = llm.generate(PROMPTS, max_tokens=6, seed=3, temperature=0.8, n=2)
     for kept, samples in zip(texts, expected, strict=True):
         assert [(one.tokens, one.text) for one in kept.answer()] == [(one.tokens, one.text) for one in samples]
         assert len(kept.events) == 1 and kept.begun_at is not None
+    for kept in (*texts, numbers):
+        kept.answer()
+    before = engine.snapshot().stats.rows_computed
+    engine.submit(requests_of(llm), Readout("mean"), many, share=False)
+    many.answer()
+    tokens = sum(len(request.tokens) for request in requests_of(llm))
+    assert engine.snapshot().stats.rows_computed - before == tokens  # each prompt by itself
     for kept, pooling in ((numbers, "last"), (many, "mean")):
         wanted = llm.embed(PROMPTS, pooling=pooling, normalize=False)
         assert np.allclose([result.values for result in kept.answer()], wanted, atol=1e-5)
