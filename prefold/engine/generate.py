@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from ..cache.listing import TreePath, paths_of
 from ..errors import InputError
 from ..schedule.admission import InOrder
 from ..schedule.generate_step import NO_OWNER, GenerateStep, SequenceState
@@ -33,7 +32,6 @@ from ..worker.protocol import Worker
 from .messages import InFlightStep, is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
-from .protocol import RunningSequence
 from .requests import Answer, OpenRequest, Reader, RequestBuilder
 from .samples import OnText
 from .step_policy import StepPolicy
@@ -149,21 +147,6 @@ class Generator:
     def progress(self, keys: Iterable[int]) -> dict[int, int | None]:
         """Returns {key: number of tokens that the request's samples have}; None for a request that is not open."""
         return {key: sum(len(r.tokens) for r in self._open[key].readers) if key in self._open else None for key in keys}
-
-    def listing(
-        self, most: int, wants: Callable[[Hashable], bool] | None
-    ) -> tuple[list[TreePath], list[RunningSequence]]:
-        """Returns at most so many paths of the trie, of namespaces that are wanted, and all sequences that run."""
-        tails: dict[Any, list[Sequence[int]]] = defaultdict(list)
-        running = []
-        for sequence in self.scheduler.running:
-            leaf = root = sequence.leaf
-            tails[leaf].append(sequence.tail.tokens)
-            while root.parent is not None:
-                root = root.parent
-            counts = leaf.stop, sequence.cached_tokens or 0, sequence.known, sequence.limit
-            running.append(RunningSequence(root.namespace, *counts))
-        return paths_of(self.scheduler.tree, tails, most=most, wants=wants), running
 
     def hold(self, *keys: int) -> None:
         """Keeps open requests out of steps until `release`. Their samples keep their tokens."""

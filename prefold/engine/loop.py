@@ -10,20 +10,19 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from ..cache import CacheReporter, RadixCache
-from ..cache.listing import held_rows
 from ..errors import OutOfMemoryError, PrefoldError, RankError
 from ..schedule.parts import EnginePart
 from ..text import Tokenizer
 from ..types import Readout, Request, Result
 from .generate import Generator
 from .handles import Handle, ReadGroup, send
+from .listing import Wants, snapshot_of
 from .meter import Meter
 from .protocol import Snapshot
 from .step_policy import StepPolicy
@@ -155,21 +154,12 @@ class EngineLoop:
                 self._generator = generator
             return self._generator
 
-    def snapshot(
-        self, *, held: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
-    ) -> Snapshot:
+    def snapshot(self, *, held: bool = False, paths: int = 0, wants: Wants | None = None) -> Snapshot:
         """Returns what `Engine.snapshot` does; it makes no KV store."""
-        generator = self._generator
+        stats, generator = self.meter.stats, self._generator
         if generator is None:
-            return Snapshot(self.meter.stats)
-        pool, cache = generator.scheduler.pool, generator.scheduler.cache
-        now = Snapshot(self.meter.stats, pool.num_slots, pool.used_slots, None if cache is None else cache.seconds)
-        if held:
-            now = replace(now, held=self.call(partial(held_rows, generator.scheduler.tree)))
-        if paths:
-            listed, running = self.call(partial(generator.listing, paths, wants))
-            now = replace(now, paths=listed, running=running)
-        return now
+            return Snapshot(stats)
+        return snapshot_of(stats, generator.scheduler, self.call, held=held, paths=paths, wants=wants)
 
     @contextmanager
     def cache_reporter(self) -> Iterator[CacheReporter]:
