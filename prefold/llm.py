@@ -15,7 +15,7 @@ from .cache import RadixCache
 from .checkpoint import Checkpoint, resolve
 from .checkpoint.identity import folder_digest, model_identity
 from .device import choose_device, choose_dtype
-from .engine import Engine, EngineOptions
+from .engine import EngineOptions, ModelEngine
 from .errors import InputError
 from .face.arguments import Prompt
 from .face.keywords import GenerationKeywords, ModelKeywords
@@ -103,7 +103,7 @@ class LLM(NumericTasks, Texts):
         self.images = self.config.image_inputs(self.checkpoint, self.tokenizer, media, hosts=hosts)
         table = media if self.images is None else self.images.table
         beside = () if table is None else (table,)
-        self.engine = Engine(self._team or worker, EngineOptions.of(o, eos_ids), beside=beside)
+        self.engine = ModelEngine(self._team or worker, EngineOptions.of(o, eos_ids), beside=beside)
 
     def _start_ranks(self) -> TensorParallelWorker | None:
         """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""

@@ -9,6 +9,7 @@ from tiny import FAMILIES, reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
+from prefold.engine.calls import stream
 from prefold.errors import InputError, PrefoldError
 
 MAX_TOKENS = 24
@@ -119,7 +120,7 @@ def test_mlp_is_refused(case):
     engine = engine_of(llm, sharing="mlp")
     with pytest.raises(InputError, match="full or off"):
         generate(engine, requests_of(asked))
-    ((_, answer),) = engine.stream(requests_of(asked[:1]), None)
+    ((_, answer),) = stream(engine, requests_of(asked[:1]), None)
     assert isinstance(answer, InputError) and "full or off" in str(answer)
 
 
