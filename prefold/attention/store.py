@@ -181,7 +181,7 @@ class KVStore:
             return self.compiled.slot_attention(self._packed[plane].struct, gpu.dense(q), plan.lists, scale)
         if self._fused:
             return gpu.attend_slots(q, *self.plane(plane), plan, self.heads, scale=scale)
-        return slot_torch.attend_slots(q, partial(self.read, plane), plan, scale=scale)
+        return slot_torch.attend_slots(q, partial(self.read, plane), plan, scale=scale, cap=self.heads.cap)
 
     def _check(self, q: Tensor, plan: SlotPlan) -> None:
         if len(q) != plan.num_queries:

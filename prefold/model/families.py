@@ -17,7 +17,10 @@ from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, UnsupportedModelError
 from ..plugins import load_plugins
 from .config import ModelConfig
-from .decoders import HFConfig, gemma3, gpt2, llama, mistral, qwen2, qwen3
+from .decoders import (
+    HFConfig, cohere2, exaone4, gemma2, gemma3, gpt2, granite, granite4, llama, mistral, olmo2, olmo3, phi3, qwen2,
+    qwen3, smollm3, starcoder2,
+)  # fmt: skip
 
 # What the names of settings contain that change what a model computes, most of them without a tensor more or less:
 # positions, what attention sees and how it weighs, factors, norms, activations, experts, and which layers these are of.
@@ -243,7 +246,17 @@ MODEL_TYPES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 # See `add_families`.
@@ -257,7 +270,17 @@ for _causal, _other, _family in (
     ("MistralForCausalLM", "Mistral", mistral),
     ("Qwen2ForCausalLM", "Qwen2", qwen2),
     ("Qwen3ForCausalLM", "Qwen3", qwen3),
+    ("SmolLM3ForCausalLM", "SmolLM3", smollm3),
+    ("Olmo2ForCausalLM", "Olmo2", olmo2),
+    ("Olmo3ForCausalLM", "Olmo3", olmo3),
+    ("Phi3ForCausalLM", "Phi3", phi3),
+    ("GraniteForCausalLM", "Granite", granite),
+    ("GraniteMoeHybridForCausalLM", "GraniteMoeHybrid", granite4),
+    ("Gemma2ForCausalLM", "Gemma2", gemma2),
     ("Gemma3ForCausalLM", "Gemma3Text", gemma3),  # "Gemma3Model" is the one with images
+    ("Cohere2ForCausalLM", "Cohere2", cohere2),
+    ("Starcoder2ForCausalLM", "Starcoder2", starcoder2),
+    ("Exaone4ForCausalLM", "Exaone4", exaone4),
     ("GPT2LMHeadModel", "GPT2", gpt2),
 ):
     _FAMILIES[_causal] = _family

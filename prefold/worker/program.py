@@ -250,6 +250,7 @@ def missing(model: CausalLM) -> str | None:
         "a looped model": type(model) is CausalLM,
         "several ranks": model.ranks.size == 1,
         "norms other than RMSNorm": config.norm == "rms",
+        "layers without norms on what they read": config.in_norms,
         "positions that are no rotation": config.rope is not None,
         "layers of another kind": len(layers) == len(model.layers),
         "an MLP of another kind": len(gates) == len(layers) and config.activation in ("silu", "gelu_tanh"),

@@ -19,6 +19,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2")
+# Families whose tests are slow, but for the quick ones of tests/model/test_more_families.py.
+MORE = (
+    "smollm3", "olmo2", "olmo3", "phi3", "phi3-long", "granite", "granite4", "gemma2", "cohere2", "starcoder2",
+    "exaone4",
+)  # fmt: skip
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = (("y", "e"), ("ye", "s"), ("n", "o"), ("t", "h"), ("th", "e"), ("Ġ", "the"))
 CHAT_TEMPLATE = (
@@ -45,6 +50,17 @@ PREFIXES = {
     "qwen3": "Qwen3",
     "gemma3": "Gemma3Text",
     "gpt2": "GPT2",
+    "smollm3": "SmolLM3",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "phi3": "Phi3",
+    "phi3-long": "Phi3",
+    "granite": "Granite",
+    "granite4": "GraniteMoeHybrid",
+    "gemma2": "Gemma2",
+    "cohere2": "Cohere2",
+    "starcoder2": "Starcoder2",
+    "exaone4": "Exaone4",
 }
 HEADS = {"causal": "ForCausalLM", "classifier": "ForSequenceClassification", "bare": "Model"}
 CAUSAL = {"gemma3": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel"}  # where it is not the prefix and the head
@@ -58,7 +74,48 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "gpt2": {"n_inner": 50},
-}
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "olmo3": {
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "phi3": {"hidden_size": 48, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+    # Longer than any model was trained on, so that transformers takes the factors of long sequences for all.
+    "phi3-long": {
+        "hidden_size": 48,
+        "sliding_window": 9,
+        "original_max_position_embeddings": 2,
+        "rope_parameters": {
+            "rope_type": "longrope", "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.1, 1.2],
+            "long_factor": [1.0, 2.5, 6.0],
+        },
+    },
+    "granite": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+    },
+    "granite4": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+        "num_local_experts": 0, "shared_intermediate_size": 50, "layer_types": ["full_attention"] * 3,
+        "position_embedding_type": "rope", "mamba_n_heads": 6,
+    },
+    "gemma2": {
+        "head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 5, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "cohere2": {
+        "sliding_window": 5, "logit_scale": 0.25,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "starcoder2": {"sliding_window": 7},
+    "exaone4": {
+        "head_dim": 10, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}  # fmt: skip
 _numbers = itertools.count()
 
 
@@ -86,7 +143,7 @@ def tiny_checkpoint(
     own = CAUSAL.get(family) if head == "causal" else None
     architecture = own or PREFIXES[family] + HEADS[head]
     model = getattr(transformers, architecture)(config)
-    randomise(model, seed, norm=0 if family == "gemma3" else 1)
+    randomise(model, seed, norm=0 if family in ("gemma2", "gemma3") else 1)
     folder = Path(tmp_path) / f"{family}-{next(_numbers)}"
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     if tokenizer:
