@@ -71,8 +71,8 @@ class LLM(NumericTasks, Texts):
         if o.threads is not None:
             torch.set_num_threads(o.threads)
         if not isinstance(model, Checkpoint):
-            mmproj = o.images.mmproj
-            model = resolve(model, revision=o.revision, load_format=o.load_format, mmproj=mmproj, notify=tell)
+            how: dict[str, Any] = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
+            model = resolve(model, **how, context_length=o.context_length, notify=tell)
         self.checkpoint = model
         self.tokenizer = tokenizer_or_none(model) if tokenizer is None else tokenizer
         self.dtype = choose_dtype(o.dtype, self.checkpoint.config, self.device)
@@ -91,7 +91,8 @@ class LLM(NumericTasks, Texts):
                 for name, folder in (o.adapters or {}).items()
             }
             worker = LocalWorker(self.model, loaded, graphs=o.decode_graphs, parts=parts)
-            self.passes = worker.passes  # in words, what computes a forward pass
+            # In words, what computes a forward pass, and how its positions are chosen.
+            self.passes = "; ".join(filter(None, (worker.passes, self.config.chosen_positions)))
             if self._team is not None:
                 self._team.join(worker)
         except BaseException:

@@ -242,6 +242,18 @@ class ModelConfig:
         return tuple(rope for plane in self.planes if (rope := plane.rope or self.rope))
 
     @property
+    def chosen_positions(self) -> str | None:
+        """Returns in words which rotary factors all sequences have, where the longest one that there may be chooses
+        them; None: there is no choice."""
+        for rope in self.ropes:
+            if rope.kind == "longrope":
+                trained, which = rope.settings["original_max_position_embeddings"], "up to"
+                which = "more than" if rope.settings["is_long"] else which
+                chosen = f"positions have LongRoPE's factors for {which} {trained:,} tokens"
+                return f"{chosen}, by a context_length of {self.max_positions:,}"
+        return None
+
+    @property
     def head_order(self) -> tuple[int, ...] | None:
         """Returns the `head_order` of q and k in the checkpoint's tensors."""
         return head_order(self.head_dim, self.turned, self.names.interleaved)

@@ -66,7 +66,7 @@ def _long_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
     factor = rope.number("factor", None) or most / trained
     warmth = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 < trained else 1.0
     short, long = rope.numbers("short_factor"), rope.numbers("long_factor")
-    is_long = hf.size(CONTEXT, most) > trained
+    is_long = _context(hf, most) > trained
     return {
         "factors": long if is_long else short,
         "attention_factor": rope.number("attention_factor", None) or warmth,
@@ -217,6 +217,17 @@ def granite4(hf: HFConfig) -> ModelConfig:
     return config if position == "rope" else replace(config, rope=STILL)
 
 
+def gemma(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Gemma 1: Llama, with norms that are stored less one, and a scaled embedding."""
+    hf = Settings.of(hf)
+    activation = hf.text("hidden_activation", None) or hf.text("hidden_act", "gelu_pytorch_tanh")
+    # What early files call gelu is its approximation by tanh.
+    activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
+    scalar = hf.size("head_dim", 256)
+    settings = hf | {"hidden_activation": activation, "query_pre_attn_scalar": scalar}
+    return _gemma(settings, settings, [FULL] * _layers(hf), out_norms=False)
+
+
 def gemma2(hf: HFConfig) -> ModelConfig:
     """Returns the config of Gemma 2: norms before and after each part, soft caps on attention and on logits, every
     second layer with a sliding window."""
@@ -229,7 +240,7 @@ def gemma2(hf: HFConfig) -> ModelConfig:
 
 
 def _gemma(hf: Settings, rope: Settings, types: list[str], **options: Any) -> ModelConfig:
-    """Returns the config of what Gemma 2 and 3 have in common. rope: the config as `read_rope` reads it."""
+    """Returns the config of what the Gemmas have in common. rope: the config as `read_rope` reads it."""
     if hf.get("use_bidirectional_attention"):
         raise UnsupportedModelError(
             "the model attends in both directions (use_bidirectional_attention); only causal ones work"
@@ -242,11 +253,10 @@ def _gemma(hf: Settings, rope: Settings, types: list[str], **options: Any) -> Mo
         windows=_windows(hf, types),
         qkv_bias=bias,
         o_bias=bias,
-        out_norms=True,
         norm_offset=1.0,
         embedding_scale=hf.size("hidden_size") ** 0.5,
         query_scalar=hf.number("query_pre_attn_scalar", 256),
-        **options,
+        **{"out_norms": True} | options,
     )
 
 
@@ -381,7 +391,7 @@ def decoder(
         intermediate=hf.size("intermediate_size"),
         norm_eps=float(hf.number("rms_norm_eps", 1e-6, zero=True)),
         rope=read_rope(hf) if rotary else None,
-        max_positions=hf.size(CONTEXT, positions),
+        max_positions=_context(hf, positions),
         planes=tuple(Plane(window or None) for window in windows or [None] * layers),
         activation=ACTIVATIONS[activation],  # type: ignore[arg-type]
         tie_embeddings=hf.flag("tie_word_embeddings"),
@@ -394,6 +404,14 @@ def _turning(config: ModelConfig, turns: Sequence[bool | int]) -> ModelConfig:
     """Returns the config where the layers rotate for which there is no False in `turns`; the others rotate nothing."""
     planes = zip(config.planes, turns, strict=True)
     return replace(config, planes=tuple(plane if turn else replace(plane, rope=STILL) for plane, turn in planes))
+
+
+def _context(hf: Settings, positions: int) -> int:
+    """Returns the tokens of the longest sequence that there may be. positions: those that the model was made for."""
+    context: int = hf.size(CONTEXT, positions)
+    if context > positions:
+        raise CheckpointError(f"context_length is {context:,}; the model was made for {positions:,} tokens, the most")
+    return context
 
 
 def _layers(hf: Settings) -> int:

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InputError
 from ..schedule.steps import SlotStep, StreamStep
 from .config import ModelConfig
-from .decoder_layer import Layer, layer_of, norm_of
+from .decoder_layer import layer_of, norm_of
 from .layers import Linear
+from .logits import LogitShape
 from .lora import NO_ADAPTERS, RowAdapters
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
@@ -111,7 +112,7 @@ class CausalLM(nn.Module):
         untied = config.lm_head and not config.tie_embeddings
         self.lm_head = nn.Parameter(torch.empty(vocab, config.hidden, **place)) if untied else None
         self.score = _score_head(config, device=device) if config.num_labels else None
-        self.shape_logits = logit_shape(config)
+        self.shape_logits = LogitShape.of(config)
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
         self.may_pack = False  # the head, when logits of the whole vocabulary are first wanted; see `load_model`
         # Who multiplies with the whole LM head in place of PyTorch; one of your own may be put here.
@@ -250,16 +251,6 @@ class CausalLM(nn.Module):
         if self._rotary is None or self._rotary.device != device:
             self._rotary = RotaryTables(self.config.ropes, self.config.head_dim, device)
         return self._rotary
-
-
-def logit_shape(config: ModelConfig) -> Callable[[Tensor], Tensor] | None:
-    """Returns what logits go through behind the LM head, `logit_scale` and `logit_cap`; None: nothing."""
-    scale, cap = config.logit_scale, config.logit_cap
-    if scale == 1 and cap is None:
-        return None
-    if cap is None:
-        return lambda logits: logits * scale
-    return lambda logits: cap * torch.tanh(logits * (scale / cap))
 
 
 def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:

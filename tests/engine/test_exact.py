@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from running import as_request, prompts, run
-from tiny import FAMILIES, reference, tiny_checkpoint
+from tiny import EVERY, FAMILIES, MORE, reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.types import Readout
@@ -30,6 +30,7 @@ def oracle(folder, token_lists: list[list[int]]):
 
 
 VARIANTS = [(family, {}) for family in FAMILIES] + [
+    *(pytest.param((family, {}), marks=pytest.mark.slow) for family in MORE),
     ("llama", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
     ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True, "num_hidden_layers": 1}),
     ("mistral", {"sliding_window": 4}),
@@ -90,7 +91,7 @@ def test_scores_at_every_cut(model, sharing, rows):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_budget_there_is(tmp_path, family, sharing):
     folder = tiny_checkpoint(tmp_path, family, num_hidden_layers=2)
     llm, token_lists = LLM(str(folder), dtype="float32", device="cpu"), prompts(7, count=5)

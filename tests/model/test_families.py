@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
 import transformers
 from looped_dense import LOOPS
-from tiny import SIZES
+from tiny import MORE, OWN, PREFIXES, SIZES
 from transformers.pytorch_utils import Conv1D
 
 from prefold.checkpoint import GEOMETRIES
+from prefold.checkpoint.settings import CONTEXT
 from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.images.families import tower_of
 from prefold.model import ModelConfig, config_from, families, register_family, supported_architectures
@@ -128,6 +130,47 @@ def test_gemma3_heads():
     assert config(architectures=None, model_type="gemma3_text").out_norms
 
 
+MOE = {"architecture": "GraniteMoeHybridForCausalLM", "num_local_experts": 0}
+LONG = {
+    "rope_type": "longrope", "short_factor": [1.0, 2.0, 3.0], "long_factor": [4.0, 5.0, 6.0],
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def test_longrope_has_the_factors_of_the_longest_sequence_that_there_may_be():
+    for context, factors, said in (
+        (None, [4.0, 5.0, 6.0], "more than 128 tokens, by a context_length of 512"),
+        (129, [4.0, 5.0, 6.0], "more than 128 tokens, by a context_length of 129"),
+        (128, [1.0, 2.0, 3.0], "up to 128 tokens, by a context_length of 128"),
+    ):
+        c = config(rope_scaling=LONG, **{CONTEXT: context})
+        assert (c.rope.settings["factors"], c.max_positions) == (factors, context or 512)
+        assert said in c.chosen_positions
+        assert c.rope.settings["attention_factor"] == pytest.approx((1 + math.log(4) / math.log(128)) ** 0.5)
+    assert config(**{CONTEXT: 100}).max_positions == 100
+    assert config().chosen_positions is None
+
+
+def test_layers_that_rotate_nothing():
+    def kinds(architecture, **given):
+        c = config(architecture, num_hidden_layers=5, **given)
+        return [(rope.kind == "default", plane.window) for rope, plane in zip(c.ropes, c.planes, strict=True)]
+
+    turns, still = (True, None), (False, None)
+    assert kinds("SmolLM3ForCausalLM") == [turns, turns, turns, still, turns]
+    assert kinds("SmolLM3ForCausalLM", no_rope_layers=[0, 1, 1, 1, 1, 1]) == [still, *[turns] * 4]
+    near = {"sliding_window": 16}
+    windowed = kinds("SmolLM3ForCausalLM", use_sliding_window=True, **near)
+    assert windowed == [turns, turns, turns, (False, 16), turns]
+    mixed = [(True, 16), (True, 16), (True, 16), still, (True, 16)]
+    assert kinds("Cohere2ForCausalLM", **near) == kinds("Exaone4ForCausalLM", **near) == mixed
+    assert kinds("Cohere2ForCausalLM", sliding_window=None) == [still] * 5
+    assert kinds("Exaone4ForCausalLM", sliding_window=None) == [turns] * 5
+    granite = {"num_local_experts": 0, "layer_types": ["attention"]}
+    assert kinds("GraniteMoeHybridForCausalLM", **granite) == [still] * 5
+    assert kinds("GraniteMoeHybridForCausalLM", **granite, position_embedding_type="rope") == [turns] * 5
+
+
 GPT2 = {"architecture": "GPT2LMHeadModel", "n_embd": 36, "n_head": 6, "n_layer": 3, "n_positions": 512}
 
 
@@ -174,12 +217,24 @@ def test_yarn_defaults():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"architecture": "GPTNeoXForCausalLM"}, "'GPTNeoXForCausalLM' is not supported.*LlamaForCausalLM.*Qwen3Model"),
+        (
+            {"architecture": "GPTNeoXForCausalLM"},
+            "not supported.*Gemma3ForCausalLM.*SmolLM3ForCausalLM.*and their models",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported.*default, linear, llama3, yarn$"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not.*: default, linear, llama3, yarn, longrope$"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, r"no rope_scaling\.short_factor"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0] * 4}}, "4 rotary factors for 6 rotated numbers"),
+        ({CONTEXT: 513}, "context_length is 513.*512"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"no rope_scaling\.factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ from layer to layer"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be at most 1"),
+        ({"partial_rotary_factor": 0.5}, "0.5 of heads of 6 is rotated"),
+        (MOE | {"num_local_experts": 8}, "num_local_experts is 8"),
+        (MOE | {"layer_types": ["attention", "mamba"]}, "layer_types has mamba"),
+        ({"architecture": "Cohere2ForCausalLM", "use_parallel_block": False}, "use_parallel_block is False"),
+        ({"architecture": "SmolLM3ForCausalLM", "no_rope_layers": [1, 0]}, "no_rope_layers is .1, 0."),
+        ({"architecture": "Exaone4ForCausalLM", "sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised.*'gptq'.*GGUF"),
         ({"is_causal": False}, "both directions"),
         ({"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map"),
@@ -274,12 +329,15 @@ def test_a_setting_that_changes_results_and_is_not_read_is_refused(key):
 @pytest.mark.parametrize("architecture", [name for name in supported_architectures() if "Conditional" not in name])
 def test_settings_that_change_nothing_are_not_refused(architecture):
     """Of each family: all that transformers writes, and what checkpoints on the hub have beside it."""
-    family = re.match("Llama|Mistral|Qwen2|Qwen3|Gemma3|GPT2|Ouro|Raven|PrefoldLooped", architecture)[0]
+    family = re.match(r"(.+?)(Text)?(For\w+|LMHeadModel|Model)", architecture)[1]
     loops = {"Ouro": "ouro", "Raven": "huginn", "PrefoldLooped": "looped"}
     if family in loops:
         theirs = LOOPS[loops[family]]
     else:
-        made = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")()
+        # Granite 4 of its own accord has experts and recurrent layers.
+        dense = {"num_local_experts": 0, "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+        own = dense if family == "GraniteMoeHybrid" else {}
+        made = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")(**own)
         theirs = json.loads(made.to_json_string(use_diff=False))
     relics = {key: value for key, value in RELICS.items() if key not in theirs}
     assert config_from(theirs | relics | {"architectures": [architecture]}).layers
@@ -336,6 +394,11 @@ def test_parameters_are_counted_with_biases_and_heads(overrides):
             c = config(name, **given)
             model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))
             assert sum(p.numel() for p in model.parameters()) == c.num_parameters
+    for family in MORE:
+        made = getattr(transformers, f"{PREFIXES[family]}Config")(**SIZES | OWN.get(family, {})).to_dict()
+        c = config_from(made | {"architectures": [f"{PREFIXES[family]}ForCausalLM"]} | overrides)
+        model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))
+        assert sum(p.numel() for p in model.parameters()) == c.num_parameters
     for name in ("GPT2LMHeadModel", "GPT2ForSequenceClassification"):
         c = config(**GPT2 | {"architecture": name} | overrides)
         model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))
