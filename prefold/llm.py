@@ -72,9 +72,9 @@ class LLM(NumericTasks, Texts):
             torch.set_num_threads(o.threads)
         if not isinstance(model, Checkpoint):
             how: dict[str, Any] = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
-            model = resolve(model, **how, context_length=o.context_length, notify=tell)
-        self.checkpoint = model
-        self.tokenizer = tokenizer_or_none(model) if tokenizer is None else tokenizer
+            model = resolve(model, **how, notify=tell)
+        self.checkpoint = model.within(o.context_length)
+        self.tokenizer = tokenizer_or_none(self.checkpoint) if tokenizer is None else tokenizer
         self.dtype = choose_dtype(o.dtype, self.checkpoint.config, self.device)
         o = settled(o, self.identity)
         config = config_from(self.checkpoint.config)

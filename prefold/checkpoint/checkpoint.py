@@ -54,6 +54,15 @@ class Checkpoint:
         """Returns a checkpoint of random weights, in the shapes that `config` (keys of config.json) gives."""
         return cls(name, path, "dummy", Settings.of(config))
 
+    def within(self, context_length: int | None) -> Checkpoint:
+        """Returns the checkpoint of a model whose longest sequence has so many tokens; None: as it was made for."""
+        if context_length is None:
+            return self
+        limited = replace(self, config=Settings.of(self.config) | {CONTEXT: context_length})
+        if "gguf" in self.__dict__:  # it is read already
+            limited.__dict__["gguf"] = self.gguf
+        return limited
+
     def file(self, name: str) -> Path | None:
         """Returns the path of the file `name` in the checkpoint's folder, or None where there is none."""
         if self.path is None or not self.path.is_dir():
@@ -119,10 +128,7 @@ def resolve(
 
     Raises CheckpointError, which says what was looked for.
     """
-    checkpoint = _resolve(name, revision, load_format, weights, mmproj, notify)
-    if context_length is None:
-        return checkpoint
-    return replace(checkpoint, config=Settings.of(checkpoint.config) | {CONTEXT: context_length})
+    return _resolve(name, revision, load_format, weights, mmproj, notify).within(context_length)
 
 
 def _resolve(

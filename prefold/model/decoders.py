@@ -152,28 +152,26 @@ def smollm3(hf: HFConfig) -> ModelConfig:
     if not isinstance(turns, list) or len(turns) < _layers(hf) or any(turn not in (0, 1) for turn in turns):
         raise hf.wrong("no_rope_layers", "a list with 1 for each layer that is rotated, and 0 for others")
     turns = turns[: _layers(hf)]
-    types = [FULL if turn or not hf.flag("use_sliding_window") else SLIDING for turn in turns]
+    near = SLIDING if hf.flag("use_sliding_window") else FULL
+    types = [FULL if turn else near for turn in turns]
     windows = _windows(hf, hf.texts("layer_types", None) or types)
     return _turning(llama({"tie_word_embeddings": True} | hf, windows=windows), turns)
 
 
-def olmo2(hf: HFConfig) -> ModelConfig:
-    """Returns the config of OLMo 2: norms after each part alone, and over all heads of q and of k."""
-    return _olmo(Settings.of(hf), [None] * _layers(Settings.of(hf)))
+def olmo2(hf: HFConfig, **options: Any) -> ModelConfig:
+    """Returns the config of OLMo 2: norms after each part alone, and over all heads of q and of k. options: further
+    arguments of `decoder`."""
+    return llama({"rms_norm_eps": 1e-5} | Settings.of(hf), row_qk_norm=True, in_norms=False, out_norms=True, **options)
 
 
 def olmo3(hf: HFConfig) -> ModelConfig:
     """Returns the config of OLMo 3: OLMo 2, where most layers have a sliding window, and positions of their own."""
     hf = Settings.of(hf)
     types = hf.texts("layer_types", None) or _every(4, _layers(hf))
-    config = _olmo(_rope_of(hf, FULL, "rope_theta", 5e5), _windows(hf, types))
+    config = olmo2(_rope_of(hf, FULL, "rope_theta", 5e5), windows=_windows(hf, types))
     local = read_rope(_rope_of(hf, SLIDING, "rope_theta", 5e5))
     planes = zip(config.planes, types, strict=True)
     return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
-
-
-def _olmo(hf: Settings, windows: list[int | None]) -> ModelConfig:
-    return llama({"rms_norm_eps": 1e-5} | hf, windows=windows, row_qk_norm=True, in_norms=False, out_norms=True)
 
 
 def phi3(hf: HFConfig) -> ModelConfig:
@@ -182,10 +180,12 @@ def phi3(hf: HFConfig) -> ModelConfig:
     key = next((key for key in ("rope_scaling", "rope_parameters") if hf.settings(key)), None)
     if key is not None and (rope := hf.settings(key)).get("rope_type", rope.get("type")) == "yarn":
         hf = hf | {key: dict(rope) | {"rope_type": "longrope"}}  # what early files call it
-    kv_heads = hf.size("num_key_value_heads", None) or hf.size("num_attention_heads")
+    hf.get("full_attn_mod")  # of its makers' own code; transformers has no such setting
     window = _window(hf) if "sliding_window" in hf else None
+    if window is not None and window >= hf.size("max_position_embeddings", most=MOST_POSITIONS):
+        window = None
     defaults = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
-    return decoder(defaults | hf, kv_heads=kv_heads, windows=[window] * _layers(hf), names=FUSED)
+    return llama(defaults | hf, windows=[window] * _layers(hf), names=FUSED)
 
 
 def granite(hf: HFConfig) -> ModelConfig:
@@ -206,6 +206,9 @@ def granite4(hf: HFConfig) -> ModelConfig:
     hf = Settings.of(hf)
     if hf.size("num_local_experts", 8, least=0):
         raise UnsupportedModelError(f"num_local_experts is {hf['num_local_experts']}; Granite 4 works without experts")
+    norm = hf.text("normalization_function", "rmsnorm")
+    if norm != "rmsnorm":
+        raise UnsupportedModelError(f"normalization_function is {norm}; Granite 4 works with rmsnorm")
     types = hf.texts("layer_types", None) or hf.texts("layers_block_type", None) or ["mamba"]
     if unknown := set(types) - {"attention", FULL}:
         raise UnsupportedModelError(f"layer_types has {', '.join(sorted(unknown))}; Granite 4 works with attention")
@@ -268,6 +271,7 @@ def cohere2(hf: HFConfig) -> ModelConfig:
     for key, value in wanted.items():  # of Cohere's own code; transformers computes so whatever they say
         if hf.get(key, value) != value:
             raise UnsupportedModelError(f"{key} is {hf[key]}; Cohere 2 works with {value}")
+    hf.get("use_embedding_sharing")  # likewise; tie_word_embeddings is what counts
     types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), _layers(hf))
     windows = _windows(hf, types)
     defaults = {"tie_word_embeddings": True, "rms_norm_eps": hf.number("layer_norm_eps", 1e-5, zero=True)}
@@ -306,13 +310,11 @@ def exaone4(hf: HFConfig) -> ModelConfig:
     """Returns the config of EXAONE 4: norms after each part alone, and on the heads of q and k; where there is a
     sliding window, the layers without it rotate nothing."""
     hf = Settings.of(hf)
-    pattern = hf.get("sliding_window_pattern", 4)
+    hf.get("sliding_window_pattern")  # says nothing beside layer_types, and without a window
     windows: list[int | None] = [None] * _layers(hf)
     if _window(hf) is not None:
-        types = hf.texts("layer_types", None)
-        if types is None and not isinstance(pattern, int):
-            raise hf.wrong("sliding_window_pattern", "a whole number where there are no layer_types")
-        windows = _windows(hf, types or _every(pattern, _layers(hf)))
+        types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), _layers(hf))
+        windows = _windows(hf, types)
     elif set(hf.texts("layer_types", None) or ()) - {FULL}:
         raise UnsupportedModelError("layer_types has sliding attention, and sliding_window is null")
     defaults = {"rms_norm_eps": 1e-5}

@@ -307,7 +307,7 @@ MODEL_TYPES = {
     "gpt2": "GPT2LMHeadModel",
 }
 # See `add_families`.
-_OWN_CODE = {"Qwen2ForRewardModel"}
+_OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
 _REFUSED: dict[str, str] = {}
 # Architectures whose families are not prefold's own.
 _REGISTERED: set[str] = set()

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..checkpoint import Checkpoint
+from ..checkpoint.settings import CONTEXT
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model import CausalLM, ModelConfig
 from ..model.sources import SafetensorsSource, as_stored
@@ -53,6 +54,7 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(checkpoint.config) | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
+    config.pop(CONTEXT, None)
     if model.config.lm_head:
         config["tie_word_embeddings"] = model.lm_head is None
     config |= _write_tokenizer(checkpoint, folder)

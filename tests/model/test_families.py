@@ -18,6 +18,7 @@ from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.images.families import tower_of
 from prefold.model import ModelConfig, config_from, families, register_family, supported_architectures
 from prefold.model.families import _FAMILIES, llama
+from prefold.model.names import FUSED
 
 BASE = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")}
 
@@ -149,6 +150,63 @@ def test_longrope_has_the_factors_of_the_longest_sequence_that_there_may_be():
         assert c.rope.settings["attention_factor"] == pytest.approx((1 + math.log(4) / math.log(128)) ** 0.5)
     assert config(**{CONTEXT: 100}).max_positions == 100
     assert config().chosen_positions is None
+
+
+# Keys that makers' own files have, and transformers' configs have not.
+MAKERS = {
+    "Phi3ForCausalLM": {
+        "auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}, "full_attn_mod": 1, "interpolate_factor": 1,
+        "lm_head_bias": False, "mlp_bias": False, "attention_bias": False, "sliding_window": 262144, "embd_pdrop": 0.0,
+        "rope_scaling": {"long_factor": [1.0, 2.0, 3.0], "short_factor": [1.0, 1.0, 1.0], "type": "su"},
+        "original_max_position_embeddings": 128,
+    },
+    "SmolLM3ForCausalLM": {
+        "no_rope_layers": [1, 1, 1], "no_rope_layer_interval": 4, "layer_types": ["full_attention"] * 3,
+        "use_sliding_window": False, "sliding_window": None, "max_window_layers": 28, "pretraining_tp": 2,
+    },
+    "Olmo3ForCausalLM": {
+        "sliding_window": 64, "layer_types": ["sliding_attention"] * 2 + ["full_attention"], "rope_theta": 500000,
+        "rope_scaling": {
+            "attention_factor": 1.2, "beta_fast": 32, "beta_slow": 1, "factor": 8.0, "rope_type": "yarn",
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "GraniteMoeHybridForCausalLM": {
+        "layer_types": ["attention"] * 3, "mamba_n_heads": 128, "mamba_conv_bias": True, "num_local_experts": 0,
+        "normalization_function": "rmsnorm", "num_experts_per_tok": 0, "position_embedding_type": "rope",
+        "shared_intermediate_size": 70, "init_method": "mup", "logits_scaling": 10, "attention_multiplier": 0.015625,
+    },
+    "GemmaForCausalLM": {"hidden_act": "gelu", "hidden_activation": None, "head_dim": 16},
+    "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "head_dim": 16},
+    "Cohere2ForCausalLM": {
+        "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
+        "rotary_pct": 1.0, "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
+        "use_parallel_embedding": False, "sliding_window_pattern": 4, "sliding_window": 64, "logit_scale": 0.25,
+    },
+    "Starcoder2ForCausalLM": {
+        "activation_function": "gelu", "attention_softmax_in_fp32": True, "layer_norm_epsilon": 1e-5, "use_bias": True,
+        "mlp_type": "default", "norm_epsilon": 1e-5, "norm_type": "layer_norm", "scale_attn_weights": True,
+        "scale_attention_softmax_in_fp32": True, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 64,
+    },
+    "Exaone4ForCausalLM": {
+        "sliding_window_pattern": "LLLG", "sliding_window": 64, "head_dim": 16,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", MAKERS)
+def test_files_of_the_makers(architecture):
+    c = config(architecture, **MAKERS[architecture])
+    windows = [plane.window for plane in c.planes]
+    windowed = {"Olmo3": 64, "Cohere2": 64, "Starcoder2": 64, "Exaone4": 64, "Gemma2": 4096}
+    assert windows[0] == windowed.get(architecture.removesuffix("ForCausalLM"))
+    if architecture == "Phi3ForCausalLM":
+        assert (c.rope.kind, c.rope.settings["is_long"], c.names.parts) == ("longrope", True, FUSED.parts)
+    if architecture == "Olmo3ForCausalLM":
+        assert [rope.kind for rope in c.ropes] == ["default", "default", "yarn"]
+    if architecture == "GraniteMoeHybridForCausalLM":
+        assert (c.intermediate, c.scale, c.logit_scale) == (70, 0.015625, 0.1)
 
 
 def test_layers_that_rotate_nothing():

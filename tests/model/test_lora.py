@@ -81,6 +81,11 @@ def test_rows_of_two_adapters_and_of_none(tmp_path, family, modules):
     assert (found - without)[~untouched].abs().max() > 0.05
 
 
+@pytest.mark.parametrize("family", ["phi3", "cohere2", "granite4", "starcoder2"])
+def test_adapters_of_fused_tensors_and_of_heads_in_another_order(tmp_path, family):
+    test_rows_of_two_adapters_and_of_none(tmp_path, family, MODULES)
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("read", [[0, 6, 18, 33], [20], [], None])
 @pytest.mark.parametrize("mixed", [True, False])

@@ -134,6 +134,12 @@ def test_parts_make_the_whole(family, size, tmp_path):
     check_equal(tiny_checkpoint(tmp_path, family, tokenizer=False), size)
 
 
+@pytest.mark.parametrize("family", ["olmo2", "phi3", "cohere2", "granite4", "starcoder2"])
+def test_parts_of_other_layers_make_the_whole(family, tmp_path):
+    """Three ranks, of which two have the same KV head; with parts of rotated heads, and tensors of several linears."""
+    check_equal(tiny_checkpoint(tmp_path, family, tokenizer=False), 3)
+
+
 @pytest.mark.parametrize("family", LOOPS)
 def test_parts_of_looped_models(family, tmp_path):
     # Each visit adds rounding to what the one before gave.

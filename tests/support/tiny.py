@@ -87,14 +87,14 @@ OWN: dict[str, dict[str, Any]] = {
         },
     },
     "phi3": {"hidden_size": 48, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
-    # Longer than any model was trained on, so that transformers takes the factors of long sequences for all.
+    # All are longer than it was trained on, so that transformers takes the factors of long sequences for all.
     "phi3-long": {
         "hidden_size": 48,
         "sliding_window": 9,
-        "original_max_position_embeddings": 2,
+        "original_max_position_embeddings": 1,
         "rope_parameters": {
             "rope_type": "longrope", "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.1, 1.2],
-            "long_factor": [1.0, 2.5, 6.0],
+            "long_factor": [1.0, 2.5, 6.0], "attention_factor": 1.2,
         },
     },
     "granite": {
