@@ -79,6 +79,9 @@ class LLM(NumericTasks, Texts):
         o = settled(o, self.identity)
         config = config_from(self.checkpoint.config)
         self.config = config if o.images.tower else config.text
+        if o.decode_graphs and self.config.attention_cap is not None:
+            message = "decode_graphs is not for models with soft caps on the scores of attention"
+            raise InputError(message, field="decode_graphs", remedy="leave it out")
         self._team = self._start_ranks()
         try:
             ranks = ALONE if self._team is None else self._team.ranks

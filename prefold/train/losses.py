@@ -197,7 +197,7 @@ class _TargetLogprobs(torch.autograd.Function):
         hidden, weight, sums = ctx.saved_tensors
         pairs: Pairs = ctx.pairs
         shape: LogitShape | None = ctx.shape
-        for_hidden, for_weight, _ = ctx.needs_input_grad
+        for_hidden, for_weight, *_ = ctx.needs_input_grad
         with torch.autocast(hidden.device.type, enabled=False):
             h = wide(hidden)
             grad = grad[pairs.order]
