@@ -333,4 +333,5 @@ for _causal, _other, _family in (
 ):
     _FAMILIES[_causal] = _family
     _FAMILIES[f"{_other}Model"] = _with_head(_family)
-    _FAMILIES[f"{_other}ForSequenceClassification"] = _with_head(_family, _classifier)
+    if _family not in (granite, granite4, cohere2):  # of which transformers has no classifiers
+        _FAMILIES[f"{_other}ForSequenceClassification"] = _with_head(_family, _classifier)

@@ -25,6 +25,8 @@ MORE = (
     "smollm3", "olmo2", "olmo3", "phi3", "phi3-long", "granite", "granite4", "gemma", "gemma2", "cohere2",
     "starcoder2", "exaone4",
 )  # fmt: skip
+# Those of which transformers has no classifier.
+UNCLASSIFIED = ("granite", "granite4", "cohere2")
 EVERY = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE)]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = (("y", "e"), ("ye", "s"), ("n", "o"), ("t", "h"), ("th", "e"), ("Ġ", "the"))
