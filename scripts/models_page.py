@@ -119,7 +119,7 @@ to 4,096 tokens and for longer ones. transformers chooses by each sequence, so t
 follows it, and cannot be shared. Here one set holds for all sequences of a job or of a server, chosen by the longest
 one that there may be: `context_length` (`--context-length`), by default the model's own 131,072, which takes the set of
 long sequences. With `--context-length 4096` it is the other set, results are those of transformers, and prompts of
-more than 4,096 tokens are refused. A job's summary says which set it had.
+more than 4,096 tokens are refused. A job's summary and a server's log say which set it is.
 
 **Soft caps** on the scores of attention (Gemma 2) are computed by PyTorch on every device, which is slower than the
 kernels.
