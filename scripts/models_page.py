@@ -121,8 +121,8 @@ one that there may be: `context_length` (`--context-length`), by default the mod
 long sequences. With `--context-length 4096` it is the other set, results are those of transformers, and prompts of
 more than 4,096 tokens are refused. A job's summary and a server's log say which set it is.
 
-**Soft caps** on the scores of attention (Gemma 2) are computed by PyTorch on every device, which is slower than the
-kernels.
+**Soft caps** on the scores of attention (Gemma 2) are computed by the compiled kernels on a CPU, and by PyTorch on a
+GPU, which is slower than the kernels there.
 
 **Gemma 4** is not among the families: its layers have heads of two sizes, share keys and values with others, and have
 an embedding each.

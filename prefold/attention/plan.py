@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 256
 @dataclass(frozen=True, slots=True)
 class Heads:
     """Heads say what attention is over. heads: of queries; dtype: of q, k and v; cap: scores s become cap * tanh(s /
-    cap) before their softmax, which PyTorch alone computes; None: they stay."""
+    cap) before their softmax, which Triton's kernels do not compute; None: they stay."""
 
     heads: int
     kv_heads: int
@@ -39,7 +39,7 @@ class Heads:
     def compiled(self, device: torch.device) -> kernels.Kernels | None:
         """Returns the compiled kernels where they are there and take such heads on this device, else None."""
         fits = device.type == "cpu" and self.dtype in kernels.DTYPES and 1 <= self.head_dim <= kernels.MAX_HEAD_DIM
-        return kernels.load() if fits and self.cap is None else None
+        return kernels.load() if fits else None
 
     def fits(self, device: torch.device) -> bool:
         """Returns whether Triton's kernels take such heads on this device."""

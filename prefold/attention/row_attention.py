@@ -180,7 +180,8 @@ class RowAttention:
             return gpu.attend_rows(*tensors, plan, self.heads, scale=scale)
         if self._compiled and plan.lists is not None and scale > 0 and not gpu.wants_gradient(*tensors):
             q, k, v, path_k, path_v = (None if t is None else gpu.dense(t) for t in tensors)
-            return self._compiled.row_attention(q, k, v, plan.lists, scale=scale, path_k=path_k, path_v=path_v)
+            paths = {"path_k": path_k, "path_v": path_v}
+            return self._compiled.row_attention(q, k, v, plan.lists, scale=scale, cap=self.heads.cap, **paths)
         keys = k if path_k is None else torch.cat((path_k, k))
         values = v if path_v is None else torch.cat((path_v, v))
         return blocked_attention(q, keys, values, plan, scale=scale, cap=self.heads.cap)

@@ -257,6 +257,6 @@ def missing(model: CausalLM) -> str | None:
         "an MLP's width": all(type(product) is GatePanels for product in gates),
         "products of other code": all(type(linear.product) is Panels for linear in linears),
         "a scale of attention": config.scale > 0,
-        "a cap on logits": config.logit_cap is None,
+        "caps on scores and on logits": config.attention_cap is None and config.logit_cap is None,
     }
     return next((thing for thing, is_compiled in things.items() if not is_compiled), None)

@@ -42,7 +42,9 @@ class Case:
         return visibility(self.nest.end, self.query_rows, self.nest.positions, self.window, self.nest.first)
 
     def expected(self) -> torch.Tensor:
-        return dense_attention(self.q.double(), self.k.double(), self.v.double(), self.visible, scale=self.scale, cap=self.cap)
+        return dense_attention(
+            self.q.double(), self.k.double(), self.v.double(), self.visible, scale=self.scale, cap=self.cap
+        )
 
     def check(self) -> None:
         out = self.run()

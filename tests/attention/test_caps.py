@@ -1,4 +1,4 @@
-"""Soft caps on scores: by PyTorch, over rows and over slots, whichever kernels there are."""
+"""Soft caps on scores, over rows and over slots, by the compiled kernels and by PyTorch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,24 @@ CAPS = (0.5, 4.0)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [RowCase, SlotCase])
+@pytest.mark.parametrize("every", [1, 9])
 @pytest.mark.parametrize("cap", CAPS)
-def test_scores_are_capped(kind, cap, dtype):
+def test_scores_are_capped(backend, kind, cap, dtype, every):
     nest = random_nest(np.random.default_rng(3), 120, 0.2)
-    case = kind(nest, dtype=dtype, window=30)
+    case = kind(nest, dtype=dtype, window=30, every=every)
     case.cap = cap
     case.check()
-    plain = kind(nest, dtype=dtype, window=30)
+    plain = kind(nest, dtype=dtype, window=30, every=every)
     assert (case.run() - plain.run()).abs().max() > 0.05  # the cap shows
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("kind", [RowCase, SlotCase])
+def test_what_is_not_finite_reaches_those_that_see_it(backend, kind, where, bad):
+    case = kind(random_nest(np.random.default_rng(3), 60, 0.2), heads=(4, 2))
+    case.cap = 4.0
+    case.check_not_finite(where, 11, bad)
 
 
 def test_gradients_of_capped_scores():
