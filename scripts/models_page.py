@@ -124,6 +124,10 @@ more than 4,096 tokens are refused. A job's summary and a server's log say which
 **Soft caps** on the scores of attention (Gemma 2) are computed by the compiled kernels on a CPU, and by PyTorch on a
 GPU, which is slower than the kernels there.
 
+**GGUF files** of Starcoder 2 do not say its sliding window, which then is not there; those of SmolLM 3 do not say which
+layers rotate nothing: every fourth one, as in llama.cpp. Files of OLMo 3 with yarn are refused where they have an
+attention factor of their own.
+
 **Gemma 4** is not among the families: its layers have heads of two sizes, share keys and values with others, and have
 an embedding each.
 

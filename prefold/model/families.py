@@ -110,8 +110,8 @@ def _shown(value: Any) -> str:
 
 # Architectures in which every token sees every other one: those of most embedding models and cross-encoders.
 ENCODERS = re.compile(
-    r"(Bert|Roberta|XLMRoberta|ModernBert|MPNet|DistilBert|Electra|Deberta|DebertaV2|Albert|Camembert|NomicBert|EuroBert|"
-    r"New|JinaBert|M?T5)(Model|For|Encoder)"
+    r"(?!\w+ForCausalLM)(Bert|Roberta|XLMRoberta|ModernBert|MPNet|DistilBert|Electra|Deberta|DebertaV2|Albert|"
+    r"Camembert|NomicBert|EuroBert|New|JinaBert|M?T5)(Model|For|Encoder)"
 )
 
 Family = Callable[[HFConfig], ModelConfig]
