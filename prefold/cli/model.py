@@ -61,6 +61,7 @@ def find_model(o: Options, *, weights: bool) -> Any:
         load_format=o["load_format"],
         weights=weights,
         mmproj=o.get("mmproj"),
+        context_length=o.get("context_length"),
         notify=lambda line: click.echo(line, err=True),
     )
     config_from(checkpoint.config)

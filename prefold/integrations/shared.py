@@ -211,7 +211,7 @@ def tasks_of(model: str, options: Mapping[str, Any]) -> tuple[Make, Any]:
     tokenizer = options.pop("tokenizer", None)
     o = model_options(options)
     known = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
-    checkpoint = resolve(model, weights=False, **known)
+    checkpoint = resolve(model, weights=False, **known, context_length=o.context_length)
     tokenizer = tokenizer_or_none(checkpoint) if tokenizer is None else tokenizer
     images = None
     if o.images.tower:

@@ -28,6 +28,7 @@ class TileCall(Structure):
         *_fields("run_offsets mask_offsets runs masked tile_starts own_offsets own", c_void_p),
         ("scale", c_float),
         ("threads", c_int32),
+        ("cap", c_float),
     )
 
 

@@ -26,7 +26,7 @@ from ..device import send
 from ..errors import CheckpointError, UnsupportedModelError
 from .config import ModelConfig
 from .parallel import ALONE, Alone
-from .sources import halves_apart
+from .sources import in_order
 
 TENSOR = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])\.weight")
 MODULE = re.compile(r"layers\.(\d+)\.(\w+\.\w+)")  # by its name here
@@ -273,11 +273,8 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
     if len(pair.b) != sum(sizes):
         raise CheckpointError(f"{folder}: {pair.name} has lora_B {list(pair.b.shape)}, not {sum(sizes)} rows")
     parts = zip(modules, pair.b.split(sizes), strict=True)
-    in_turn = config.names.interleaved
-    return [
-        Pair(pair.name, pair.a, halves_apart(b, len(b) // config.head_dim) if in_turn and module[-6] in "qk" else b)
-        for module, b in parts
-    ]
+    order = config.head_order
+    return [Pair(pair.name, pair.a, in_order(b, order) if module[-6] in "qk" else b) for module, b in parts]
 
 
 def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, slice, int]]]:

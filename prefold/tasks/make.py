@@ -84,9 +84,10 @@ def inputs_of(
 
 
 def _rows(config: ModelConfig, max_length: int | None) -> int:
-    """Returns the most rows of a request. Without rotary embeddings a model has no more than its own positions."""
+    """Returns the most rows of a request. A model has no more than its own positions without rotary embeddings, and
+    where these were chosen by its context."""
     limit = config.max_positions if max_length is None else max_length
-    return min(limit, config.max_positions) if config.rope is None else limit
+    return min(limit, config.max_positions) if config.rope is None or config.chosen_positions else limit
 
 
 def _embed(checkpoint: Checkpoint, inputs: Inputs, o: EmbedOptions) -> Task:

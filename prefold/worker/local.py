@@ -50,7 +50,7 @@ def slot_bytes(model: CausalLM) -> int:
     """Returns the bytes of a slot in all planes, of all ranks together."""
     config, size = model.config, model.ranks.size
     parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
-    heads = [Heads(part.heads, part.kv_heads, part.head_dim, model.dtype) for part in parts]
+    heads = [Heads(p.heads, p.kv_heads, p.head_dim, model.dtype, p.attention_cap) for p in parts]
     return sum(KVStore.bytes_per_slot(len(config.planes), one, model.device) for one in heads)
 
 

@@ -401,10 +401,13 @@ def missing(model: CausalLM, whole: bool = True) -> str | None:
         "compiled kernels for its heads": heads_of(model).compiled(model.device) is not None,
         "passes through all visits of a looped model": not whole or type(model) is CausalLM,
         "several ranks": model.ranks.size == 1,
+        "layers without norms on what they read": config.in_norms,
+        "LayerNorms without a bias": config.norm == "rms" or config.norm_bias,
         "layers of another kind": len(layers) == len(model.layers),
         "an MLP of another kind": len(mlps) == len(layers) and config.activation in ACTIVATIONS,
         "an MLP's width": all(type(product) is GatePanels for product in gates),
         "products of other code": all(type(linear.product) is Panels for linear in linears),
         "a scale of attention": config.scale > 0,
+        "caps on scores and on logits": config.attention_cap is None and config.logit_cap is None,
     }
     return next((thing for thing, is_compiled in things.items() if not is_compiled), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from generating import ask, engine_of, generate, reference_tokens, tokens_of, until_idle
 from running import prompts
-from tiny import FAMILIES, reference, tiny_checkpoint
+from tiny import EVERY, FAMILIES, MORE, reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
@@ -16,12 +16,12 @@ MAX_TOKENS = 24
 # What a family changes are its layers. That which schedules them knows of windows alone.
 SCHEDULED = pytest.mark.parametrize(
     "case",
-    [pytest.param(f, marks=() if f in ("llama", "gemma3") else pytest.mark.slow) for f in FAMILIES],
+    [pytest.param(f, marks=() if f in ("llama", "gemma3") else pytest.mark.slow) for f in (*FAMILIES, *MORE)],
     indirect=True,
 )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EVERY)
 def case(request, tmp_path_factory):
     """(LLM, prompts, what transformers makes of them)"""
     options = {"sliding_window": 6} if request.param == "mistral" else {}
