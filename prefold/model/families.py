@@ -88,6 +88,7 @@ def _shown(value: Any) -> str:
 
 
 Family = Callable[[HFConfig], ModelConfig]
+Fallback = Callable[[str, bool], Family | None]
 
 MOST_LABELS = 2**20
 # Of an error's message.
@@ -117,6 +118,9 @@ def config_from(hf: HFConfig) -> ModelConfig:
 def _config_from(hf: Settings) -> ModelConfig:
     architecture = _architecture(hf)
     family = _FAMILIES.get(architecture)
+    if architecture not in _REFUSED:
+        others = (fallback(architecture, family is not None) for fallback in _FALLBACKS.values())
+        family = next(filter(None, others), family)
     if family is None and architecture in _REFUSED:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
@@ -171,6 +175,22 @@ def add_families(
     MODEL_TYPES.update(model_types)
     _OWN_CODE.update(own_code)
     _REFUSED.update(refused)
+
+
+def add_fallback(family: Fallback, about: str) -> None:
+    """Adds what gives families of architectures that the tables do not have.
+
+    family  returns the family of an architecture, of which it is said whether the tables have it; None: it has none, or
+            leaves it to theirs
+    about   says what it takes, in words
+    """
+    _FALLBACKS[about] = family
+
+
+def fallbacks() -> list[str]:
+    """Returns in words what architectures are taken beside `supported_architectures`."""
+    load_plugins()
+    return list(_FALLBACKS)
 
 
 def _of_registered(architecture: str, family: Family, hf: Settings) -> ModelConfig:
@@ -249,6 +269,7 @@ MODEL_TYPES = {
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel"}
 _REFUSED: dict[str, str] = {}
+_FALLBACKS: dict[str, Fallback] = {}  # by what they take, in words
 # Architectures whose families are not prefold's own.
 _REGISTERED: set[str] = set()
 _FAMILIES: dict[str, Family] = {"Qwen2ForRewardModel": _with_head(qwen2, _reward)}
