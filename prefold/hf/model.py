@@ -138,12 +138,12 @@ class Head(nn.Module):
 class Given(nn.Module):
     """A Given stands in the place of the decoder where logits are made of hidden states that are there already."""
 
-    last_hidden_state: Tensor
+    last_hidden_state: Tensor | None = None
 
     def forward(self, *given: Any, **also_given: Any) -> Given:
         return self
 
-    def __getitem__(self, number: int) -> Tensor:
+    def __getitem__(self, number: int) -> Tensor | None:
         return self.last_hidden_state
 
     def __getattr__(self, name: str) -> Any:
@@ -182,13 +182,15 @@ class TransformersLM(CausalLM):
         self.rows.sizes = (config.heads, config.kv_heads, config.head_dim)
 
     def take_head(self, name: str) -> None:
-        """Puts a Head in the place of the LM head, and a Given in that of the decoder, which is the module `name` of
-        the model."""
-        head = self.whole.get_output_embeddings()
+        """Puts a Given in the place of the decoder, which is the module `name` of the model, and a Head in that of the
+        LM head where this is a plain linear."""
+        head, self.given = self.whole.get_output_embeddings(), Given()
+        self.whole.set_submodule(name, self.given)
+        if type(head) is not nn.Linear:
+            return
         if head.weight is not self.embedding:
             self.lm_head = head.weight
-        self.wide_head, self.given = Head(self, head.bias), Given()
-        self.whole.set_submodule(name, self.given)
+        self.wide_head = Head(self, head.bias)
         for path, module in list(self.whole.named_modules()):
             if module is head:
                 self.whole.set_submodule(path, self.wide_head)
@@ -221,18 +223,23 @@ class TransformersLM(CausalLM):
         return hidden if read_rows is None else hidden.index_select(0, read_rows)
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
-        if self.given is None or self.wide_head is None:
+        if self.given is None:
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
         if not len(hidden):
             return wide(hidden).new_empty(0, self.config.vocab_size if ids is None else len(ids))
-        self.given.last_hidden_state = hidden[None]
-        self.wide_head.ids = None if ids is None else torch.as_tensor(ids, device=hidden.device)
+        self.given.last_hidden_state, head = hidden[None], self.wide_head
+        if ids is not None:
+            ids = torch.as_tensor(ids, device=hidden.device)
+        if head is not None:
+            head.ids = ids
         try:
             # Whatever is done to logits behind the LM head (caps, factors) is done to float32.
-            return self.whole(inputs_embeds=hidden[None], use_cache=False).logits[0]
+            logits = wide(self.whole(inputs_embeds=hidden[None], use_cache=False).logits[0])
+            return logits if ids is None or head is not None else logits[:, ids]
         finally:
-            self.wide_head.ids = None
-            del self.given.last_hidden_state
+            self.given.last_hidden_state = None
+            if head is not None:
+                head.ids = None
 
 
 def _attention(
