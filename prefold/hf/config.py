@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..checkpoint.settings import MOST_LAYERS, MOST_POSITIONS, Settings
-from ..errors import UnsupportedModelError
+from ..errors import MissingExtraError, UnsupportedModelError
 from ..model.config import ModelConfig, Plane
 
 ABOUT = "any other causal model whose attention goes through transformers' interface: pip install 'prefold[transformers]'"
@@ -19,6 +19,12 @@ VARIABLE = "PREFOLD_TRANSFORMERS"
 # What the names of architectures end in, and the class of transformers that loads them.
 HEADS = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM", "Model": "AutoModel"}
 HEADS["ForSequenceClassification"] = "AutoModelForSequenceClassification"
+# Tables of transformers with the architecture of each model_type.
+TABLES = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModel": "MODEL_MAPPING_NAMES",
+}
 # RoPE types whose factors are others once a row is at a position behind this one.
 CHANGED_BEHIND = {"longrope": "original_max_position_embeddings"}
 
@@ -86,22 +92,44 @@ class TransformersConfig(ModelConfig):
         return self.weights or super().num_parameters
 
 
-def family_of(architecture: str, is_known: bool) -> Any:
-    """Returns the family of an architecture that transformers' modules compute; None: another family takes it.
+def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
+    """Returns the family of a config whose model transformers' modules compute; None: another family takes it, or it is
+    no causal model by its name.
 
-    is_known: whether there is a family of prefold's own.
+    is_known: whether there is a family of prefold's own. Raises UnsupportedModelError where transformers is not
+    installed, or does not have the model.
     """
     if is_known and os.environ.get(VARIABLE) != "all":
         return None
-    head = next((end for end in HEADS if architecture.endswith(end)), None)
-    if not is_known and head is None and not architecture.islower():  # a model_type stands for its causal model
+    ends = [end for end in HEADS if architecture.endswith(end)]
+    if not ends and architecture != hf.get("model_type"):  # alone it stands for the causal model
         return None
-    return lambda hf: config_of(hf, architecture, HEADS.get(head or "ForCausalLM", ""))
+    try:
+        import transformers
+        from transformers.models.auto import modeling_auto
+    except ImportError as error:
+        if is_known:
+            raise MissingExtraError("transformers", "transformers", f"{VARIABLE}=all") from error
+        raise UnsupportedModelError(
+            f"the architecture {architecture!r} is not one of prefold's families, and its modules in transformers need "
+            "the package 'transformers': pip install 'prefold[transformers]'"
+        ) from error
+    model_type, loader = hf.get("model_type"), HEADS[ends[0] if ends else "ForCausalLM"]
+    theirs = getattr(modeling_auto, TABLES[loader]).get(model_type)
+    is_causal = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_causal or architecture not in (model_type, theirs):
+        beside = " (the checkpoint's own code, auto_map, is never run)" if hf.get("auto_map") else ""
+        raise UnsupportedModelError(
+            f"the architecture {architecture!r} is not supported: neither prefold nor transformers "
+            f"{transformers.__version__} has such a causal model, of the model_type {model_type!r}{beside}; a newer "
+            "transformers may have it, or add a family of your own with register_family and --plugin (docs/families.md)"
+        )
+    return lambda hf: config_of(hf, architecture, loader)
 
 
 def config_of(hf: Settings, architecture: str, loader: str) -> TransformersConfig:
-    """Returns the config of a model of transformers. Raises UnsupportedModelError where transformers is not installed,
-    or has no such causal model."""
+    """Returns the config of a model of transformers. Raises UnsupportedModelError where transformers
+    refuses its settings."""
     config = transformers_config(hf, architecture)
     hf.reads.update(hf.prefix + key for key in hf)  # transformers reads them all
     known = Settings({key: _of(config, *names) for key, names in SIZES.items()}, hf.file)
@@ -151,26 +179,12 @@ SIZES = {
 }
 
 
-def transformers_config(hf: Mapping[str, Any], architecture: str) -> Any:
+def transformers_config(settings: Mapping[str, Any], architecture: str) -> Any:
     """Returns the config as an object of transformers. Raises UnsupportedModelError where that cannot be had."""
-    model_type, code = hf.get("model_type"), hf.get("auto_map")
+    import transformers
+
     try:
-        import transformers
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    except ImportError as error:
-        raise UnsupportedModelError(
-            f"the architecture {architecture!r} is not one of prefold's families, and its modules in transformers need "
-            "the package 'transformers': pip install 'prefold[transformers]'"
-        ) from error
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in transformers.CONFIG_MAPPING:
-        beside = " (the checkpoint's own code, auto_map, is never run)" if isinstance(code, Mapping) else ""
-        raise UnsupportedModelError(
-            f"the architecture {architecture!r} is not supported: neither prefold nor transformers "
-            f"{transformers.__version__} has a causal model of the model_type {model_type!r}{beside}; a newer "
-            "transformers may have it, or add a family of your own with register_family and --plugin (docs/families.md)"
-        )
-    try:
-        config = transformers.CONFIG_MAPPING[model_type].from_dict(deepcopy(dict(hf.items())))
+        config = transformers.CONFIG_MAPPING[settings["model_type"]].from_dict(deepcopy(dict(settings.items())))
     except Exception as error:
         raise UnsupportedModelError(
             f"transformers {transformers.__version__} refuses the config: {type(error).__name__}: {error}"

@@ -22,6 +22,7 @@ from ..model.parallel import ALONE, Alone
 from ..model.sources import SafetensorsSource
 from .check import check, expected_of, note, refused
 from .config import TransformersConfig, transformers_config
+from .fused import fuse
 from .model import RowLinear, RowPass, TransformersLM
 
 
@@ -48,6 +49,7 @@ def load_model(
     device = torch.device(device)
     whole = _whole(checkpoint, config, dtype, device, seed).eval().requires_grad_(False)
     name, decoder = _decoder(whole, config)
+    weights = sum(parameter.numel() for parameter in whole.parameters())
     rows = RowPass()
     for module in whole.modules():
         module.prefold_rows = rows  # type: ignore[assignment]
@@ -55,8 +57,8 @@ def load_model(
     with torch.inference_mode():
         expected, most = expected_of(model)
         noted = note(model)
-    linears = _replace_linears(model, packed=pack)
-    weights = sum(parameter.numel() for parameter in whole.parameters())
+    with torch.no_grad():
+        linears = _replace_linears(model, packed=pack)
     model.settle(replace(noted, linears=linears, weights=weights))
     if config.num_labels:
         model.take_score(whole.score)
@@ -133,7 +135,7 @@ def _replace_linears(model: TransformersLM, *, packed: bool) -> dict[str, tuple[
     """Puts a RowLinear in the place of each linear of the decoder, and returns inputs and outputs of each by its
     name."""
     prefix = next(name for name, module in model.whole.named_modules() if module is model.decoder)
-    linears = {}
+    linears = dict(fuse(model.decoder, prefix, model.rows, packed=packed))
     for path, module in list(model.decoder.named_modules()):
         kind = type(module)
         if kind not in (nn.Linear, Conv1D):

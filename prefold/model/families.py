@@ -88,7 +88,7 @@ def _shown(value: Any) -> str:
 
 
 Family = Callable[[HFConfig], ModelConfig]
-Fallback = Callable[[str, bool], Family | None]
+Fallback = Callable[[Settings, str, bool], Family | None]
 
 MOST_LABELS = 2**20
 # Of an error's message.
@@ -119,7 +119,7 @@ def _config_from(hf: Settings) -> ModelConfig:
     architecture = _architecture(hf)
     family = _FAMILIES.get(architecture)
     if architecture not in _REFUSED:
-        others = (fallback(architecture, family is not None) for fallback in _FALLBACKS.values())
+        others = (fallback(hf, architecture, family is not None) for fallback in _FALLBACKS.values())
         family = next(filter(None, others), family)
     if family is None and architecture in _REFUSED:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
@@ -180,8 +180,8 @@ def add_families(
 def add_fallback(family: Fallback, about: str) -> None:
     """Adds what gives families of architectures that the tables do not have.
 
-    family  returns the family of an architecture, of which it is said whether the tables have it; None: it has none, or
-            leaves it to theirs
+    family  returns the family of a config and its architecture, of which it is said whether the tables have it; None: it
+            has none, or leaves it to theirs
     about   says what it takes, in words
     """
     _FALLBACKS[about] = family

@@ -1,0 +1,127 @@
+"""Norms and gated MLPs of transformers' modules by our kernels: each is replaced where, by its name and its parts, it
+may be such a module, and where the two give the same for random rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.layers import GatedLinear
+from ..model.lora import RowAdapters
+from ..model.ops import ACTIVATIONS, choose_ops
+from .model import RowLinear, RowPass
+
+ROWS = 5  # that are compared
+# What they may differ by, in parts of the largest number: rounding of float32, or of a smaller dtype.
+DIFFERENCE, ROUNDED_DIFFERENCE = 1e-5, 2e-2
+
+
+class RowNorm(nn.Module):
+    """A RowNorm stands in the place of an RMS norm of transformers': x [..., size] -> its norm, times a weight."""
+
+    def __init__(self, norm: nn.Module, offset: float):
+        """offset: what is added to the weight"""
+        super().__init__()
+        weight: Tensor = norm.weight  # type: ignore[assignment]
+        self.weight = nn.Parameter(weight.float() + offset if offset else weight, requires_grad=False)
+        self.eps = next(float(value) for name in ("variance_epsilon", "eps") if (value := getattr(norm, name, None)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        # A norm may write into the residual stream alone, and there is none here.
+        return choose_ops(x.dtype, x.device).add_rms_norm(flat.contiguous(), None, self.weight, self.eps)[1].view(x.shape)
+
+
+class RowMlp(nn.Module):
+    """A RowMlp stands in the place of a gated MLP of transformers': down(activation(gate) * up)."""
+
+    def __init__(self, mlp: Any, names: tuple[str, str], activation: str, rows: RowPass):
+        """names: of gate and up in the model"""
+        super().__init__()
+        gate, up = mlp.gate_proj, mlp.up_proj
+        place = {"dtype": gate.weight.dtype, "device": gate.weight.device}
+        biased = gate.bias is not None
+        self.gate_up = GatedLinear(gate.in_features, gate.out_features, activation=activation, bias=biased, **place)
+        with torch.no_grad():
+            self.gate_up.weight.copy_(torch.cat((gate.weight, up.weight)))  # type: ignore[union-attr]
+            if biased:
+                self.gate_up.bias.copy_(torch.cat((gate.bias, up.bias)))  # type: ignore[union-attr]
+        self.requires_grad_(False)
+        self.down_proj, self.names, self.rows = mlp.down_proj, names, rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat, ops = x.reshape(-1, x.shape[-1]).contiguous(), choose_ops(x.dtype, x.device)
+        adapters: RowAdapters = self.rows.adapters
+        if not adapters.adapters:
+            return self.down_proj(self.gate_up.activated(flat, ops).view(*x.shape[:-1], -1))
+        both = self.gate_up(flat)
+        for part, name in zip(both.chunk(2, -1), self.names, strict=True):
+            adapters.add(part, flat, 0, name)
+        return self.down_proj(self.gate_up.activate(both, ops).view(*x.shape[:-1], -1))
+
+
+def fuse(decoder: nn.Module, prefix: str, rows: RowPass, *, packed: bool) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Replaces the norms and MLPs of a decoder that can be, before its linears are replaced; yields the names of the
+    linears that are in them, with inputs and outputs. prefix: of the decoder's names in the model"""
+    for path, module in list(decoder.named_modules()):
+        name = f"{prefix}.{path}" if prefix else path
+        if norm := _norm_of(module):
+            decoder.set_submodule(path, norm)
+        elif packed and (mlp := _mlp_of(module, name, rows)):
+            sizes = module.gate_proj.in_features, module.gate_proj.out_features  # type: ignore[union-attr]
+            yield from ((part, sizes) for part in mlp.names)
+            mlp.gate_up.pack()
+            decoder.set_submodule(path, mlp)
+
+
+def _norm_of(module: nn.Module) -> RowNorm | None:
+    """Returns what can stand in the place of a module that is an RMS norm; None: it is none."""
+    if not type(module).__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
+        return None
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    if weight.dim() != 1:
+        return None
+    for offset in (0.0, 1.0):
+        with suppress(StopIteration, TypeError):
+            norm = RowNorm(module, offset)
+            if _same(module, norm, len(weight), weight):
+                return norm
+    return None
+
+
+def _mlp_of(module: Any, name: str, rows: RowPass) -> RowMlp | None:
+    """Returns what can stand in the place of a module that is a gated MLP; None: it is none."""
+    linears = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj")]
+    own = {part.partition(".")[0] for part, _ in module.named_parameters()}
+    if own != {"gate_proj", "up_proj", "down_proj"} or any(type(linear) is not nn.Linear for linear in linears):
+        return None
+    gate, up, down = linears
+    if (gate.bias is None) != (up.bias is None) or gate.weight.shape != up.weight.shape:
+        return None
+    names = (f"{name}.gate_proj", f"{name}.up_proj")
+    x = _random(gate.in_features, gate.weight)
+    for activation, function in ACTIVATIONS.items():
+        if _close(module(x), down(function(gate(x)) * up(x))):
+            return RowMlp(module, names, activation, rows)
+    return None
+
+
+def _random(size: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(1, ROWS, size, generator=generator).to(like.device, like.dtype) * 3
+
+
+def _same(module: nn.Module, other: nn.Module, size: int, like: Tensor) -> bool:
+    x = _random(size, like)
+    return _close(module(x.clone()), other(x))
+
+
+def _close(a: Any, b: Tensor) -> bool:
+    if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    most = DIFFERENCE if a.dtype in (torch.float32, torch.float64) else ROUNDED_DIFFERENCE
+    return bool((a - b).abs().max() <= most * a.abs().max())
