@@ -113,7 +113,9 @@ def theirs(folder: str, options: argparse.Namespace, dtype: torch.dtype) -> dict
 
 def measured(systems: dict[str, dict], repeats: int) -> dict[str, dict[str, list[float]]]:
     """Seconds by task and system. The systems take turns; the first turn warms up."""
-    seconds: dict[str, dict[str, list[float]]] = {task: {name: [] for name in systems} for task in ("prefill", "decode")}
+    seconds: dict[str, dict[str, list[float]]] = {
+        task: {name: [] for name in systems} for task in ("prefill", "decode")
+    }
     for turn in range(repeats + 1):
         for name, system in systems.items():
             for task, run in system.items():

@@ -13,7 +13,9 @@ from ..checkpoint.settings import MOST_LAYERS, MOST_POSITIONS, Settings
 from ..errors import MissingExtraError, UnsupportedModelError
 from ..model.config import ModelConfig, Plane
 
-ABOUT = "any other causal model whose attention goes through transformers' interface: pip install 'prefold[transformers]'"
+ABOUT = (
+    "any other causal model whose attention goes through transformers' interface: pip install 'prefold[transformers]'"
+)
 # Where this is "all", families of prefold's own run through transformers' modules, too: for measuring and testing.
 VARIABLE = "PREFOLD_TRANSFORMERS"
 # What the names of architectures end in, and the class of transformers that loads them.
@@ -128,8 +130,8 @@ def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
 
 
 def config_of(hf: Settings, architecture: str, loader: str) -> TransformersConfig:
-    """Returns the config of a model of transformers. Raises UnsupportedModelError where transformers
-    refuses its settings."""
+    """Returns the config of a model of transformers. Raises UnsupportedModelError where transformers refuses its
+    settings."""
     config = transformers_config(hf, architecture)
     hf.reads.update(hf.prefix + key for key in hf)  # transformers reads them all
     known = Settings({key: _of(config, *names) for key, names in SIZES.items()}, hf.file)
@@ -190,7 +192,9 @@ def transformers_config(settings: Mapping[str, Any], architecture: str) -> Any:
             f"transformers {transformers.__version__} refuses the config: {type(error).__name__}: {error}"
         ) from error
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"the architecture {architecture!r} has an encoder, whose output its rows attend to")
+        raise UnsupportedModelError(
+            f"the architecture {architecture!r} has an encoder, whose output its rows attend to"
+        )
     return config
 
 

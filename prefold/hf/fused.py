@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..model.layers import GatedLinear
 from ..model.lora import RowAdapters
 from ..model.ops import ACTIVATIONS, choose_ops
-from .model import RowLinear, RowPass
+from .model import RowPass
 
 ROWS = 5  # that are compared
 # What they may differ by, in parts of the largest number: rounding of float32, or of a smaller dtype.
@@ -33,7 +33,9 @@ class RowNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         # A norm may write into the residual stream alone, and there is none here.
-        return choose_ops(x.dtype, x.device).add_rms_norm(flat.contiguous(), None, self.weight, self.eps)[1].view(x.shape)
+        return (
+            choose_ops(x.dtype, x.device).add_rms_norm(flat.contiguous(), None, self.weight, self.eps)[1].view(x.shape)
+        )
 
 
 class RowMlp(nn.Module):

@@ -54,7 +54,7 @@ def load_model(
     for module in whole.modules():
         module.prefold_rows = rows  # type: ignore[assignment]
     model = TransformersLM(config, whole, decoder, rows)
-    with torch.inference_mode():
+    with _quiet(), torch.inference_mode():
         expected, most = expected_of(model)
         noted = note(model)
     with torch.no_grad():
@@ -65,12 +65,14 @@ def load_model(
     model.may_pack = pack
     if config.lm_head:
         model.take_head(name)
-    with torch.inference_mode():
+    with _quiet(), torch.inference_mode():
         check(model, expected, most)
     return model.eval()
 
 
-def _whole(checkpoint: Checkpoint, config: TransformersConfig, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+def _whole(
+    checkpoint: Checkpoint, config: TransformersConfig, dtype: torch.dtype, device: torch.device, seed: int
+) -> Any:
     """Returns the model as transformers loads it, with its own attention."""
     loader = getattr(transformers, config.loader)
     settings = transformers_config(config.settings, config.architecture)

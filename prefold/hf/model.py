@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -30,9 +31,13 @@ NAME = "prefold_rows"
 class RowPass:
     """A RowPass is what the modules of one model are told of the pass they are in.
 
-    attend    computes attention; None: no pass runs
-    adapters  which rows have which LoRA adapter
-    plane     the plane that the next call of attention is of
+    attention  how each plane calls attention
+    scale      of the products of queries and keys, as `attend` has it
+    sizes      query heads, KV heads and head_dim of the K/V
+    attend     computes attention; None: no pass runs
+    adapters   which rows have which LoRA adapter
+    plane      the plane that the next call of attention is of
+    noted      keeps how attention is called, in the pass in which that is found out (`check`)
     """
 
     attention: Sequence[PlaneHeads] = ()
@@ -72,6 +77,7 @@ class RowPass:
         return q, *(F.pad(x, (0, dim - x.shape[-1], 0, more)) for x in (k, v))
 
     def _narrow(self, o: Tensor, how: PlaneHeads) -> Tensor:
+        """Returns the part of o [rows, heads, dim] that is of the plane's own heads: [rows, heads, value_dim]."""
         times, group = how.groups(self.sizes[1])
         o = o.unflatten(1, (self.sizes[1], -1))
         return o[:, : times * how.kv_heads, :group, : how.value_dim].flatten(1, 2)
@@ -88,8 +94,8 @@ class RowPass:
 class RowLinear(nn.Module):
     """A RowLinear stands in the place of a linear of transformers': x [..., inputs] -> [..., outputs].
 
-    name      of the linear in the model, by which adapters know it
-    products  what multiplies, or None: PyTorch with `weight`
+    name     of the linear in the model, by which adapters know it
+    product  what multiplies; None: PyTorch with `weight` does
     """
 
     def __init__(self, name: str, weight: Tensor, bias: Tensor | None, rows: RowPass, *, packed: bool):
@@ -116,16 +122,13 @@ class Head(nn.Module):
 
     def __init__(self, model: CausalLM, bias: Tensor | None):
         super().__init__()
-        self._of, self.bias = (model,), bias  # a tuple, so that PyTorch sees no circle of modules
+        self._model, self.bias = weakref.ref(model), bias  # which goes with its last reference
         self.ids: Tensor | None = None
 
-    @property
-    def weight(self) -> Tensor:
-        (model,) = self._of
-        return model.embedding if model.lm_head is None else model.lm_head
-
     def forward(self, hidden: Tensor) -> Tensor:
-        (model,), weight, bias = self._of, self.weight, self.bias
+        model, bias = self._model(), self.bias
+        assert model is not None
+        weight = model.embedding if model.lm_head is None else model.lm_head
         flat = hidden.reshape(-1, hidden.shape[-1])
         if self.ids is not None:
             weight, bias = weight[self.ids], None if bias is None else bias[self.ids]

@@ -180,8 +180,8 @@ def add_families(
 def add_fallback(family: Fallback, about: str) -> None:
     """Adds what gives families of architectures that the tables do not have.
 
-    family  returns the family of a config and its architecture, of which it is said whether the tables have it; None: it
-            has none, or leaves it to theirs
+    family  returns the family of a config and its architecture, of which it is said whether the tables have it;
+            None: it has none, or leaves it to theirs
     about   says what it takes, in words
     """
     _FALLBACKS[about] = family

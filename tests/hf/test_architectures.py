@@ -3,14 +3,17 @@ each prompt by itself."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from architectures import FORCED, REFUSED, TAKEN, checkpoint_of
 from generating import ask, engine_of, generate
 from running import as_request, prompts, run
 from tiny import reference
 
-from architectures import FORCED, REFUSED, TAKEN, checkpoint_of
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.errors import UnsupportedModelError
@@ -28,6 +31,15 @@ def few(names, quick):
 
 def test_there_are_forty():
     assert len(TAKEN) >= 40
+
+
+def test_the_page_lists_them():
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    taken, refused = (page.partition(f"<!-- {name} -->")[2].partition("<!--")[0] for name in ("taken", "refused"))
+    assert re.findall("`(.+?)`", taken) == sorted(TAKEN)
+    lines = [line.strip("| ").split("|") for line in refused.splitlines()[3:]]
+    listed = {name: reason.strip() for names, reason in lines for name in re.findall("`(.+?)`", names)}
+    assert listed == {name: reason for name, (_, reason) in REFUSED.items()}
 
 
 @pytest.fixture(scope="module", params=few(ALL, QUICK))

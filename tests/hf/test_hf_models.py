@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -18,7 +19,7 @@ from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.cli import sections
 from prefold.errors import CheckpointError, InputError, MissingExtraError, UnsupportedModelError
-from prefold.model import config_from
+from prefold.model import config_from, load_model
 from prefold.types import Readout, Request
 
 
@@ -55,7 +56,7 @@ def merged(folder, adapter):
             if name.endswith("lora_A.weight"):
                 change = 1.5 * tensors[name.replace("lora_A", "lora_B")] @ a
                 target = parameters[name.removeprefix("base_model.model.").replace("lora_A.", "")]
-                target += change if target.shape == change.shape else change.T
+                target += change.T if ".c_" in name else change  # GPT-2's linears are stored transposed
     return model
 
 
@@ -86,10 +87,10 @@ def test_rows_of_several_adapters_and_of_none(tmp_path, forced, name):
 def test_an_adapter_of_what_is_no_linear_of_every_row_is_refused(tmp_path):
     folder = checkpoint_of(tmp_path / "model", "olmo2", {})
     bare = model_of(folder)
-    path = write_lora(tmp_path / "x", bare, [next(iter(bare.config.linears))], 0)
-    tensors = {key.replace("self_attn", "nothing"): value for key, value in load_file(path + "/adapter_model.safetensors").items()}
-    save_file(tensors, path + "/adapter_model.safetensors")
-    with pytest.raises(UnsupportedModelError, match="nothing.q_proj, which is no linear of the model"):
+    path = write_lora(tmp_path / "x", bare, ["model.layers.0.self_attn.q_proj"], 0)
+    file = path + "/adapter_model.safetensors"
+    save_file({key.replace("self_attn", "nothing"): value for key, value in load_file(file).items()}, file)
+    with pytest.raises(UnsupportedModelError, match=r"nothing\.q_proj, which is no linear of the model"):
         model_of(folder, adapters={"x": path})
 
 
@@ -105,7 +106,7 @@ def test_a_classifier(tmp_path, forced):
         expected = [model(input_ids=torch.tensor([p])).logits[0].numpy() for p in asked]
     results = run(llm, [as_request(p) for p in asked], Readout("head"), sharing="full", rows=5)
     np.testing.assert_allclose([r.values for r in results], expected, rtol=0, atol=1e-4)
-    with pytest.raises(InputError, match="no LM head"):
+    with pytest.raises(UnsupportedModelError, match="has a classification head"):
         llm.generate("yes", max_tokens=1)
 
 
@@ -133,7 +134,9 @@ def test_random_weights_are_the_same_for_the_same_seed(tmp_path):
     folder = checkpoint_of(tmp_path, "olmo2", {})
     for path in folder.glob("*.safetensors"):
         path.unlink()
-    one, two, three = (LLM(str(folder), load_format="dummy", dtype="float32", seed=seed).embed([[5, 6]]) for seed in (1, 1, 2))
+    one, two, three = (
+        LLM(str(folder), load_format="dummy", dtype="float32", seed=seed).embed([[5, 6]]) for seed in (1, 1, 2)
+    )
     np.testing.assert_array_equal(one, two)
     assert not np.allclose(one, three)
 
@@ -144,8 +147,7 @@ def test_sizes_are_those_that_attention_is_called_with(tmp_path):
     assert [plane.window for plane in config.planes] == [5, 5, None]
     assert {(one.kv_heads, one.head_dim) for one in config.attention} == {(2, 8), (1, 16)}
     assert (config.heads, config.kv_heads, config.head_dim) == (6, 2, 16)
-    names = load_file(tmp_path / "model.safetensors")
-    assert config.num_parameters == sum(tensor.numel() for tensor in names.values())
+    assert config.num_parameters == sum(parameter.numel() for parameter in reference(tmp_path).parameters())
 
 
 def test_factors_that_change_with_the_length_bound_it(tmp_path):
@@ -186,7 +188,10 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_type": "nothing"}, "neither prefold nor transformers .* has such a causal model, of the model_type 'nothing'"),
+        (
+            {"model_type": "nothing"},
+            "neither prefold nor transformers .* has such a causal model, of the model_type 'nothing'",
+        ),
         ({"model_type": "llama"}, "'OlmoForCausalLM' is not supported.*'llama'"),
         ({"model_type": "nothing", "auto_map": {"AutoModelForCausalLM": "x.X"}}, "own code, auto_map, is never run"),
         ({"auto_map": {"AutoModelForCausalLM": "x.X"}}, "auto_map.*never run"),
@@ -202,9 +207,11 @@ def test_configs_that_are_refused(settings, message):
 
 def test_a_gguf_file_of_an_unknown_architecture(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "olmo2")
-    for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        finish()
-    with pytest.raises(UnsupportedModelError, match="'olmo2' is not supported.*safetensors may run, through transformers'"):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=r"'olmo2' is not supported.*safetensors may run, through"):
         resolve(str(tmp_path / "m.gguf"))
 
 
@@ -227,5 +234,5 @@ def test_pickles_are_never_opened(tmp_path):
 
 def test_a_split_model_is_refused(tmp_path):
     folder = checkpoint_of(tmp_path, "olmo2", {})
-    with pytest.raises(Exception, match="tensor_parallel is 2, and transformers' modules"):
-        model_of(folder, tensor_parallel=2)
+    with pytest.raises(InputError, match="tensor_parallel is 2, and transformers' modules"):
+        load_model(resolve(str(folder)), dtype=torch.float32, device="cpu", ranks=SimpleNamespace(size=2))

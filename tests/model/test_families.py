@@ -174,7 +174,11 @@ def test_yarn_defaults():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"architecture": "GPTNeoXForCausalLM"}, "'GPTNeoXForCausalLM' is not supported.*LlamaForCausalLM.*Qwen3Model"),
+        (
+            {"architecture": "NobodyForConditionalGeneration"},
+            "'Nobody.*' is not supported.*LlamaForCausalLM.*Qwen3Model",
+        ),
+        ({"architecture": "GPTNeoXForCausalLM"}, "'GPTNeoXForCausalLM' is not supported.*model_type None"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported.*default, linear, llama3, yarn$"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"no rope_scaling\.factor"),
