@@ -13,9 +13,7 @@ from ..checkpoint.settings import MOST_LAYERS, MOST_POSITIONS, Settings
 from ..errors import MissingExtraError, UnsupportedModelError
 from ..model.config import ModelConfig, Plane
 
-ABOUT = (
-    "any other causal model whose attention goes through transformers' interface: pip install 'prefold[transformers]'"
-)
+ABOUT = "other causal models, by transformers' modules (docs/families.md): pip install 'prefold[transformers]'"
 # Where this is "all", families of prefold's own run through transformers' modules, too: for measuring and testing.
 VARIABLE = "PREFOLD_TRANSFORMERS"
 # What the names of architectures end in, and the class of transformers that loads them.

@@ -26,7 +26,7 @@ class RowNorm(nn.Module):
     def __init__(self, norm: nn.Module, offset: float):
         """offset: what is added to the weight"""
         super().__init__()
-        weight: Tensor = norm.weight  # type: ignore[assignment]
+        weight: Tensor = norm.weight
         self.weight = nn.Parameter(weight.float() + offset if offset else weight, requires_grad=False)
         self.eps = next(float(value) for name in ("variance_epsilon", "eps") if (value := getattr(norm, name, None)))
 
@@ -74,7 +74,7 @@ def fuse(decoder: nn.Module, prefix: str, rows: RowPass, *, packed: bool) -> Ite
         if norm := _norm_of(module):
             decoder.set_submodule(path, norm)
         elif packed and (mlp := _mlp_of(module, name, rows)):
-            sizes = module.gate_proj.in_features, module.gate_proj.out_features  # type: ignore[union-attr]
+            sizes = module.gate_proj.in_features, module.gate_proj.out_features
             yield from ((part, sizes) for part in mlp.names)
             mlp.gate_up.pack()
             decoder.set_submodule(path, mlp)
@@ -84,7 +84,7 @@ def _norm_of(module: nn.Module) -> RowNorm | None:
     """Returns what can stand in the place of a module that is an RMS norm; None: it is none."""
     if not type(module).__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
         return None
-    weight: Tensor = module.weight  # type: ignore[assignment]
+    weight: Tensor = module.weight
     if weight.dim() != 1:
         return None
     for offset in (0.0, 1.0):
@@ -97,7 +97,7 @@ def _norm_of(module: nn.Module) -> RowNorm | None:
 
 def _mlp_of(module: Any, name: str, rows: RowPass) -> RowMlp | None:
     """Returns what can stand in the place of a module that is a gated MLP; None: it is none."""
-    linears = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj")]
+    linears: list[Any] = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj")]
     own = {part.partition(".")[0] for part, _ in module.named_parameters()}
     if own != {"gate_proj", "up_proj", "down_proj"} or any(type(linear) is not nn.Linear for linear in linears):
         return None

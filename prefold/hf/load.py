@@ -52,7 +52,7 @@ def load_model(
     weights = sum(parameter.numel() for parameter in whole.parameters())
     rows = RowPass()
     for module in whole.modules():
-        module.prefold_rows = rows  # type: ignore[assignment]
+        module.prefold_rows = rows
     model = TransformersLM(config, whole, decoder, rows)
     with _quiet(), torch.inference_mode():
         expected, most = expected_of(model)
@@ -145,7 +145,7 @@ def _replace_linears(model: TransformersLM, *, packed: bool) -> dict[str, tuple[
         name = f"{prefix}.{path}" if prefix else path
         weight = module.weight if kind is nn.Linear else module.weight.T.contiguous()
         linear = RowLinear(name, weight, module.bias, model.rows, packed=packed)
-        linear.prefold_rows = model.rows  # type: ignore[assignment]
+        linear.prefold_rows = model.rows
         model.decoder.set_submodule(path, linear)
         linears[name] = linear.in_features, linear.out_features
     return linears

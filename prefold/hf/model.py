@@ -161,6 +161,7 @@ class TransformersLM(CausalLM):
     """
 
     computed_by: ClassVar[str] = "transformers' modules"
+    config: TransformersConfig
 
     def __init__(self, config: TransformersConfig, whole: Any, decoder: nn.Module, rows: RowPass):
         nn.Module.__init__(self)

@@ -22,14 +22,12 @@ from ..worker.slots import SlotAttend
 def weighed(attend: Attend, cap: float | None, sinks: Tensor | None) -> Attend:
     """Returns `attend` with products capped at cap * tanh(product / cap), and sinks [heads] beside the products in the
     softmax, which have no value."""
-    how = _Weighing(cap, sinks)
+    how: Any = _Weighing(cap, sinks)
     if isinstance(attend, StepAttend):
-        whole = StepAttend(
-            replace(attend.batch, attention=how), attend.path, attend.planes, attend.scale, attend.next_kv
-        )
-        return whole  # which leaves K/V where `attend` does
+        return replace(attend, batch=replace(attend.batch, attention=how))  # it leaves K/V where `attend` does
     if isinstance(attend, SlotAttend):
-        return replace(attend, store=_Store(attend.store, how))
+        store: Any = _Store(attend.store, how)
+        return replace(attend, store=store)
     raise UnsupportedModelError(
         f"caps and sinks of attention are computed over rows and slots of a step, not by {type(attend).__name__}"
     )
