@@ -29,9 +29,9 @@ NOTING = "prefold_noting"
 # Lengths of the prompts, each with how many of its first tokens are those of the prompt before.
 PROMPTS = ((21, 0), (17, 9), (12, 12), (19, 3), (1, 0))
 STEP = 11  # rows
-# What results may differ by, in parts of their length: by rounding of float32, and of a smaller dtype; or, where that is
-# more, so many times what transformers' own two kinds of attention (eager and sdpa) differ by, but no more than the
-# second number.
+# What results may differ by, in parts of their length, in float32 and in a smaller dtype: the first number, or, where
+# that is more, so many times what transformers' own two kinds of attention (eager and sdpa) differ by, but no more than
+# the second number.
 DIFFERENCE, ROUNDED_DIFFERENCE, TIMES = (1e-4, 1e-2), (0.1, 0.3), 3
 # Arguments of attention that change its result, and are read here, and tensors that do not change it.
 KNOWN = {"sliding_window", "softcap", "s_aux", "position_ids", "position_embeddings"}

@@ -1,10 +1,12 @@
-"""Norms and gated MLPs of transformers' modules by our kernels: each is replaced where, by its name and its parts, it
-may be such a module, and where the two give the same for random rows."""
+"""Norms, gated MLPs and rotations of transformers' modules by our kernels: each is replaced where, by its name and its
+parts, it may be such a thing, and where the two give the same for random rows."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import suppress
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -127,3 +129,66 @@ def _close(a: Any, b: Tensor) -> bool:
         return False
     most = DIFFERENCE if a.dtype in (torch.float32, torch.float64) else ROUNDED_DIFFERENCE
     return bool((a - b).abs().max() <= most * a.abs().max())
+
+
+# The name that transformers' modules call the rotation of q and k by.
+ROTATION = "apply_rotary_pos_emb"
+
+
+def rotate_by_kernels(decoder: nn.Module) -> None:
+    """Makes the modules of a decoder that rotate q and k call our kernel for it, each where it gives the same as the
+    function that it calls now. Only these modules change: their `forward` has another global of that name."""
+    replaced: dict[Any, Any] = {}
+    for module in decoder.modules():
+        forward: Any = inspect.unwrap(type(module).forward)
+        if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names or forward.__closure__:
+            continue
+        if forward not in replaced:
+            theirs = forward.__globals__[ROTATION]
+            ours = Rotation(theirs)
+            if ours.is_same(decoder.get_input_embeddings().weight):
+                names = {**forward.__globals__, ROTATION: ours}
+                replaced[forward] = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+                replaced[forward].__kwdefaults__ = forward.__kwdefaults__
+            else:
+                replaced[forward] = None
+        if replaced[forward] is not None:
+            module.forward = MethodType(replaced[forward], module)
+
+
+class Rotation:
+    """A Rotation rotates q and k by a kernel, in place of a function of transformers with the same arguments."""
+
+    def __init__(self, theirs: Any):
+        self.theirs = theirs
+        self._last: tuple[Any, Any, Tensor | None] = None, None, None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        fits = (
+            q.dim() == k.dim() == 4 and len(q) == 1 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] == k.shape[-1]
+        )
+        if rest or named or not fits or torch.is_grad_enabled():
+            return self.theirs(q, k, cos, sin, *rest, **named)
+        if self._last[0] is not cos or self._last[1] is not sin:  # all layers of a kind have the same
+            half = cos.shape[-1] // 2
+            self._last = cos, sin, torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float()
+        ops, table = choose_ops(q.dtype, q.device), self._last[2]
+        assert table is not None
+        q, k = (ops.rope(x[0].transpose(0, 1).contiguous(), table).transpose(0, 1)[None] for x in (q, k))
+        return q, k
+
+    def is_same(self, like: Tensor) -> bool:
+        """Returns whether the kernel gives what the function gives, for random rows of the dtype of `like`."""
+        q, k = (_random(2 * 16, like).view(1, ROWS, heads, -1).transpose(1, 2) for heads in (2, 1))
+        angles = _random(8, like).float().repeat(1, 1, 2)
+        cos, sin = (turn(angles).to(like.dtype) for turn in (torch.cos, torch.sin))
+        k = k[..., :16]
+        try:
+            theirs = self.theirs(q.clone(), k.clone(), cos, sin)
+            return all(map(_close, theirs, self(q.clone(), k.clone(), cos, sin)))
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            return False
+        finally:
+            self._last = None, None, None

@@ -22,7 +22,7 @@ from ..model.parallel import ALONE, Alone
 from ..model.sources import SafetensorsSource
 from .check import check, expected_of, note, refused
 from .config import TransformersConfig, transformers_config
-from .fused import fuse
+from .fused import fuse, rotate_by_kernels
 from .model import RowLinear, RowPass, TransformersLM
 
 
@@ -59,6 +59,8 @@ def load_model(
         noted = note(model)
     with torch.no_grad():
         linears = _replace_linears(model, packed=pack)
+    with torch.inference_mode():
+        rotate_by_kernels(decoder)
     model.settle(replace(noted, linears=linears, weights=weights))
     if config.num_labels:
         model.take_score(whole.score)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import gguf
@@ -19,6 +20,7 @@ from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.cli import sections
 from prefold.errors import CheckpointError, InputError, MissingExtraError, UnsupportedModelError
+from prefold.hf import fused
 from prefold.model import config_from, load_model
 from prefold.types import Readout, Request
 
@@ -155,6 +157,24 @@ def test_factors_that_change_with_the_length_bound_it(tmp_path):
     assert llm.config.max_positions == 64
     with pytest.raises(InputError, match="64"):
         llm.embed([[5] * 65])
+
+
+def test_norms_mlps_and_rotations_are_ours(tmp_path, forced, monkeypatch):
+    """Of each layer four norms, an MLP and a rotation; and one norm behind the layers."""
+    rotated = []
+    theirs = fused.Rotation.__call__
+    monkeypatch.setattr(fused.Rotation, "__call__", lambda self, *given: rotated.append(0) or theirs(self, *given))
+    folder = tiny_checkpoint(tmp_path, "qwen3")
+    llm = model_of(folder)
+    kinds = Counter(type(module).__name__ for module in llm.model.decoder.modules())
+    assert (kinds["RowNorm"], kinds["RowMlp"], kinds["RowLinear"]) == (13, 3, 15)
+    assert "Linear" not in kinds and "Qwen3RMSNorm" not in kinds
+    rotated.clear()
+    llm.embed([[5, 6, 7]])
+    assert len(rotated) == 3
+    # A model beside it in transformers is as before.
+    reference(folder)(input_ids=torch.tensor([[5, 6, 7]]))
+    assert len(rotated) == 3
 
 
 # Where it says so
