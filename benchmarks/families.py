@@ -33,7 +33,7 @@ OWN, FORCED, THEIRS = "prefold's own family", "transformers' modules in prefold"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
