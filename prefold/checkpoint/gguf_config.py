@@ -42,7 +42,10 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     arch = every.text("general.architecture")
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModelError(f"{file.path}: GGUF architecture {arch!r} is not supported; these are: {known}")
+        raise UnsupportedModelError(
+            f"{file.path}: GGUF architecture {arch!r} is not supported, for these are: {known}; its folder with "
+            "safetensors may run, through transformers' modules (docs/families.md)"
+        )
     if every.size("split.count", 1, least=0) > 1:
         raise UnsupportedModelError(
             f"{file.path} is one of several parts; merge them first with llama-gguf-split --merge"

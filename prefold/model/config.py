@@ -88,6 +88,7 @@ class ModelConfig:
     Models that are more than that have configs of subclasses, which override what differs.
 
     model          the module and the class of the model that is built
+    loading        the module whose `load_model` and `load_adapter` load it; empty: those of `prefold.model`
     layers         layers with weights of their own
 
     rope           rotary settings; None: nothing is rotated, and each of max_positions has an embedding
@@ -121,6 +122,7 @@ class ModelConfig:
     """
 
     model: ClassVar[str] = "prefold.model.transformer:CausalLM"
+    loading: ClassVar[str] = ""
 
     vocab_size: int
     hidden: int

@@ -115,6 +115,7 @@ ENCODERS = re.compile(
 )
 
 Family = Callable[[HFConfig], ModelConfig]
+Fallback = Callable[[Settings, str, bool], Family | None]
 
 MOST_LABELS = 2**20
 # Of an error's message.
@@ -150,6 +151,9 @@ def _config_from(hf: Settings) -> ModelConfig:
             "comes after them too, so that no two texts share the computation of a prefix; use a causal embedder or "
             "reranker (docs/models.md), or another program"
         )
+    if architecture not in _REFUSED:
+        others = (fallback(hf, architecture, family is not None) for fallback in _FALLBACKS.values())
+        family = next(filter(None, others), family)
     if family is None and architecture in _REFUSED:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
@@ -205,6 +209,22 @@ def add_families(
     MODEL_TYPES.update(model_types)
     _OWN_CODE.update(own_code)
     _REFUSED.update(refused)
+
+
+def add_fallback(family: Fallback, about: str) -> None:
+    """Adds what gives families of architectures that the tables do not have.
+
+    family  returns the family of a config and its architecture, of which it is said whether the tables have it;
+            None: it has none, or leaves it to theirs
+    about   says what it takes, in words
+    """
+    _FALLBACKS[about] = family
+
+
+def fallbacks() -> list[str]:
+    """Returns in words what architectures are taken beside `supported_architectures`."""
+    load_plugins()
+    return list(_FALLBACKS)
 
 
 def _of_registered(architecture: str, family: Family, hf: Settings) -> ModelConfig:
@@ -309,6 +329,7 @@ MODEL_TYPES = {
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
 _REFUSED: dict[str, str] = {}
+_FALLBACKS: dict[str, Fallback] = {}  # by what they take, in words
 # Architectures whose families are not prefold's own.
 _REGISTERED: set[str] = set()
 _FAMILIES: dict[str, Family] = {"Qwen2ForRewardModel": _with_head(qwen2, _reward)}

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from ..device import send
 from ..errors import CheckpointError, UnsupportedModelError
+from ..plugins import named_class
 from .config import ModelConfig
 from .parallel import ALONE, Alone
 from .sources import in_order
@@ -163,6 +164,9 @@ def load_adapter(
     dtype, device, ranks: the model's; this rank's share is kept. Raises UnsupportedModelError for what is more than
     LoRA of a layer's linears, and CheckpointError where files are missing or do not fit, naming what.
     """
+    if config.loading:
+        how: Any = {"dtype": dtype, "device": device, "name": name, "ranks": ranks}
+        return named_class(f"{config.loading}:load_adapter")(path, config, **how)
     folder = Path(path).expanduser()
     settings = _settings(folder)
     pairs = _read_pairs(folder, config)

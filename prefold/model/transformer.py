@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,8 @@ class CausalLM(nn.Module):
     config  of the whole model; local: the same with the sizes of this rank's part of the layers
     ranks   those the model is split over; `attend` gets the heads of this one
     """
+
+    computed_by: ClassVar[str] = ""  # in words, where other modules than prefold's compute a pass
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,6 +49,9 @@ def load_model(
     """
     device = torch.device(device)
     config = config or config_from(checkpoint.config)
+    if config.loading:
+        how: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
+        return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **how)
     _check_size(checkpoint, config, dtype, device, ranks)
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = _shapes(config, dtype)

@@ -166,6 +166,8 @@ class LocalWorker(Worker):
     @property
     def passes(self) -> str:
         """Returns in words what computes a forward pass."""
+        if self.model.computed_by:
+            return f"forward passes run through {self.model.computed_by}"
         thing = missing(self.model) if self.model.device.type == "cpu" else ""
         if thing is None:
             return "each forward pass is one compiled call"

@@ -276,9 +276,10 @@ def test_yarn_defaults():
     ("overrides", "message"),
     [
         (
-            {"architecture": "GPTNeoXForCausalLM"},
-            "not supported.*Gemma3ForCausalLM.*SmolLM3ForCausalLM.*and their models",
+            {"architecture": "NobodyForConditionalGeneration"},
+            "'Nobody.*' is not supported.*Gemma3ForCausalLM.*SmolLM3ForCausalLM.*and their models",
         ),
+        ({"architecture": "GPTNeoXForCausalLM"}, "'GPTNeoXForCausalLM' is not supported.*model_type None"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not.*: default, linear, llama3, yarn, longrope$"),
         ({"rope_scaling": {"rope_type": "longrope"}}, r"no rope_scaling\.short_factor"),

@@ -54,11 +54,11 @@ def written(folder: Path, name: str, **more) -> Path:
 )
 def test_the_example_of_the_page_gives_the_logits_of_transformers(tmp_path, name, more):
     folder = written(tmp_path / "model", name, **more)
-    with pytest.raises(CheckpointError, match=rf"{name}ForCausalLM.*register_family.*--plugin.*docs/families\.md"):
-        config_from(resolve(str(folder)).config)
+    assert config_from(resolve(str(folder)).config).loading  # by transformers' modules
     example = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
     (tmp_path / "my_families.py").write_text(example[1], encoding="utf-8")
     runpy.run_path(str(tmp_path / "my_families.py"))
+    assert not config_from(resolve(str(folder)).config).loading
     check_logits(folder)
 
 
