@@ -16,7 +16,7 @@ from gpu_common import TINY, Bench, random_model
 
 from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, visibility
 from prefold.checkpoint import GEOMETRIES
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.model import CausalLM
 from prefold.model.ops import choose_ops
 from prefold.options import filters_of
@@ -254,7 +254,7 @@ def check_model(report: Report, bench: Bench, name: str, config: dict[str, Any],
     ]
 
     def vectors(model: CausalLM, mode: str, kind: str) -> np.ndarray:
-        engine = Engine(LocalWorker(model), EngineOptions(sharing=mode, max_batch_rows=150))
+        engine = ModelEngine(LocalWorker(model), EngineOptions(sharing=mode, max_batch_rows=150))
         return np.stack([r.values for r in run_engine(engine, [Request(p) for p in prompts], Readout(kind))])
 
     for kind in ("last", "mean"):
@@ -273,7 +273,7 @@ def check_model(report: Report, bench: Bench, name: str, config: dict[str, Any],
 
 def tokens_of(model: CausalLM, prompts: list[np.ndarray], count: int = 12) -> np.ndarray:
     options = EngineOptions(max_batch_rows=64, generation=GenerateOptions(kv_memory=1 << 26))
-    engine = Engine(LocalWorker(model), options)
+    engine = ModelEngine(LocalWorker(model), options)
     found: dict[int, Any] = {}
     for number, prompt in enumerate(prompts):
         request = Request(prompt, sampling=Sampling(max_tokens=count, ignore_eos=True))

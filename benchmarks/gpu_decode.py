@@ -14,7 +14,7 @@ from gpu_rerank import time_shares
 
 from prefold.attention.gpu import place_slots
 from prefold.device import runs_triton
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.model import CausalLM
 from prefold.schedule.steps import SlotStep
 from prefold.types import Request, Sampling
@@ -181,7 +181,7 @@ def job(bench: Bench, name: str) -> None:
         options = GenerateOptions(kv_memory=(1 << 24) if bench.smoke else None, max_running=256)
         most = 64 if bench.smoke else 4096
         worker = LocalWorker(model, depth=None if mode.ahead else 1, graphs=mode.graphs)
-        engine = Engine(worker, EngineOptions(sharing=mode.sharing, max_batch_rows=most, generation=options))
+        engine = ModelEngine(worker, EngineOptions(sharing=mode.sharing, max_batch_rows=most, generation=options))
         sampling = replace(mode.sampling, max_tokens=new, ignore_eos=True)
 
         def once(engine=engine, asked=asked, sampling=sampling) -> None:

@@ -11,7 +11,7 @@ from common import median, read_jsonl, run_engine
 from gpu_common import TINY, Bench, trie_of
 
 from prefold.checkpoint import GEOMETRIES
-from prefold.engine import Engine, EngineOptions
+from prefold.engine import EngineOptions, ModelEngine
 from prefold.types import Readout, Request
 from prefold.worker.local import LocalWorker
 
@@ -43,7 +43,7 @@ def measure(bench: Bench, name: str) -> None:
     rows, rates = [], {}
     for mode in MODES:
         options = EngineOptions(sharing=mode, max_batch_rows=256 if bench.smoke else BATCH_ROWS)
-        engine = Engine(LocalWorker(model), options)
+        engine = ModelEngine(LocalWorker(model), options)
 
         def once(engine=engine) -> None:
             run_engine(engine, [Request(p) for p in prompts], readout)

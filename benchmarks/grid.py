@@ -16,7 +16,7 @@ import torch
 from common import attention_flops, machine, median, run_engine, table, timed, visible_pairs, write_json
 
 from prefold.checkpoint import Checkpoint, resolve
-from prefold.engine import Engine, EngineOptions
+from prefold.engine import EngineOptions, ModelEngine
 from prefold.model import load_model
 from prefold.prefix import Trie
 from prefold.types import Readout, Request
@@ -61,7 +61,7 @@ def main() -> None:
                 # Mean pooling: every row of the last layer is computed, as the published grid does.
                 how = {"sharing": "full", "sharing_threshold": arguments.threshold}
                 how = (how if mode == "auto" else {"sharing": mode}) | {"max_batch_rows": arguments.max_batch_rows}
-                engines[mode] = Engine(LocalWorker(model), EngineOptions(**how))
+                engines[mode] = ModelEngine(LocalWorker(model), EngineOptions(**how))
             for number in range(arguments.repeats):
                 for mode, values in list(seconds.items())[:: 1 if number % 2 else -1]:
                     requests = [Request(p) for p in prompts]

@@ -17,7 +17,7 @@ from port import Port
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.images.config import TowerConfig
 from prefold.images.decode import Image
 from prefold.images.desk import ImageDesk
@@ -76,7 +76,7 @@ class Bench:
                 self.images[name] = Image(drawing(name, row["height"], row["width"]))
         return self.images[name]
 
-    def request(self, engine: Engine, row: dict, image: Image) -> Request:
+    def request(self, engine: ModelEngine, row: dict, image: Image) -> Request:
         """A chat's one question, with the image before it."""
         tokenizer, processor = self.tokenizer, self.processor
         layout = processor.layout(image.height, image.width)
@@ -104,7 +104,7 @@ class Bench:
         ratios = [difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs]
         return sum(ratios) / len(pairs), sum(rouge_l(a, b) for a, b in pairs) / len(pairs)
 
-    def engine(self, variant: str, longest: int, requests: int) -> Engine:
+    def engine(self, variant: str, longest: int, requests: int) -> ModelEngine:
         """longest: rows of the longest request, with its answer. requests: how many there are."""
         worker = LocalWorker(self.model, parts=[image_part(self.tower)])
         slots = longest if variant in ("one slot", "specimen") else longest * requests
@@ -113,7 +113,9 @@ class Bench:
             cache=None if variant == "no reuse" else CacheOptions(),
         )
         kept = 256 << 20 if variant == "exact" else 0
-        return Engine(worker, EngineOptions(generation=generation, eos_ids=self.eos, images={"media_memory": kept}))
+        return ModelEngine(
+            worker, EngineOptions(generation=generation, eos_ids=self.eos, images={"media_memory": kept})
+        )
 
 
 @dataclass
@@ -210,7 +212,7 @@ def ask_all(askers: list[Asker], row: dict, image: Image) -> None:
 
 def longest_of(bench: Bench, rows: list[dict], images: list[Image]) -> int:
     """Returns the rows of the longest request with its answer."""
-    probe = Engine(LocalWorker(bench.model, parts=[image_part(bench.tower)]))
+    probe = ModelEngine(LocalWorker(bench.model, parts=[image_part(bench.tower)]))
     return max(len(bench.request(probe, *one).tokens) for one in zip(rows, images, strict=True)) + bench.options.tokens
 
 

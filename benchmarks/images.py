@@ -57,7 +57,7 @@ from shifted import add_arguments
 from shifted import measure as shifted
 from tower import compare
 
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.images.decode import Image
 from prefold.images.worker import image_part
 from prefold.types import Request, Sampling
@@ -72,7 +72,7 @@ def company(options: argparse.Namespace) -> list[dict]:
     worker = LocalWorker(bench.model, parts=[image_part(bench.tower)])
     kept = GenerateOptions(kv_memory=(longest * len(rows) + 2) * worker.facts.slot_bytes)
     eos = bench.eos
-    plain = Engine(worker, EngineOptions(generation=kept, eos_ids=eos, sharing="off", images={"media_memory": 0}))
+    plain = ModelEngine(worker, EngineOptions(generation=kept, eos_ids=eos, sharing="off", images={"media_memory": 0}))
     exact = bench.engine("exact", longest, len(rows))
     shuffled = random.Random(0).sample(rows, len(rows))
     answers, lines = [], []

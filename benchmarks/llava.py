@@ -24,7 +24,7 @@ from image_bench import Asker, Bench, ask_all, bench_config, longest_of, questio
 from image_cases import TOKENS, vision_folder
 from image_data import SHAPES
 
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.images.decode import Image
 from prefold.images.worker import image_part
 from prefold.worker.local import LocalWorker
@@ -139,7 +139,7 @@ def _in_company(bench: Bench, rows: list[dict], images: list[Image], longest: in
     the same products do to answers."""
     worker = LocalWorker(bench.model, parts=[image_part(bench.tower)])
     kept = GenerateOptions(kv_memory=(longest * len(rows) + 2) * worker.facts.slot_bytes)
-    engine = Engine(
+    engine = ModelEngine(
         worker, EngineOptions(generation=kept, eos_ids=bench.eos, sharing="off", images={"media_memory": 0})
     )
     told: dict[str, list] = {row["id"]: [] for row in rows}

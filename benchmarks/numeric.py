@@ -27,7 +27,7 @@ import numpy as np
 from common import machine, write_json
 
 from prefold.cache import CacheOptions
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.schedule.steps import SlotResult, SlotStep, StepResult, StreamStep
 from prefold.stream import Spool, Window
 from prefold.types import Readout, Request
@@ -148,14 +148,14 @@ def windows_of(shape: Shape, count: int) -> list[Window]:
         return list(spool.windows(max_tokens=WINDOW_TOKENS))
 
 
-Way = Callable[[Engine, list[Window], Readout], Iterator]
+Way = Callable[[ModelEngine, list[Window], Readout], Iterator]
 
 
-def in_stream(engine: Engine, windows: list[Window], readout: Readout) -> Iterator:
+def in_stream(engine: ModelEngine, windows: list[Window], readout: Readout) -> Iterator:
     return engine.run(windows, readout, cache_prefill=False)
 
 
-def as_probes(engine: Engine, windows: list[Window], readout: Readout) -> Iterator:
+def as_probes(engine: ModelEngine, windows: list[Window], readout: Readout) -> Iterator:
     return engine.run(windows, readout, cache_prefill=True)
 
 
@@ -177,7 +177,7 @@ class Figures:
     results: dict[bytes, np.ndarray]
 
 
-def run(way: Way, engine: Engine, windows: list[Window], readout: Readout, keep: bool) -> Figures:
+def run(way: Way, engine: ModelEngine, windows: list[Window], readout: Readout, keep: bool) -> Figures:
     fresh = [replace(window) for window in windows]  # without the properties that earlier runs computed
     engine.reset_stats()
     gc.collect()
@@ -190,14 +190,14 @@ def run(way: Way, engine: Engine, windows: list[Window], readout: Readout, keep:
     return Figures(wall, cpu, engine.stats.rows_computed, engine.stats.steps, results)
 
 
-def engine_of(worker: Worker, rows: int | None) -> Engine:
+def engine_of(worker: Worker, rows: int | None) -> ModelEngine:
     # The cache keeps nothing: K/V is freed with the last prompt that needs it.
     options = GenerateOptions(cache=CacheOptions(max_tokens=1))
-    return Engine(worker, EngineOptions(max_batch_rows=rows, generation=options))
+    return ModelEngine(worker, EngineOptions(max_batch_rows=rows, generation=options))
 
 
 def compare(
-    shape: Shape, count: int, make: Callable[[], Engine], ways: list[str], *, rounds: int, keep: bool
+    shape: Shape, count: int, make: Callable[[], ModelEngine], ways: list[str], *, rounds: int, keep: bool
 ) -> list[dict]:
     """Returns the figures of each way. keep: whether results are compared with the stream's."""
     windows = windows_of(shape, count)
@@ -253,7 +253,7 @@ HEAD = [
 ]  # fmt: skip
 
 
-def maker(options: argparse.Namespace) -> Callable[[], Engine]:
+def maker(options: argparse.Namespace) -> Callable[[], ModelEngine]:
     if options.host:
         return lambda: engine_of(Silent(), options.max_batch_rows)
     from prefold import LLM

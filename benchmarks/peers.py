@@ -10,7 +10,8 @@ Runs under any interpreter that has the system installed; imports nothing of pre
 
 OUT receives {"seconds": [...], "values": [...], "version": "..."}. Loading the model is not timed.
 
-Generating (greedy, past the end of text), there is no OUT and JOB holds model, dtype, threads, block, max_model_len and
+Generating (greedy, past the end of text), there is no OUT and JOB holds model, dtype, threads, block, max_model_len,
+gguf (llama.cpp) and
 
     cases     {name: {"prompts": lists of token ids, "max_tokens": tokens of each output}}
 
@@ -168,6 +169,52 @@ def vllm_generator(job):
     return run, version
 
 
+def llama_generator(job):
+    """llama.cpp's own batches: all prompts, then a token of every sequence a step. The model is the file `gguf`."""
+    import llama_cpp as llama
+    import numpy as np
+
+    cases = job["cases"].values()
+    most = max(len(case["prompts"]) for case in cases)
+    room = max(sum(len(prompt) + case["max_tokens"] for prompt in case["prompts"]) for case in cases)
+    silent = llama.llama_log_callback(lambda level, text, data: None)
+    llama.llama_log_set(silent, None)
+    llama.llama_backend_init()
+    options = llama.llama_context_default_params()
+    options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = room + 256, 2048, 512, most
+    options.n_threads = options.n_threads_batch = job["threads"]
+    options.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    options.kv_unified = True
+    model = llama.llama_model_load_from_file(job["gguf"].encode(), llama.llama_model_default_params())
+    context = llama.llama_init_from_model(model, options)
+    vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+    batch = llama.llama_batch_init(2048, 0, 1)
+
+    def step(rows):
+        """Runs rows (token, position, sequence, whether it is read); returns the likeliest token of those read."""
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, is_read) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
+            batch.seq_id[i][0], batch.logits[i] = sequence, is_read
+        if llama.llama_decode(context, batch):
+            raise RuntimeError("llama.cpp has no room for the batch")
+        logits = [llama.llama_get_logits_ith(context, i) for i, row in enumerate(rows) if row[3]]
+        return [int(np.ctypeslib.as_array(one, (vocabulary,)).argmax()) for one in logits]
+
+    def run(prompts, max_tokens):
+        llama.llama_memory_clear(llama.llama_get_memory(context), True)
+        rows = [(token, at, i, at + 1 == len(p)) for i, p in enumerate(prompts) for at, token in enumerate(p)]
+        last = [token for first in range(0, len(rows), 2048) for token in step(rows[first : first + 2048])]
+        found = [[token] for token in last]
+        for number in range(max_tokens - 1):
+            last = step([(token, len(prompts[i]) + number, i, True) for i, token in enumerate(last)])
+            for tokens, token in zip(found, last, strict=True):
+                tokens.append(token)
+        return found
+
+    return run, llama.__version__
+
+
 def serve(system, job):
     """Generate what is asked for on standard input."""
     # Libraries print what they like: to standard error, so that answers have standard output to themselves.
@@ -178,7 +225,8 @@ def serve(system, job):
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
-    run, version = {"transformers": transformers_generator, "vllm": vllm_generator}[system](job)
+    systems = {"transformers": transformers_generator, "vllm": vllm_generator, "llama": llama_generator}
+    run, version = systems[system](job)
     first = next(iter(job["cases"].values()))
     run(first["prompts"][:8], 4)  # warm-up
     answer(version=version)

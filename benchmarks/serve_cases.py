@@ -24,7 +24,7 @@ from generation_cases import airline
 from serve_systems import KV_GIB, Clients, Served, interval_of_ratio, p, prefold_server, vllm_server
 
 from prefold import LLM, CacheOptions
-from prefold.engine import Engine
+from prefold.engine import ModelEngine
 from prefold.worker.local import LocalWorker
 
 # `vllm bench serve`, which the CPU build's command does not start, as the package has another name.
@@ -345,7 +345,7 @@ def nothing_shared(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, cache in kinds.items():
             llm, options = copy.copy(first), first.engine.options
             generation = replace(options.generation, kv_memory=row_bytes * 256 * (FILLING - 2), cache=cache)
-            llm.engine = Engine(LocalWorker(first.model), replace(options, generation=generation))
+            llm.engine = ModelEngine(LocalWorker(first.model), replace(options, generation=generation))
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             server = stack.enter_context(serving(llm, data_dir=folder))
             clients[name] = stack.enter_context(Clients(server.bound_at[1], 1))

@@ -33,7 +33,7 @@ from common import read_jsonl, table
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.shifted.options import ShiftedReuse
 from prefold.shifted.verify import TOP
 from prefold.types import Generated, Request, Sampling
@@ -115,7 +115,7 @@ class Variant:
             kv_memory=(options.slots + 1) * worker.facts.slot_bytes, cache=CacheOptions(shifted=shifted)
         )
         eos = llm.engine.options.eos_ids
-        self.engine = Engine(worker, EngineOptions(generation=generation, eos_ids=eos))
+        self.engine = ModelEngine(worker, EngineOptions(generation=generation, eos_ids=eos))
         self.seconds: list[float] = []
         self.found: list[Generated] = []
         self.rows = 0

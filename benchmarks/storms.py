@@ -110,7 +110,7 @@ class Watch:
             time.sleep(0.01)
         waiting = len(engine.handles) + len(engine.call(lambda: engine.generator.open_keys))
         if not waiting:
-            engine.look(check_books)
+            engine.call(partial(check_books, engine.generator.scheduler))
         self.llm.cache.clear()
         return dict(self.counts) | {"waiting": waiting, "slots": engine.snapshot().used_slots}
 

@@ -15,7 +15,7 @@ from .cache import RadixCache
 from .checkpoint import Checkpoint, resolve
 from .checkpoint.identity import folder_digest, model_identity
 from .device import choose_device, choose_dtype
-from .engine import Engine, EngineOptions
+from .engine import EngineOptions, ModelEngine
 from .errors import InputError
 from .face.arguments import Prompt
 from .face.keywords import GenerationKeywords, ModelKeywords
@@ -71,14 +71,17 @@ class LLM(NumericTasks, Texts):
         if o.threads is not None:
             torch.set_num_threads(o.threads)
         if not isinstance(model, Checkpoint):
-            mmproj = o.images.mmproj
-            model = resolve(model, revision=o.revision, load_format=o.load_format, mmproj=mmproj, notify=tell)
-        self.checkpoint = model
-        self.tokenizer = tokenizer_or_none(model) if tokenizer is None else tokenizer
+            how: dict[str, Any] = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
+            model = resolve(model, **how, notify=tell)
+        self.checkpoint = model.within(o.context_length)
+        self.tokenizer = tokenizer_or_none(self.checkpoint) if tokenizer is None else tokenizer
         self.dtype = choose_dtype(o.dtype, self.checkpoint.config, self.device)
         o = settled(o, self.identity)
         config = config_from(self.checkpoint.config)
         self.config = config if o.images.tower else config.text
+        if o.decode_graphs and self.config.attention_cap is not None:
+            message = "decode_graphs is not for models with soft caps on the scores of attention"
+            raise InputError(message, field="decode_graphs", remedy="leave it out")
         self._team = self._start_ranks()
         try:
             ranks = ALONE if self._team is None else self._team.ranks
@@ -91,7 +94,8 @@ class LLM(NumericTasks, Texts):
                 for name, folder in (o.adapters or {}).items()
             }
             worker = LocalWorker(self.model, loaded, graphs=o.decode_graphs, parts=parts)
-            self.passes = worker.passes  # in words, what computes a forward pass
+            # In words, what computes a forward pass, and how its positions are chosen.
+            self.passes = "; ".join(filter(None, (worker.passes, self.config.chosen_positions)))
             if self._team is not None:
                 self._team.join(worker)
         except BaseException:
@@ -103,7 +107,7 @@ class LLM(NumericTasks, Texts):
         self.images = self.config.image_inputs(self.checkpoint, self.tokenizer, media, hosts=hosts)
         table = media if self.images is None else self.images.table
         beside = () if table is None else (table,)
-        self.engine = Engine(self._team or worker, EngineOptions.of(o, eos_ids), beside=beside)
+        self.engine = ModelEngine(self._team or worker, EngineOptions.of(o, eos_ids), beside=beside)
 
     def _start_ranks(self) -> TensorParallelWorker | None:
         """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""

@@ -210,6 +210,13 @@ class ModelOptions(StepOptions, SlotOptions):
         "auto", "dummy: random weights of the model's shapes, for benchmarks.", one_of=("auto", "dummy"), on="model"
     )
     revision: str | None = option(None, "The branch, tag or commit of a hub id.")
+    context_length: int | None = option(
+        None,
+        "Tokens of the longest sequence that there may be, an output included; by default what the model was made for."
+        " Of models with LongRoPE (Phi) it says which rotary factors all sequences have: those of long ones where it"
+        " is more than the model was first trained on (4,096).",
+        least=1, on="model", metavar="TOKENS", journal=True,
+    )  # fmt: skip
     seed: int = option(0, 'Of the random weights of load_format="dummy".')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",

@@ -456,10 +456,13 @@ def check_options(owner: str, names: Iterable[str], known: Sequence[str]) -> Non
     """Raises InputError for an option that is not known, naming the nearest known name. owner: the task or class."""
     for name in names:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            remedy = f"{hint}it has: {', '.join(known)}"
+            remedy = f"{near(name, known)}it has: {', '.join(known)}"
             raise InputError(f"{owner} has no option {name!r}", field=name, remedy=remedy, code="unknown_option")
+
+
+def near(name: str, known: Iterable[str], then: str = " ") -> str:
+    """Returns "did you mean NAME?" and `then` for a name that is not known: the nearest known one; "" for none."""
+    return "".join(f"did you mean {close}?{then}" for close in get_close_matches(name, [*known], n=1))
 
 
 def described(*kinds: type) -> str:

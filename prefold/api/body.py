@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import InputError
-from ..options import kind_of, option_of
+from ..options import kind_of, near, option_of
 from ..schedule.generate_step import NO_OWNER
 from ..types import Owner, Readout
 
@@ -104,7 +104,7 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
                 elif cls.is_listed:
                     what, remedy = f"unknown field {name!r:.100}", f"the fields are {', '.join(fields)}"
                 else:
-                    what = f"unknown parameter {name!r:.100}"
+                    what, remedy = f"unknown parameter {name!r:.100}", near(name, fields, " if not, ") + remedy
                 raise InputError(what, field=name[:100], remedy=remedy, code="unsupported")
         required, nested = _parts(cls)
         for name in required:

@@ -22,12 +22,14 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads say what attention is over. heads: of queries; dtype: of q, k and v."""
+    """Heads say what attention is over. heads: of queries; dtype: of q, k and v; cap: scores s become cap * tanh(s /
+    cap) before their softmax, which Triton's kernels do not compute; None: they stay."""
 
     heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    cap: float | None = None
 
     @property
     def group(self) -> int:
@@ -41,7 +43,8 @@ class Heads:
 
     def fits(self, device: torch.device) -> bool:
         """Returns whether Triton's kernels take such heads on this device."""
-        return self.head_dim <= MAX_HEAD_DIM and self.dtype in TRITON_DTYPES and runs_triton(device)
+        fits = self.head_dim <= MAX_HEAD_DIM and self.dtype in TRITON_DTYPES and self.cap is None
+        return fits and runs_triton(device)
 
 
 @dataclass(frozen=True)

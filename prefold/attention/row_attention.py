@@ -17,13 +17,16 @@ from .plan import Heads
 from .row_plan import RowPlan, plan_rows
 
 
-def blocked_attention(q: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, *, scale: float) -> Tensor:
-    """Returns attention of q [queries, heads, dim] over keys and values [keys, kv_heads, dim], shaped as q.
+def blocked_attention(
+    q: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, *, scale: float, cap: float | None = None
+) -> Tensor:
+    """Returns attention of q [queries, heads, dim] over keys and values [keys, kv_heads, dim], shaped as q. cap: as of
+    Heads.
 
     There is one scaled_dot_product_attention for each block of queries: memory grows with the block, not with the
     square of the step. A key or value that is not finite makes the rows that see it NaN, and no other row.
     """
-    return _Blocked.apply(q, keys, values, plan, scale)
+    return _Blocked.apply(q, keys, values, plan, scale, cap)
 
 
 class _Blocked(torch.autograd.Function):
@@ -34,19 +37,21 @@ class _Blocked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, scale: float, cap: float | None
+    ) -> Tensor:
         values = values.contiguous()  # kept by itself, without the queries and keys that it was made with
         ctx.save_for_backward(q, keys, values)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan, ctx.scale, ctx.cap = plan, scale, cap
         keys, values, bad = finite(keys, values)
         out = torch.empty_like(q)
         for rows, index, visible in _blocks(plan, q.device):
-            out[rows] = attend_block(q[rows], keys[index], values[index], bad[index], visible, scale)
+            out[rows] = attend_block(q[rows], keys[index], values[index], bad[index], visible, scale, cap)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, keys, values = ctx.saved_tensors
         q_grad = torch.empty_like(q)
         # A key of a long shared prompt has parts from many blocks: they are added in float32 or more, and rounded once.
@@ -55,14 +60,14 @@ class _Blocked(torch.autograd.Function):
         for rows, index, visible in _blocks(ctx.plan, q.device):
             block = [x.detach().requires_grad_() for x in (q[rows], keys[index], values[index])]
             with torch.enable_grad():
-                out = _attend(block[0], block[1], block[2], visible, ctx.scale)
+                out = _attend(block[0], block[1], block[2], visible, ctx.scale, ctx.cap)
             q_grad[rows], *of_keys = torch.autograd.grad(out, block, grad[rows])
             for whole, part in zip((keys_grad, values_grad), of_keys, strict=True):
                 if isinstance(index, slice):
                     whole[index] += part
                 else:
                     whole.index_add_(0, index, part.to(sums))
-        return q_grad, keys_grad.to(keys.dtype), values_grad.to(values.dtype), None, None
+        return q_grad, keys_grad.to(keys.dtype), values_grad.to(values.dtype), None, None, None
 
 
 def _blocks(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
@@ -94,24 +99,30 @@ def finite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(bad[..., None], 0, keys), torch.where(bad[..., None], 0, values), bad
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, bad: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Returns attention of q [queries, heads, dim] over what `finite` gives, as far as visible bool [queries, keys]."""
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, bad: Tensor, visible: Tensor, scale: float, cap: float | None
+) -> Tensor:
+    """Returns attention of q [queries, heads, dim] over what `finite` gives, as far as visible bool [queries, keys].
+    cap: as of Heads."""
     poisoned = (visible.to(q.dtype) @ bad.to(q.dtype)) > 0
     group = q.shape[1] // k.shape[1]
-    return _attend(q, k, v, visible, scale).masked_fill(poisoned.repeat_interleave(group, 1)[..., None], torch.nan)
+    return _attend(q, k, v, visible, scale, cap).masked_fill(poisoned.repeat_interleave(group, 1)[..., None], torch.nan)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, cap: float | None) -> Tensor:
     """Returns attention; the heads of a group are stacked as further queries of their KV head, and no key is
     repeated."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     stacked = q.reshape(queries, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, group * queries, dim)
-    mask = visible.repeat(group, 1)
-    out = scaled_dot_product_attention(
-        stacked, k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask, scale=scale
-    )
+    mask, k, v = visible.repeat(group, 1), k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    if cap is None:
+        out = scaled_dot_product_attention(stacked, k, v, attn_mask=mask, scale=scale)
+    else:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = cap * torch.tanh(stacked.to(wide) @ k.mT.to(wide) * (scale / cap))
+        out = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
     return out.reshape(kv_heads, group, queries, dim).permute(2, 0, 1, 3).reshape(queries, heads, dim)
 
 
@@ -169,10 +180,11 @@ class RowAttention:
             return gpu.attend_rows(*tensors, plan, self.heads, scale=scale)
         if self._compiled and plan.lists is not None and scale > 0 and not gpu.wants_gradient(*tensors):
             q, k, v, path_k, path_v = (None if t is None else gpu.dense(t) for t in tensors)
-            return self._compiled.row_attention(q, k, v, plan.lists, scale=scale, path_k=path_k, path_v=path_v)
+            paths = {"path_k": path_k, "path_v": path_v}
+            return self._compiled.row_attention(q, k, v, plan.lists, scale=scale, cap=self.heads.cap, **paths)
         keys = k if path_k is None else torch.cat((path_k, k))
         values = v if path_v is None else torch.cat((path_v, v))
-        return blocked_attention(q, keys, values, plan, scale=scale)
+        return blocked_attention(q, keys, values, plan, scale=scale, cap=self.heads.cap)
 
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, path_k: Tensor | None, path_v: Tensor | None

@@ -18,17 +18,24 @@ BLOCK_FILLED = 0.4
 BLOCK_QUERIES = 256
 
 
-def attend_slots(q: Tensor, read: Callable[[Tensor], tuple[Tensor, Tensor]], plan: SlotPlan, *, scale: float) -> Tensor:
+def attend_slots(
+    q: Tensor,
+    read: Callable[[Tensor], tuple[Tensor, Tensor]],
+    plan: SlotPlan,
+    *,
+    scale: float,
+    cap: float | None = None,
+) -> Tensor:
     """Returns softmax(q k^T * scale) v, each query over the slots that `plan` shows it; q [queries, heads, dim].
 
-    read: gives the keys and values in slots int64 [n], [n, kv_heads, dim] each.
+    read: gives the keys and values in slots int64 [n], [n, kv_heads, dim] each. cap: as of Heads.
     """
     gathers = plan.kept(("gathers", q.device), lambda: [_DeviceBlock.of(b, plan, q.device) for b in slot_blocks(plan)])
     out = torch.empty_like(q)
     for gather in gathers:
         keys, values, bad = finite(*read(gather.slots))
         block = slice(gather.start, gather.stop)
-        out[block] = attend_block(q[block], keys, values, bad, gather.visible, scale)
+        out[block] = attend_block(q[block], keys, values, bad, gather.visible, scale, cap)
     return out
 
 

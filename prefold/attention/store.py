@@ -178,10 +178,12 @@ class KVStore:
         """
         self._check(q, plan)
         if self.compiled and plan.lists is not None and scale > 0:
-            return self.compiled.slot_attention(self._packed[plane].struct, gpu.dense(q), plan.lists, scale)
+            return self.compiled.slot_attention(
+                self._packed[plane].struct, gpu.dense(q), plan.lists, scale, self.heads.cap
+            )
         if self._fused:
             return gpu.attend_slots(q, *self.plane(plane), plan, self.heads, scale=scale)
-        return slot_torch.attend_slots(q, partial(self.read, plane), plan, scale=scale)
+        return slot_torch.attend_slots(q, partial(self.read, plane), plan, scale=scale, cap=self.heads.cap)
 
     def _check(self, q: Tensor, plan: SlotPlan) -> None:
         if len(q) != plan.num_queries:

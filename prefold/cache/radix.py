@@ -179,9 +179,10 @@ class RadixCache:
         while (node := self._first(self._by_age)) is not None and now - node.used >= self.options.ttl:
             self._evict_leaf(node)
 
-    def clear(self) -> None:
-        """Evicts all rows that are not pinned."""
-        self._tree.owner(lambda: self.evict(self.rows))
+    def clear(self) -> int:
+        """Evicts all rows that are not pinned, and returns how many they were."""
+        evicted: int = self._tree.owner(lambda: self.evict(self.rows))
+        return evicted
 
     def pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         """Pins the computed rows of these tokens: they are not evicted until `unpin`. Returns how many leading tokens

@@ -6,18 +6,18 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
+from ..options import near
 from ..plugins import load_plugins
 from .builtin import BUILT_IN, fetch
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
-from .settings import Settings
+from .settings import CONTEXT, Settings
 
 # {name: the config of a well-known model, as Hugging Face writes it}, for random weights (`--load-format dummy`).
 # A model of the size of "looped-2x4" is trained by examples/looped_model.py.
@@ -53,6 +53,15 @@ class Checkpoint:
     def dummy(cls, config: dict[str, Any], *, name: str = "dummy", path: Path | None = None) -> Checkpoint:
         """Returns a checkpoint of random weights, in the shapes that `config` (keys of config.json) gives."""
         return cls(name, path, "dummy", Settings.of(config))
+
+    def within(self, context_length: int | None) -> Checkpoint:
+        """Returns the checkpoint of a model whose longest sequence has so many tokens; None: as it was made for."""
+        if context_length is None:
+            return self
+        limited = replace(self, config=Settings.of(self.config) | {CONTEXT: context_length})
+        if "gguf" in self.__dict__:  # it is read already
+            limited.__dict__["gguf"] = self.gguf
+        return limited
 
     def file(self, name: str) -> Path | None:
         """Returns the path of the file `name` in the checkpoint's folder, or None where there is none."""
@@ -103,6 +112,7 @@ def resolve(
     load_format: Literal["auto", "dummy"] = "auto",
     weights: bool = True,
     mmproj: str | None = None,
+    context_length: int | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> Checkpoint:
     """Returns the checkpoint called `name`: a local folder, a .gguf file, a built-in name, or a hub id, in this order.
@@ -113,10 +123,23 @@ def resolve(
     weights      False: for a hub id, only the small files (config, tokenizer) are downloaded
     mmproj       the GGUF file of the tower that belongs to a GGUF file. Where it lies beside that file in a folder of
                  its own, the folder's name is enough
+    context_length  tokens of the longest sequence; None: what the model was made for
     notify       called with one line before something is downloaded
 
     Raises CheckpointError, which says what was looked for.
     """
+    return _resolve(name, revision, load_format, weights, mmproj, notify).within(context_length)
+
+
+def _resolve(
+    name: str,
+    revision: str | None,
+    load_format: str,
+    weights: bool,
+    mmproj: str | None,
+    notify: Callable[[str], None],
+) -> Checkpoint:
+    """Returns the result of `resolve`, with the context that the model was made for."""
     if load_format not in ("auto", "dummy"):
         raise CheckpointError(f"load_format (--load-format) is {load_format!r}; it must be 'auto' or 'dummy'")
     if not name:
@@ -139,10 +162,9 @@ def resolve(
         checkpoint = _local(name, _from_hub(name, revision, weights and not dummy))
     else:
         known = sorted({*BUILT_IN, *GEOMETRIES} if dummy else BUILT_IN)
-        close = get_close_matches(name, known, n=1)
         raise CheckpointError(
             f"there is no model {name!r}: no such folder or .gguf file, not a built-in name ({', '.join(known)}), "
-            "and not a hub id (owner/name)" + (f"; did you mean {close[0]}?" if close else "")
+            f"and not a hub id (owner/name); {near(name, known)}".rstrip("; ")
         )
     if mmproj is not None:
         tower = Path(mmproj).expanduser()

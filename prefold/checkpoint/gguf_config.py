@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
@@ -13,7 +14,21 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
 }
+# Architectures whose norms are LayerNorm.
+LAYER_NORM = ("cohere2", "starcoder2")
+# Settings that files of some architectures have for each layer.
+PER_LAYER = ("attention.sliding_window_pattern",)
+FULL, SLIDING, SHARE = "full_attention", "sliding_attention", "partial_rotary_factor"
 DTYPES = {"F32": "float32", "F16": "float16"}
 
 
@@ -27,7 +42,10 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     arch = every.text("general.architecture")
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModelError(f"{file.path}: GGUF architecture {arch!r} is not supported; these are: {known}")
+        raise UnsupportedModelError(
+            f"{file.path}: GGUF architecture {arch!r} is not supported, for these are: {known}; its folder with "
+            "safetensors may run, through transformers' modules (docs/families.md)"
+        )
     if every.size("split.count", 1, least=0) > 1:
         raise UnsupportedModelError(
             f"{file.path} is one of several parts; merge them first with llama-gguf-split --merge"
@@ -39,8 +57,11 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     _refuse(read, "expert_count", "a mixture of experts")
     if not read.flag("attention.causal", True):
         raise UnsupportedModelError(f"{file.path} attends in both directions; only causal models are supported")
-    if any(read.size(key, head_dim) != head_dim for key in ("attention.value_length", "rope.dimension_count")):
+    turned = read.size("rope.dimension_count", head_dim)
+    if read.size("attention.value_length", head_dim) != head_dim or (turned != head_dim and arch != "phi3"):
         raise UnsupportedModelError(f"{file.path}: value_length and rope.dimension_count must equal key_length")
+    norm = "attention.layer_norm_epsilon" if arch in LAYER_NORM else "attention.layer_norm_rms_epsilon"
+    queries = "blk.0.attn_qkv" if arch == "phi3" else "blk.0.attn_q"
     config = {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
@@ -52,18 +73,18 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         "head_dim": head_dim,
         "intermediate_size": read.size("feed_forward_length"),
         "hidden_act": "silu",
-        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon", zero=True),
+        "rms_norm_eps": read.number(norm, zero=True),
         "max_position_embeddings": read.size("context_length", most=MOST_POSITIONS),
-        "rope_parameters": _rope(file, read, head_dim),
+        "rope_parameters": _rope(file, read, turned) | ({} if turned == head_dim else {SHARE: turned / head_dim}),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
-        "torch_dtype": DTYPES.get(_type(file, "blk.0.attn_q.weight"), "bfloat16"),
+        "attention_bias": arch != "qwen2" and f"{queries}.bias" in file.tensors,
+        "torch_dtype": DTYPES.get(_type(file, f"{queries}.weight"), "bfloat16"),
     }
     window = read.size("attention.sliding_window", 0, least=0, most=MOST_POSITIONS)
     if arch == "llama" and window:
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
-    elif arch == "gemma3":
-        config |= _gemma3(read, config)
+    elif arch in OF_ARCHITECTURE:
+        config |= OF_ARCHITECTURE[arch](read, config)
     elif arch != "llama":
         _refuse(read, "attention.sliding_window", "a sliding window")
     return Settings(config, str(file.path))
@@ -76,14 +97,113 @@ def _gemma3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     # Only the 27B model, which is the one with 62 layers, scales by its width instead of by head_dim.
     wide = config["num_hidden_layers"] == 62
     local = {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa", 10000.0)}
-    return {
+    read.size("attention.sliding_window")
+    return _windows(read, 6) | {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
-        "sliding_window": read.size("attention.sliding_window", most=MOST_POSITIONS),
-        "sliding_window_pattern": read.size("attention.sliding_window_pattern", 6),
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
     }
+
+
+def _windows(read: Settings, every: int) -> dict[str, Any]:
+    """Returns the sliding window, and which layers have it. every: where the file does not say it, one layer in so many
+    has none, the last of each."""
+    layers = read.size("block_count", most=MOST_LAYERS)
+    has_window = read.get("attention.sliding_window_pattern", every)
+    if isinstance(has_window, int) and not isinstance(has_window, bool):
+        every = read.size("attention.sliding_window_pattern", every)
+        has_window = [(i + 1) % every != 0 for i in range(layers)]
+    if not isinstance(has_window, list) or len(has_window) != layers:
+        raise read.wrong("attention.sliding_window_pattern", f"a whole number, or a list of {layers} truth values")
+    window = read.size("attention.sliding_window", None, most=MOST_POSITIONS)
+    if window is None:
+        return {"sliding_window": None}
+    return {"sliding_window": window, "layer_types": [SLIDING if has else FULL for has in has_window]}
+
+
+def _smollm3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config keys that SmolLM 3 alone has. Files do not say which layers are not rotated: as in llama.cpp,
+    every fourth."""
+    _refuse(read, "attention.sliding_window", "a sliding window")
+    return {"no_rope_layer_interval": 4}
+
+
+def _olmo2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config keys of OLMo 2, or of OLMo 3, whose files have a sliding window. Layers that have it are
+    rotated without scaling."""
+    windows = _windows(read, 4)
+    if windows["sliding_window"] is None:
+        return {}
+    rope = config["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return windows | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "rope_parameters": {FULL: rope, SLIDING: local},
+    }
+
+
+def _phi3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config keys that Phi 3 and 4 alone have."""
+    trained = read.size("rope.scaling.original_context_length", config["max_position_embeddings"], most=MOST_POSITIONS)
+    window = read.size("attention.sliding_window", None, least=0, most=MOST_POSITIONS)
+    # Files say so where every row sees all that is before it.
+    window = None if window is None or window >= config["max_position_embeddings"] else window or None
+    return {"sliding_window": window, "original_max_position_embeddings": trained}
+
+
+def _granite(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config keys that Granite alone has."""
+    _refuse(read, "attention.sliding_window", "a sliding window")
+    return {
+        "embedding_multiplier": read.number("embedding_scale", 1.0),
+        "residual_multiplier": read.number("residual_scale", 1.0),
+        "attention_multiplier": read.number("attention.scale", config["head_dim"] ** -0.5),
+        "logits_scaling": read.number("logit_scale", 1.0),
+    }
+
+
+def _gemma2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config keys that Gemma 2 alone has. What its files leave out is as in llama.cpp."""
+    # Only the 27B model, which is the one with 46 layers, scales by its width instead of by head_dim.
+    wide = config["num_hidden_layers"] == 46
+    return _windows(read, 2) | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
+        "attn_logit_softcapping": read.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": read.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _cohere2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config keys that Cohere 2 alone has."""
+    return _windows(read, 4) | {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": read.number("logit_scale")}
+
+
+def _starcoder2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config keys that Starcoder 2 alone has. Its files have a window where what wrote them knew of it."""
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_epsilon": config["rms_norm_eps"],
+        "use_bias": config["attention_bias"],
+        "sliding_window": read.size("attention.sliding_window", None, most=MOST_POSITIONS),
+    }
+
+
+# What makes the config keys that an architecture alone has, of its metadata and of the keys that all have.
+OF_ARCHITECTURE: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
+    "gemma3": _gemma3,
+    "smollm3": _smollm3,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
+    "granite": _granite,
+    "gemma": lambda read, config: {"hidden_activation": "gelu_pytorch_tanh"},
+    "gemma2": _gemma2,
+    "cohere2": _cohere2,
+    "starcoder2": _starcoder2,
+    "exaone4": lambda read, config: _windows(read, 4),
+}
 
 
 def _of_architecture(file: GGUFFile, arch: str) -> Settings:
@@ -92,7 +212,7 @@ def _of_architecture(file: GGUFFile, arch: str) -> Settings:
     prefix, settings = arch + ".", {}
     for key, value in file.metadata.items():
         if key.startswith(prefix):
-            if isinstance(value, list) and value:
+            if isinstance(value, list) and value and not key.endswith(PER_LAYER):
                 if any(each != value[0] for each in value):
                     raise UnsupportedModelError(f"{file.path}: {key} differs from layer to layer")
                 value = value[0]
@@ -122,19 +242,21 @@ def _type(file: GGUFFile, name: str) -> str:
     return file.type_name(name)
 
 
-def _rope(file: GGUFFile, read: Settings, head_dim: int) -> dict[str, Any]:
+def _rope(file: GGUFFile, read: Settings, turned: int) -> dict[str, Any]:
     """Returns the rope settings in the form of transformers; `rope_freqs.weight` (Llama 3.1 and later) divides each
-    frequency."""
+    frequency, and so do `rope_factors_long.weight` and its neighbour (Phi 3). turned: numbers of a head."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": read.number("rope.freq_base", 10000.0)}
+    if LONG in file.tensors:
+        factors = {key: _factors(file, name, turned) for key, name in (("long_factor", LONG), ("short_factor", SHORT))}
+        attention = read.number("rope.scaling.attn_factor", None)
+        return rope | {"rope_type": "longrope", "attention_factor": attention} | factors
     kind = read.text("rope.scaling.type", "linear")  # as in llama.cpp; files of 2023 have no type
     _check_neutral(read, kind)
     linear = _linear_factor(read) if kind == "linear" else 1.0
     if "rope_freqs.weight" in file.tensors:
         if kind not in ("none", "linear") or linear != 1.0:
             raise UnsupportedModelError(f"{file.path} has both rope_freqs.weight and rope scaling {kind!r}")
-        if file.tensors["rope_freqs.weight"].shape != (head_dim // 2,):
-            raise CheckpointError(f"{file.path}: rope_freqs.weight must have {head_dim // 2} numbers, half of head_dim")
-        rope |= {"rope_type": "factors", "factors": file.dequantize("rope_freqs.weight").tolist()}
+        rope |= {"rope_type": "factors", "factors": _factors(file, "rope_freqs.weight", turned)}
     elif kind == "linear":
         rope |= {"rope_type": "linear", "factor": linear} if linear != 1.0 else {}
     elif kind == "yarn":
@@ -148,6 +270,16 @@ def _rope(file: GGUFFile, read: Settings, head_dim: int) -> dict[str, Any]:
     elif kind != "none":
         raise UnsupportedModelError(f"{file.path}: rope scaling {kind!r} is not supported; linear and yarn are")
     return rope
+
+
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+
+
+def _factors(file: GGUFFile, name: str, turned: int) -> list[float]:
+    """Returns the factors of rotary frequencies in a tensor. Raises CheckpointError where these are not as many."""
+    if name not in file.tensors or file.tensors[name].shape != (turned // 2,):
+        raise CheckpointError(f"{file.path}: {name} must have {turned // 2} numbers, half of a head's")
+    return file.dequantize(name).tolist()
 
 
 def _linear_factor(read: Settings) -> float:

@@ -14,6 +14,8 @@ MOST_LAYERS = 4096
 MOST_POSITIONS = 2**40
 # The largest number that is accepted: float32 holds no numbers much larger.
 MOST_NUMBER = 1e38
+# The key under which a config has the tokens of the longest sequence that there may be, where the user has said it.
+CONTEXT = "prefold_context_length"
 REQUIRED: Any = object()
 # Characters of a wrong value that a message shows.
 SHOWN = 60

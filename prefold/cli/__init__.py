@@ -85,7 +85,7 @@ def sections() -> list[tuple[str, list[str]]]:
     """Returns (heading, lines) of each section of the list."""
     from ..checkpoint import BUILT_IN, GEOMETRIES
     from ..kernels import status
-    from ..model import supported_architectures
+    from ..model import fallbacks, supported_architectures
     from ..model.decoders import ROPE_KINDS
 
     formats = [
@@ -95,7 +95,7 @@ def sections() -> list[tuple[str, list[str]]]:
     ]
     return [
         ("Built-in models (--model NAME)", [f"{name:<14}{model.about}" for name, model in BUILT_IN.items()]),
-        ("Architectures", supported_architectures()),
+        ("Architectures", [*supported_architectures(), *fallbacks()]),
         ("RoPE types", [", ".join(ROPE_KINDS)]),
         ("Formats", formats),
         (

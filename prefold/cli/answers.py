@@ -220,11 +220,12 @@ def generate_live(engine: Any, task: Any, works: Sequence[Any], seed: int | None
     An answer is a list of Generated, or the InputError that says what is wrong. Seeds are those of `run_works`, so the
     texts are those that it gives. Where the generator is closed early, what is not done is cancelled.
     """
+    from ..engine.calls import stream
     from ..tasks.run import draw_seed, with_seed
 
     seed = draw_seed() if seed is None else seed
     requests = [with_seed(work.requests[0], seed, number, 0) for number, work in enumerate(works)]
-    return engine.stream(requests, task.inputs.tokenizer)
+    return stream(engine, requests, task.inputs.tokenizer)
 
 
 def one_line(text: str, width: int = 90) -> str:

@@ -61,6 +61,7 @@ def find_model(o: Options, *, weights: bool) -> Any:
         load_format=o["load_format"],
         weights=weights,
         mmproj=o.get("mmproj"),
+        context_length=o.get("context_length"),
         notify=lambda line: click.echo(line, err=True),
     )
     config_from(checkpoint.config)
@@ -353,7 +354,7 @@ def read_bytes(name: str) -> bytes:
     try:
         return Path(name).read_bytes()
     except OSError as error:
-        raise JobError(f"cannot read {name}: {error.strerror}") from None
+        raise JobError(f"cannot read {name}: {error.strerror}; check the path") from None
 
 
 # ----------------------------------------------------------------------------------------- generation

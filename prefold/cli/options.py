@@ -19,6 +19,8 @@ NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # the tasks whose resu
 TASKS = (*NUMERIC_TASKS, "generate")
 FORMATS = ("jsonl", "csv", "tsv", "parquet")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+# What click's messages say that a wrong value is not: by default "a valid integer range".
+click.IntRange.name, click.FloatRange.name = "whole number", "number"
 
 
 def _written(read: Callable[[Any], Any], wanted: str) -> Callable[[Any], Any]:
@@ -275,12 +277,12 @@ _BESIDE = {
 }  # fmt: skip
 
 
-def _declarations() -> dict[str, tuple[Decorator, set[str]]]:
-    """Returns {parameter: (its option, the tasks that have it)} of all that tasks declare. Where what an option means
-    depends on the task, its help says so for each. What all tasks have comes last."""
+def _declared_by(tasks: Collection[str]) -> dict[str, Decorator]:
+    """Returns {parameter: its option} of all that these tasks declare. Where what an option means depends on the task,
+    its help says so for each. What all tasks have comes last."""
     common = {entry.name for entry in fields(TaskOptions)}
     declarations: dict[str, dict[str, Field[Any]]] = {}
-    for task, kind in OPTIONS.items():
+    for task, kind in [(task, kind) for task, kind in OPTIONS.items() if task in tasks]:
         own = {entry.name: entry for entry in fields(kind)}
         if task not in ("rerank", "generate"):  # those that read conversations, too
             own |= {entry.name: entry for entry in fields(ConversationOptions)}
@@ -290,23 +292,20 @@ def _declarations() -> dict[str, tuple[Decorator, set[str]]]:
                 declarations.setdefault(parameter, {})[task] = entry
     options = {}
     for parameter, of in sorted(declarations.items(), key=lambda pair: next(iter(pair[1].values())).name in common):
-        docs = {entry.metadata["doc"] for entry in of.values()}
-        each = " ".join(f"{task}: {entry.metadata['doc']}" for task, entry in of.items())
-        joined = {"help": each} if len(docs) > 1 else {}
+        docs = {task: entry.metadata["doc"] for task, entry in of.items()}
+        each = {"help": " ".join(f"{task}: {doc}" for task, doc in docs.items())} if len({*docs.values()}) > 1 else {}
         flags = ("--normalize/--no-normalize",) if parameter == "normalize" else ()
-        options[parameter] = click_option(next(iter(of.values())), parameter, *flags, **joined), {*of}
+        options[parameter] = click_option(next(iter(of.values())), parameter, *flags, **each)
     return options
-
-
-_DECLARED = _declarations()
-# What commands that compare runs need to generate text.
-text_options = all_of(chat_option, _DECLARED["max_tokens"][0], _DECLARED["ignore_eos"][0])
 
 
 def task_options(*tasks: str) -> Decorator:
     """Returns a decorator that adds the options which tasks have."""
-    declared = [option for option, of in _DECLARED.values() if of & {*tasks}]
-    return all_of(*(option for task in tasks for option in _BESIDE.get(task, ())), *declared)
+    return all_of(*(option for task in tasks for option in _BESIDE.get(task, ())), *_declared_by(tasks).values())
+
+
+# What commands that compare runs need to generate text.
+text_options = all_of(chat_option, *map(_declared_by(["generate"]).__getitem__, ("max_tokens", "ignore_eos")))
 
 
 _IMAGES = (
@@ -362,9 +361,9 @@ def refuse_other_tasks_options(tasks: Collection[str], what: str) -> None:
     for option in context.command.params:
         if not isinstance(option, click.Option) or option.name is None:
             continue
-        # `verify --seed` is another option than the --seed of sampling, as its help says.
+        # Helps tell options apart (`verify --seed` is not that of sampling); one of several tasks holds that of each.
         known = {task: options.get(option.name) for task, options in of_task.items()}
-        of = [task for task, same in known.items() if same is not None and same.help == option.help]
+        of = [task for task, same in known.items() if same is not None and str(same.help) in str(option.help)]
         if of and not {*of} & {*tasks} and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
             written = "/".join((*option.opts, *option.secondary_opts))
             tasks_of = " and ".join(filter(None, (", ".join(of[:-1]), of[-1])))

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ..errors import JobError
+from ..options import near
 from ..serve.options import ServeOptions
 from .options import all_of, declared, generation_options, media_options, model_group, model_options
 
@@ -21,11 +22,11 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
     try:
         settings = tomllib.loads(Path(value).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise JobError(f"--config {value} cannot be read: {error}") from None
+        raise JobError(f"--config {value} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     known = {flag.removeprefix("--"): option for option in ctx.command.params for flag in option.opts}
     for name, setting in settings.items():
         if name not in known or name in ("config", "help"):
-            raise JobError(f"--config {value}: there is no option {name!r}; the names are those of the command line")
+            raise JobError(f"--config {value}: there is no option {name!r}; {near(name, known)}look up serve --help")
         if known[name].multiple and not isinstance(setting, list):
             setting = settings[name] = [setting]
         try:

@@ -1,29 +1,30 @@
-"""A fleet of replicas: it runs requests as an engine does, divides them among the replicas, and yields each answer
-once.
+"""A fleet of replicas: it is an engine, which divides requests among the replicas, and answers each of them once.
 
-One thread, the caller's, makes all decisions. A `Fleet` knows its replicas; a `FleetRun` is one run, whose lease book
-is fed by a sorted job, by a stream, or by a stream and then the job that it begins. Replicas get orders, and send
-events. Decisions are made in `leases.py`, and by the sources `offline.py` and `online.py`.
+One thread makes all decisions of a run: the caller's, or that of `lanes.py` for requests that are submitted. A `Fleet`
+knows its replicas; a `FleetRun` is one run, whose lease book is fed by a sorted job, by a stream, or by a stream and
+then the job that it begins. Replicas get orders, and send events. Decisions are made in `leases.py`, and by the sources
+`offline.py` and `online.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ..engine.handles import Handle
 from ..engine.meter import StepInfo
-from ..engine.protocol import EngineFacts
+from ..engine.protocol import EngineFacts, Snapshot
 from ..errors import FleetError, InputError, JobError
 from ..prefix import RowCost
 from ..stream import LiveInput, Spool, Windows
 from ..stream.order import unique_tokens
 from ..text import Tokenizer
 from ..types import Generated, GenerationStats, Readout, Request, Sharing, Stats
+from .lanes import Lane, Lanes
 from .leases import LeaseBook
 from .offline import OfflineSource, offline_source
 from .online import OnlineSource
@@ -75,9 +76,10 @@ class Fleet:
         self.ready: dict[str, ReplicaFacts] = {}
         self._gone: dict[str, str] = {}
         self._identity: dict[str, str] | None = None
-        self._events: SimpleQueue[tuple[str, ReplicaEvent]] = SimpleQueue()
+        self._events: SimpleQueue[tuple[str, ReplicaEvent] | None] = SimpleQueue()
         self.numbers = itertools.count(1)
-        self._turn = threading.Lock()  # one run at a time
+        # One run at a time. None in place of an event: the run looks for new requests.
+        self._lanes = Lanes(self._run_lane, lambda: self._events.put(None))
         replicas.start(lambda name, event: self._events.put((name, event)))
 
     @property
@@ -112,8 +114,36 @@ class Fleet:
         return before
 
     def close(self) -> None:
-        """Ends all replicas."""
+        """Ends all replicas. Requests that have no answer yet are answered with an error."""
+        self._lanes.close()
         self.replicas.close()
+
+    def snapshot(
+        self, *, held: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
+    ) -> Snapshot:
+        """Returns the counters as they are now. The KV stores of replicas are not listed."""
+        return Snapshot(self.stats)
+
+    def submit(
+        self,
+        requests: Sequence[Request],
+        readout: Readout,
+        handle: Handle,
+        tokenizer: Tokenizer | None = None,
+        *,
+        text: bool = False,
+        share: bool | None = None,
+    ) -> None:
+        """Takes requests (see `Engine.submit`). They run when no job does, in the order of their prefixes: for a fleet
+        the owner of a handle makes no difference. `share` overrides the fleet's own sharing with "full" or "off"."""
+        sharing: Sharing = self.sharing if share is None else "full" if share else "off"
+        lane = Lane(readout, sharing, readout.kind == "tokens" and tokenizer is not None)
+        self._lanes.submit(lane, requests, handle, pieces=text and lane.text)
+
+    def cancel(self, *handles: Handle) -> None:
+        """Gives the requests of handles up: those that no replica has are not computed, and the answers of others are
+        dropped."""
+        self._lanes.cancel(*handles)
 
     def run(
         self,
@@ -126,16 +156,28 @@ class Fleet:
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Any]]:
-        """Yields (tag, answer) of every request of a spool or a stream, as `Engine.run` does; for a request that
-        replicas died of, (tag, InputError)."""
+        """Yields (tag, answer) of every request of a spool or a stream (see `Engine.run`); for a request that replicas
+        died of, (tag, InputError). Requests that are submitted wait until the run has ended."""
         text = readout.kind == "tokens" and tokenizer is not None
         call = RunCall(readout, sharing or self.sharing, max_batch_rows, text)
-        with self._turn:
-            run = FleetRun(self, windows, call, on_step)
-            try:
-                yield from run.answers(stopping)
-            finally:
-                run.end()
+        with self._lanes.waiting():
+            yield from self._answers(windows, call, on_step, stopping)
+
+    def _run_lane(self, lane: Lane, source: LiveInput, stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Any]]:
+        return self._answers(source, RunCall(lane.readout, lane.sharing, None, lane.text), None, stopping)
+
+    def _answers(
+        self,
+        source: Windows | LiveInput,
+        call: RunCall,
+        on_step: Callable[[StepInfo], None] | None,
+        stopping: Callable[[], bool],
+    ) -> Iterator[tuple[bytes, Any]]:
+        run = FleetRun(self, source, call, on_step)
+        try:
+            yield from run.answers(stopping)
+        finally:
+            run.end()
 
     # ---------------------------------------------------------------------------------------------- replicas
 
@@ -227,7 +269,8 @@ class FleetRun:
         self.book = LeaseBook(numbers=fleet.numbers, patience=fleet.patience)
         if isinstance(source, LiveInput):
             self._input = source
-            options = {"max_tokens": source.max_tokens, "policy": fleet.policy, "see": source.see, **fleet.window}
+            options = {"max_tokens": source.max_tokens, "policy": fleet.policy, **fleet.window}
+            options |= {"see": source.see, "wants": source.wants}
             self.online = OnlineSource(call, warm_start=is_warm_start, **options)
             self.book.add(self.online)
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import Field, fields, replace
@@ -139,19 +138,14 @@ class ReplicaHost(Host):
 
     @contextmanager
     def _cache_watched(self, wanted: bool) -> Iterator[None]:
-        """Returns a context within which reports tell what the cache holds, where that is wanted. The reporter belongs
-        to the engine's thread, as the cache does."""
+        """Returns a context within which reports tell what the cache holds, where that is wanted."""
         if not (wanted and self.facts.reports_cache):
             yield
             return
-        engine = self._engine
-        reporter: CacheReporter = engine.look(lambda books: CacheReporter(books.tree, epoch=time.time_ns()))
-        self._tells_anew = True  # the driver that began this run knows of nothing
-        try:
-            with engine.meter.listening(partial(self._tell_cache, reporter)):
+        with self._engine.cache_reporter() as reporter:
+            self._tells_anew = True  # the driver that began this run knows of nothing
+            with self._engine.meter.listening(partial(self._tell_cache, reporter)):
                 yield
-        finally:
-            engine.call(reporter.close)
 
     def _tell_cache(self, reporter: CacheReporter, step: StepInfo) -> None:
         events = reporter.snapshot() if self._tells_anew else reporter.drain()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -269,6 +269,7 @@ class OnlineSource(Source):
     max_tokens  the most tokens of waiting requests
     warm_start  whether the stream is the beginning of a job that is divided later: replicas look ahead less
     see         called with the windows that are sent
+    wants       takes the tag of a request that is to be sent, and returns whether it is still wanted
     window      options of the live window
     """
 
@@ -280,12 +281,13 @@ class OnlineSource(Source):
         warm_start: bool = False,
         policy: Policy | None = None,
         see: Callable[[Window], None] | None = None,
+        wants: Callable[[bytes], bool] | None = None,
         **window: Any,
     ):
         self.router = Router(policy)
         self.dispatcher = Dispatcher(self.router, limit_of=_limit_of, max_tokens=max_tokens, **window)
         self.window = self.dispatcher.window
-        self._call, self._warm_start, self._see = call, warm_start, see
+        self._call, self._warm_start, self._see, self._wants = call, warm_start, see, wants
         self._limits: dict[str, Limits] = {}
         self._is_closed = False
         self._late: deque[_Prompt] = deque()  # prompts for which the window was full, or that lost replicas had
@@ -356,12 +358,22 @@ class OnlineSource(Source):
             self._fill_window(now)
             assignments = self.dispatcher.dispatch(now)
             for assigned in assignments:
-                yield (
-                    str(assigned.replica),
-                    [number for waiting in assigned.requests for number in waiting.payload.unanswered],
-                )
+                if self._wants is not None:
+                    self._drop_unwanted(assigned.requests, self._wants)
+                numbers = [number for waiting in assigned.requests for number in waiting.payload.unanswered]
+                if numbers:
+                    yield str(assigned.replica), numbers
             if not assignments or not self._late:
                 return
+
+    def _drop_unwanted(self, requests: Iterable[Waiting], wants: Callable[[bytes], bool]) -> None:
+        """Forgets those of the requests that nobody wants any more."""
+        for prompt in (waiting.payload for waiting in requests):
+            for number, request in list(prompt.unanswered.items()):
+                if not wants(request.tag):
+                    del self._prompts[number], prompt.unanswered[number]
+            if not prompt.unanswered:
+                self.router.end(prompt.key, output_rows=None)
 
     def resend(self, replica: str, prompts: Sequence[Places]) -> None:
         for number, *_ in prompts:

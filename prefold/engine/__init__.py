@@ -1,7 +1,8 @@
 """The engine: who waits for what, and the steps that bring it. No torch: a worker computes."""
 
-from .engine import Engine
+from .engine import ModelEngine
 from .meter import StepInfo
 from .options import EngineOptions, GenerateOptions
+from .protocol import Engine
 
-__all__ = ["Engine", "EngineOptions", "GenerateOptions", "StepInfo"]
+__all__ = ["Engine", "EngineOptions", "GenerateOptions", "ModelEngine", "StepInfo"]

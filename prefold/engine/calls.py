@@ -1,4 +1,8 @@
-"""How a thread runs requests on an engine: it submits them, waits, and yields their answers."""
+"""How a thread runs requests on an engine: it submits them, waits, and yields their answers.
+
+`stream` does so on any engine. `serve`, for the runs of an engine of one model, looks at what waits there, and at its
+steps.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from ..types import Owner, Readout, Request
 from .handles import Handle
 from .loop import EngineLoop
 from .meter import StepInfo
+from .protocol import Engine
 from .requests import Answer
 from .samples import TextPiece
 
@@ -26,10 +31,12 @@ class _Mailbox:
     def __init__(self) -> None:
         # A SimpleQueue is written in C: an interrupt of the waiting thread leaves none of its locks closed.
         self.events: SimpleQueue[tuple[_Call | None, Sequence[Any]]] = SimpleQueue()
+        self.takes_steps = True
 
     def note(self, step: StepInfo) -> None:
-        """Puts a step into the mailbox."""
-        self.events.put((None, [step]))
+        """Puts a step into the mailbox, if it takes steps. To wake a thread costs more than all else after a step."""
+        if self.takes_steps:
+            self.events.put((None, [step]))
 
     def take(self) -> Iterator[tuple[_Call | None, Any]]:
         """Waits for events, and yields all that are there: (call, event of its request) and (None, StepInfo)."""
@@ -44,12 +51,39 @@ class _Mailbox:
 class _Call(Handle):
     """A _Call is the Handle of one request whose thread waits at a mailbox. tag: the caller's name of the request"""
 
+    waits = True
+
     def __init__(self, mailbox: _Mailbox, tag: Hashable, owner: Owner):
         super().__init__(owner=owner)
         self.tag, self._mailbox = tag, mailbox
 
     def put(self, events: Sequence[Any], at: float = 0.0) -> None:
         self._mailbox.events.put((self, events))
+
+
+def stream(
+    engine: Engine, requests: Iterable[Request], tokenizer: Tokenizer | None
+) -> Iterator[tuple[int, TextPiece | Answer]]:
+    """Yields (number, TextPiece) of each request as its text comes, and (number, answer) when it ends.
+
+    A caller that closes the generator early cancels the open requests. Raises the error of an engine that fails.
+    """
+    mailbox, open = _Mailbox(), dict[_Call, None]()
+    try:
+        for number, request in enumerate(requests):
+            call = _Call(mailbox, number, NO_OWNER)
+            open[call] = None  # before it is submitted, so that it is cancelled whatever happens
+            engine.submit([request], TOKENS, call, tokenizer, text=True)
+        while open:
+            for call, event in mailbox.take():
+                assert call is not None
+                if not isinstance(event, TextPiece):
+                    del open[call]
+                if isinstance(event, Exception) and not isinstance(event, InputError):
+                    raise event
+                yield call.tag, event  # type: ignore[misc]
+    finally:
+        engine.cancel(*open)
 
 
 def serve(
@@ -63,11 +97,10 @@ def serve(
     is_again: Callable[[Any], bool] = lambda tag: False,
     readout: Readout = TOKENS,
     share: bool | None = None,
-    text: bool = False,
     owner: Owner = NO_OWNER,
     failed: Callable[[Exception], InputError] | None = None,
-) -> Iterator[tuple[Any, TextPiece | Answer]]:
-    """Yields (tag, answer) of every request as it ends, and with `text` its (tag, piece of text) before.
+) -> Iterator[tuple[Any, Answer]]:
+    """Yields (tag, answer) of every request as it ends.
 
     The next window is submitted when few requests wait, so that its prompts join the running sequences. A window of
     None means that no request is there yet: the iterator is asked again after the next step. A caller that closes the
@@ -86,9 +119,7 @@ def serve(
     """
     mailbox, open, source = _Mailbox(), dict[_Call, None](), iter(windows)
     more = True
-    # The mailbox gets the engine's steps only if the caller does something after a step; otherwise the thread sleeps
-    # on.
-    with engine.meter.listening(mailbox.note if stopping is not None or on_step is not None else None):
+    with engine.meter.listening(mailbox.note):
         try:
             while more or open:
                 before = len(open)
@@ -101,20 +132,19 @@ def serve(
                     for tag, request in window:
                         call = _Call(mailbox, tag, owner)
                         open[call] = None  # before it is submitted, so that it is cancelled whatever happens
-                        options: dict[str, Any] = {"text": text, "share": share, "again": is_again(tag)}
+                        options: dict[str, Any] = {"share": share, "again": is_again(tag)}
                         engine.submit([request], readout, call, tokenizer, wakes=False, **options)
-                engine.check_open()
                 if len(open) > before:
                     engine.wake()  # after all of them, so that they begin in one step
                 if not open:
                     continue
+                # Where the caller does nothing after a step, the thread sleeps on.
+                mailbox.takes_steps = more or stopping is not None or on_step is not None
                 with closing(mailbox.take()) as events:
                     for call, event in events:
                         if call is None:
                             if on_step is not None:
                                 on_step(event)
-                        elif isinstance(event, TextPiece):
-                            yield call.tag, event
                         elif isinstance(event, Exception) and not isinstance(event, InputError):
                             if failed is None or isinstance(event, PrefoldError):
                                 raise event

@@ -7,10 +7,9 @@ slots of the KV store (`generate.py`, called through `calls.py`). This module of
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import aclosing, closing
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -19,25 +18,23 @@ from ..errors import InputError
 from ..schedule.parts import engine_parts
 from ..stream import Window
 from ..text import Tokenizer
-from ..types import Exits, Generated, Owner, Readout, Request, Sharing, Stats
+from ..types import Exits, Owner, Readout, Request, Sharing, Stats
 from ..worker.protocol import Worker
-from .calls import TOKENS, serve
+from .calls import serve
 from .generate import Generator, check_sharing
-from .handles import ResponseStream, events_of
 from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .protocol import EngineFacts
 from .requests import Answer, joint_readout
-from .samples import TextPiece
 from .stream import SharingChoice, SlotWindows, TaggedRequests, last_rows, run_stream
 
 P = TypeVar("P")
 
 
-class Engine(EngineLoop):
-    """An Engine runs requests on a worker: it reads numbers, and generates text. Raises InputError for options that the
-    worker's model cannot follow.
+class ModelEngine(EngineLoop):
+    """A ModelEngine runs requests on the worker of one model: it reads numbers, and generates text. Raises InputError
+    for options that the worker's model cannot follow.
 
     Any thread may run requests. One thread makes all steps (see `EngineLoop`), and the others only wait, so that an
     interrupt breaks off no step.
@@ -116,39 +113,26 @@ class Engine(EngineLoop):
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
         cache_prefill: bool | None = None,
-        owner: Owner | None = None,
-        failed: Callable[[Exception], InputError] | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+        stopping: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[bytes, Answer]]:
-        """Yields (tag, answer) of every request when the step that ends it has been computed.
-
-        The answer is a Result, or with the read-out "tokens" a list with a Generated for each sample. It is an
-        InputError where a request in the KV store cannot run.
+        """Yields (tag, answer) of every request when the step that ends it has been computed (see `Engine.run`).
 
         With sharing "full" the windows of numbers must be consecutive pieces of one stream (`Spool.windows`). In the KV
         store the next window is submitted when few requests wait, so that its prompts join the running sequences; a
         window of None means that no request is there yet: the iterator is asked again after the next step.
 
-        tokenizer       of the texts; None: they are made of tokens alone
-        sharing         how rows are shared; None: as the engine's options say, with their threshold
-        max_batch_rows  the most rows of a step of the row stream; None: the engine's
-        cache_prefill   whether last rows are read in the KV store; None: as the engine's options say
-        owner           the tenant and the class for whom requests run beside those of others, in the KV store whatever
-                        is read; None: numbers may be read in a row stream, which is the quickest way
-        failed          in the KV store: see `serve`
-        on_step         called after every step of the engine, until the run ends
-        stopping        called after every step: once it returns True, the run ends, after it has yielded the results
-                        that are there
+        sharing        how rows are shared; None: as the engine's options say, with their threshold
+        cache_prefill  whether last rows are read in the KV store; None: as the engine's options say
+        on_step        called after every step of the engine, until the run ends
+        stopping       called after every step: once it returns True, the run ends, after it has yielded the results
+                       that are there. None: it ends with the last result, and no step wakes the caller's thread
 
         Raises InputError for an unknown adapter, and OutOfMemoryError if not even one row fits.
         """
-        if owner is not None:
-            yield from self._run_beside(windows, readout, tokenizer, owner=owner, failed=failed, stopping=stopping)
-            return
         choice = self._choice if sharing is None else None
         sharing = sharing or self.sharing
-        slots: dict[str, Any] = {"stopping": stopping, "failed": failed}
+        slots: dict[str, Any] = {"stopping": stopping}
         if readout.kind == "tokens":
             check_sharing(sharing)
             slots |= {"share": sharing == "full", "on_step": on_step, "max_waiting": self.facts.max_running}
@@ -162,6 +146,7 @@ class Engine(EngineLoop):
                 yield from self._run_in_slots(requests, readout, share=sharing == "full", **slots)
             return
         budget = self._budget if max_batch_rows is None else self._budget_of(max_batch_rows)
+        stopping = stopping or (lambda: False)
         options: dict[str, Any] = {"sharing": sharing, "choice": choice, "budget": budget, "stopping": stopping}
         with self.meter.listening(on_step):
             if sharing != "full" or not (self.options.cache_prefill if cache_prefill is None else cache_prefill):
@@ -181,11 +166,27 @@ class Engine(EngineLoop):
         """Returns whether all numbers are read in the slots of the KV store, those of jobs too; only last rows are."""
         return any(part.in_slots for part in self.parts)
 
-    def _run_beside(
-        self, windows: Iterable[Window | None], readout: Readout, tokenizer: Tokenizer | None, **options: Any
+    def run_beside(
+        self,
+        windows: Iterable[Window | None],
+        readout: Readout,
+        tokenizer: Tokenizer | None = None,
+        *,
+        owner: Owner,
+        failed: Callable[[Exception], InputError] | None = None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[bytes, Answer]]:
-        """Runs requests of an owner beside those of others: they are submitted one by one, so that few of them wait,
-        and all of them are read with the read-out that the first window needs."""
+        """Yields (tag, answer) of every request of an owner, as `run` does, beside the requests of others.
+
+        All requests run in the KV store, whatever is read, with the sharing of the engine's options. They are submitted
+        one by one, so that few of them wait, and all of them are read with the read-out that the first window needs.
+
+        owner     the tenant and the class that the requests run for
+        failed    takes the error of steps that fail by the fault of one request, and returns the request's answer;
+                  None: the error is raised
+        stopping  called after every step: once it returns True, the run ends
+        """
+        options = {"owner": owner, "failed": failed, "stopping": stopping}
         left = iter(windows)
         first = next(left, None)
         if first is not None:
@@ -241,29 +242,6 @@ class Engine(EngineLoop):
         """Ends the engine's thread and the worker's other processes. The engine runs nothing afterwards."""
         self.close_loop()
         self.worker.close()
-
-    def stream(
-        self, requests: Iterable[Request], tokenizer: Tokenizer | None
-    ) -> Iterator[tuple[int, TextPiece | Answer]]:
-        """Yields (number, TextPiece) of each request as its text comes, and (number, answer) when it ends."""
-        yield from serve(self, [enumerate(requests)], tokenizer, max_waiting=0, text=True)
-
-    async def astream(
-        self, request: Request, tokenizer: Tokenizer | None, *, text: bool = True
-    ) -> AsyncIterator[TextPiece | list[Generated]]:
-        """Yields pieces of a text as they come (text: whether they are wanted), and last the list of its samples.
-
-        When the caller leaves before the end, or is cancelled, the request is cancelled. Raises InputError for a
-        request that cannot run.
-        """
-        response = ResponseStream(asyncio.get_running_loop(), len(request.tokens))
-        try:
-            await asyncio.to_thread(self.submit, [request], TOKENS, response, tokenizer, text=text)
-            async with aclosing(events_of([response])) as events:
-                async for _, event in events:
-                    yield event
-        finally:
-            self.cancel(response)
 
 
 def _by_tag(window: Window | None) -> list[tuple[bytes, Request]] | None:

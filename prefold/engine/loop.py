@@ -10,20 +10,21 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from ..cache import RadixCache
+from ..cache import CacheReporter, RadixCache
 from ..errors import OutOfMemoryError, PrefoldError, RankError
 from ..schedule.parts import EnginePart
 from ..text import Tokenizer
-from ..types import Readout, Request, Result, Stats
+from ..types import Readout, Request, Result
 from .generate import Generator
 from .handles import Handle, ReadGroup, send
+from .listing import Wants, snapshot_of
 from .meter import Meter
+from .protocol import Snapshot
 from .step_policy import StepPolicy
 from .thread import CLOSED, EngineThread
 
@@ -33,22 +34,6 @@ T = TypeVar("T")
 ENGINE_FAULTS = (RankError, OutOfMemoryError)
 # After this many failed steps in a row for which no request at fault could be found, all open requests are ended.
 MAX_FAILED_STEPS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A Snapshot holds the counters of an engine, and how full its KV store is.
-
-    stats          the counters
-    slots          slots of the KV store; 0: there is no store yet
-    used_slots     slots in use
-    cache_seconds  the time spent in the radix cache; None: the engine has no cache
-    """
-
-    stats: Stats
-    slots: int = 0
-    used_slots: int = 0
-    cache_seconds: float | None = None
 
 
 class EngineLoop:
@@ -103,17 +88,15 @@ class EngineLoop:
         again: bool = False,
         wakes: bool = True,
     ) -> None:
-        """Takes requests. Their pieces of text and their answer are put into the handle, and `cancel` ends them.
+        """Takes requests (see `Engine.submit`). The call takes long when a grammar is compiled, or when numbers are
+        read of many tokens, because requests are sorted first. Raises PrefoldError for a handle whose thread waits, in
+        the engine's own thread.
 
-        The answer is a list with the Result of each request; with the read-out "tokens" it is the samples of the one
-        request. It is an exception when a request cannot run, or steps fail for it. The call takes long when a grammar
-        is compiled, or when numbers are read of many tokens, because requests are sorted first.
-
-        text   with the read-out "tokens": whether pieces of the text are wanted as they come
-        share  of a single request: whether it shares rows with others, now or later; None: as the engine's options say
         again  of a single request: whether it is a further read of a prompt that another request counts
         wakes  whether a step may begin at once; otherwise the caller submits more requests, and then calls `wake`
         """
+        if handle.waits and self._thread.is_current:
+            raise PrefoldError("the engine's own thread cannot wait for an answer")
         self._handles[handle] = None
         if not handle.owner.is_batch:
             self._live[handle] = None
@@ -126,7 +109,8 @@ class EngineLoop:
             else:
                 self._enter(handle, requests[0], partial(self._read_alone, handle), readout=readout, **options)
         else:
-            group = ReadGroup(handle, requests, readout, rows=self.max_batch_rows, shares=self.generator.sharing)
+            shares = self.generator.sharing if share is None else share
+            group = ReadGroup(handle, requests, readout, rows=self.max_batch_rows, shares=shares)
             self.meter.add(requests=group.again.count(False))
             self.post(self._feed, group)
         if wakes:
@@ -170,18 +154,23 @@ class EngineLoop:
                 self._generator = generator
             return self._generator
 
-    def snapshot(self) -> Snapshot:
-        """Returns the counters and the use of the KV store as they are now; waits for no step."""
-        generator = self._generator
+    def snapshot(self, *, held: bool = False, paths: int = 0, wants: Wants | None = None) -> Snapshot:
+        """Returns what `Engine.snapshot` does; it makes no KV store."""
+        stats, generator = self.meter.stats, self._generator
         if generator is None:
-            return Snapshot(self.meter.stats)
-        pool, cache = generator.scheduler.pool, generator.scheduler.cache
-        return Snapshot(self.meter.stats, pool.num_slots, pool.used_slots, None if cache is None else cache.seconds)
+            return Snapshot(stats)
+        return snapshot_of(stats, generator.scheduler, self.call, held=held, paths=paths, wants=wants)
 
-    def look(self, function: Callable[[Any], T]) -> T:
-        """Calls a function with the scheduler between two steps, and returns its result, which must not be part of the
-        scheduler's books."""
-        return self.call(lambda: function(self.generator.scheduler))
+    @contextmanager
+    def cache_reporter(self) -> Iterator[CacheReporter]:
+        """Returns a context with what reports the events of the cache. The reporter belongs to the engine's thread, in
+        which listeners of the meter call it."""
+        tree = self.generator.scheduler.tree
+        reporter = self.call(lambda: CacheReporter(tree, epoch=time.time_ns()))
+        try:
+            yield reporter
+        finally:
+            self.call(reporter.close)
 
     @property
     def cache(self) -> RadixCache | None:
@@ -216,13 +205,6 @@ class EngineLoop:
     def close_loop(self) -> None:
         """Ends the thread. Requests that have no answer yet are answered with an error."""
         self._end()
-
-    def check_open(self) -> None:
-        """Raises PrefoldError if the caller would wait for ever: the engine is closed, or the caller is its thread."""
-        if self._thread.is_closed:
-            raise PrefoldError(CLOSED)
-        if self._thread.is_current:
-            raise PrefoldError("the engine's own thread cannot wait for an answer")
 
     def _weak_call(self) -> Callable[[Callable[[], Any]], Any]:
         """Returns `call` without a reference to the engine, for the trie, which must not keep the engine alive."""
@@ -261,7 +243,7 @@ class EngineLoop:
         """Enters requests of a group while the group has room for more."""
         handle = group.handle
         while handle in self._handles and (number := group.next()) is not None:
-            options: dict[str, Any] = {"readout": group.readout, "again": group.again[number]}
+            options = {"readout": group.readout, "again": group.again[number], "sharing": group.shares}
             self._enter(handle, group.requests[number], partial(self._read, group, number), **options)
         if handle.is_cancelled:  # by another thread, perhaps before these requests were entered
             self._end_requests(handle)

@@ -5,5 +5,6 @@ keywords    names the keywords of the methods, for editors and type checkers
 results     defines what callers get back
 running     makes each task once, and runs it
 numbers     has embed, rerank, classify and score
+streams     has coroutines that wait for the answers of an engine
 texts       has generate, chat and stream, and agenerate and astream for event loops
 """

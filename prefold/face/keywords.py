@@ -132,6 +132,7 @@ class ModelKeywords(TypedDict, total=False):
 
     load_format: Literal["auto", "dummy"]
     revision: str | None
+    context_length: int | None
     seed: int
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     device: str

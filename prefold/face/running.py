@@ -21,7 +21,7 @@ from ..text import Tokenizer
 from .arguments import check_errors, first_error, take_adapters
 
 if TYPE_CHECKING:
-    from ..engine import Engine
+    from ..engine import ModelEngine
 
 
 KEPT_TASKS = 64
@@ -81,7 +81,7 @@ class TaskRunner:
     images      the reader of images (`ImageInputs`); None for a model that takes only text
     """
 
-    engine: Engine
+    engine: ModelEngine
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
     config: ModelConfig

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequenc
 from contextlib import closing
 from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
+from ..engine.calls import stream
 from ..engine.samples import TextPiece
 from ..errors import InputError
 from ..types import Generated, Request
@@ -13,6 +14,7 @@ from .arguments import Message, Prompt, Text, as_items, chats_of, first_error
 from .keywords import GenerationKeywords
 from .results import Piece
 from .running import TaskRunner, read_call, warn_of_images
+from .streams import astream
 
 Item: TypeAlias = "Text | Mapping[str, object]"  # a prompt, or the fields of GenerateItem
 Answer = Generated | InputError | list[Generated]
@@ -147,7 +149,7 @@ class Texts(TaskRunner):
         return self._stream(self._request(prompt, n, adapter, options))
 
     def _stream(self, request: Request) -> Iterator[Piece]:
-        with closing(cast(Generator[Any, None, None], self.engine.stream([request], self.tokenizer))) as events:
+        with closing(cast(Generator[Any, None, None], stream(self.engine, [request], self.tokenizer))) as events:
             for _, event in events:
                 if isinstance(event, TextPiece):
                     yield Piece(event.sample, event.text)
@@ -171,7 +173,7 @@ class Texts(TaskRunner):
         where the prompt cannot be continued.
         """
         request = self._request(prompt, n, adapter, options)
-        async for event in self.engine.astream(request, self.tokenizer, text=False):
+        async for event in astream(self.engine, request, self.tokenizer, text=False):
             if isinstance(event, list):
                 return event[0] if n is None and len(event) == 1 else event
         raise AssertionError("a request ended without an answer")
@@ -184,7 +186,7 @@ class Texts(TaskRunner):
         Raises InputError where the prompt cannot be continued.
         """
         request = self._request(prompt, n, adapter, options)
-        async for event in self.engine.astream(request, self.tokenizer):
+        async for event in astream(self.engine, request, self.tokenizer):
             if isinstance(event, list):
                 for i, one in enumerate(event):
                     yield Piece(i, "", one)

@@ -62,7 +62,7 @@ class Tower(nn.Module):
         averages = config.kind == "gemma3"
         self.projector_norm = (
             # Stored less one, so float32: 1 + w would lose the last bits of w.
-            Norm(config.hidden, kind="rms", eps=config.projector_eps, dtype=torch.float32, device=device)
+            Norm(config.hidden, bias=False, eps=config.projector_eps, dtype=torch.float32, device=device)
             if averages
             else None
         )
@@ -180,4 +180,4 @@ class TowerLayer(nn.Module):
 
 def _norm(config: TowerConfig, *, dtype: torch.dtype, device: torch.device) -> Norm:
     """Returns a LayerNorm of the tower's residual stream."""
-    return Norm(config.hidden, kind="layer", eps=config.norm_eps, dtype=dtype, device=device)
+    return Norm(config.hidden, bias=True, eps=config.norm_eps, dtype=dtype, device=device)

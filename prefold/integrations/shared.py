@@ -9,11 +9,9 @@ answers = model.run_many("embed", {...}, items)              an answer, or an In
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import sys
 import threading
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,14 +19,14 @@ from functools import partial
 from typing import Any, Self
 
 from ..cluster.fleet import Fleet
-from ..errors import FleetError, InputError, JobError, MissingExtraError, PrefoldError, record_error
+from ..engine.protocol import Engine
+from ..errors import InputError, JobError, MissingExtraError, PrefoldError, record_error
+from ..face.streams import ResponseStream
 from ..model_options import ModelOptions, model_options
 from ..options import OPTIONS
 from ..plugins import add_plugins, plugins
-from ..stream import Feed, LiveInput
 from ..tasks import make_task
-from ..tasks.run import calibrated, calibrated_by, draw_seed, finish, finish_items, results_of, run_items, with_seed
-from ..types import Readout
+from ..tasks.run import calibrated, draw_seed, finish_items, run_items, with_seed
 
 # What is both, such as a seed, is a task's.
 LLM_OPTIONS = {"tokenizer", *ModelOptions.__dataclass_fields__}
@@ -36,8 +34,6 @@ LLM_OPTIONS -= {name for kind in OPTIONS.values() for name in kind.__dataclass_f
 _models: dict[str, Any] = {}
 _lock = threading.Lock()
 _AT_ONCE = 1000  # calls that the actor answers at once
-_WINDOW = 1 << 20  # tokens that wait for replicas
-_TURN = 1.0  # seconds after which the requests of one kind make room for those of another
 Make = Callable[[str, Mapping[str, Any]], Any]  # a task of a name and options
 
 
@@ -77,45 +73,82 @@ class Model:
         return answer
 
 
+class Tasks:
+    """A Tasks makes each task of a model once, for an engine. make: returns the task of a name and options"""
+
+    def __init__(self, engine: Engine, make: Make):
+        self.engine, self._make = engine, make
+        self._tasks: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def task(self, name: str, options: Mapping[str, Any]) -> Any:
+        """Returns the task with these options, which is calibrated if it asks for that. It may take long."""
+        key = json.dumps([name, options], sort_keys=True, default=str)
+        with self._lock:
+            if key not in self._tasks:
+                self._tasks[key] = calibrated(self.engine, self._make(name, options))
+            return self._tasks[key]
+
+    async def run(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
+        """Returns the task's answer to each item, or the item's InputError.
+
+        The requests are submitted to the engine, so that they run beside those of other callers. Where the caller is
+        cancelled, so are they.
+        """
+        task, works = await asyncio.to_thread(self._prepared, name, options, items)
+        loop = asyncio.get_running_loop()
+        replies = [
+            None if isinstance(work, InputError) or not work.requests else ResponseStream(loop, 0) for work in works
+        ]
+        try:
+            await asyncio.to_thread(self._submit, task, works, replies)
+            results = [[] if reply is None else await _results_of(task, reply) for reply in replies]
+        finally:
+            self.engine.cancel(*filter(None, replies))
+        return await asyncio.to_thread(finish_items, task, works, results)
+
+    def _prepared(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        task = self.task(name, options)
+        return task, task.prepare(items)
+
+    def _submit(self, task: Any, works: Sequence[Any], replies: Sequence[ResponseStream | None]) -> None:
+        seed = draw_seed()
+        for number, (work, reply) in enumerate(zip(works, replies, strict=True)):
+            if reply is not None:
+                requests = [with_seed(request, seed, number, part) for part, request in enumerate(work.requests)]
+                self.engine.submit(requests, task.readout, reply, task.inputs.tokenizer)
+
+
+async def _results_of(task: Any, reply: ResponseStream) -> list[Any]:
+    """Returns the results of an item's requests, or the InputError that the item gets in place of them."""
+    try:
+        answer = await reply.answer()
+    except Exception as error:
+        return [record_error(error)]
+    return [answer] if task.readout.kind == "tokens" else list(answer)
+
+
 class SharedModel(Model):
     """Runs tasks on an LLM of this process. Any thread and any event loop may call it."""
 
     def __init__(self, model: str, options: Mapping[str, Any]):
         from ..llm import LLM
 
-        self._llm = LLM(model, **options)
-        self._tasks: dict[str, Any] = {}
-        self._tasks_lock = threading.Lock()
-
-    def _task(self, name: str, options: Mapping[str, Any]) -> Any:
-        """Returns the task with these options, which is made once."""
-        key = json.dumps([name, options], sort_keys=True, default=str)
-        with self._tasks_lock:
-            if key not in self._tasks:
-                llm = self._llm
-                beside = {"adapters": llm.engine.adapters, "images": llm.images}
-                made = make_task(name, llm.checkpoint, llm.tokenizer, dict(options), **beside)
-                self._tasks[key] = calibrated(llm.engine, made)
-            return self._tasks[key]
+        self._llm = llm = LLM(model, **options)
+        beside = {"adapters": llm.engine.adapters, "images": llm.images}
+        make: Make = lambda name, options: make_task(name, llm.checkpoint, llm.tokenizer, dict(options), **beside)  # noqa: E731
+        self._tasks = Tasks(llm.engine, make)
 
     def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        return run_items(self._llm.engine, self._task(name, options), items)
+        return run_items(self._llm.engine, self._tasks.task(name, options), items)
 
     async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
-        """Returns what a task gives for an item, or its InputError. Text of all callers is generated together."""
+        """Returns what a task gives for an item, or its InputError. Text of all callers is generated together; numbers
+        are a row stream, which takes the engine less time."""
         if name != "generate":
             return await super().run_one(name, options, item)
-        task = await asyncio.to_thread(self._task, name, options)
-        (work,) = await asyncio.to_thread(task.prepare, [item])
-        if isinstance(work, InputError):
-            return work
-        try:
-            samples: Any = None
-            async for event in self._llm.engine.astream(work.requests[0], self._llm.tokenizer, text=False):
-                samples = event
-            return finish(task, work.note, [samples])
-        except Exception as error:
-            return record_error(error)
+        (answer,) = await self._tasks.run(name, options, [item])
+        return answer
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters of the model, as a mapping."""
@@ -156,15 +189,15 @@ class RayModel(Model):
         return self._ray.get(self._actor.stats.remote())
 
 
-def _open_on_ray(model: str, options: dict[str, Any], count: int, own: Sequence[str]) -> tuple[Fleet, Make]:
-    """Returns the fleet of a model, and what makes its tasks. own: plugins of the driver."""
+def _open_on_ray(model: str, options: dict[str, Any], count: int, own: Sequence[str]) -> Tasks:
+    """Returns the tasks of a model, on a fleet. own: plugins of the driver."""
     from ..cluster.ray_replicas import RayReplicas
 
     add_plugins(own)
     make, media = tasks_of(model, options)
     replicas = RayReplicas(model, {"threads": 1} | options, count=count, notify=_notify)
     sharing = options.get("sharing", "auto")
-    return Fleet(replicas, sharing="full" if sharing == "auto" else sharing, notify=_notify, media=media), make
+    return Tasks(Fleet(replicas, sharing="full" if sharing == "auto" else sharing, notify=_notify, media=media), make)
 
 
 def tasks_of(model: str, options: Mapping[str, Any]) -> tuple[Make, Any]:
@@ -178,7 +211,7 @@ def tasks_of(model: str, options: Mapping[str, Any]) -> tuple[Make, Any]:
     tokenizer = options.pop("tokenizer", None)
     o = model_options(options)
     known = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
-    checkpoint = resolve(model, weights=False, **known)
+    checkpoint = resolve(model, weights=False, **known, context_length=o.context_length)
     tokenizer = tokenizer_or_none(checkpoint) if tokenizer is None else tokenizer
     images = None
     if o.images.tower:
@@ -193,111 +226,26 @@ def tasks_of(model: str, options: Mapping[str, Any]) -> tuple[Make, Any]:
 
 
 class _Front:
-    """The actor. open: returns a fleet, and what makes tasks of a name and options."""
+    """The actor, which opens the model in a thread. open: returns its tasks"""
 
-    def __init__(self, open: Callable[[], tuple[Fleet, Make]]):
-        self._open = open
-        self._opened: Future[tuple[Fleet, Make]] = Future()
-        self._opened.set_running_or_notify_cancel()  # so that no caller can cancel it
-        self._tasks: dict[str, asyncio.Task[Any]] = {}
-        self._numbers = itertools.count()
-        # A task of each read-out, and the requests: the fleet runs those of one read-out at a time.
-        self._lanes: dict[Readout, tuple[Any, Feed]] = {}
-        self._answers: dict[bytes, Future[Any]] = {}  # of requests without an answer, by tag
-        self._failure: Exception | None = None
-        self._changed = threading.Condition()
-        self._began = 0.0  # when the run did
-        threading.Thread(target=self._drive, name="prefold-front", daemon=True).start()
+    def __init__(self, open: Callable[[], Tasks]):
+        self._tasks: Future[Tasks] = Future()
+        self._tasks.set_running_or_notify_cancel()  # so that no caller can cancel it
+        threading.Thread(target=self._open, args=(open,), name="prefold-front", daemon=True).start()
 
-    # ---------------------------------------------------------------------------------------- calls of others
+    def _open(self, open: Callable[[], Tasks]) -> None:
+        try:
+            self._tasks.set_result(open())
+        except Exception as error:
+            self._tasks.set_exception(error if isinstance(error, PrefoldError) else JobError(repr(error)))
 
     async def run_many(self, name: str, options: dict[str, Any], items: list[Any]) -> list[Any]:
-        key = json.dumps([name, options], sort_keys=True, default=str)
-        if key not in self._tasks:
-            self._tasks[key] = asyncio.create_task(self._make(name, options))
-        return await self._run(await asyncio.shield(self._tasks[key]), items)
+        tasks = await asyncio.wrap_future(self._tasks)
+        return await tasks.run(name, options, items)
 
     async def stats(self) -> dict[str, Any]:
-        fleet, _ = await asyncio.wrap_future(self._opened)
-        return fleet.stats.to_dict()
-
-    async def _make(self, name: str, options: dict[str, Any]) -> Any:
-        """Returns a task, calibrated where it asks for that."""
-        _, make = await asyncio.wrap_future(self._opened)
-        task = await asyncio.to_thread(make, name, options)
-        items = task.calibration_items()
-        return calibrated_by(task, await self._run(task, items)) if items else task
-
-    async def _run(self, task: Any, items: Sequence[Any]) -> list[Any]:
-        works = await asyncio.to_thread(task.prepare, items)
-        answers = [await asyncio.gather(*map(asyncio.wrap_future, some)) for some in self._put(task, works)]
-        return await asyncio.to_thread(finish_items, task, works, answers)
-
-    def _put(self, task: Any, works: Sequence[Any]) -> list[list[Future[Any]]]:
-        """Puts the requests of each work on their way; returns what will have their answers."""
-        seed, out = draw_seed(), []
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            if task.readout not in self._lanes:
-                self._lanes[task.readout] = task, Feed(is_urgent=partial(self._is_over, task.readout))
-            _, feed = self._lanes[task.readout]
-            for number, work in enumerate(works):
-                reads, answers = [], []
-                for part, request in enumerate([] if isinstance(work, InputError) else work.requests):
-                    answer: Future[Any] = Future()
-                    answer.set_running_or_notify_cancel()
-                    answers.append(answer)
-                    tag = next(self._numbers).to_bytes(8, "little")
-                    self._answers[tag] = answer
-                    reads.append((with_seed(request, seed, number, part), tag))
-                if reads:
-                    feed.put(reads)
-                out.append(answers)
-            self._changed.notify()
-        return out
-
-    # ------------------------------------------------------------------------------------------ in the thread
-
-    def _drive(self) -> None:
-        """Runs the requests of one read-out after the other, as long as the actor lives."""
-        try:
-            opened = self._open()
-            self._opened.set_result(opened)
-        except Exception as error:
-            self._opened.set_exception(error if isinstance(error, PrefoldError) else JobError(repr(error)))
-            return
-        fleet, _ = opened
-        while True:
-            with self._changed:
-                readout = self._changed.wait_for(self._waiting)[0]
-                task, feed = self._lanes[readout] = self._lanes.pop(readout)  # the others come first next time
-            self._began = time.monotonic()
-            try:
-                for tag, answer in results_of(fleet, task, LiveInput(feed, _WINDOW)):  # type: ignore[arg-type]
-                    self._answers.pop(tag).set_result(answer)
-            except Exception as error:
-                self._fail(error)
-
-    def _waiting(self) -> list[Readout]:
-        return [readout for readout, (_, feed) in tuple(self._lanes.items()) if feed.since is not None]
-
-    def _is_over(self, readout: Readout) -> bool:
-        """Returns whether the run of a read-out should come to its end, as requests of another wait. Otherwise it goes
-        on, though nothing is asked: only a run hears of replicas."""
-        return time.monotonic() - self._began > _TURN and any(other != readout for other in self._waiting())
-
-    def _fail(self, error: Exception) -> None:
-        """Ends all calls that wait with an error, and where no replica is left all that come."""
-        reason = error if isinstance(error, PrefoldError) else JobError(f"the fleet has failed: {error!r}")
-        with self._changed:
-            self._failure = reason if isinstance(error, FleetError) else None
-            for _, feed in self._lanes.values():
-                while feed.take() is not None:
-                    pass
-            answers, self._answers = self._answers, {}
-        for answer in answers.values():
-            answer.set_exception(reason)
+        tasks = await asyncio.wrap_future(self._tasks)
+        return tasks.engine.snapshot().stats.to_dict()
 
 
 def _notify(line: str) -> None:

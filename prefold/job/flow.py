@@ -145,7 +145,7 @@ def live_results(
     share, generates = facts.sharing == "full", task.readout.kind == "tokens"
     in_slots = generates or (share and reads_last_rows(task))
     run["stopping"] = stopping
-    if in_slots and not generates:
+    if in_slots and not generates and "owner" not in run:  # beside others all requests run in the KV store
         run["cache_prefill"] = True
     # Of requests that do not say others.
     exits = task.sampling.exits if generates else task.readout.exits

@@ -9,14 +9,16 @@ from __future__ import annotations
 from .attention import MAX_HEAD_DIM
 from .interface import DTYPES, RowLists, SlotLists, SlotPlane, TileCall
 from .loader import Kernels, load, status
-from .products import PanelPool, can_pack_words, pack_words
-from .program import Kind, Operation, PathPlane, ProgramCall
+from .products import COLUMNS, PanelPool, can_pack_words, pack_words
+from .program import Kind, LowRank, Operation, PathPlane, ProgramCall
 
 __all__ = [
+    "COLUMNS",
     "DTYPES",
     "MAX_HEAD_DIM",
     "Kernels",
     "Kind",
+    "LowRank",
     "Operation",
     "PanelPool",
     "PathPlane",

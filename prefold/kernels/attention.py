@@ -104,6 +104,7 @@ class AttentionKernels(Family):
         lists: RowLists,
         *,
         scale: float,
+        cap: float | None = None,
         path_k: Tensor | None = None,
         path_v: Tensor | None = None,
     ) -> Tensor:
@@ -115,19 +116,24 @@ class AttentionKernels(Family):
                 setattr(call, name, tensor.data_ptr())
                 setattr(call, f"{name}_row", tensor.stride(0))
                 setattr(call, f"{name}_head", tensor.stride(1))
-        return self._attend("row_attention", call, q, k.shape[1], scale)
+        return self._attend("row_attention", call, q, k.shape[1], scale, cap)
 
-    def slot_attention(self, plane: SlotPlane, q: Tensor, lists: SlotLists, scale: float) -> Tensor:
-        """Returns softmax(q k^T * scale) v over the slots that `lists` lists, [queries, heads, dim] as q is."""
-        return self._attend("slot_attention", SlotCall(lists.call, plane), q, plane.kv_heads, scale)
+    def slot_attention(
+        self, plane: SlotPlane, q: Tensor, lists: SlotLists, scale: float, cap: float | None = None
+    ) -> Tensor:
+        """Returns softmax(q k^T * scale) v over the slots that `lists` lists, [queries, heads, dim] as q is. cap: of
+        the scores, as of `prefold.attention.Heads`."""
+        return self._attend("slot_attention", SlotCall(lists.call, plane), q, plane.kv_heads, scale, cap)
 
-    def _attend(self, name: str, call: RowCall | SlotCall, q: Tensor, kv_heads: int, scale: float) -> Tensor:
+    def _attend(
+        self, name: str, call: RowCall | SlotCall, q: Tensor, kv_heads: int, scale: float, cap: float | None
+    ) -> Tensor:
         """Fills in what rows and slots have in common, calls, and returns the result."""
         out, tiles = torch.empty(q.shape, dtype=q.dtype), call.tiles
         tiles.q, tiles.out = q.data_ptr(), out.data_ptr()
         tiles.q_row, tiles.q_head, _ = q.stride()
         tiles.queries, tiles.heads, tiles.dim = q.shape
-        tiles.kv_heads, tiles.scale, tiles.threads = kv_heads, scale, torch.get_num_threads()
+        tiles.kv_heads, tiles.scale, tiles.threads, tiles.cap = kv_heads, scale, torch.get_num_threads(), cap or 0
         if self._calls[name](byref(call), q.dtype == torch.bfloat16):
             raise MemoryError("attention workspace")
         return out

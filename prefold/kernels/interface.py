@@ -28,6 +28,7 @@ class TileCall(Structure):
         *_fields("run_offsets mask_offsets runs masked tile_starts own_offsets own", c_void_p),
         ("scale", c_float),
         ("threads", c_int32),
+        ("cap", c_float),
     )
 
 
@@ -136,8 +137,8 @@ FUNCTIONS = {
     "rope": (":pppqqqqqfi", MIXED),
     "gate_mul": (":ppqqqi", GATED),
     "has_products": ("i:i", ALONE),
-    "linear": ("i:pqpppqqqi", MIXED),
-    "gated_linear": ("i:pqpppqqqi", GATED),
+    "linear": ("i:pqpppqqqip", MIXED),
+    "gated_linear": ("i:pqpppqqqip", GATED),
     "greedy": ("i:pppqqqqi", {(dtype,): f"_{suffix}" for dtype, suffix in DTYPES.items()}),
     "log_sum_exp": (":pqqqppi", ALONE),
     "entropy": (":pqqqpppi", ALONE),

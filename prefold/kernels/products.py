@@ -94,6 +94,7 @@ class ProductKernels(Family):
             columns,
             size,
             torch.get_num_threads(),
+            None,
         )
         if short:
             raise MemoryError("linear")

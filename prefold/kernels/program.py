@@ -11,7 +11,7 @@ from .interface import Family
 class Kind(IntEnum):
     """The kinds of operations, as src/program.cpp numbers them."""
 
-    NORM, LINEAR, GATED, ROPE, ATTEND, PICK, EMBED, HEAD = range(8)
+    NORM, LINEAR, GATED, ROPE, ATTEND, PICK, EMBED, HEAD, ADD = range(9)
 
 
 class Operation(Structure):
@@ -19,10 +19,17 @@ class Operation(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("kind", "source", "out", "beside", "wide", "plane", "window")),
+        *((name, c_int32) for name in ("activation", "linear")),
         ("eps", c_float),
-        *((name, c_int64) for name in ("at", "keys", "heads", "dim", "kv_heads", "columns")),
+        *((name, c_int64) for name in ("at", "keys", "heads", "dim", "kv_heads", "columns", "positions")),
         *((name, c_void_p) for name in ("weight", "bias")),
     )
+
+
+class LowRank(Structure):
+    """A LowRank is that of src/epilogue.h, which says what its fields mean, with its fields in their order."""
+
+    _fields_ = (*((name, c_void_p) for name in ("a", "b", "spans")), ("ranks", c_int64))
 
 
 class PathPlane(Structure):
@@ -45,8 +52,8 @@ class ProgramCall(Structure):
         ("path", c_int64),
         *((name, c_void_p) for name in ("keep_path", "keep_new")),
         *((name, c_int64) for name in ("kept_path", "kept_new")),
-        *((name, c_void_p) for name in ("plans", "read_plans")),
-        ("none", c_int64),
+        *((name, c_void_p) for name in ("plans", "read_plans", "numbers", "adapters", "adapted", "low")),
+        *((name, c_int64) for name in ("most_ranks", "none")),
         ("scale", c_float),
         *((name, c_int32) for name in ("threads", "is_bf16")),
     )
@@ -56,12 +63,14 @@ class ProgramKernels(Family):
     """Runs programs."""
 
     def run_program(self, call: ProgramCall) -> None:
-        """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot or a token
-        that is not there."""
+        """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot, a token or a
+        position that is not there."""
         failed = self._calls["run_program"](byref(call))
         if failed == 2:
             raise ValueError("a slot that is not there; pass slots of the store")
         if failed == 3:
             raise ValueError("a token that is not there; pass ids of the vocabulary")
+        if failed == 4:
+            raise ValueError("a position that is not there; pass positions that the model has learned")
         if failed:
             raise MemoryError("program")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,14 @@ _WORD = 2**32 - 1
 _BOUND = 3.0
 # Rows that are drawn at once: to draw one takes some 40 bytes a column.
 _ROWS = 128
+
+
+@dataclass(slots=True)
+class VisitPass(Pass):
+    """A VisitPass is a Pass whose layers may be compiled. program: takes a residual stream [rows, hidden] through
+    them, and may write into it; None: the modules do it"""
+
+    program: Callable[[Tensor], Tensor] | None = None
 
 
 def position_noise(seed: int, positions: Tensor, columns: int) -> Tensor:
@@ -195,6 +203,12 @@ class LoopedLM(CausalLM):
     def brought(self, x: Tensor, prelude: Tensor | None) -> Tensor:
         """Returns the residual stream that enters a visit: x, or a mix of x and the prelude's output."""
         return x if self.inject is None else self.inject(torch.cat((x, prelude), -1))
+
+    def go_through(self, rows: Pass, layers: Iterable[int]) -> None:
+        if isinstance(rows, VisitPass) and rows.program is not None:
+            rows.x, rows.delta = rows.program(rows.stream), None
+        else:
+            super().go_through(rows, layers)
 
     def visit(self, rows: Pass, block: int) -> None:
         """Takes rows through a block. After the last plane only the rows that are read are left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,15 +16,15 @@ from ..errors import InputError, UnsupportedModelError
 from ..model import NO_ADAPTERS, Adapter, RowAdapters
 from ..model.decoder_layer import Layer
 from ..model.ops import choose_ops
-from ..model.transformer import Pass
 from ..schedule.steps import NOT_FINITE, NOTHING, Numbers, SlotStep
 from ..worker.local import LocalWorker
+from ..worker.program import Program, program_of
 from ..worker.protocol import DONE, Ticket, WorkerPart
 from ..worker.rows import heads_of
 from ..worker.slots import SlotAttend, SlotBatch, SlotReads, slot_plans
 from .config import LoopedConfig
 from .gates import Seen, choose, summary
-from .model import LoopedLM
+from .model import LoopedLM, VisitPass
 from .steps import (
     DECIDES,
     LEAVES,
@@ -118,6 +119,7 @@ class VisitStore:
             self.states = torch.zeros(shape, dtype=model.dtype, device=device)
         self.odds = torch.zeros(slots, 2, device=device)
         self.likely = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._programs: dict[int, Program | None] = {}  # by block
         self._reads_features = model.gate is not None and model.gate.reads == "features"
 
     def run(self, step: VisitStep) -> VisitTicket:
@@ -186,7 +188,9 @@ class VisitStore:
         batch = SlotBatch(tokens, positions, slots, None, plans, plans, adapters)
         attend = SlotAttend(self.kv, batch, planes, model.config.scale)
         angles, ops = [tables[plane] for plane in first], choose_ops(model.dtype, device)
-        rows = Pass(came, None, angles, attend, None, adapters, ops)
+        rows = VisitPass(came, None, angles, attend, None, adapters, ops)
+        if (program := self._program_of(step.block)) is not None:
+            rows.program = partial(program.through, batch=batch, store=self.kv)
         if step.block < 0:
             if step.block == PRELUDE:
                 self.odds[slots] = self.odds.new_tensor((1.0, 0.0))
@@ -213,6 +217,14 @@ class VisitStore:
             moved = ((now - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)).cpu().numpy()
             left[changing] |= moved <= step.criteria[changing, 1].astype(np.float32)
         return left
+
+    def _program_of(self, block: int) -> Program | None:
+        """Returns the program of a block's layers, or None."""
+        program = self._programs.get(block)
+        if block not in self._programs or (program is not None and not program.is_current):
+            layers = [(layer, self.model.first[layer]) for layer in self.model.parts[block]]
+            program = self._programs[block] = program_of(self.model, layers)
+        return program
 
     def _adapted(self, numbers: np.ndarray | None) -> RowAdapters:
         return NO_ADAPTERS if numbers is None else RowAdapters(list(self.adapters.values()), numbers, None)

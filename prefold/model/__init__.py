@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import MlpKind, ModelConfig, Plane, RopeConfig, add_mlp
 from .decoders import decoder
-from .families import config_from, register_family, supported_architectures
+from .families import config_from, fallbacks, register_family, supported_architectures
 from .names import Names
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = [
     "add_mlp",
     "config_from",
     "decoder",
+    "fallbacks",
     "load_adapter",
     "load_model",
     "register_family",

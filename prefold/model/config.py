@@ -17,14 +17,38 @@ SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "int
 class RopeConfig:
     """A RopeConfig says how q and k are rotated by position.
 
-    kind      "default", "linear", "llama3", "yarn" or "factors"; "none": layers of this kind turn nothing
+    kind      "default", "linear", "llama3", "yarn", "longrope" or "factors"; "none": layers of this kind turn nothing
     theta     the base of the frequencies
     settings  those of the kind
+    share     how much of each head is turned: its first numbers
     """
 
     kind: str = "default"
     theta: float = 10000.0
     settings: Mapping[str, Any] = field(default_factory=dict)
+    share: float = 1.0
+
+    def turned(self, head_dim: int) -> int:
+        """Returns how many numbers of each head are turned."""
+        return int(head_dim * self.share)
+
+
+STILL = RopeConfig("none")
+
+
+def head_order(head_dim: int, turned: int, interleaved: bool) -> tuple[int, ...] | None:
+    """Returns the place in a checkpoint's head of each number of a head of q or k here; None: the places are the same.
+
+    Here the first half of a head is turned against the second one, and the numbers that are not turned are those of a
+    frequency of 0. A checkpoint has the `turned` numbers first, one half behind the other, or number by number in turn
+    (interleaved). The scores of attention do not depend on the order of a head's numbers.
+    """
+    if turned == head_dim and not interleaved:
+        return None
+    step, half = (2, 1) if interleaved else (1, turned // 2)
+    middle = (turned + head_dim) // 2
+    first = (*range(0, turned if interleaved else half, step), *range(turned, middle))
+    return (*first, *range(half, turned, step), *range(middle, head_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +88,29 @@ class ModelConfig:
     Models that are more than that have configs of subclasses, which override what differs.
 
     model          the module and the class of the model that is built
+    loading        the module whose `load_model` and `load_adapter` load it; empty: those of `prefold.model`
     layers         layers with weights of their own
 
     rope           rotary settings; None: nothing is rotated, and each of max_positions has an embedding
-    norm           of the residual stream: RMS norm, or LayerNorm with a bias
+    norm           of the residual stream: RMS norm, or LayerNorm
+    norm_bias      whether a LayerNorm has a bias
     mlp            the kind of MLP: "gated", activation(gate) * up; "plain", activation(up); or one that was added with
                    `add_mlp`
     qkv_bias, o_bias, mlp_bias   biases of those linears; qk_bias: of q and k, and not of v
     qk_norm        an RMS norm over head_dim on every query and key head, before the rotation
-    out_norms      RMS norms on what attention and the MLP give too, before it is added to the residual stream
+    row_qk_norm    an RMS norm over all query heads of a row, and another over its key heads, before the rotation
+    in_norms       norms on what attention and the MLP read
+    out_norms      norms on what attention and the MLP give, before it is added to the residual stream
     sum_norms      RMS norms on the residual stream after each of these is added, which then is what the norm gives
     norm_offset    what is added to the norm weights of the checkpoint (1: they are stored less one)
+    parallel       the MLP reads what attention reads, and both results are added to the residual stream together
     activation     of the MLP
     embedding_scale   what the embedding is multiplied with, rounded to the model's dtype
+    residual_scale    what the results of attention and of the MLP are multiplied with
     query_scalar   attention multiplies q k with its inverse root; None: head_dim
+    attention_cap  scores s of attention become cap * tanh(s / cap); None: they stay
+    logit_scale    what logits are multiplied with
+    logit_cap      logits become cap * tanh(logit / cap) after that; None: they stay
     lm_head        whether there may be logits at all (a bare encoder or a classifier has none)
     num_labels     rows of the classification head; None: no such head
     head_layers    1: one linear. 2: linear, ReLU, linear, with biases (reward models)
@@ -85,9 +118,11 @@ class ModelConfig:
     planes         one for each layer that a pass goes through, in its order
     names          what tensors and modules are called in checkpoints, and which of them are stored as one
     dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
+    whole          the config of the whole model, where this one has the sizes of a rank's part
     """
 
     model: ClassVar[str] = "prefold.model.transformer:CausalLM"
+    loading: ClassVar[str] = ""
 
     vocab_size: int
     hidden: int
@@ -101,6 +136,7 @@ class ModelConfig:
     max_positions: int
     planes: tuple[Plane, ...]
     norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = True
     mlp: str = "gated"
     tie_embeddings: bool = False
     qkv_bias: bool = False
@@ -108,18 +144,26 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    row_qk_norm: bool = False
+    in_norms: bool = True
     out_norms: bool = False
     sum_norms: bool = False
     norm_offset: float = 0.0
+    parallel: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
     query_scalar: float | None = None
+    attention_cap: float | None = None
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
     lm_head: bool = True
     num_labels: int | None = None
     head_layers: Literal[1, 2] = 1
     labels: tuple[str, ...] = ()
     names: Names = field(default_factory=Names)
     dtype: str | None = None
+    whole: ModelConfig | None = field(default=None, repr=False, compare=False)
 
     def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **how: Any) -> Any:
         """Returns what reads the images of items (`ImageInputs`); None: the model takes text alone.
@@ -144,12 +188,26 @@ class ModelConfig:
             raise UnsupportedModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
         if self.rope is not None and self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim is {self.head_dim}; rotary positions need an even one")
-        if self.qk_norm and self.names.interleaved:
-            raise UnsupportedModelError("norms on q and k do not go with heads whose halves are stored in turn")
         for rope in self.ropes:
-            factors = rope.settings.get("factors")
-            if factors is not None and len(factors) != self.head_dim // 2:
-                raise UnsupportedModelError(f"{len(factors)} rotary factors for a head_dim of {self.head_dim}")
+            factors, turned = rope.settings.get("factors"), rope.turned(self.head_dim)
+            if factors is not None and len(factors) != turned // 2:
+                raise UnsupportedModelError(f"{len(factors)} rotary factors for {turned} rotated numbers of a head")
+            if turned % 2 or not 0 < turned <= self.head_dim:
+                raise UnsupportedModelError(
+                    f"{rope.share} of heads of {self.head_dim} is rotated; it must be a part with an even size"
+                )
+        if len({rope.share for rope in self.ropes if rope.kind != "none"}) > 1:
+            raise UnsupportedModelError("the rotated part of a head must be of one size in all layers")
+        if self.row_qk_norm and self.head_order:
+            raise UnsupportedModelError("norms over all heads do not go with heads whose numbers change their places")
+        whole_blocks = (self.sum_norms, self.parallel, self.row_qk_norm, self.residual_scale != 1)
+        if sum(whole_blocks) > 1 or (self.out_norms and any(whole_blocks[:2])):
+            raise UnsupportedModelError(
+                "sum_norms, parallel, row_qk_norm and residual_scale do not go together, the first two not with "
+                "out_norms either"
+            )
+        if not self.in_norms and not self.out_norms:
+            raise UnsupportedModelError("a layer needs norms, in_norms or out_norms")
         if len(self.planes) != len(self.visited):
             raise UnsupportedModelError(f"{len(self.planes)} planes for {len(self.visited)} layers of a pass")
 
@@ -184,6 +242,28 @@ class ModelConfig:
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Returns the rotary settings of each plane; none where nothing is rotated."""
         return tuple(rope for plane in self.planes if (rope := plane.rope or self.rope))
+
+    @property
+    def chosen_positions(self) -> str | None:
+        """Returns in words which rotary factors all sequences have, where the longest one that there may be chooses
+        them; None: there is no choice."""
+        for rope in self.ropes:
+            if rope.kind == "longrope":
+                trained, which = rope.settings["original_max_position_embeddings"], "up to"
+                which = "more than" if rope.settings["is_long"] else which
+                chosen = f"positions have LongRoPE's factors for {which} {trained:,} tokens"
+                return f"{chosen}, by a context_length of {self.max_positions:,}"
+        return None
+
+    @property
+    def head_order(self) -> tuple[int, ...] | None:
+        """Returns the `head_order` of q and k in the checkpoint's tensors."""
+        return head_order(self.head_dim, self.turned, self.names.interleaved)
+
+    @property
+    def turned(self) -> int:
+        """Returns how many numbers of each head are rotated, in the layers that rotate."""
+        return next((rope.turned(self.head_dim) for rope in self.ropes if rope.kind != "none"), self.head_dim)
 
     @property
     def q_size(self) -> int:
@@ -225,8 +305,10 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Returns how many parameters there are. The LM head counts where `lm_head` is set and it is not tied."""
-        norm = self.hidden * (2 if self.norm == "layer" else 1)
-        norms = (4 if self.out_norms or self.sum_norms else 2) * norm + (2 * self.head_dim if self.qk_norm else 0)
+        norm = self.hidden * (2 if self.norm == "layer" and self.norm_bias else 1)
+        norms = self.in_norms * (1 if self.parallel else 2) + 2 * (self.out_norms or self.sum_norms)
+        norms *= norm
+        norms += self.qk_norm * 2 * self.head_dim + self.row_qk_norm * (self.q_size + self.kv_size)
         biases = (
             self.qkv_bias * (self.q_size + 2 * self.kv_size)
             + self.qk_bias * (self.q_size + self.kv_size)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..plugins import named_class
 from .config import ModelConfig
-from .layers import ActivatedLinear, GatedLinear, Linear, Norm, Weight, linear_weights
+from .layers import ActivatedLinear, GatedLinear, Linear, NoNorm, Norm, PlainLayerNorm, Weight, linear_weights
 from .lora import NO_ADAPTERS, RowAdapters
-from .ops import Ops
+from .ops import Ops, wide
 from .parallel import Alone
 
 
@@ -80,7 +80,7 @@ class Layer(nn.Module):
         self.sum = ranks.sum
         q, kv, hidden = config.q_size, 2 * config.kv_size, config.hidden
         self.config, self.number, self.splits_q = config, number, splits_q
-        self.input_norm = norm_of(config, **place)
+        self.input_norm = norm_of(config, **place) if config.in_norms else NoNorm()
         if splits_q:
             self.q = Linear(hidden, q, bias=config.qkv_bias or config.qk_bias, **place)
             self.kv = Linear(hidden, kv, bias=config.qkv_bias or config.qk_bias * kv // 2, **place)
@@ -91,7 +91,7 @@ class Layer(nn.Module):
         self.o = Linear(q, hidden, bias=config.o_bias and first, **place)
         normed = config.out_norms or config.sum_norms
         self.o_norm = norm_of(config, **place) if normed else None
-        self.post_norm = norm_of(config, **place)
+        self.post_norm = norm_of(config, **place) if config.in_norms and not config.parallel else NoNorm()
         self.mlp = named_class(config.mlp_kind.module)(config, number, ranks, **place)
         self._mlp = self.mlp.forward  # to call a module costs more
         self.down_norm = norm_of(config, **place) if normed else None
@@ -114,9 +114,10 @@ class Layer(nn.Module):
         read     int64: the rows whose result is wanted; None: all
         ops      computes the position-wise operations
         """
-        x, q, k, v = self._project(x, delta, cos_sin, read, adapters, ops)
+        x, h = self.input_norm(x, delta, ops)
+        x, q, k, v = self._project(x, h, cos_sin, read, adapters, ops)
         o = attend(q, k, v)
-        del q, k, v, delta  # so that the MLP, where most memory is held, does not run beside them
+        del h, q, k, v, delta  # so that the MLP, where most memory is held, does not run beside them
         return self._finish(x, o, adapters if read is None else adapters.read, ops)
 
     def keys_values(
@@ -124,14 +125,15 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Returns the keys and values [rows, kv_heads, dim] that this layer makes of the residual stream x [rows,
         hidden]; may write into x."""
-        return self._project(x, None, cos_sin, None, adapters, ops)[2:]
+        x, h = self.input_norm(x, None, ops)
+        return self._project(x, h, cos_sin, None, adapters, ops)[2:]
 
     def _project(
-        self, x: Tensor, delta: Tensor | None, cos_sin: Tensor, read: Tensor | None, adapters: RowAdapters, ops: Ops
+        self, x: Tensor, h: Tensor, cos_sin: Tensor, read: Tensor | None, adapters: RowAdapters, ops: Ops
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns the residual stream x + delta of the rows in `read`, q of these rows, and k and v of all."""
+        """Returns the residual stream x of the rows in `read`, q of these rows, and k and v of all. h: the norm of
+        x."""
         config = self.config
-        x, h = self.input_norm(x, delta, ops)
         if self.splits_q:
             kv = adapters.add(self.kv(h), h, self.number, "kv")
             k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
@@ -176,10 +178,108 @@ class SumNormedLayer(Layer):
         return self.down_norm(x, self._mlp(h, adapters, ops), ops)[1], None
 
 
+class ScaledLayer(Layer):
+    """A ScaledLayer multiplies what attention and the MLP give (`ModelConfig.residual_scale`)."""
+
+    def _finish(self, x: Tensor, o: Tensor, adapters: RowAdapters, ops: Ops) -> tuple[Tensor, Tensor | None]:
+        scale = self.config.residual_scale
+        delta = self._output(o, adapters)
+        x, h = self.post_norm(x, scale * (delta if self.o_norm is None else self.o_norm(delta, None, ops)[1]), ops)
+        delta = self._mlp(h, adapters, ops)
+        return x, scale * (delta if self.down_norm is None else self.down_norm(delta, None, ops)[1])
+
+
+class ParallelLayer(Layer):
+    """A ParallelLayer has an MLP that reads what attention reads (`ModelConfig.parallel`)."""
+
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        *,
+        cos_sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        read: Tensor | None,
+        adapters: RowAdapters,
+        ops: Ops,
+    ) -> tuple[Tensor, Tensor | None]:
+        x, h = self.input_norm(x, delta, ops)
+        x, q, k, v = self._project(x, h, cos_sin, read, adapters, ops)
+        o = attend(q, k, v)
+        del q, k, v, delta
+        if read is not None:
+            h, adapters = h[read], adapters.read
+        return x, self._output(o, adapters) + self._mlp(h, adapters, ops)
+
+
+class RowNormedLayer(Layer):
+    """A RowNormedLayer has norms over all query heads of a row, and over its key heads (`ModelConfig.row_qk_norm`).
+
+    Of a model that is split over ranks each has a part of a row: they add up their sums of squares.
+    """
+
+    def __init__(self, config: ModelConfig, number: int, ranks: Alone, **how: Any):
+        super().__init__(config, number, ranks, **how)
+        whole = config.whole or config
+        self._sizes, self._alone = (whole.q_size, whole.kv_size), ranks.size == 1
+        # A KV head that several ranks have is counted once.
+        self._copies = ranks.shard(whole).copies
+        place: dict[str, Any] = {"dtype": how["dtype"], "device": how["device"]}
+        self.q_norm = nn.Parameter(torch.empty(config.q_size, **place))
+        self.k_norm = nn.Parameter(torch.empty(config.kv_size, **place))
+
+    def _project(
+        self, x: Tensor, h: Tensor, cos_sin: Tensor, read: Tensor | None, adapters: RowAdapters, ops: Ops
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        config, sizes = self.config, (self.config.q_size, self.config.kv_size, self.config.kv_size)
+        q_cos_sin = cos_sin
+        if self.splits_q:
+            k, v = adapters.add(self.kv(h), h, self.number, "kv").split(sizes[1:], 1)
+            if read is not None:
+                x, h, q_cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.read
+            q = adapters.add(self.q(h), h, self.number, "q")
+        else:
+            q, k, v = adapters.add(self.qkv(h), h, self.number, "qkv").split(sizes, 1)
+            if read is not None:
+                x, q, q_cos_sin = x[read], q[read], cos_sin[read]
+        q, k = self._normed(q, k, ops)
+        q = ops.rope(q.unflatten(1, (config.heads, config.head_dim)), q_cos_sin)
+        k = ops.rope(k.unflatten(1, (config.kv_heads, config.head_dim)), cos_sin)
+        return x, q, k, v.unflatten(1, (config.kv_heads, config.head_dim))
+
+    def _normed(self, q: Tensor, k: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+        """Returns the norms of q [rows, heads * head_dim] and k [rows, kv_heads * head_dim]."""
+        assert self.q_norm is not None and self.k_norm is not None
+        eps, norms = self.config.norm_eps, (self.q_norm, self.k_norm)
+        if self._alone:
+            q, k = (ops.add_rms_norm(t.contiguous(), None, norm, eps)[1] for t, norm in zip((q, k), norms, strict=True))
+            return q, k
+        sums = [wide(q).pow(2).sum(-1), wide(k).pow(2).sum(-1) / self._copies]
+        of_all = self.sum(torch.cat(sums)).split([len(q), len(k)])
+        q, k = (
+            (norm * (wide(t) * torch.rsqrt(total[:, None] / size + eps))).to(t.dtype)
+            for t, norm, total, size in zip((q, k), norms, of_all, self._sizes, strict=True)
+        )
+        return q, k
+
+
+def layer_of(config: ModelConfig) -> type[Layer]:
+    """Returns the class of a model's layers."""
+    kinds = {
+        SumNormedLayer: config.sum_norms,
+        ParallelLayer: config.parallel,
+        RowNormedLayer: config.row_qk_norm,
+        ScaledLayer: config.residual_scale != 1,
+    }
+    return next((kind for kind, is_wanted in kinds.items() if is_wanted), Layer)
+
+
 def norm_of(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Norm:
     """Returns a norm of the residual stream."""
+    kind = PlainLayerNorm if config.norm == "layer" and not config.norm_bias else Norm
+    biased = config.norm == "layer" and config.norm_bias
     dtype = _norm_dtype(config, dtype)
-    return Norm(config.hidden, kind=config.norm, eps=config.norm_eps, dtype=dtype, device=device)
+    return kind(config.hidden, bias=biased, eps=config.norm_eps, dtype=dtype, device=device)
 
 
 def _head_norm(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -3,14 +3,15 @@ settings in such configs. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..checkpoint.settings import MOST_LAYERS, MOST_POSITIONS, Settings
+from ..checkpoint.settings import CONTEXT, MOST_LAYERS, MOST_POSITIONS, Settings
 from ..errors import CheckpointError, UnsupportedModelError
-from .config import ModelConfig, Plane, RopeConfig
-from .names import GPT2
+from .config import STILL, ModelConfig, Plane, RopeConfig
+from .names import FUSED, GPT2, GRANITE4, STARCODER2, Names
 
 
 def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
@@ -19,17 +20,18 @@ def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
     scaling, parameters = hf.settings("rope_scaling"), hf.settings("rope_parameters")
     rope = scaling or parameters
     kind = rope.text("rope_type", None) or rope.text("type", "default")
+    kind = "longrope" if kind == "su" else kind
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UnsupportedModelError("rotary settings that differ from layer to layer are not supported")
     if kind not in ROPE_KINDS:
         raise UnsupportedModelError(
             f"the rope type {kind!r} is not supported; these are: {', '.join(list(ROPE_KINDS)[:-1])}"
         )
-    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported; all of a head is rotated")
+    share = rope.number("partial_rotary_factor", None) or hf.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise (rope if "partial_rotary_factor" in rope else hf).wrong("partial_rotary_factor", "at most 1")
     theta = rope.number("rope_theta", None) or hf.number("rope_theta", 10000.0)
-    return RopeConfig(kind, float(theta), ROPE_KINDS[kind](hf, rope))
+    return RopeConfig(kind, float(theta), ROPE_KINDS[kind](hf, rope), float(share))
 
 
 def _llama3_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
@@ -56,6 +58,23 @@ def _yarn_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
     }
 
 
+def _long_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
+    """Returns the settings of LongRoPE, which has factors for sequences of up to so many tokens as the model was
+    trained on, and others for longer ones. Were they chosen by sequence, a prefix's keys would depend on what follows:
+    they are chosen by the longest sequence that there may be, `context_length`."""
+    trained, most = _trained_positions(hf, rope), hf.size("max_position_embeddings", most=MOST_POSITIONS)
+    factor = rope.number("factor", None) or most / trained
+    warmth = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 < trained else 1.0
+    short, long = rope.numbers("short_factor"), rope.numbers("long_factor")
+    is_long = _context(hf, most) > trained
+    return {
+        "factors": long if is_long else short,
+        "attention_factor": rope.number("attention_factor", None) or warmth,
+        "original_max_position_embeddings": trained,
+        "is_long": is_long,
+    }
+
+
 def _trained_positions(hf: Settings, rope: Settings) -> int:
     """Returns how many positions the model was trained on, before its context was made longer."""
     key, most = "original_max_position_embeddings", MOST_POSITIONS
@@ -69,6 +88,7 @@ ROPE_KINDS: dict[str, Callable[[Settings, Settings], dict[str, Any]]] = {
     "linear": lambda hf, rope: {"factor": rope.number("factor")},
     "llama3": _llama3_rope,
     "yarn": _yarn_rope,
+    "longrope": _long_rope,
     "factors": lambda hf, rope: {"factors": rope.numbers("factors")},
 }
 
@@ -80,12 +100,13 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def llama(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Llama 1 to 3, SmolLM 1 and 2, TinyLlama, and all that call themselves so."""
+def llama(hf: HFConfig, **options: Any) -> ModelConfig:
+    """Returns the config of Llama 1 to 3, SmolLM 1 and 2, TinyLlama, and all that call themselves so. options: further
+    arguments of `decoder`."""
     hf = Settings.of(hf)
-    attention_bias = hf.flag("attention_bias")
+    bias, mlp_bias = hf.flag("attention_bias"), hf.flag("mlp_bias")
     kv_heads = hf.size("num_key_value_heads", None) or hf.size("num_attention_heads")
-    return decoder(hf, kv_heads=kv_heads, qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=hf.flag("mlp_bias"))
+    return decoder(hf, kv_heads=kv_heads, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias, **options)
 
 
 def mistral(hf: HFConfig) -> ModelConfig:
@@ -113,31 +134,192 @@ def gemma3(hf: HFConfig) -> ModelConfig:
     """Returns the config of Gemma 3, the text model: norms before and after each part; layers with a sliding window
     have a rotary base of their own."""
     hf = Settings.of(hf)
-    if hf.get("use_bidirectional_attention"):
-        raise UnsupportedModelError(
-            "the model attends in both directions (use_bidirectional_attention); only causal ones work"
-        )
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if hf.get(key) is not None:
             raise UnsupportedModelError(f"{key} {hf[key]} is not supported; Gemma 3 has none")
     types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 6), _layers(hf))
-    bias = hf.flag("attention_bias")
-    defaults = {"head_dim": 256, "tie_word_embeddings": True}
-    activation = {"hidden_act": hf.text("hidden_activation", "gelu_pytorch_tanh")}
-    config = decoder(
-        defaults | _rope_of(hf, FULL, "rope_theta", 1e6) | activation,
-        windows=_windows(hf, types),
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        out_norms=True,
-        norm_offset=1.0,
-        embedding_scale=hf.size("hidden_size") ** 0.5,
-        query_scalar=hf.number("query_pre_attn_scalar", 256),
-    )
+    config = _gemma(hf, _rope_of(hf, FULL, "rope_theta", 1e6), types, qk_norm=True)
     local = read_rope(_rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
     planes = zip(config.planes, types, strict=True)
     return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+
+
+def smollm3(hf: HFConfig) -> ModelConfig:
+    """Returns the config of SmolLM 3: Llama, with layers that rotate nothing."""
+    hf = Settings.of(hf)
+    every = hf.size("no_rope_layer_interval", 4)  # says how no_rope_layers was made
+    turns = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(_layers(hf))]
+    if not isinstance(turns, list) or len(turns) < _layers(hf) or any(turn not in (0, 1) for turn in turns):
+        raise hf.wrong("no_rope_layers", "a list with 1 for each layer that is rotated, and 0 for others")
+    turns = turns[: _layers(hf)]
+    near = SLIDING if hf.flag("use_sliding_window") else FULL
+    types = [FULL if turn else near for turn in turns]
+    windows = _windows(hf, hf.texts("layer_types", None) or types)
+    return _turning(llama({"tie_word_embeddings": True} | hf, windows=windows), turns)
+
+
+def olmo2(hf: HFConfig, **options: Any) -> ModelConfig:
+    """Returns the config of OLMo 2: norms after each part alone, and over all heads of q and of k. options: further
+    arguments of `decoder`."""
+    return llama({"rms_norm_eps": 1e-5} | Settings.of(hf), row_qk_norm=True, in_norms=False, out_norms=True, **options)
+
+
+def olmo3(hf: HFConfig) -> ModelConfig:
+    """Returns the config of OLMo 3: OLMo 2, where most layers have a sliding window, and positions of their own."""
+    hf = Settings.of(hf)
+    types = hf.texts("layer_types", None) or _every(4, _layers(hf))
+    config = olmo2(_rope_of(hf, FULL, "rope_theta", 5e5), windows=_windows(hf, types))
+    local = read_rope(_rope_of(hf, SLIDING, "rope_theta", 5e5))
+    planes = zip(config.planes, types, strict=True)
+    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+
+
+def phi3(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Phi 3, 3.5 and 4 (mini): Llama, with fused tensors; part of a head is rotated in some."""
+    hf = Settings.of(hf)
+    key = next((key for key in ("rope_scaling", "rope_parameters") if hf.settings(key)), None)
+    if key is not None and (rope := hf.settings(key)).get("rope_type", rope.get("type")) == "yarn":
+        hf = hf | {key: dict(rope) | {"rope_type": "longrope"}}  # what early files call it
+    hf.get("full_attn_mod")  # of its makers' own code; transformers has no such setting
+    window = _window(hf) if "sliding_window" in hf else None
+    if window is not None and window >= hf.size("max_position_embeddings", most=MOST_POSITIONS):
+        window = None
+    defaults = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+    return llama(defaults | hf, windows=[window] * _layers(hf), names=FUSED)
+
+
+def granite(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Granite 3, and of what is dense in 4: Llama with factors on embeddings, on the scores of
+    attention, on what each part adds, and on logits."""
+    hf = Settings.of(hf)
+    return llama(
+        hf,
+        embedding_scale=float(hf.number("embedding_multiplier", 1.0)),
+        query_scalar=hf.number("attention_multiplier", 1.0) ** -2,
+        residual_scale=float(hf.number("residual_multiplier", 1.0)),
+        logit_scale=1 / hf.number("logits_scaling", 1.0),
+    )
+
+
+def granite4(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Granite 4 where it has neither experts nor recurrent layers."""
+    hf = Settings.of(hf)
+    if hf.size("num_local_experts", 8, least=0):
+        raise UnsupportedModelError(f"num_local_experts is {hf['num_local_experts']}; Granite 4 works without experts")
+    norm = hf.text("normalization_function", "rmsnorm")
+    if norm != "rmsnorm":
+        raise UnsupportedModelError(f"normalization_function is {norm}; Granite 4 works with rmsnorm")
+    types = hf.texts("layer_types", None) or hf.texts("layers_block_type", None) or ["mamba"]
+    if unknown := set(types) - {"attention", FULL}:
+        raise UnsupportedModelError(f"layer_types has {', '.join(sorted(unknown))}; Granite 4 works with attention")
+    for key in [key for key in hf if key.startswith("mamba_")] + ["num_experts_per_tok", "time_step_limit"]:
+        hf.get(key)  # of experts and recurrent layers, of which there are none
+    config = granite(hf | {"intermediate_size": hf.size("shared_intermediate_size", 1024)})
+    config = replace(config, names=GRANITE4)
+    position = hf.text("position_embedding_type", None)
+    return config if position == "rope" else replace(config, rope=STILL)
+
+
+def gemma(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Gemma 1: Llama, with norms that are stored less one, and a scaled embedding."""
+    hf = Settings.of(hf)
+    activation = hf.text("hidden_activation", None) or hf.text("hidden_act", "gelu_pytorch_tanh")
+    # What early files call gelu is its approximation by tanh.
+    activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
+    scalar = hf.size("head_dim", 256)
+    settings = hf | {"hidden_activation": activation, "query_pre_attn_scalar": scalar}
+    return _gemma(settings, settings, [FULL] * _layers(hf), out_norms=False)
+
+
+def gemma2(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Gemma 2: norms before and after each part, soft caps on attention and on logits, every
+    second layer with a sliding window."""
+    hf = Settings.of(hf)
+    types = hf.texts("layer_types", None) or _every(2, _layers(hf))
+    # A missing key is not null, which says that there is no cap.
+    hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | hf
+    attention, logits = hf.number("attn_logit_softcapping", None), hf.number("final_logit_softcapping", None)
+    return _gemma(hf, hf, types, attention_cap=attention, logit_cap=logits)
+
+
+def _gemma(hf: Settings, rope: Settings, types: list[str], **options: Any) -> ModelConfig:
+    """Returns the config of what the Gemmas have in common. rope: the config as `read_rope` reads it."""
+    if hf.get("use_bidirectional_attention"):
+        raise UnsupportedModelError(
+            "the model attends in both directions (use_bidirectional_attention); only causal ones work"
+        )
+    bias = hf.flag("attention_bias")
+    defaults = {"head_dim": 256, "tie_word_embeddings": True}
+    activation = {"hidden_act": hf.text("hidden_activation", "gelu_pytorch_tanh")}
+    return decoder(
+        defaults | rope | activation,
+        windows=_windows(hf, types),
+        qkv_bias=bias,
+        o_bias=bias,
+        norm_offset=1.0,
+        embedding_scale=hf.size("hidden_size") ** 0.5,
+        query_scalar=hf.number("query_pre_attn_scalar", 256),
+        **{"out_norms": True} | options,
+    )
+
+
+def cohere2(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Cohere 2 (Command R7B and A): the MLP beside attention, LayerNorm without a bias, and
+    layers that rotate nothing, which see everything."""
+    hf = Settings.of(hf)
+    wanted = {"use_parallel_block": True, "use_gated_activation": True, "position_embedding_type": "rope_gptj"}
+    for key, value in wanted.items():  # of Cohere's own code; transformers computes so whatever they say
+        if hf.get(key, value) != value:
+            raise UnsupportedModelError(f"{key} is {hf[key]}; Cohere 2 works with {value}")
+    hf.get("use_embedding_sharing")  # likewise; tie_word_embeddings is what counts
+    types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), _layers(hf))
+    windows = _windows(hf, types)
+    defaults = {"tie_word_embeddings": True, "rms_norm_eps": hf.number("layer_norm_eps", 1e-5, zero=True)}
+    config = llama(
+        defaults | hf,
+        windows=windows,
+        norm="layer",
+        norm_bias=False,
+        parallel=True,
+        logit_scale=hf.number("logit_scale", 0.0625),
+        names=Names(interleaved=True),
+    )
+    return _turning(config, [window is not None for window in windows])
+
+
+def starcoder2(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Starcoder 2: LayerNorm and biases, no gate."""
+    hf = Settings.of(hf)
+    for key in ("activation_function", "layer_norm_epsilon", "norm_type"):
+        hf.get(key)  # of the files of its makers; hidden_act and norm_epsilon are what counts
+    bias, window = hf.flag("use_bias", True), _window(hf) if "sliding_window" in hf else None
+    defaults = {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+    return decoder(
+        defaults | hf | {"rms_norm_eps": hf.number("norm_epsilon", 1e-5, zero=True)},
+        windows=[window] * _layers(hf),
+        norm="layer",
+        mlp="plain",
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        names=STARCODER2,
+    )
+
+
+def exaone4(hf: HFConfig) -> ModelConfig:
+    """Returns the config of EXAONE 4: norms after each part alone, and on the heads of q and k; where there is a
+    sliding window, the layers without it rotate nothing."""
+    hf = Settings.of(hf)
+    hf.get("sliding_window_pattern")  # says nothing beside layer_types, and without a window
+    windows: list[int | None] = [None] * _layers(hf)
+    if _window(hf) is not None:
+        types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), _layers(hf))
+        windows = _windows(hf, types)
+    elif set(hf.texts("layer_types", None) or ()) - {FULL}:
+        raise UnsupportedModelError("layer_types has sliding attention, and sliding_window is null")
+    defaults = {"rms_norm_eps": 1e-5}
+    config = decoder(defaults | hf, windows=windows, qk_norm=True, in_norms=False, out_norms=True)
+    return _turning(config, [window is not None or _window(hf) is None for window in windows])
 
 
 def gpt2(hf: HFConfig) -> ModelConfig:
@@ -200,6 +382,7 @@ def decoder(
             f"hidden_act {activation!r} is not supported; these are: {', '.join(map(repr, ACTIVATIONS))}"
         )
     hidden, heads, layers = hf.size("hidden_size"), hf.size("num_attention_heads"), _layers(hf)
+    positions = hf.size("max_position_embeddings", most=MOST_POSITIONS)
     return ModelConfig(
         vocab_size=hf.size("vocab_size"),
         hidden=hidden,
@@ -210,13 +393,27 @@ def decoder(
         intermediate=hf.size("intermediate_size"),
         norm_eps=float(hf.number("rms_norm_eps", 1e-6, zero=True)),
         rope=read_rope(hf) if rotary else None,
-        max_positions=hf.size("max_position_embeddings", most=MOST_POSITIONS),
+        max_positions=_context(hf, positions),
         planes=tuple(Plane(window or None) for window in windows or [None] * layers),
         activation=ACTIVATIONS[activation],  # type: ignore[arg-type]
         tie_embeddings=hf.flag("tie_word_embeddings"),
         dtype=hf.text("dtype", None) or hf.text("torch_dtype", None),
         **options,
     )
+
+
+def _turning(config: ModelConfig, turns: Sequence[bool | int]) -> ModelConfig:
+    """Returns the config where the layers rotate for which there is no False in `turns`; the others rotate nothing."""
+    planes = zip(config.planes, turns, strict=True)
+    return replace(config, planes=tuple(plane if turn else replace(plane, rope=STILL) for plane, turn in planes))
+
+
+def _context(hf: Settings, positions: int) -> int:
+    """Returns the tokens of the longest sequence that there may be. positions: those that the model was made for."""
+    context: int = hf.size(CONTEXT, positions)
+    if context > positions:
+        raise CheckpointError(f"context_length is {context:,}; the model was made for {positions:,} tokens, the most")
+    return context
 
 
 def _layers(hf: Settings) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import wraps
+from inspect import unwrap
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +19,26 @@ from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, UnsupportedModelError
 from ..plugins import load_plugins
 from .config import ModelConfig
-from .decoders import HFConfig, gemma3, gpt2, llama, mistral, qwen2, qwen3
+from .decoders import (
+    HFConfig,
+    cohere2,
+    exaone4,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    granite,
+    granite4,
+    llama,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    starcoder2,
+)  # fmt: skip
 
 # What the names of settings contain that change what a model computes, most of them without a tensor more or less:
 # positions, what attention sees and how it weighs, factors, norms, activations, experts, and which layers these are of.
@@ -87,7 +108,14 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+# Architectures in which every token sees every other one: those of most embedding models and cross-encoders.
+ENCODERS = re.compile(
+    r"(?!\w+ForCausalLM)(Bert|Roberta|XLMRoberta|ModernBert|MPNet|DistilBert|Electra|Deberta|DebertaV2|Albert|"
+    r"Camembert|NomicBert|EuroBert|New|JinaBert|M?T5)(Model|For|Encoder)"
+)
+
 Family = Callable[[HFConfig], ModelConfig]
+Fallback = Callable[[Settings, str, bool], Family | None]
 
 MOST_LABELS = 2**20
 # Of an error's message.
@@ -117,13 +145,23 @@ def config_from(hf: HFConfig) -> ModelConfig:
 def _config_from(hf: Settings) -> ModelConfig:
     architecture = _architecture(hf)
     family = _FAMILIES.get(architecture)
+    if family is None and (encoder := ENCODERS.match(str(architecture))):
+        raise UnsupportedModelError(
+            f"the architecture {architecture!r} is not supported: {encoder[1]} is an encoder, whose tokens see what "
+            "comes after them too, so that no two texts share the computation of a prefix; use a causal embedder or "
+            "reranker (docs/models.md), or another program"
+        )
+    if architecture not in _REFUSED:
+        others = (fallback(hf, architecture, family is not None) for fallback in _FALLBACKS.values())
+        family = next(filter(None, others), family)
     if family is None and architecture in _REFUSED:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
-        known = ", ".join(supported_architectures())
+        heads = ("Model", "ForSequenceClassification", "ForRewardModel")
+        known = ", ".join(name for name in supported_architectures() if not name.endswith(heads))
         raise UnsupportedModelError(
             f"the architecture {architecture!r} is not supported; add a family of your own with register_family and "
-            f"--plugin (docs/families.md), or use one of: {known}"
+            f"--plugin (docs/families.md), or use one of: {known}, and their models without a head or with a classifier"
         )
     quantised = hf.get("quantization_config") or hf.get("compression_config")
     if quantised:
@@ -173,6 +211,22 @@ def add_families(
     _REFUSED.update(refused)
 
 
+def add_fallback(family: Fallback, about: str) -> None:
+    """Adds what gives families of architectures that the tables do not have.
+
+    family  returns the family of a config and its architecture, of which it is said whether the tables have it;
+            None: it has none, or leaves it to theirs
+    about   says what it takes, in words
+    """
+    _FALLBACKS[about] = family
+
+
+def fallbacks() -> list[str]:
+    """Returns in words what architectures are taken beside `supported_architectures`."""
+    load_plugins()
+    return list(_FALLBACKS)
+
+
 def _of_registered(architecture: str, family: Family, hf: Settings) -> ModelConfig:
     """Returns what a registered function makes of a config. Raises CheckpointError where it fails, or that is no
     ModelConfig."""
@@ -207,6 +261,16 @@ def _architecture(hf: Settings) -> str:
     return MODEL_TYPES.get(str(model_type), str(model_type))
 
 
+def families_by_function() -> dict[Family, list[str]]:
+    """Returns {function of a family: its architectures, in the order in which they were added}; its docstring says in
+    a sentence what the family is."""
+    load_plugins()
+    functions: dict[Family, list[str]] = {}
+    for architecture, family in _FAMILIES.items():
+        functions.setdefault(unwrap(family), []).append(architecture)
+    return functions
+
+
 def _with_head(family: Family, head: Callable[[Settings], dict[str, Any]] = lambda hf: {}) -> Family:
     """Returns the family of a model's checkpoints that have another head than the LM head, or none. They give no
     logits, also where a language model's embedding is its head: they were trained for something else, and what they
@@ -214,7 +278,12 @@ def _with_head(family: Family, head: Callable[[Settings], dict[str, Any]] = lamb
 
     head  returns the fields of ModelConfig that say which head there is
     """
-    return lambda hf: replace(family(hf), lm_head=False, **head(Settings.of(hf)))
+
+    @wraps(family)
+    def headed(hf: HFConfig) -> ModelConfig:
+        return replace(family(hf), lm_head=False, **head(Settings.of(hf)))
+
+    return headed
 
 
 def _classifier(hf: Settings) -> dict[str, Any]:
@@ -243,12 +312,24 @@ MODEL_TYPES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 # See `add_families`.
-_OWN_CODE = {"Qwen2ForRewardModel"}
+_OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
 _REFUSED: dict[str, str] = {}
+_FALLBACKS: dict[str, Fallback] = {}  # by what they take, in words
 # Architectures whose families are not prefold's own.
 _REGISTERED: set[str] = set()
 _FAMILIES: dict[str, Family] = {"Qwen2ForRewardModel": _with_head(qwen2, _reward)}
@@ -257,9 +338,21 @@ for _causal, _other, _family in (
     ("MistralForCausalLM", "Mistral", mistral),
     ("Qwen2ForCausalLM", "Qwen2", qwen2),
     ("Qwen3ForCausalLM", "Qwen3", qwen3),
+    ("SmolLM3ForCausalLM", "SmolLM3", smollm3),
+    ("Olmo2ForCausalLM", "Olmo2", olmo2),
+    ("Olmo3ForCausalLM", "Olmo3", olmo3),
+    ("Phi3ForCausalLM", "Phi3", phi3),
+    ("GraniteForCausalLM", "Granite", granite),
+    ("GraniteMoeHybridForCausalLM", "GraniteMoeHybrid", granite4),
+    ("GemmaForCausalLM", "Gemma", gemma),
+    ("Gemma2ForCausalLM", "Gemma2", gemma2),
     ("Gemma3ForCausalLM", "Gemma3Text", gemma3),  # "Gemma3Model" is the one with images
+    ("Cohere2ForCausalLM", "Cohere2", cohere2),
+    ("Starcoder2ForCausalLM", "Starcoder2", starcoder2),
+    ("Exaone4ForCausalLM", "Exaone4", exaone4),
     ("GPT2LMHeadModel", "GPT2", gpt2),
 ):
     _FAMILIES[_causal] = _family
     _FAMILIES[f"{_other}Model"] = _with_head(_family)
-    _FAMILIES[f"{_other}ForSequenceClassification"] = _with_head(_family, _classifier)
+    if _family not in (granite, granite4, cohere2):  # of which transformers has no classifiers
+        _FAMILIES[f"{_other}ForSequenceClassification"] = _with_head(_family, _classifier)

@@ -17,18 +17,33 @@ from .products import Product, pack
 
 
 class Norm(nn.Module):
-    """A Norm gives x + delta [rows, size], and the norm of that. kind: "rms", or "layer", which has a bias."""
+    """A Norm gives x + delta [rows, size], and the norm of that: the RMS norm, or a LayerNorm with a bias."""
 
-    def __init__(self, size: int, *, kind: str, eps: float, dtype: torch.dtype, device: torch.device):
+    def __init__(self, size: int, *, bias: bool, eps: float, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if kind == "layer" else None
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: Tensor, delta: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
         if self.bias is None:
             return ops.add_rms_norm(x, delta, self.weight, self.eps)
         return ops.add_layer_norm(x, delta, self.weight, self.bias, self.eps)
+
+
+class PlainLayerNorm(Norm):
+    """A PlainLayerNorm is a LayerNorm without a bias."""
+
+    def forward(self, x: Tensor, delta: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
+        return ops.add_layer_norm(x, delta, self.weight, None, self.eps)
+
+
+class NoNorm(nn.Module):
+    """A NoNorm stands where a layer has no norm: it gives x + delta [rows, size] twice."""
+
+    def forward(self, x: Tensor, delta: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
+        x = x if delta is None else x + delta
+        return x, x
 
 
 class Linear(nn.Module):

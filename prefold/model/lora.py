@@ -24,9 +24,10 @@ from torch.nn import functional as F
 
 from ..device import send
 from ..errors import CheckpointError, UnsupportedModelError
+from ..plugins import named_class
 from .config import ModelConfig
 from .parallel import ALONE, Alone
-from .sources import halves_apart
+from .sources import in_order
 
 TENSOR = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])\.weight")
 MODULE = re.compile(r"layers\.(\d+)\.(\w+\.\w+)")  # by its name here
@@ -163,6 +164,9 @@ def load_adapter(
     dtype, device, ranks: the model's; this rank's share is kept. Raises UnsupportedModelError for what is more than
     LoRA of a layer's linears, and CheckpointError where files are missing or do not fit, naming what.
     """
+    if config.loading:
+        how: Any = {"dtype": dtype, "device": device, "name": name, "ranks": ranks}
+        return named_class(f"{config.loading}:load_adapter")(path, config, **how)
     folder = Path(path).expanduser()
     settings = _settings(folder)
     pairs = _read_pairs(folder, config)
@@ -273,11 +277,8 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
     if len(pair.b) != sum(sizes):
         raise CheckpointError(f"{folder}: {pair.name} has lora_B {list(pair.b.shape)}, not {sum(sizes)} rows")
     parts = zip(modules, pair.b.split(sizes), strict=True)
-    in_turn = config.names.interleaved
-    return [
-        Pair(pair.name, pair.a, halves_apart(b, len(b) // config.head_dim) if in_turn and module[-6] in "qk" else b)
-        for module, b in parts
-    ]
+    order = config.head_order
+    return [Pair(pair.name, pair.a, in_order(b, order) if module[-6] in "qk" else b) for module, b in parts]
 
 
 def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, slice, int]]]:

@@ -36,9 +36,10 @@ class Ops:
         return x, (weight * h.to(weight.dtype)).to(x.dtype)
 
     def add_layer_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Returns x + delta (the residual stream), and its LayerNorm (Ba et al. 2016). weight, bias [hidden]."""
+        """Returns x + delta (the residual stream), and its LayerNorm (Ba et al. 2016). weight, bias [hidden]; bias may
+        be None."""
         if delta is not None:
             x = x + delta
         return x, F.layer_norm(x, weight.shape, weight, bias, eps)

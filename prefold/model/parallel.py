@@ -32,7 +32,7 @@ class Shard:
 
     A KV head is on one rank with all its query heads where there are enough KV heads, perhaps more of them on
     some ranks than on others. Where there are fewer than ranks, a KV head is on several, each with some of its
-    query heads.
+    query heads; copies: on how many.
     """
 
     rank: int
@@ -41,6 +41,7 @@ class Shard:
     kv_heads: slice
     width: slice
     vocab: slice
+    copies: int = 1
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> Shard:
@@ -52,14 +53,15 @@ class Shard:
                 field="tensor_parallel",
                 remedy=f"use at most {most}",
             )
-        group = config.heads // config.kv_heads
+        group, copies = config.heads // config.kv_heads, 1
         if size <= config.kv_heads:
             kv_heads = _share(config.kv_heads, rank, size)
             heads = slice(kv_heads.start * group, kv_heads.stop * group)
         else:
             kv_head = rank * config.kv_heads // size
             owners = [r for r in range(size) if r * config.kv_heads // size == kv_head]
-            own = _share(group, owners.index(rank), len(owners))
+            copies = len(owners)
+            own = _share(group, owners.index(rank), copies)
             kv_heads = slice(kv_head, kv_head + 1)
             heads = slice(kv_head * group + own.start, kv_head * group + own.stop)
         unit = WIDTH_UNIT if config.intermediate >= WIDTH_UNIT * size else 1
@@ -70,12 +72,17 @@ class Shard:
             kv_heads,
             _share(config.intermediate, rank, size, unit),
             _share(config.vocab_size, rank, size),
+            copies,
         )
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """Returns the config with the sizes of this rank's part of the layers."""
         return replace(
-            config, heads=_length(self.heads), kv_heads=_length(self.kv_heads), intermediate=_length(self.width)
+            config,
+            heads=_length(self.heads),
+            kv_heads=_length(self.kv_heads),
+            intermediate=_length(self.width),
+            whole=config,
         )
 
     def parts(self, config: ModelConfig) -> dict[str, tuple[slice, ...]]:
@@ -89,6 +96,8 @@ class Shard:
             "q_proj": (q,),
             "k_proj": (kv,),
             "v_proj": (kv,),
+            "q_norm": (q,),  # of norms over all heads
+            "k_norm": (kv,),
             "o_proj": (every, q),
             "gate_proj": (self.width,),
             "up_proj": (self.width,),

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .config import RopeConfig
 
 
 def frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
-    """Returns the dim / 2 angles a row turns per position, float32, and what cosines and sines are multiplied with.
+    """Returns the angles a row turns per position, float32, and what cosines and sines are multiplied with. dim: of the
+    numbers of a head that are turned, twice as many as there are angles.
 
     In float32 and in the order of operations of transformers: at position 8,000 the last bit of a
     frequency is 5e-4 of an angle.
@@ -68,6 +70,11 @@ def yarn_attention_factor(settings: Mapping[str, Any]) -> float:
     return temperature(1.0)
 
 
+def longrope(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Returns the frequencies of LongRoPE (Ding et al. 2024), each divided by a factor of its own."""
+    return 1.0 / (torch.tensor(settings["factors"], dtype=torch.float32) * powers), settings["attention_factor"]
+
+
 KINDS: dict[str, Callable[[Tensor, float, Mapping[str, Any]], tuple[Tensor, float]]] = {
     "default": lambda powers, theta, settings: (1.0 / powers, 1.0),
     # Frequencies of 0: all cosines are 1 and all sines 0, so that nothing is turned.
@@ -80,6 +87,7 @@ KINDS: dict[str, Callable[[Tensor, float, Mapping[str, Any]], tuple[Tensor, floa
     ),
     "llama3": llama3,
     "yarn": yarn,
+    "longrope": longrope,
 }  # fmt: skip
 
 
@@ -90,8 +98,14 @@ class RotaryTable:
     FIRST_ROWS = 1024
 
     def __init__(self, rope: RopeConfig, dim: int, device: torch.device):
-        inv, self.scale = frequencies(rope, dim)
-        self.frequencies = inv.to(device)
+        turned = rope.turned(dim)
+        inv, scale = frequencies(rope, turned)
+        # What is not turned has a frequency of 0, and keeps its size.
+        still = (dim - turned) // 2
+        self.frequencies = F.pad(inv, (0, still)).to(device)
+        self.scale: float | Tensor = scale
+        if still and scale != 1:
+            self.scale = F.pad(torch.full((turned // 2,), scale), (0, still), value=1.0).to(device)
         self.table = torch.empty(0, dim, device=device)
 
     def __call__(self, positions: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -22,8 +22,8 @@ from ..checkpoint import Checkpoint
 from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
-from .config import ModelConfig
-from .names import GGUF, GGUF_OUT_NORMS
+from .config import ModelConfig, head_order
+from .names import GGUF, GGUF_FUSED, GGUF_OUT_NORMS
 
 
 class TensorSource(Protocol):
@@ -55,7 +55,7 @@ class TensorPlace:
     outputs      which rows of the stored tensor (columns of a transposed one) it is; None: the whole
     transposed   whether it is stored as [inputs, outputs]
     flat         whether it is stored with more dimensions, all of them outputs
-    interleaved  numbers of each head whose halves are stored in turn; 0: none are
+    order        of the numbers of each head, as of `head_order`; None: as they are stored
     """
 
     file: Any
@@ -63,12 +63,11 @@ class TensorPlace:
     outputs: slice | None
     transposed: bool
     flat: bool = False
-    interleaved: int = 0
+    order: Sequence[int] | None = None
 
     def read(self, where: tuple[slice, ...]) -> Tensor:
-        """Returns the part of the tensor at `where`; no more of the file is read. Of interleaved heads whole ones."""
-        values = self._read(where)
-        return halves_apart(values, len(values) // self.interleaved) if self.interleaved else values
+        """Returns the part of the tensor at `where`; no more of the file is read. Of heads with an order whole ones."""
+        return in_order(self._read(where), self.order)
 
     def _read(self, where: tuple[slice, ...]) -> Tensor:
         if self.flat:
@@ -83,21 +82,20 @@ class TensorPlace:
         return values.T if self.transposed else values
 
 
-def halves_apart(values: Tensor, heads: int) -> Tensor:
-    """Returns rows [heads * dim, ...] with the first half of each head before the second one, where the numbers of the
-    two halves are stored in turn."""
-    return values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+def in_order(values: Tensor, order: Sequence[int] | None) -> Tensor:
+    """Returns rows [heads * dim, ...] with those of each head in an order, as of `head_order`; None: as they are."""
+    return values if order is None else values.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
 
 
-def halves_in_turn(values: Tensor, heads: int) -> Tensor:
-    """Returns rows [heads * dim, ...] with the numbers of each head's halves in turn: the inverse of `halves_apart`."""
-    return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+def as_stored(values: Tensor, order: Sequence[int] | None) -> Tensor:
+    """Returns rows [heads * dim, ...] in the order of a checkpoint: the inverse of `in_order`."""
+    return values if order is None else in_order(values, np.argsort(order).tolist())
 
 
 class SafetensorsSource:
     """A SafetensorsSource reads the safetensors file, or files with an index, of a Hugging Face folder."""
 
-    IN_HEADS = re.compile(r"\.[qk]_proj\.")  # tensors whose outputs are rotated, head by head
+    IN_HEADS = re.compile(r"\.[qk]_(proj|norm)\.")  # tensors whose outputs are rotated, head by head
     # Not weights: buffers that old versions of transformers saved.
     IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|freqs_cis)")
 
@@ -121,16 +119,16 @@ class SafetensorsSource:
                 shape = shape[::-1] if transposed else shape
                 flat = len(here) > 1 and len(shape) > 2
                 shape = (math.prod(shape),) if flat else shape
-                in_turn = [config.head_dim if names.interleaved and self.IN_HEADS.search(name) else 0 for name in here]
+                orders = [config.head_order if self.IN_HEADS.search(name) else None for name in here]
                 if len(here) == 1:
-                    self._where[here[0]] = TensorPlace(file, stored, None, transposed, False, in_turn[0])
+                    self._where[here[0]] = TensorPlace(file, stored, None, transposed, False, orders[0])
                     self.shapes[here[0]] = shape
                     continue
                 sizes = config.fused_sizes(here)
                 if shape[0] != sum(sizes):
                     raise CheckpointError(f"{stored} of {checkpoint.name} has {shape[0]} outputs, not {sum(sizes)}")
-                for name, size, end, turn in zip(here, sizes, accumulate(sizes), in_turn, strict=True):
-                    self._where[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, turn)
+                for name, size, end, order in zip(here, sizes, accumulate(sizes), orders, strict=True):
+                    self._where[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, order)
                     self.shapes[name] = (size, *shape[1:])
 
     @classmethod
@@ -183,46 +181,52 @@ class GGUFSource:
     """
 
     BLOCK = 1 << 20  # numbers dequantised at once: 4 MiB of float32, which caches hold and malloc gives back
-    IGNORED = ("rope_freqs.weight",)  # part of the config
+    # Parts of the config.
+    IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+    # Architectures whose files have the halves of heads in turn: what converts the first ones puts them so.
+    IN_TURN = ("llama", "smollm3", "granite", "cohere2")
 
     def __init__(self, file: GGUFFile, config: ModelConfig):
         self.file = file
-        names = GGUF_OUT_NORMS if config.out_norms else GGUF
+        arch = file.metadata.get("general.architecture")
+        names = GGUF_FUSED if arch == "phi3" else GGUF_OUT_NORMS if config.out_norms else GGUF
         self.norm_offset = config.norm_offset  # already added to what is stored
-        self.permuted_heads = self._permuted_heads(config)
-        self._stored = {names.of_tensor(stored)[0]: stored for stored in file.tensors if stored not in self.IGNORED}
-        self.shapes = {name: file.tensors[stored].shape for name, stored in self._stored.items()}
-
-    def _permuted_heads(self, config: ModelConfig) -> dict[str, int]:
-        """Returns the heads of each linear whose halves are stored in turn: files of architecture "llama" do so."""
-        if self.file.metadata.get("general.architecture") != "llama":
-            return {}
-        return {"q_proj": config.heads, "k_proj": config.kv_heads}
+        self.order = head_order(config.head_dim, config.turned, arch in self.IN_TURN)
+        self._stored: dict[str, tuple[str, int]] = {}  # the tensor in the file, and its first row
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for stored, tensor in file.tensors.items():
+            if stored in self.IGNORED:
+                continue
+            here = names.of_tensor(stored)
+            sizes = config.fused_sizes(here) if len(here) > 1 else tensor.shape[:1]
+            if len(here) > 1 and tensor.shape[0] != sum(sizes):
+                raise CheckpointError(f"{stored} of {file.path} has {tensor.shape[0]} outputs, not {sum(sizes)}")
+            for name, size, last in zip(here, sizes, accumulate(sizes), strict=True):
+                self._stored[name] = (stored, last - size)
+                self.shapes[name] = (size, *tensor.shape[1:])
 
     def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
-        stored, shape = self._stored[name], self.shapes[name]
-        heads = self.permuted_heads.get(name.split(".")[-2])
+        (stored, first_row), shape = self._stored[name], self.shapes[name]
+        order = self.order if name.split(".")[-2] in ("q_proj", "k_proj") else None
         if len(shape) < 2:
-            target.copy_(self._values(name, self.file.dequantize(stored), heads)[where])
+            values = self.file.dequantize(stored)[first_row : first_row + shape[0]]
+            target.copy_(self._values(name, values, order)[where])
             return
         begin, end, _ = (where[0] if where else slice(None)).indices(shape[0])
         # A head whose rows are in another order in the file is read whole.
-        unit = 1 if heads is None else shape[0] // heads
+        unit = 1 if order is None else len(order)
         step = unit * max(1, self.BLOCK // (unit * math.prod(shape[1:])))
         for start in range(begin // unit * unit, end, step):
             stop = min(start + step, -(-end // unit) * unit)
-            here = None if heads is None else (stop - start) // unit
-            block = self._values(name, self.file.dequantize(stored, slice(start, stop)), here)
+            rows = self.file.dequantize(stored, slice(first_row + start, first_row + stop))
+            block = self._values(name, rows, order)
             first, last = max(start, begin), min(stop, end)
             target[first - begin : last - begin].copy_(block[(slice(first - start, last - start), *where[1:])])
             self.file.let_go()
 
-    def _values(self, name: str, array: NDArray[np.float32], heads: int | None) -> Tensor:
-        """Returns the tensor `name` or rows of it, out of what is stored. heads: those in `array`, where they are
-        permuted."""
-        values = torch.from_numpy(array if array.flags.writeable else array.copy())
-        if heads is not None:
-            values = halves_apart(values, heads)
+    def _values(self, name: str, array: NDArray[np.float32], order: Sequence[int] | None) -> Tensor:
+        """Returns the tensor `name` or rows of it, out of what is stored. order: of the rows of each head."""
+        values = in_order(torch.from_numpy(array if array.flags.writeable else array.copy()), order)
         return values - self.norm_offset if name.endswith("norm.weight") else values
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import InputError
 from ..schedule.steps import SlotStep, StreamStep
 from .config import ModelConfig
-from .decoder_layer import Layer, SumNormedLayer, norm_of
+from .decoder_layer import layer_of, norm_of
 from .layers import Linear
+from .logits import LogitShape
 from .lora import NO_ADAPTERS, RowAdapters
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
@@ -89,6 +90,8 @@ class CausalLM(nn.Module):
     ranks   those the model is split over; `attend` gets the heads of this one
     """
 
+    computed_by: ClassVar[str] = ""  # in words, where other modules than prefold's compute a pass
+
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
         super().__init__()
         place: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -101,7 +104,7 @@ class CausalLM(nn.Module):
         self.position_embedding = (
             nn.Parameter(torch.empty(config.max_positions, config.hidden, **place)) if learned else None
         )
-        layer, last = (SumNormedLayer if config.sum_norms else Layer), config.visited[-1]
+        layer, last = layer_of(config), config.visited[-1]
         self.layers = nn.ModuleList(
             layer(self.local, i, ranks, splits_q=i == last, **place) for i in range(config.layers)
         )
@@ -111,6 +114,7 @@ class CausalLM(nn.Module):
         untied = config.lm_head and not config.tie_embeddings
         self.lm_head = nn.Parameter(torch.empty(vocab, config.hidden, **place)) if untied else None
         self.score = _score_head(config, device=device) if config.num_labels else None
+        self.shape_logits = LogitShape.of(config)
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
         self.may_pack = False  # the head, when logits of the whole vocabulary are first wanted; see `load_model`
         # Who multiplies with the whole LM head in place of PyTorch; one of your own may be put here.
@@ -196,11 +200,13 @@ class CausalLM(nn.Module):
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
         weight: Tensor = self.embedding if self.lm_head is None else self.lm_head
         if ids is not None:
-            return self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
+            some = self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
+            return some if self.shape_logits is None else self.shape_logits(some)
         fits = not torch.is_grad_enabled() and hidden.dtype == weight.dtype and hidden.device == weight.device
         product = self.product_of_head() if fits else None
         logits = wide_product(hidden, weight) if product is None else product.wide(hidden)
-        return self.ranks.gather(logits, self.config.vocab_size)
+        logits = self.ranks.gather(logits, self.config.vocab_size)
+        return logits if self.shape_logits is None else self.shape_logits(logits)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Returns float32 outputs of the classification head, [rows, num_labels]. Raises InputError without one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,6 +49,9 @@ def load_model(
     """
     device = torch.device(device)
     config = config or config_from(checkpoint.config)
+    if config.loading:
+        how: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
+        return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **how)
     _check_size(checkpoint, config, dtype, device, ranks)
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = _shapes(config, dtype)
@@ -116,13 +119,17 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
     config, attention = layer.config, prefix + "self_attn."
     q = (attention + "q_proj", config.q_size)
     k, v = (attention + "k_proj", config.kv_size), (attention + "v_proj", config.kv_size)
-    yield from _norm(layer.input_norm, prefix + "input_layernorm", config)
-    if config.out_norms or config.sum_norms:  # "post attention" is then what attention gives, before it is added
-        yield from _norm(layer.o_norm, prefix + "post_attention_layernorm", config)
-        yield from _norm(layer.post_norm, prefix + "pre_feedforward_layernorm", config)
-        yield from _norm(layer.down_norm, prefix + "post_feedforward_layernorm", config)
-    else:
-        yield from _norm(layer.post_norm, prefix + "post_attention_layernorm", config)
+    # With norms on what parts give, "post attention" is what attention gives, before it is added.
+    post_norm = "pre_feedforward" if config.out_norms or config.sum_norms else "post_attention"
+    norms = {"input": layer.input_norm, post_norm: layer.post_norm}
+    norms |= {"post_attention": layer.o_norm, "post_feedforward": layer.down_norm} if layer.o_norm is not None else {}
+    for name, norm in norms.items():
+        if isinstance(norm, Norm):
+            yield from _norm(norm, f"{prefix}{name}_layernorm", config)
+    if config.row_qk_norm:
+        for name, size in (("q_norm", config.q_size), ("k_norm", config.kv_size)):
+            place = (places[name],) if places else ()
+            yield Weight(layer, name, ((f"{attention}{name}.weight", size),), config.norm_offset, place)
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield Weight(layer, name, ((f"{attention}{name}.weight", config.head_dim),), config.norm_offset)

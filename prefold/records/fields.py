@@ -187,6 +187,6 @@ def read_argument(text: str) -> str:
     try:
         return path.read_text(encoding="utf-8").removesuffix("\n")
     except OSError as error:
-        raise JobError(f"cannot read {path}: {error.strerror}") from None
+        raise JobError(f"cannot read {path}: {error.strerror}; check the path") from None
     except UnicodeDecodeError:
         raise JobError(f"{path} is not valid UTF-8; re-encode it as UTF-8") from None

@@ -128,8 +128,8 @@ def _broken(row: _RowLines, error: Exception) -> InputError:
     elif behind:
         what += f" is closed in the middle of line {row.first + behind}, where no cell ends"
     else:
-        what = f"line {row.first} is not a valid row: {error}"
-        remedy = "double the quotes inside a quoted cell, and quote cells that hold a quote"
+        what = f"line {row.first} is not a valid row: {str(error).partition(' - ')[0]}"
+        remedy = "end lines with a line feed, double the quotes inside a quoted cell, and quote cells that hold a quote"
     if behind:
         what += f"; the {behind:,} lines behind it are read as rows of their own"
     return InputError(what, remedy=remedy, code="invalid_csv")
@@ -339,7 +339,7 @@ class ParquetSource(Source):
             with pq.ParquetFile(path) as file:
                 schema = file.schema_arrow
         except pa.ArrowInvalid as error:
-            raise JobError(f"{name} is not a Parquet file: {error}") from error
+            raise JobError(f"{name} is not a Parquet file; give its --format, or make it again ({error})") from error
         super().__init__(name, "parquet", identity, schema.names)
         self.types = dict(zip(schema.names, schema.types, strict=True))
         self._path = path

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, JobError, record_error
+from ..options import near
 from ..text.media import Pictured
 from ..text.valid import valid_text
 from .fields import Template, as_text, is_empty, lookup, parse_cell
@@ -162,7 +163,7 @@ class TableAdapter:
                 continue  # it stands for the records' numbers
             if path not in have and path.split(".")[0] not in have:
                 hint = "; in a text, columns stand in braces: '... {column} ...'" if " " in path.strip() else ""
-                raise JobError(f"the input has no column {path!r}; it has: {', '.join(have)}{hint}")
+                raise JobError(f"the input has no column {path!r}; {near(path, have)}it has: {', '.join(have)}{hint}")
 
     def read(self, record: Record) -> Parsed:
         parsed = Parsed(task=self.task, error=record.error)

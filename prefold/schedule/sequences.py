@@ -91,7 +91,7 @@ class SequenceScheduler(Generic[S]):
             raise InputError(
                 f"the request needs the K/V of {rows} rows{each} the KV store holds {self.pool.num_slots}",
                 field="max_tokens" if rows > len(tokens) else "prompt",
-                remedy="give a larger kv_memory, or ask for fewer tokens",
+                remedy="give a larger kv_memory (--kv-memory), or ask for fewer tokens",
                 code="kv_memory",
             )
 
@@ -224,7 +224,7 @@ class SequenceScheduler(Generic[S]):
         """Ends a sequence's request, and returns its key with the error. holds, needs: the rows that the store holds
         and that the sequence needs, in words."""
         pinned = sum(node.num_slots for node in self._nodes() if node.pins)
-        remedy = "give a larger kv_memory, or a max_tokens that fits"
+        remedy = "give a larger kv_memory (--kv-memory), or a max_tokens that fits"
         error = InputError(
             f"the KV store holds {holds}{f', of which {pinned} are pinned' if pinned else ''}, too few for {needs}",
             field="max_tokens",

@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import resources
@@ -23,17 +22,19 @@ from starlette.routing import Route
 from .. import __version__
 from ..api.body import TaskOrder
 from ..api.completions import Chat, Completion
-from ..cache.tree import RadixTree
+from ..cache.listing import HeldRows
+from ..engine.protocol import RunningSequence, Snapshot
 from ..errors import InputError
 from ..report.page import with_drawing
 from ..report.tree import TreeShape
+from ..schedule.generate_step import NO_OWNER
 from ..text.prompts import readable
 from .context import Entry, RequestContext
 from .dialects import OPENAI
 from .http import Refusal, json_response, unless_gone
 from .metrics import hits_of
 
-MOST_RUNNING = 40
+MOST_RUNNING, MOST_PATHS = 40, 5000  # that the page shows
 
 
 def route() -> Route:
@@ -74,12 +75,14 @@ async def data(context: RequestContext) -> Response:
     """Answers with what the page shows now; `tenant` in the query: with the trie of that tenant only."""
     handler, state, owner = context.handler, context.state, context.tenant.owner
     of = context.request.query_params.get("tenant") or None
-    names = state.keys.names
-    shape = TreeShape(RadixTree(), {}, str)
-    running: dict[str, list[list[Any]]] = {"sequences": [], "owners": []}
-    if handler.engine.has_generator:  # a look makes no store: it may be large, and numbers alone never need it
-        shape, running = await handler.look(partial(_look, names, of))
-    now = handler.engine.snapshot()
+
+    def owner_of(namespace: Hashable) -> str:
+        return str(state.keys.tenant_of(namespace) or "")
+
+    wants = None if of is None else lambda namespace: owner_of(namespace) == of
+    listing = partial(handler.engine.snapshot, paths=MOST_PATHS + 1, wants=wants)
+    now: Snapshot = await handler.in_pool(NO_OWNER, listing)
+    shape = TreeShape(now.paths, owner_of, most=MOST_PATHS)
     stats = now.stats
     generation = stats.generation
     waiting, waiting_tokens = handler.backpressure.waiting
@@ -90,7 +93,7 @@ async def data(context: RequestContext) -> Response:
         "model": state.names[0],
         "version": __version__,
         "status": state.failing or state.status,
-        "tenants": sorted(name for name in names.values() if name),
+        "tenants": sorted(name for name in state.keys.names.values() if name),
         "paths": len(shape.owners),
         "whole": shape.is_whole,
         "rows": shape.num_rows,
@@ -100,37 +103,24 @@ async def data(context: RequestContext) -> Response:
         "generated": 0 if generation is None else generation.generated_tokens,
         "slots": [now.used_slots, now.slots],
         "waiting": [waiting, waiting_tokens],
-        "running": running,
+        "running": sequences_shown(now.running, owner_of),
         "steps": handler.watch.bins(),
         "batches": [] if state.batches is None else await handler.in_pool(owner, state.batches.open_counts),
     }
     return json_response(shown, headers={"cache-control": "no-store"})
 
 
-def _look(names: Mapping[str, str | None], of: str | None, scheduler: Any) -> tuple[TreeShape, dict[str, Any]]:
-    """Returns the shape of the trie, and which sequences run. No step may run meanwhile."""
-
-    def owner_of(namespace: Hashable) -> str:
-        assert isinstance(namespace, tuple)
-        return names.get(str(namespace[1]).partition("/")[0]) or ""
-
-    tails: dict[Any, list[Any]] = defaultdict(list)
+def sequences_shown(running: Sequence[RunningSequence], owner_of: Callable[[Hashable], str]) -> dict[str, list[Any]]:
+    """Returns the first of the sequences that run, and of each owner the number of its sequences and their tokens."""
     counts: dict[str, list[int]] = {}
-    rows: list[list[Any]] = []
-    for sequence in scheduler.running:
-        tails[sequence.leaf].append(sequence.tail.tokens)
-        root = sequence.leaf
-        while root.parent is not None:
-            root = root.parent
-        owner = owner_of(root.namespace)
-        made = sequence.known
+    rows = []
+    for namespace, *numbers in running:
+        owner, made = owner_of(namespace), numbers[2]
         count = counts.setdefault(owner, [0, 0])
         count[0] += 1
         count[1] += made
-        if len(rows) < MOST_RUNNING:
-            rows.append([owner, sequence.leaf.stop, sequence.cached_tokens or 0, made, sequence.limit])
-    running = {"sequences": rows, "owners": [[owner, *count] for owner, count in sorted(counts.items())]}
-    return TreeShape(scheduler.tree, tails, owner_of, of=of), running
+        rows.append([owner, *numbers])
+    return {"sequences": rows[:MOST_RUNNING], "owners": [[owner, *count] for owner, count in sorted(counts.items())]}
 
 
 async def cache_state(context: RequestContext) -> Response:
@@ -139,38 +129,22 @@ async def cache_state(context: RequestContext) -> Response:
     kept = handler.llm.engine.options.generation.cache
     if kept is None:
         raise _off()
-    names = context.state.keys.names
     options = {name: getattr(kept, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
     if kept.shifted is not None:
         options["shifted"] = asdict(kept.shifted)
-    # A look makes no store: it may be large, and one that only reads numbers never needs it.
-    held = await handler.look(partial(held_of, names)) if handler.engine.has_generator else {}
-    generation = handler.llm.stats.generation
-    if held and generation is not None:
+    now: Snapshot = await handler.in_pool(NO_OWNER, partial(handler.engine.snapshot, held=True))
+    tenants: dict[str, dict[str, int]] = {}
+    for namespace, rows in now.held.items():
+        tenant = str(context.state.keys.tenant_of(namespace) or "")
+        counts = tenants.setdefault(tenant, dict.fromkeys(rows._fields, 0))
+        for name, count in rows._asdict().items():
+            counts[name] += count
+    total = {name: sum(counts[name] for counts in tenants.values()) for name in HeldRows._fields}
+    held = {"slots": now.slots, "used_slots": now.used_slots, "rows": total, "tenants": tenants}
+    generation = now.stats.generation
+    if now.slots and generation is not None:
         held["hits"] = hits_of(generation)
-    return json_response(options | _NOTHING | held)
-
-
-_NOTHING = {"slots": 0, "used_slots": 0, "rows": {"kept": 0, "pinned": 0, "in_use": 0, "nodes": 0}, "tenants": {}}
-
-
-def held_of(names: Mapping[str, str | None], scheduler: Any) -> dict[str, Any]:
-    """Returns the rows that the cache holds. No step may run meanwhile.
-
-    names  {namespace: name of its tenant}
-    """
-    rows: dict[str, dict[str, int]] = defaultdict(lambda: {"kept": 0, "pinned": 0, "in_use": 0, "nodes": 0})
-    for node in scheduler.tree.nodes():
-        root = node
-        while root.parent is not None:
-            root = root.parent
-        salt = str(root.namespace[1])
-        counts = rows[names.get(salt.partition("/")[0]) or ""]
-        counts["nodes"] += 1
-        counts["pinned" if node.pins else "kept" if node.kept else "in_use"] += node.computed
-    slots = {"slots": scheduler.pool.num_slots, "used_slots": scheduler.pool.used_slots}
-    total = {name: sum(counts[name] for counts in rows.values()) for name in ("kept", "pinned", "in_use", "nodes")}
-    return slots | {"rows": total, "tenants": dict(rows)}
+    return json_response(options | held)
 
 
 async def pin(context: RequestContext) -> Response:
@@ -202,26 +176,18 @@ async def place(context: RequestContext, *, compute: bool) -> Response:
     requests = await context.handler.requests(order)
 
     def change() -> int:
-        cache = cache_of(context.handler)
+        cache, namespace_of = cache_of(context.handler), context.handler.llm.engine.namespace_of
         act = cache.pin if compute else cache.unpin
-        namespace_of = context.handler.llm.engine.namespace_of
         return sum(act(namespace_of(item), item.tokens) for item in requests)
 
-    tokens = await context.handler.look(lambda books: change())
+    tokens = await context.handler.in_pool(NO_OWNER, change)
     return json_response({"pinned" if compute else "unpinned": tokens, "tokens": sum(len(r.tokens) for r in requests)})
 
 
 async def clear(context: RequestContext) -> Response:
     """Lets all go that is not pinned and not in use; answers with how many rows went."""
-    handler = context.handler
-
-    def empty() -> int:
-        cache = cache_of(handler)
-        rows = int(cache.rows)
-        cache.clear()
-        return rows - int(cache.rows)
-
-    return json_response({"cleared": await handler.look(lambda books: empty())})
+    cache = cache_of(context.handler)
+    return json_response({"cleared": await context.handler.in_pool(NO_OWNER, cache.clear)})
 
 
 def cache_of(handler: Any) -> Any:

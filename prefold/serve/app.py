@@ -76,11 +76,11 @@ def make_app(state: AppState) -> Direct:
         path = request.url.path
         try:
             state.tenant_of(request.headers)
+            what, remedy, code = f"there is no {path!r:.200}", "GET /docs shows the paths", "not_found"
             if error.status_code == 405:
-                refusal = Refusal(405, f"{path!r:.200} does not take {request.method}", code="method_not_allowed")
-            else:
-                remedy = "see docs/serving.md for the paths"
-                refusal = Refusal(error.status_code, f"there is no {path!r:.200}", remedy=remedy, code="not_found")
+                what, remedy = f"{path!r:.200} does not take {request.method}", f"use {(error.headers or {})['Allow']}"
+                code = "method_not_allowed"
+            refusal = Refusal(error.status_code, what, remedy=remedy, code=code)
             refusal.headers.update(error.headers or {})
         except Refusal as unknown:
             refusal = unknown

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from ..engine.handles import ResponseStream
+from ..engine.handles import Handle
 from ..types import Owner
 from .http import Refusal
 from .keys import Keys
@@ -34,7 +34,7 @@ class Backpressure:
 
     def __init__(self, options: ServeOptions, keys: Keys, clock: Callable[[], float] = time.perf_counter):
         self._options, self._keys, self._clock = options, keys, clock
-        self.replies: set[ResponseStream] = set()
+        self.replies: set[Handle] = set()
         self._preparing: dict[object, tuple[Owner, int, int]] = {}  # {request: as `_waiting` has it}
         # Time runs here while there are replies: how fast they are answered does not depend on pauses before.
         self._busy_before, self._busy_since = 0.0, 0.0
@@ -113,7 +113,7 @@ class Backpressure:
             self._preparing.pop(key, None)
 
     @contextmanager
-    def computing(self, replies: Iterable[ResponseStream]) -> Iterator[None]:
+    def computing(self, replies: Iterable[Handle]) -> Iterator[None]:
         """Counts replies while they have no answer: within the context."""
         if not self.replies:
             self._busy_since = self._clock()
@@ -129,7 +129,7 @@ class Backpressure:
     def _busy(self) -> float:
         return self._busy_before + (self._clock() - self._busy_since if self.replies else 0.0)
 
-    def note_answered(self, replies: Iterable[ResponseStream]) -> None:
+    def note_answered(self, replies: Iterable[Handle]) -> None:
         """Takes note of replies that have been answered."""
         counts = [(reply.samples, reply.tokens) for reply in replies]
         self._ended.append((self._busy, sum(count for count, _ in counts), sum(tokens for _, tokens in counts)))

@@ -28,14 +28,13 @@ from ..api.answers import Events
 from ..api.body import TaskOrder
 from ..api.completions import Echo
 from ..checkpoint import served_name
-from ..engine.handles import ResponseStream, events_of
 from ..engine.samples import Sample, TextPiece
 from ..engine.step_policy import StepPolicy
 from ..errors import InputError
+from ..face.streams import ResponseStream, events_of
 from ..options import GenerationOptions
 from ..prefix import MEDIA_BASE
 from ..schedule.fair import FairAdmission
-from ..schedule.generate_step import NO_OWNER
 from ..tasks import GenerateTask, Work
 from ..tasks.base import attempt
 from ..tasks.make import inputs_of
@@ -164,10 +163,6 @@ class RequestHandler:
         with self.backpressure.preparing(num_bytes, owner, computes=False):
             return function() if num_bytes <= SHORT_BYTES else await self.in_pool(owner, function)
 
-    async def look(self, function: Callable[[Any], T]) -> T:
-        """Returns what `function` returns of the scheduler of the KV store, called between two steps."""
-        return await self.in_pool(NO_OWNER, partial(self.engine.look, function))
-
     def task(self, order: TaskOrder) -> BoundedTask:
         """Returns the task of an order, within the server's limits and the order's namespace. Its requests read no file
         of this machine, but those that the tenant has uploaded, and their images are in the namespace. A model without
@@ -241,7 +236,8 @@ class RequestHandler:
                 try:
                     requests = [work.requests for work in works]
                     requests = requests if is_text else [list(chain.from_iterable(requests))]
-                    how = {"text": text, "share": None if order.share else False}
+                    # Numbers that are not to be shared are in a namespace of their own, in which they share rows.
+                    how = {"text": text, "share": None if order.share or not is_text else False}
                     begin = partial(self._submit, requests, task.readout, replies, **how)
                     begin() if is_short else await self.in_pool(order.owner, begin)
                     yield task, works, replies
@@ -273,7 +269,8 @@ class RequestHandler:
     def read_shares(self) -> None:
         """Takes over what the file of keys says now. A store that is made later does so by itself."""
         if self.engine.has_generator:
-            self._pool.submit(None, self.engine.look, lambda books: self.admission.read_shares(books.cache))
+            change = partial(self.admission.read_shares, self.engine.cache)
+            self._pool.submit(None, self.engine.call, change)
 
     def close(self) -> None:
         """Ends what runs, without an answer."""

@@ -176,7 +176,7 @@ def read_keys(path: Path) -> list[tuple[bytes, Tenant]]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise JobError(f"the file of keys {path} cannot be read: {error}") from None
+        raise JobError(f"cannot read the file of keys {path}: {getattr(error, 'strerror', None) or error}") from None
     entries = tables.get("key")
     if set(tables) != {"key"} or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise JobError(f"the file of keys {path} has no keys; write a table [[key]] with key and tenant for each")

@@ -112,6 +112,8 @@ class Server(uvicorn.Server):
         gc.freeze()
         self.state.ready(llm)
         self.say(f"ready after {time.perf_counter() - started:.1f} s: {', '.join(self.state.names)} on {self.url}")
+        if passes := getattr(llm, "passes", ""):
+            self.say(passes)
 
     def run_bound(self) -> None:
         """Serves until told to end."""

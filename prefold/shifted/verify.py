@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from ..engine.calls import stream
 from ..errors import InputError, JobError
 from ..model_options import CacheOptions
 from ..types import Generated, Request, Sampling
@@ -79,7 +80,8 @@ def first_tokens(engine: Any, requests: Sequence[Request]) -> list[Generated | N
     sampling = Sampling(max_tokens=1, logprobs=TOP, ignore_eos=True)
     answers: list[Generated | None] = []
     for request in requests:
-        ((_, answer),) = engine.stream([replace(request, sampling=sampling)], None)
+        events: list[Any] = list(stream(engine, [replace(request, sampling=sampling)], None))
+        ((_, answer),) = events
         answers.append(None if isinstance(answer, InputError) else answer[0])
     return answers
 

@@ -29,12 +29,14 @@ class LiveInput(NamedTuple):
     max_tokens  of those that wait
     rest        returns the others, once the feed has ended; None: there are none
     see         is shown the windows as they are taken
+    wants       takes the tag of a request, and returns whether it is still wanted when it would be sent; None: all are
     """
 
     feed: Feed
     max_tokens: int
     rest: Callable[[], Windows] | None = None
     see: See | None = None
+    wants: Callable[[bytes], bool] | None = None
 
 
 class Feed:

@@ -84,9 +84,10 @@ def inputs_of(
 
 
 def _rows(config: ModelConfig, max_length: int | None) -> int:
-    """Returns the most rows of a request. Without rotary embeddings a model has no more than its own positions."""
+    """Returns the most rows of a request. A model has no more than its own positions without rotary embeddings, and
+    where these were chosen by its context."""
     limit = config.max_positions if max_length is None else max_length
-    return min(limit, config.max_positions) if config.rope is None else limit
+    return min(limit, config.max_positions) if config.rope is None or config.chosen_positions else limit
 
 
 def _embed(checkpoint: Checkpoint, inputs: Inputs, o: EmbedOptions) -> Task:
@@ -121,7 +122,7 @@ def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Tas
     if head is None:
         if o.labels is None:
             message = "the checkpoint has no classification head, so labels are needed"
-            raise InputError(message, field="labels", remedy="give two or more", code="missing_option")
+            raise InputError(message, field="labels", remedy="give two or more (--labels A,B)", code="missing_option")
         require_lm_head(inputs.config, checkpoint, "classify")
         return ClassifyTask(inputs, o)
     if o.labels is not None and list(o.labels) != head:

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -15,22 +16,27 @@ import numpy as np
 
 from ..errors import InputError
 from ..stream import Spool, Window
-from ..types import Request
+from ..types import Owner, Request
 from .base import attempt
 
 _TAG = struct.Struct("<qq")  # number of the work, part of the work
 
 
-def results_of(engine: Any, task: Any, windows: Iterable[Window], **run: Any) -> Iterator[tuple[bytes, Any]]:
+def results_of(
+    engine: Any, task: Any, windows: Iterable[Window], *, owner: Owner | None = None, **run: Any
+) -> Iterator[tuple[bytes, Any]]:
     """Yields (tag, result) of every request, as the results come.
 
-    run  how to run: `on_step`, `stopping`, and for numeric tasks `sharing` and `max_batch_rows`, as `Engine.run` takes
-         them
+    owner  the tenant and the class that the requests run for beside others (`ModelEngine.run_beside`); None: none
+           (`Engine.run`)
+    run    the keywords of that method
 
     A result is a Result, or where text is generated a list of Generated; or it is the InputError of a request that
     cannot be run.
     """
-    return engine.run(windows, task.readout, task.inputs.tokenizer, **run)
+    begin = engine.run if owner is None else partial(engine.run_beside, owner=owner)
+    results: Iterator[tuple[bytes, Any]] = begin(windows, task.readout, task.inputs.tokenizer, **run)
+    return results
 
 
 def run_works(

@@ -187,7 +187,9 @@ class TrainBatch:
         values."""
         if (device, dtype) not in self._prepared:
             config = self.config
-            attention = RowAttention(Heads(config.heads, config.kv_heads, config.head_dim, dtype), device)
+            attention = RowAttention(
+                Heads(config.heads, config.kv_heads, config.head_dim, dtype, config.attention_cap), device
+            )
             self._prepared[device, dtype] = prepare(self.step, config.planes, attention)
         return self._prepared[device, dtype]
 

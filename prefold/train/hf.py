@@ -56,6 +56,8 @@ def config_of(model: PreTrainedModel) -> ModelConfig:
     attend in.
     """
     config = config_from(model.config.to_dict())
+    if config.loading:
+        raise UnsupportedModelError(f"training needs a family of prefold's own, and {type(model).__name__} has none")
     if config.model != ModelConfig.model:
         raise UnsupportedModelError("the model is looped; train it as one of prefold's own models (prefold.train)")
     return config

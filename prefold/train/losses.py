@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from ..errors import InputError
 from ..model import CausalLM
 from ..model.layers import Linear
+from ..model.logits import LogitShape
 from ..model.ops import log_sum_exp, wide
 from ..worker.rows import Path, StepAttend
 from .batch import TrainBatch, dtype_on
@@ -36,7 +37,7 @@ def logprobs(model: CausalLM, batch: TrainBatch) -> Tensor:
     attend = StepAttend(prepared, Path(), model.config.planes, model.config.scale)
     hidden = model(prepared.tokens, prepared.positions, attend, prepared.read_rows)
     weight = model.embedding if model.lm_head is None else model.lm_head
-    return target_logprobs(hidden, weight, batch.target_reads, batch.target_ids)
+    return target_logprobs(hidden, weight, batch.target_reads, batch.target_ids, model.shape_logits)
 
 
 def check_trained(model: CausalLM, batch: TrainBatch) -> None:
@@ -139,18 +140,21 @@ BLOCK = 1 << 22
 MIN_COLUMNS = 512
 
 
-def target_logprobs(hidden: Tensor, weight: Tensor, reads: np.ndarray, ids: np.ndarray) -> Tensor:
+def target_logprobs(
+    hidden: Tensor, weight: Tensor, reads: np.ndarray, ids: np.ndarray, shape: LogitShape | None = None
+) -> Tensor:
     """Returns log softmax(hidden weight^T) at (reads, ids): float32 [targets], or float64 for hidden states in float64.
 
     hidden      [rows, hidden]
     weight      [vocabulary, hidden]
     reads, ids  int64 [targets]: for each target its row of `hidden` and its id. The log-sum-exp of a row is
                 computed once, however many targets are read at it
+    shape       what makes logits of the products; None: they are the logits
 
     It goes through the vocabulary in blocks of columns, and again in the backward pass: a block's logits are made
     anew, and the gradient of its part of the weight is complete when the block is.
     """
-    return _TargetLogprobs.apply(hidden, weight, Pairs(reads, ids, hidden.device))
+    return _TargetLogprobs.apply(hidden, weight, Pairs(reads, ids, hidden.device), shape)
 
 
 class Pairs:
@@ -171,27 +175,29 @@ class Pairs:
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, pairs: Pairs, shape: LogitShape | None) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             h = wide(hidden)
             sums = h.new_full((len(h),), -torch.inf)
             picked = h.new_empty(len(pairs.order))
             for start, stop in _blocks(h, weight):
                 logits = h @ weight[start:stop].to(h.dtype).T
+                logits = logits if shape is None else shape(logits)
                 sums = torch.logaddexp(sums, log_sum_exp(logits)[0])
                 at = pairs.within(start, stop)
                 picked[pairs.order[at]] = logits[pairs.reads[at], pairs.ids[at] - start]
             picked[pairs.order] -= sums[pairs.reads]
         ctx.save_for_backward(hidden, weight, sums)
-        ctx.pairs = pairs
+        ctx.pairs, ctx.shape = pairs, shape
         return picked
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, sums = ctx.saved_tensors
         pairs: Pairs = ctx.pairs
-        for_hidden, for_weight, _ = ctx.needs_input_grad
+        shape: LogitShape | None = ctx.shape
+        for_hidden, for_weight, *_ = ctx.needs_input_grad
         with torch.autocast(hidden.device.type, enabled=False):
             h = wide(hidden)
             grad = grad[pairs.order]
@@ -201,15 +207,20 @@ class _TargetLogprobs(torch.autograd.Function):
             weight_grad = torch.empty_like(weight) if for_weight else None
             for start, stop in _blocks(h, weight):
                 columns = weight[start:stop].to(h.dtype)
-                logits_grad = (h @ columns.T).sub_(sums[:, None]).exp_().mul_(-of_rows)
+                logits = h @ columns.T
+                logits = logits if shape is None else shape(logits)
+                slope = None if shape is None else shape.gradient(logits)
+                logits_grad = logits.sub_(sums[:, None]).exp_().mul_(-of_rows)
                 at = pairs.within(start, stop)
                 where = (pairs.reads[at], pairs.ids[at] - start)
                 logits_grad.index_put_(where, grad[at], accumulate=True)
+                if slope is not None:
+                    logits_grad *= slope
                 if hidden_grad is not None:
                     hidden_grad.addmm_(logits_grad, columns)
                 if weight_grad is not None:
                     weight_grad[start:stop] = logits_grad.T @ h
-        return None if hidden_grad is None else hidden_grad.to(hidden.dtype), weight_grad, None
+        return None if hidden_grad is None else hidden_grad.to(hidden.dtype), weight_grad, None, None
 
 
 def _blocks(rows: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:

@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..checkpoint import Checkpoint
+from ..checkpoint.settings import CONTEXT
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model import CausalLM, ModelConfig
-from ..model.sources import halves_in_turn
+from ..model.sources import SafetensorsSource, as_stored
 from ..model.weights import model_weights
 from ..text import load_tokenizer
 
@@ -53,6 +54,7 @@ def save_model(
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(checkpoint.config) | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
+    config.pop(CONTEXT, None)
     if model.config.lm_head:
         config["tie_word_embeddings"] = model.lm_head is None
     config |= _write_tokenizer(checkpoint, folder)
@@ -78,11 +80,9 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     `Names.of_tensor`."""
     names = config.names
     stored_as = {here: (stored, parts) for stored, parts in names.parts.items() for here in parts}
-    if names.interleaved:
-        in_turn = {name for name in tensors if re.search(r"\.[qk]_proj\.", name)}
-        tensors = {
-            name: halves_in_turn(t, len(t) // config.head_dim) if name in in_turn else t for name, t in tensors.items()
-        }
+    if (order := config.head_order) is not None:
+        in_heads = SafetensorsSource.IN_HEADS.search
+        tensors = {name: as_stored(t, order) if in_heads(name) else t for name, t in tensors.items()}
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..attention import Heads, KVStore, RowAttention
 from ..device import available_memory, compile_seconds, free_cached, give_back, keep_freed, on, runs_triton, send
 from ..errors import InputError, OutOfMemoryError
-from ..model import Adapter, CausalLM, RowAdapters
+from ..model import Adapter, CausalLM
 from ..model.parallel import Shard
 from ..prefix import MEDIA_BASE
 from ..schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
@@ -50,7 +50,7 @@ def slot_bytes(model: CausalLM) -> int:
     """Returns the bytes of a slot in all planes, of all ranks together."""
     config, size = model.config, model.ranks.size
     parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
-    heads = [Heads(part.heads, part.kv_heads, part.head_dim, model.dtype) for part in parts]
+    heads = [Heads(p.heads, p.kv_heads, p.head_dim, model.dtype, p.attention_cap) for p in parts]
     return sum(KVStore.bytes_per_slot(len(config.planes), one, model.device) for one in heads)
 
 
@@ -166,6 +166,8 @@ class LocalWorker(Worker):
     @property
     def passes(self) -> str:
         """Returns in words what computes a forward pass."""
+        if self.model.computed_by:
+            return f"forward passes run through {self.model.computed_by}"
         thing = missing(self.model) if self.model.device.type == "cpu" else ""
         if thing is None:
             return "each forward pass is one compiled call"
@@ -185,7 +187,7 @@ class LocalWorker(Worker):
         how = self.model.arguments(step)
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             how["media"] = media
-        program = self._program_for(batch.adapters, how) if batch.scatter is None else None
+        program = self._program_for(how) if batch.scatter is None else None
         if program is None:
             hidden, kv = forward_stream(self.model, batch, path, how)
         else:
@@ -193,10 +195,10 @@ class LocalWorker(Worker):
         reads, self._paths[step.stream] = read_stream(self.model, batch, path, hidden, kv)
         return reads
 
-    def _program_for(self, adapters: RowAdapters, how: Mapping[str, Any]) -> Program | None:
-        """Returns the program where it runs a pass: no row has an adapter, and nothing is wanted of the model but that
-        images have some of the rows. how: further arguments of the model's call"""
-        if self._program is None or adapters.adapters or not how.keys() <= {"media"}:
+    def _program_for(self, how: Mapping[str, Any]) -> Program | None:
+        """Returns the program where it runs a pass: nothing is wanted of the model but that images have some of the
+        rows. how: further arguments of the model's call"""
+        if self._program is None or not how.keys() <= {"media"}:
             return None
         if not self._program.is_current:
             self._program = program_of(self.model)
@@ -225,7 +227,7 @@ class LocalWorker(Worker):
         else:
             if batch is None or how or not step.follows or not batch.follow(step):
                 batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
-                program = self._program_for(batch.adapters, how)
+                program = self._program_for(how)
             if program is None:
                 hidden = forward(self.model, self.store, batch, how)
             else:

@@ -3,8 +3,9 @@ every operation of a model has a compiled form. PyTorch's modules define what it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import addressof, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..attention import KVStore, RowPlan, SlotPlan
-from ..kernels import Kind, Operation, PathPlane, ProgramCall, TileCall
-from ..model import CausalLM, MediaRows
-from ..model.decoder_layer import Layer, Mlp
-from ..model.layers import Linear, Norm
+from ..kernels import COLUMNS, Kind, LowRank, Operation, PathPlane, ProgramCall, TileCall
+from ..model import Adapter, CausalLM, MediaRows, RowAdapters
+from ..model.decoder_layer import Layer, Mlp, PlainMlp, SumNormedLayer
+from ..model.layers import ActivatedLinear, Linear, Norm
+from ..model.lora import Delta
 from ..model.products import GatePanels, Panels, Product, in_turn
 from ..schedule.steps import NOT_FINITE
 from .rows import Batch, Path, PathKV, heads_of
@@ -26,55 +28,104 @@ from .slots import SlotBatch
 # together or q beside k and v, what attention gives, the inside of the MLP, and the result.
 X, H, DELTA, QKV, Q, KV, ATTENDED, WIDE, OUT = range(9)
 LINE = 64  # bytes of a cache line, where buffers begin
+LOW_BYTES = 16  # of a RowLow of src/epilogue.h
+# The numbers of activations in src/epilogue.h; 0: none.
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A Prepared is a step that is ready to run. It serves all steps that its batch is made to be in turn
+    (`SlotBatch.follow`).
+
+    buffers   the addresses of the buffers, int64
+    held      what the call names by address beside these
+    ids, out  memory for the most likely tokens and the hidden states that give them
+    """
+
+    batch: SlotBatch | Batch
+    call: ProgramCall
+    buffers: np.ndarray
+    held: tuple[Any, ...]
+    ids: np.ndarray | None = None
+    out: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLinear:
+    """A NamedLinear is a linear of a layer, with the name that adapters know it by, and the product that it has."""
+
+    layer: int
+    name: str
+    linear: Linear
+    product: Product
 
 
 class Program:
-    """A Program runs the layers and the final norm of one model. `program_of` makes it."""
+    """A Program runs the layers and the final norm of one model, or some of its layers. `program_of` makes it."""
 
-    def __init__(self, model: CausalLM, compiled: kernels.Kernels):
+    def __init__(self, model: CausalLM, compiled: kernels.Kernels, part: Sequence[tuple[int, int]] | None = None):
         self._model, self._compiled = model, compiled
         config = model.local
         self._windows = list(dict.fromkeys(plane.window for plane in config.planes))
-        # Planes that are turned alike have one table.
-        self._table_of = model.rotary(model.device).table_of
-        self._num_tables = max(self._table_of) + 1
+        # Planes that are turned alike have one table; a model whose positions are learned has none.
+        self._table_of = () if config.rope is None else model.rotary(model.device).table_of
+        self._num_tables = max(self._table_of, default=-1) + 1
         hidden, q, kv, wide = config.hidden, config.q_size, config.kv_size, config.intermediate
         self._widths = np.array([hidden, hidden, hidden, q + 2 * kv, q, 2 * kv, q, wide, hidden], np.int64)
         self._kept: list[Tensor] = []  # what operations name by address and the model does not hold
-        self._products: list[tuple[Linear, Product | None]] = []
+        self._linears: list[NamedLinear] = []
         self._operations: list[Operation] = []
         embedding, vocab = model.embedding.data_ptr(), len(model.embedding)
-        self._add(Kind.EMBED, out=X, weight=embedding, columns=vocab, eps=model.embedding_scale)
-        delta = -1
-        for plane, number in enumerate(config.visited):
-            self._add_layer(model.layers[number], plane, delta)  # type: ignore[arg-type]
-            delta = DELTA
-        self._add_norm(model.norm, X, OUT, delta)
+        learned, scale = model.position_embedding, model.embedding_scale
+        self._add(
+            Kind.EMBED, out=X, weight=embedding, bias=self._address(learned), columns=vocab, eps=scale,
+            positions=0 if learned is None else len(learned),
+        )  # fmt: skip
+        delta, whole = -1, [(number, plane) for plane, number in enumerate(config.visited)]
+        for plane, (number, like) in enumerate(whole if part is None else part):
+            delta = self._add_layer(model.layers[number], plane, like, delta)  # type: ignore[arg-type]
+        if part is None:
+            self._add_norm(model.norm, X, OUT, delta)
+        elif delta >= 0:
+            self._add(Kind.ADD, source=X, beside=delta)
         self._layers_end, self._head = len(self._operations), None
         self._array = (Operation * len(self._operations))(*self._operations)
         self._memory, self._room = torch.empty(0), 0
         self._tables: list[Tensor] = []  # of cosines and sines
         self._addresses = (c_void_p * self._num_tables)()
         self._positions = 0  # that the tables cover
+        self._adapters: dict[int, PackedAdapter] = {}  # by number, each since a row had it first
+        self._last: Prepared | None = None  # the last step over slots
 
     @property
     def is_current(self) -> bool:
         """Returns whether the model's linears have the products that they had when this was made."""
-        return all([linear.product is product for linear, product in self._products])
+        return all([linear.linear.product is linear.product for linear in self._linears])
 
     def over_slots(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> Tensor:
-        """Returns what `worker.slots.forward` returns of a step in which no row has an adapter."""
-        return self._run(batch, media, slots=batch.slots.data_ptr(), planes=addressof(store.structs))
+        """Returns what `worker.slots.forward` returns."""
+        slots, planes = batch.slots.data_ptr(), addressof(store.structs)
+        return self._run(self._prepared(batch, self._embedded(batch, media), slots=slots, planes=planes, ids=None))
+
+    def through(self, x: Tensor, batch: SlotBatch, store: KVStore) -> Tensor:
+        """Returns the residual stream x [rows, hidden] after a program's part of the layers, written into x."""
+        x = x.contiguous()
+        self._run(self._prepared(batch, x, slots=batch.slots.data_ptr(), planes=addressof(store.structs)))
+        return x
 
     def greedy(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> np.ndarray | None:
-        """Returns what `worker.slots.greedy` returns of the hidden states of a step in which no row has an adapter,
-        without making logits; None, and nothing is computed, where the head is no product of the kernels."""
+        """Returns what `worker.slots.greedy` returns of the hidden states of a step, without making logits; None, and
+        nothing is computed, where the head is no product of the kernels."""
         if not self._adds_head():
             return None
-        ids = np.empty(len(batch.tokens) if batch.read_rows is None else len(batch.read_rows), np.int64)
-        slots, planes = batch.slots.data_ptr(), addressof(store.structs)
-        self._run(batch, media, slots=slots, planes=planes, ids=ids.ctypes.data, none=NOT_FINITE)
-        return ids
+        slots, planes, x = batch.slots.data_ptr(), addressof(store.structs), self._embedded(batch, media)
+        step = self._prepared(batch, x, slots=slots, planes=planes, none=NOT_FINITE)
+        if step.ids is None:
+            step.ids, step.out = np.empty(step.call.picked, np.int64), self._empty(step.call.picked)
+        step.call.ids = step.ids.ctypes.data
+        self._run(step, step.out)
+        return step.ids.copy()
 
     def _adds_head(self) -> bool:
         """Returns whether the operations end with the model's head as it is now."""
@@ -84,12 +135,11 @@ class Program:
             weight = head.packed.data_ptr()
             self._add(Kind.HEAD, source=OUT, weight=weight, columns=head.outputs)
             self._array = (Operation * len(self._operations))(*self._operations)
-            self._head = head
+            self._head, self._last = head, None
         return head is not None and head is self._head
 
     def over_rows(self, batch: Batch, path: Path, media: MediaRows | None = None) -> tuple[Tensor, PathKV]:
-        """Returns what `worker.rows.forward_stream` returns of a step that is not folded, in which no row has an
-        adapter."""
+        """Returns what `worker.rows.forward_stream` returns of a step that is not folded."""
         config, kept_path, kept_new = self._model.local, len(batch.keep_path), len(batch.keep_new)
         shape = (len(config.planes), 2, kept_path + kept_new, config.kv_heads, config.head_dim)
         kv = torch.empty(shape, dtype=self._model.dtype)
@@ -100,39 +150,81 @@ class Program:
             carried.append(before)
             places = [tensor.data_ptr() for tensor in before] or [None, None]
             paths[plane] = PathPlane(*places, keys.data_ptr(), values.data_ptr())
-        hidden = self._run(
-            batch, media, paths=addressof(paths), path=path.rows, keep_path=batch.keep_path.data_ptr(),
-            keep_new=batch.keep_new.data_ptr(), kept_path=kept_path, kept_new=kept_new,
+        step = self._prepared(
+            batch, self._embedded(batch, media), paths=addressof(paths), path=path.rows, kept_path=kept_path,
+            kept_new=kept_new, keep_path=batch.keep_path.data_ptr(), keep_new=batch.keep_new.data_ptr(),
         )  # fmt: skip
+        hidden = self._run(step)
         return hidden, {plane: (keys, values) for plane, (keys, values) in enumerate(kv)}
 
-    def _run(self, batch: SlotBatch | Batch, media: MediaRows | None, **call_fields: Any) -> Tensor:
-        """Returns the hidden states of the rows of a step that are read. call_fields: where its K/V comes from and goes
-        to, and what else is wanted"""
-        model, read_rows, rows = self._model, batch.read_rows, len(batch.tokens)
-        picked = rows if read_rows is None else len(read_rows)
-        out = torch.empty((picked, int(self._widths[OUT])), dtype=model.dtype)
+    def _embedded(self, batch: SlotBatch | Batch, media: MediaRows | None) -> Tensor | None:
+        return None if media is None else self._model.embed(batch.tokens, batch.positions, media)
+
+    def _empty(self, rows: int) -> Tensor:
+        return torch.empty((rows, int(self._widths[OUT])), dtype=self._model.dtype)
+
+    def _run(self, step: Prepared, out: Tensor | None = None) -> Tensor:
+        """Returns the hidden states of the rows of a step that are read. out: memory for them; None: new memory"""
+        out = self._empty(step.call.picked) if out is None else out
+        step.buffers[OUT] = out.data_ptr()
+        self._compiled.run_program(step.call)
+        return out
+
+    def _prepared(self, batch: SlotBatch | Batch, x: Tensor | None, **call_fields: Any) -> Prepared:
+        """Returns a step, ready to run. x: what rows begin with, which is written into; None: their embeddings.
+        call_fields: where its K/V comes from and goes to, and what else is wanted"""
+        rows = len(batch.tokens)
         if rows > self._room:
-            self._make_room(rows, out.itemsize)
+            self._make_room(rows, self._model.dtype.itemsize)
+        if rows and self._num_tables:
+            numbers = getattr(batch, "numbers", None)
+            positions = batch.positions.numpy() if numbers is None else numbers[1]
+            if (last := int(positions.max())) >= self._positions:
+                self._cover(last + 1)
+        step = self._last
+        if step is None or step.batch is not batch or x is not None:
+            step = self._prepare(batch, x)
+            self._last = step if x is None and isinstance(batch, SlotBatch) else None
+        step.call.threads = torch.get_num_threads()
+        for name, value in call_fields.items():
+            setattr(step.call, name, value)
+        return step
+
+    def _prepare(self, batch: SlotBatch | Batch, x: Tensor | None) -> Prepared:
+        model, read_rows, rows = self._model, batch.read_rows, len(batch.tokens)
         buffers, tokens = self._buffers, batch.tokens.data_ptr()
-        if media is not None:
-            x = model.embed(batch.tokens, batch.positions, media)
+        if x is not None:
             buffers, tokens = buffers.copy(), None
             buffers[X] = x.data_ptr()
-        buffers[OUT] = out.data_ptr()
         plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
-        if rows and (last := int(batch.positions.numpy().max())) >= self._positions:
-            self._cover(last + 1)
         call = ProgramCall(
             operations=addressof(self._array), count=len(self._array), buffers=buffers.ctypes.data,
-            widths=self._widths.ctypes.data, rows=rows, picked=picked, tokens=tokens,
-            positions=batch.positions.data_ptr(), read=None if read_rows is None else read_rows.data_ptr(),
-            tables=addressof(self._addresses), num_tables=self._num_tables, dim=model.config.head_dim,
-            angles=self._angles, plans=addressof(plans), read_plans=addressof(read_plans), scale=model.config.scale,
-            threads=torch.get_num_threads(), is_bf16=model.dtype == torch.bfloat16, **call_fields,
+            widths=self._widths.ctypes.data, rows=rows, picked=rows if read_rows is None else len(read_rows),
+            read=None if read_rows is None else read_rows.data_ptr(), tokens=tokens,
+            positions=batch.positions.data_ptr(), tables=addressof(self._addresses), num_tables=self._num_tables,
+            dim=model.config.head_dim, angles=self._angles, scale=model.config.scale,
+            plans=addressof(plans), read_plans=addressof(read_plans),
+            is_bf16=model.dtype == torch.bfloat16,
         )  # fmt: skip
-        self._compiled.run_program(call)
-        return out
+        adapted = self._adapt(call, batch.adapters) if batch.adapters.adapters else None
+        return Prepared(batch, call, buffers, (x, plans, read_plans, adapted))
+
+    def _adapt(self, call: ProgramCall, adapters: RowAdapters) -> tuple[Any, ...]:
+        """Says in a call which adapters its rows have, and returns what it names by address. An adapter's matrices are
+        packed when a row has it first."""
+        numbers, addresses = np.ascontiguousarray(adapters.numbers, np.int64), (c_void_p * len(adapters.adapters))()
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            adapter = adapters.adapters[number]
+            packed = self._adapters.get(number)
+            if packed is None or packed.adapter is not adapter:
+                packed = self._adapters[number] = PackedAdapter(adapter, self._linears)
+            addresses[number] = addressof(packed.table)
+            call.most_ranks = max(call.most_ranks, packed.most_ranks)
+        room = torch.empty(call.rows * (LOW_BYTES + 4 * call.most_ranks), dtype=torch.uint8)
+        call.numbers, call.adapters = numbers.ctypes.data, addressof(addresses)
+        call.adapted = room.data_ptr()
+        call.low = call.adapted + call.rows * LOW_BYTES
+        return numbers, addresses, room
 
     def _calls(self, plans: Mapping[int | None, SlotPlan | RowPlan]) -> Any:
         """Returns the plans by the numbers of windows; none has queries that is not there."""
@@ -160,71 +252,85 @@ class Program:
         first += -first % LINE
         places = [0, sizes[H], 2 * sizes[H], shared, shared, shared + sizes[Q], shared + attention, shared, 0]
         self._buffers, self._room, self._angles = np.array(places, np.int64) + first, rows, int(angles) + first
+        self._last = None
 
     def _add(self, kind: Kind, **fields: Any) -> None:
         self._operations.append(Operation(kind=kind, **fields))
 
     def _add_norm(self, norm: Norm, source: int, out: int, beside: int = -1) -> None:
         wide = norm.weight.dtype != self._model.dtype
-        weight = norm.weight.data_ptr()
-        self._add(Kind.NORM, source=source, out=out, beside=beside, weight=weight, eps=norm.eps, wide=wide)
+        weight, bias = norm.weight.data_ptr(), self._address(norm.bias)
+        self._add(Kind.NORM, source=source, out=out, beside=beside, weight=weight, bias=bias, eps=norm.eps, wide=wide)
 
-    def _add_linear(self, linear: Linear, source: int, out: int) -> None:
-        weight, bias = self._packed(linear), self._address(linear.whole_bias)
-        self._add(Kind.LINEAR, source=source, out=out, weight=weight, bias=bias)
-
-    def _packed(self, linear: Linear) -> int:
-        """Returns the address of a linear's matrix, which is held by its product."""
-        assert isinstance(linear.product, Panels)
-        self._products.append((linear, linear.product))
-        return linear.product.packed.data_ptr()
+    def _add_linear(self, layer: Layer, name: str, source: int, out: int) -> None:
+        """Adds the product of a layer's linear. name: as adapters know it"""
+        linear: Linear = getattr(layer.mlp if name in ("gate_up", "down") else layer, name)
+        product, bias, activation, kind = linear.product, linear.whole_bias, 0, Kind.LINEAR
+        assert isinstance(product, Panels)
+        if isinstance(linear, ActivatedLinear):
+            activation = ACTIVATIONS[linear.activation]
+        if isinstance(product, GatePanels):
+            kind, bias = Kind.GATED, None if bias is None else in_turn(bias)
+        self._add(
+            kind, source=source, out=out, weight=product.packed.data_ptr(), bias=self._address(bias),
+            activation=activation, linear=len(self._linears),
+        )  # fmt: skip
+        self._linears.append(NamedLinear(layer.number, name, linear, product))
 
     def _add_rope(self, plane: int, source: int, at: int, heads: int, norm: nn.Parameter | None) -> None:
         config = self._model.local
+        if config.rope is None:
+            return
         self._add(
             Kind.ROPE, source=source, plane=self._table_of[plane], at=at, heads=heads, dim=config.head_dim,
             weight=None if norm is None else norm.data_ptr(), eps=config.norm_eps,
             wide=norm is not None and norm.dtype != self._model.dtype,
         )  # fmt: skip
 
-    def _add_layer(self, layer: Layer, plane: int, delta: int) -> None:
-        """Adds the operations of one layer. delta: what the layer before has left to be added to the residual stream,
-        -1: nothing"""
+    def _add_layer(self, layer: Layer, plane: int, like: int, delta: int) -> int:
+        """Adds the operations of one layer, and returns the buffer that is still to be added to the residual stream, or
+        -1. plane: of the store; like: the model's plane that has its window and rotation; delta: what the layer before
+        returned"""
         config = self._model.local
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
         self._add_norm(layer.input_norm, X, H, delta)
         if layer.splits_q:
-            self._add_linear(layer.kv, H, KV)
-            self._add_rope(plane, KV, 0, kv_heads, layer.k_norm)
+            self._add_linear(layer, "kv", H, KV)
+            self._add_rope(like, KV, 0, kv_heads, layer.k_norm)
             if plane == len(config.planes) - 1:
                 self._add(Kind.PICK, source=X, beside=False)
                 self._add(Kind.PICK, source=H, beside=True)
-            self._add_linear(layer.q, H, Q)
-            self._add_rope(plane, Q, 0, heads, layer.q_norm)
+            self._add_linear(layer, "q", H, Q)
+            self._add_rope(like, Q, 0, heads, layer.q_norm)
             source, beside, keys = Q, KV, 0
         else:
-            self._add_linear(layer.qkv, H, QKV)
+            self._add_linear(layer, "qkv", H, QKV)
             if layer.q_norm is None:
-                self._add_rope(plane, QKV, 0, heads + kv_heads, None)
+                self._add_rope(like, QKV, 0, heads + kv_heads, None)
             else:
-                self._add_rope(plane, QKV, 0, heads, layer.q_norm)
-                self._add_rope(plane, QKV, heads * dim, kv_heads, layer.k_norm)
+                self._add_rope(like, QKV, 0, heads, layer.q_norm)
+                self._add_rope(like, QKV, heads * dim, kv_heads, layer.k_norm)
             source, beside, keys = QKV, QKV, heads * dim
-        window = self._windows.index(config.planes[plane].window)
+        window = self._windows.index(config.planes[like].window)
         self._add(
             Kind.ATTEND, source=source, out=ATTENDED, beside=beside, keys=keys, heads=heads, dim=dim, plane=plane,
             kv_heads=kv_heads, window=window,
         )  # fmt: skip
-        self._add_linear(layer.o, ATTENDED, DELTA)
-        if layer.o_norm is not None:
+        self._add_linear(layer, "o", ATTENDED, DELTA)
+        delta = DELTA
+        if type(layer) is SumNormedLayer:
+            self._add_norm(layer.o_norm, X, X, DELTA)
+            delta = -1
+        elif layer.o_norm is not None:
             self._add_norm(layer.o_norm, DELTA, DELTA)
-        self._add_norm(layer.post_norm, X, H, DELTA)
-        first = layer.mlp.gate_up
-        weight, bias = self._packed(first), self._address(None if first.bias is None else in_turn(first.bias))
-        self._add(Kind.GATED, source=H, out=WIDE, weight=weight, bias=bias, wide=first.activation == "gelu_tanh")
-        self._add_linear(layer.mlp.down, WIDE, DELTA)
-        if layer.down_norm is not None:
+        self._add_norm(layer.post_norm, X, H, delta)
+        self._add_linear(layer, "gate_up", H, WIDE)
+        self._add_linear(layer, "down", WIDE, DELTA)
+        if type(layer) is SumNormedLayer:
+            self._add_norm(layer.down_norm, X, X, DELTA)
+        elif layer.down_norm is not None:
             self._add_norm(layer.down_norm, DELTA, DELTA)
+        return delta
 
     def _address(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -233,28 +339,75 @@ class Program:
         return tensor.data_ptr()
 
 
-def program_of(model: CausalLM) -> Program | None:
-    """Returns the program of a model; None where one of its operations has no compiled form."""
+class PackedAdapter:
+    """A PackedAdapter has an adapter's matrices as the kernels read them.
+
+    table       a LowRank for each of a program's linears
+    most_ranks  of a linear
+    """
+
+    def __init__(self, adapter: Adapter, linears: Sequence[NamedLinear]):
+        self.adapter = adapter
+        self.table, self.most_ranks = (LowRank * len(linears))(), 0
+        self._kept: list[Tensor] = []  # what the table names by address
+        for number, linear in enumerate(linears):
+            delta = adapter.layers[linear.layer].get(linear.name)
+            if delta is not None:
+                kept = low_rank_matrices(delta, linear.linear)
+                self._kept += kept
+                self.table[number] = LowRank(*(tensor.data_ptr() for tensor in kept), ranks=len(delta.a))
+                self.most_ranks = max(self.most_ranks, len(delta.a))
+
+
+def low_rank_matrices(delta: Delta, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `a`, `b` and `spans` of a LowRank."""
+    ranks, outputs = len(delta.a), linear.outputs
+    b = delta.a.new_zeros(-(-outputs // COLUMNS) * COLUMNS, ranks)
+    for part in delta.parts:
+        b[part.columns, part.ranks] = part.b
+    if type(linear.product) is GatePanels:
+        b[:outputs] = in_turn(b[:outputs])
+    b = b.view(-1, COLUMNS, ranks).transpose(1, 2)
+    # A panel has the ranks from the first to the last of those that its columns have any part in.
+    used, numbers = (b != 0).any(2).int(), torch.arange(ranks)
+    first, stop = used.argmax(1), (ranks - used.flip(1).argmax(1)) * used.any(1)
+    inside = (numbers >= first[:, None]) & (numbers < stop[:, None])
+    begins = (stop - first).cumsum(0).roll(1) * COLUMNS
+    begins[0] = 0
+    return kernels.pack_words(delta.a), b[inside], torch.stack((first, stop, begins), 1)
+
+
+def program_of(model: CausalLM, part: Sequence[tuple[int, int]] | None = None) -> Program | None:
+    """Returns the program of a model, or of some of its layers; None where one of its operations has no compiled form.
+
+    part: layers, with the plane of the model whose window and rotation each has; their K/V is in the planes of a store
+    from the first on
+    """
     compiled = heads_of(model).compiled(model.device)
-    return None if compiled is None or missing(model) else Program(model, compiled)
+    return None if compiled is None or missing(model, part is None) else Program(model, compiled, part)
 
 
-def missing(model: CausalLM) -> str | None:
-    """Returns the first thing of a model that has no compiled form, in words; None: its forward pass is one call."""
-    config, layers = model.config, [layer for layer in model.layers if type(layer) is Layer]
-    gates = [layer.mlp.gate_up.product for layer in layers if type(layer.mlp) is Mlp]
-    linears = [layer.o for layer in layers] + [layer.mlp.down for layer in layers if type(layer.mlp) is Mlp]
+def missing(model: CausalLM, whole: bool = True) -> str | None:
+    """Returns the first thing of a model that has no compiled form, in words; None: its forward pass is one call.
+    whole: whether that is asked of the whole model, not of layers"""
+    config = model.config
+    layers = [layer for layer in model.layers if type(layer) in (Layer, SumNormedLayer)]
+    mlps = [layer.mlp for layer in layers if type(layer.mlp) in (Mlp, PlainMlp)]
+    gates = [mlp.gate_up.product for mlp in mlps if type(mlp) is Mlp]
+    linears = [layer.o for layer in layers] + [mlp.down for mlp in mlps]
+    linears += [mlp.gate_up for mlp in mlps if type(mlp) is PlainMlp]
     linears += [linear for x in layers for linear in ((x.q, x.kv) if x.splits_q else (x.qkv,))]
     things = {
         "compiled kernels for its heads": heads_of(model).compiled(model.device) is not None,
-        "a looped model": type(model) is CausalLM,
+        "passes through all visits of a looped model": not whole or type(model) is CausalLM,
         "several ranks": model.ranks.size == 1,
-        "norms other than RMSNorm": config.norm == "rms",
-        "positions that are no rotation": config.rope is not None,
+        "layers without norms on what they read": config.in_norms,
+        "LayerNorms without a bias": config.norm == "rms" or config.norm_bias,
         "layers of another kind": len(layers) == len(model.layers),
-        "an MLP of another kind": len(gates) == len(layers) and config.activation in ("silu", "gelu_tanh"),
+        "an MLP of another kind": len(mlps) == len(layers) and config.activation in ACTIVATIONS,
         "an MLP's width": all(type(product) is GatePanels for product in gates),
         "products of other code": all(type(linear.product) is Panels for linear in linears),
         "a scale of attention": config.scale > 0,
+        "caps on scores and on logits": config.attention_cap is None and config.logit_cap is None,
     }
     return next((thing for thing, is_compiled in things.items() if not is_compiled), None)

@@ -23,7 +23,7 @@ from .pool import PoolPlan, mean_of_paths, plan_pool
 def heads_of(model: CausalLM) -> Heads:
     """Returns the heads that attention of this model is over; of a model that is split over ranks, this rank's."""
     local = model.local
-    return Heads(local.heads, local.kv_heads, local.head_dim, model.dtype)
+    return Heads(local.heads, local.kv_heads, local.head_dim, model.dtype, local.attention_cap)
 
 
 PathKV = Mapping[int, tuple[Tensor, Tensor]]  # by plane: keys and values, [path, kv_heads, head_dim] each

@@ -32,6 +32,7 @@ class Case:
     k: torch.Tensor
     v: torch.Tensor
     scale: float
+    cap: float | None = None
 
     def run(self) -> torch.Tensor:
         raise NotImplementedError
@@ -41,7 +42,9 @@ class Case:
         return visibility(self.nest.end, self.query_rows, self.nest.positions, self.window, self.nest.first)
 
     def expected(self) -> torch.Tensor:
-        return dense_attention(self.q.double(), self.k.double(), self.v.double(), self.visible, scale=self.scale)
+        return dense_attention(
+            self.q.double(), self.k.double(), self.v.double(), self.visible, scale=self.scale, cap=self.cap
+        )
 
     def check(self) -> None:
         out = self.run()
@@ -96,7 +99,7 @@ class RowCase(Case):
         return plan(nest.end, self.query_rows, nest.positions, self.window, path=self.path, first=nest.first)
 
     def attention(self) -> RowAttention:
-        return RowAttention(Heads(self.q.shape[1], *self.k.shape[1:], self.q.dtype), self.q.device)
+        return RowAttention(Heads(self.q.shape[1], *self.k.shape[1:], self.q.dtype, self.cap), self.q.device)
 
     def run(self) -> torch.Tensor:
         new = slice(self.path, None)
@@ -179,7 +182,7 @@ class SlotCase(Case):
 
     def store(self) -> KVStore:
         """All keys written into plane 1, in two writes; plane 0 holds something else."""
-        store = KVStore(PLANES, Heads(*self.heads, self.q.shape[2], self.q.dtype), self.num_slots)
+        store = KVStore(PLANES, Heads(*self.heads, self.q.shape[2], self.q.dtype, self.cap), self.num_slots)
         garbage = self.k.new_full((self.num_slots, *self.k.shape[1:]), torch.nan)
         store.write(0, torch.arange(self.num_slots), garbage, garbage)
         slots = torch.from_numpy(self.slots)

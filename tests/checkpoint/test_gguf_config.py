@@ -87,6 +87,8 @@ def test_rope_scaling(write):
     assert (rope.kind, rope.settings["factors"]) == ("factors", [1.0, 2.0, 3.0, 4.0])
     with pytest.raises(UnsupportedModelError, match="longrope"):
         config(write(metadata={"rope.scaling.type": "longrope"}))
+    with pytest.raises(CheckpointError, match=r"rope_factors_short\.weight must have 4 numbers"):
+        config(write("phi3", tensors={"rope_factors_long.weight": (4,), "blk.0.attn_qkv.weight": (64, 32)}))
 
 
 def test_linear_rope_scaling_of_files_without_a_type(write):
@@ -140,7 +142,8 @@ def test_gemma3(write):
 @pytest.mark.parametrize(
     ("arch", "metadata", "message"),
     [
-        ("gemma2", {}, "'gemma2' is not supported.*llama, qwen2, qwen3, gemma3"),
+        ("gptneox", {}, "'gptneox' is not supported.*llama, qwen2, qwen3, gemma3"),
+        ("granite", {"attention.sliding_window": 64}, "sliding window"),
         ("llama", {"split.count": 3}, "one of several parts"),
         ("llama", {"expert_count": 8}, "mixture of experts"),
         ("qwen3", {"attention.causal": False}, "both directions"),

@@ -48,6 +48,14 @@ def test_every_option_has_a_help_text_and_every_command_a_summary(name):
     assert all(p.help for p in command.params if isinstance(p, click.Option))
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_the_help_of_a_task_speaks_of_that_task_alone(name):
+    told = [p.help for p in main.commands[name].params if isinstance(p, click.Option)]
+    assert not [text for text in told if any(text.startswith(f"{task}: ") for task in TASKS)]
+    everything = {p.name: p.help for p in main.commands["run"].params if isinstance(p, click.Option)}
+    assert everything["template"].startswith("rerank: ") and "classify: " in everything["template"]
+
+
 def test_help_imports_nothing_heavy(environment):
     heavy = {"torch", "numpy", "tokenizers", "rich", "pyarrow"}
     code = f"import sys, prefold.cli; print(sorted({heavy!r} & set(sys.modules)))"

@@ -232,7 +232,10 @@ def test_what_is_said_of_a_resumed_job_is_of_this_run(prefold, tmp_path):
     [
         (["embed", "missing.jsonl"], 1, "there is no input file"),
         (["run", "in.jsonl"], 1, "--task"),
-        (["run", "in.jsonl", "--task", "classify"], 1, "labels"),
+        (["run", "in.jsonl", "--task", "classify"], 1, "give two or more (--labels A,B)"),
+        (["generate", "in.jsonl", "--json-schema", "no.json"], 1, "cannot read no.json"),
+        (["generate", "in.jsonl", "--max-tokens", "many"], 2, "'many' is not a valid whole number"),
+        (["embed", "in.csv", "--prompt", "texts"], 1, "no column 'texts'; did you mean text? it has: text"),
         (["embed", "in.jsonl", "--prompt", "{"], 1, "--prompt"),
         (["rerank", "in.jsonl"], 1, "--query"),
         (["embed", "in.jsonl", "--messages", "text", "--prompt", "text"], 2, "exclude each other"),

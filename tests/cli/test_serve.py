@@ -90,15 +90,16 @@ def test_names_are_looked_up_before_the_server_says_that_it_listens(tmp_path, mo
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ('port = "eight"', "serve.toml: port = 'eight': 'eight' is not a valid integer"),
+        ('port = "eight"', "serve.toml: port = 'eight': 'eight' is not a valid whole number"),
         ('cache = "newest"', "serve.toml: cache = 'newest': "),
         ('max-body-bytes = "many"', "serve.toml: max-body-bytes = 'many': "),
         ('adapter = "mine"', "--adapter 'mine': write NAME=FOLDER"),
-        ("no-such = 1", "there is no option 'no-such'"),
+        ("no-such = 1", "there is no option 'no-such'; look up serve --help"),
+        ("prot = 1", "there is no option 'prot'; did you mean port? look up serve --help"),
         ("port = [", "cannot be read"),
         ("port = 100000", "port"),
         ('host = "0.0.0.0"', "--insecure"),
-        ('api-keys = "none.toml"', "none.toml"),
+        ('api-keys = "none.toml"', "cannot read the file of keys none.toml: No such file or directory"),
     ],
 )
 def test_wrong_configurations(tmp_path, config, said):

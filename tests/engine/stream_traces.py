@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from prefold.engine import Engine, EngineOptions
+from prefold.engine import EngineOptions, ModelEngine
 from prefold.errors import OutOfMemoryError
 from prefold.schedule.steps import StepResult, StreamStep
 from prefold.stream import Spool
@@ -159,7 +159,7 @@ def check(readout: Readout, request: Request, result) -> None:
 class Run:
     """One run of random requests through an engine, a result at a time."""
 
-    def __init__(self, engine: Engine, rng: random.Random):
+    def __init__(self, engine: ModelEngine, rng: random.Random):
         self.engine, self.rng = engine, rng
         self.readout = Readout(rng.choice(KINDS), (1, 2))
         self.requests = random_requests(rng, self.readout)
@@ -196,7 +196,7 @@ def trace(seed: int) -> None:
     """Runs that come together, are left early or end in an error; afterwards one more, alone."""
     rng = random.Random(seed)
     worker = HashWorker(rng.choice([1, 2]), rng.choice([1, 2, 7, 1000, 1000]), rng)
-    engine = Engine(worker, EngineOptions(max_batch_rows=rng.choice([None, 4, 1000])))
+    engine = ModelEngine(worker, EngineOptions(max_batch_rows=rng.choice([None, 4, 1000])))
     runs = [Run(engine, rng)]
     if rng.random() < 0.5:  # steps of two runs take turns
         runs.append(Run(engine, rng))
@@ -220,7 +220,7 @@ def trace(seed: int) -> None:
     alone(engine, worker, rng)
 
 
-def alone(engine: Engine, worker: HashWorker, rng: random.Random) -> None:
+def alone(engine: ModelEngine, worker: HashWorker, rng: random.Random) -> None:
     worker.fails_at = None
     before, steps = engine.reset_stats(), len(worker.steps)
     assert before.steps == steps or before.steps < steps  # steps of runs that were left are not counted

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fake_worker import FakeWorker
 
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.errors import InputError
 from prefold.schedule import parts
 from prefold.schedule.parts import EnginePart, hooks
@@ -51,7 +51,7 @@ def engine(monkeypatch):
     monkeypatch.setattr(parts, "_MAKERS", [lambda *given, part=part: part for part in found] + [lambda *given: None])
     worker = FakeWorker(random.Random(0), depth=1, trouble=0.0)
     options = EngineOptions(max_batch_rows=24, generation=GenerateOptions(kv_memory=400))
-    return Engine(worker, options)
+    return ModelEngine(worker, options)
 
 
 def ask(engine, told, key, priority=0):

@@ -16,7 +16,7 @@ import pytest
 from fake_worker import FakeWorker, Ticket, expected
 
 from prefold.cache import CacheOptions
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.loop import find_fault
 from prefold.errors import InputError, OutOfMemoryError
 from prefold.schedule.steps import SlotResult, SlotStep
@@ -33,7 +33,7 @@ def run_trace(seed: int) -> tuple[int, int]:
         kv_memory=rng.choice([52, 70, 400]), max_running=rng.choice([2, 6, 20]), reserve_output=rng.random() < 0.5,
         cache=cache,
     )  # fmt: skip
-    engine = Engine(worker, EngineOptions(max_batch_rows=rng.choice([5, 24]), generation=generation))
+    engine = ModelEngine(worker, EngineOptions(max_batch_rows=rng.choice([5, 24]), generation=generation))
     generator, make_anew, anew = engine.generator, engine.generator._rebuild_books, []
     generator._rebuild_books = lambda: anew.append(1) or make_anew()
     asked, answers, keys, cancelled = {}, {}, {}, set()
@@ -89,7 +89,7 @@ def test_traces_without_torch(count):
 
 def test_a_request_that_can_never_run_is_told_so():
     worker = FakeWorker(random.Random(0), 1, 0.0)
-    engine = Engine(worker, EngineOptions(generation=GenerateOptions(kv_memory=11)))
+    engine = ModelEngine(worker, EngineOptions(generation=GenerateOptions(kv_memory=11)))
     answers = []
     engine.generator.add(Request(np.zeros(8, np.int32), sampling=Sampling(max_tokens=9)), None, answers.append)
     while engine.generator.step():
@@ -113,7 +113,7 @@ class FailingOnce(FakeWorker):
 
 def test_numbers_that_are_in_flight_when_the_next_step_fails_are_read_again():
     worker = FailingOnce(2)
-    generator = Engine(worker, EngineOptions(generation=GenerateOptions(kv_memory=100))).generator
+    generator = ModelEngine(worker, EngineOptions(generation=GenerateOptions(kv_memory=100))).generator
     text, numbers = [], []
     generator.add(Request(np.array([0, 1], np.int32), sampling=Sampling(max_tokens=5)), None, text.append)
     generator.add(Request(np.array([2, 1], np.int32)), None, numbers.append, readout=Readout("last"))
@@ -129,13 +129,13 @@ def test_numbers_that_are_in_flight_when_the_next_step_fails_are_read_again():
 
 def two_texts(worker: Worker):
     """An engine with two requests, of which the second begins with 2."""
-    engine = Engine(worker, EngineOptions(generation=GenerateOptions(kv_memory=1000, max_running=500)))
+    engine = ModelEngine(worker, EngineOptions(generation=GenerateOptions(kv_memory=1000, max_running=500)))
     for prompt in ([0, 1], [2, 1]):
         ask(engine, prompt)
     return engine
 
 
-def ask(engine: Engine, prompt: list[int]) -> int:
+def ask(engine: ModelEngine, prompt: list[int]) -> int:
     request = Request(np.array(prompt, np.int32), sampling=Sampling(max_tokens=50))
     return engine.generator.add(request, None, lambda answer: None)
 
@@ -143,7 +143,7 @@ def ask(engine: Engine, prompt: list[int]) -> int:
 class FailingFor2(FakeWorker):
     """Fails for steps in which a prompt begins with 2. While `guests` is there, each step brings it somebody new."""
 
-    guests: Engine | None = None
+    guests: ModelEngine | None = None
 
     def __init__(self) -> None:
         super().__init__(random.Random(0), 1, 0.0)
@@ -214,7 +214,7 @@ def size_of_a_step(kept: list[list[int]]) -> int:
     """Bytes of the message of a decoding step while these prompts are kept."""
     worker = Measuring()
     generation = GenerateOptions(kv_memory=20_000, cache=CacheOptions(min_overlap=0))
-    generator = Engine(worker, EngineOptions(max_batch_rows=4096, generation=generation)).generator
+    generator = ModelEngine(worker, EngineOptions(max_batch_rows=4096, generation=generation)).generator
     for prompts, limit in ((kept, 1), ([[0, 1, 2]], 4)):
         for prompt in prompts:
             request = Request(np.array(prompt, np.int32), sampling=Sampling(max_tokens=limit))
@@ -258,7 +258,7 @@ def test_steps_are_small_after_memory_was_too_small_and_large_again_after_long()
     worker = Short(random.Random(0), 1, 0.0)
     worker.rows = []
     generation = GenerateOptions(kv_memory=1000, max_running=4)
-    engine = Engine(worker, EngineOptions(max_batch_rows=24, generation=generation))
+    engine = ModelEngine(worker, EngineOptions(max_batch_rows=24, generation=generation))
     generator = engine.generator
 
     def run(first: int) -> int:

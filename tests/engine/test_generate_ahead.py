@@ -15,7 +15,7 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.samples import TextPiece
 from prefold.errors import OutOfMemoryError
 from prefold.types import Readout, Request, Sampling
@@ -31,10 +31,10 @@ def llm(tmp_path_factory) -> LLM:
     return LLM(str(tiny_checkpoint(tmp_path_factory.mktemp("traces"), "qwen3")), dtype="float32", cache="off")
 
 
-def engine_of(llm: LLM, *, rows: int = 24, ahead: bool = False, **options) -> Engine:
+def engine_of(llm: LLM, *, rows: int = 24, ahead: bool = False, **options) -> ModelEngine:
     generation = GenerateOptions(**{"kv_memory": 1 << 20} | options)
     worker = LocalWorker(llm.model, depth=2 if ahead else 1)
-    return Engine(worker, EngineOptions(max_batch_rows=rows, generation=generation))
+    return ModelEngine(worker, EngineOptions(max_batch_rows=rows, generation=generation))
 
 
 def random_sampling(rng: random.Random) -> Sampling:

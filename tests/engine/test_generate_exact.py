@@ -5,22 +5,23 @@ from __future__ import annotations
 import pytest
 from generating import ask, engine_of, generate, reference_tokens, tokens_of, until_idle
 from running import prompts
-from tiny import FAMILIES, reference, tiny_checkpoint
+from tiny import EVERY, FAMILIES, MORE, reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
+from prefold.engine.calls import stream
 from prefold.errors import InputError, PrefoldError
 
 MAX_TOKENS = 24
 # What a family changes are its layers. That which schedules them knows of windows alone.
 SCHEDULED = pytest.mark.parametrize(
     "case",
-    [pytest.param(f, marks=() if f in ("llama", "gemma3") else pytest.mark.slow) for f in FAMILIES],
+    [pytest.param(f, marks=() if f in ("llama", "gemma3") else pytest.mark.slow) for f in (*FAMILIES, *MORE)],
     indirect=True,
 )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EVERY)
 def case(request, tmp_path_factory):
     """(LLM, prompts, what transformers makes of them)"""
     options = {"sliding_window": 6} if request.param == "mistral" else {}
@@ -119,7 +120,7 @@ def test_mlp_is_refused(case):
     engine = engine_of(llm, sharing="mlp")
     with pytest.raises(InputError, match="full or off"):
         generate(engine, requests_of(asked))
-    ((_, answer),) = engine.stream(requests_of(asked[:1]), None)
+    ((_, answer),) = stream(engine, requests_of(asked[:1]), None)
     assert isinstance(answer, InputError) and "full or off" in str(answer)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fake_worker import FakeWorker, expected
 
-from prefold.engine import Engine, EngineOptions, GenerateOptions, generate
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine, generate
 from prefold.schedule.steps import SlotStep
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
@@ -39,7 +39,7 @@ def run(monkeypatch, weights, rows=None, learns=True, jobs=1):
     monkeypatch.setattr(generate, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     worker = TimedWorker(clock, weights, learns_rows=learns)
     options = GenerateOptions(kv_memory=AT_ONCE * (ROWS + OUTPUT - 1) + 1)
-    engine = Engine(worker, EngineOptions(max_batch_rows=rows, generation=options))
+    engine = ModelEngine(worker, EngineOptions(max_batch_rows=rows, generation=options))
     rng = np.random.default_rng(0)
     sampling = Sampling(max_tokens=OUTPUT)
     for _ in range(jobs):

@@ -19,7 +19,7 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.calls import serve
 from prefold.errors import ForkedError, OutOfMemoryError, PrefoldError, RankError
 from prefold.schedule.steps import SlotStep
@@ -47,9 +47,9 @@ class Raising(FakeWorker):
         raise self.error
 
 
-def engine_of(worker) -> Engine:
+def engine_of(worker) -> ModelEngine:
     generation = GenerateOptions(kv_memory=200, max_running=4, cache=CacheOptions(min_overlap=0))
-    return Engine(worker, EngineOptions(max_batch_rows=24, generation=generation))
+    return ModelEngine(worker, EngineOptions(max_batch_rows=24, generation=generation))
 
 
 @pytest.mark.parametrize("at_result", [False, True])
@@ -77,8 +77,8 @@ def test_a_worker_that_raises_at_any_call_leaves_no_caller_waiting_and_no_slot_i
             break
         while engine.generator.has_work:
             time.sleep(0.001)
-        engine.look(lambda books: books.check())
-        assert engine.look(lambda books: books.pool.used_slots == books.cache.rows)
+        engine.call(engine.generator.scheduler.check)
+        assert engine.snapshot().used_slots == engine.cache.rows
         again = dict(serve(engine, windows, max_waiting=4))  # the next call works
         assert [again[n][0].tokens for n in range(4)] == [expected(p, sampling) for p in prompts]
         engine.close()
@@ -253,7 +253,7 @@ def test_numbers_and_texts_of_many_threads_take_turns(folder):
 GOES_IN_ITS_THREAD = """
 import random, threading, time, weakref
 from fake_worker import FakeWorker
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import ModelEngine, EngineOptions, GenerateOptions
 
 going = threading.Event()
 
@@ -264,7 +264,7 @@ class Last:
         print("freed", threading.current_thread().name, flush=True)
 
 def run():
-    engine = Engine(FakeWorker(random.Random(0), 1, 0.0), EngineOptions(generation=GenerateOptions(kv_memory=100)))
+    engine = ModelEngine(FakeWorker(random.Random(0), 1, 0.0), EngineOptions(generation=GenerateOptions(kv_memory=100)))
     engine.last, deliver, came = Last(), type(engine)._deliver, threading.Event()
     def slowly(this):
         deliver(this)

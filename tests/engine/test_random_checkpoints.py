@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from running import as_request, run
-from tiny import FAMILIES, reference, tiny_checkpoint
+from tiny import FAMILIES, MORE, reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.types import Readout
@@ -79,6 +79,64 @@ def random_config(rng: random.Random, family: str) -> dict[str, Any]:
     return config
 
 
+def random_config_of_more(rng: random.Random, family: str) -> dict[str, Any]:
+    """The same of the families in MORE."""
+    config = random_config(rng, "llama")
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    window = rng.choice([None, 1, 2, 3, 5, 8, 16, 40])
+    types = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
+    factors = {
+        "embedding_multiplier": rng.choice([1, 3.5, 12.0]), "residual_multiplier": rng.choice([1.0, 0.22, 0.9]),
+        "attention_multiplier": rng.choice([1, 0.1, 0.0156]), "logits_scaling": rng.choice([1, 3.0, 8.0]),
+    }  # fmt: skip
+    if family not in ("smollm3", "granite"):
+        config.pop("mlp_bias")
+    if family == "smollm3":
+        config["no_rope_layers"] = [rng.randint(0, 1) for _ in range(layers + rng.randint(0, 1))]
+        config |= {"use_sliding_window": window is not None, "sliding_window": window}
+    if family in ("phi3", "phi3-long", "starcoder2"):
+        config.pop("attention_bias")
+        config["hidden_size"] = heads * config.pop("head_dim")
+        config["sliding_window"] = window
+    if family.startswith("phi3"):
+        dim = config["hidden_size"] // heads
+        turned = rng.choice(range(2, dim + 1, 2))
+        rope = {"rope_type": "default", "partial_rotary_factor": turned / dim}
+        config["original_max_position_embeddings"] = 1
+        if family == "phi3-long":
+            short, long = ([rng.uniform(1, most) for _ in range(turned // 2)] for most in (2, 30))
+            rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": 1.3}
+        config["rope_parameters"] = rope | {"rope_theta": rng.choice([100.0, 1e4])}
+    if family in ("granite", "granite4"):
+        config |= factors
+    if family == "granite4":
+        config |= {"num_local_experts": 0, "shared_intermediate_size": config.pop("intermediate_size")}
+        config |= {"layer_types": ["full_attention"] * layers, "mamba_n_heads": 1}
+        config["position_embedding_type"] = rng.choice(["rope", None])
+    if family in ("olmo3", "gemma2", "cohere2", "exaone4"):
+        config |= {"sliding_window": window or 4, "layer_types": types}
+    if family == "olmo3":
+        local = {"rope_type": "default", "rope_theta": rng.choice([100.0, 1e4])}
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    if family == "gemma2":
+        config |= {"query_pre_attn_scalar": rng.choice([1, 7, 64, 256])}
+        config |= {"attn_logit_softcapping": rng.choice([None, 1.0, 50.0])}
+        config |= {"final_logit_softcapping": rng.choice([None, 2.0, 30.0])}
+    if family == "cohere2":
+        config |= {"hidden_size": heads * config.pop("head_dim"), "layer_norm_eps": config.pop("rms_norm_eps")}
+        config["logit_scale"] = rng.choice([1.0, 0.0625, 2.0])
+    if family == "starcoder2":
+        config |= {"norm_epsilon": config.pop("rms_norm_eps"), "use_bias": rng.random() < 0.5}
+    if family == "exaone4":
+        config.pop("attention_bias")
+        if rng.random() < 0.3:
+            config |= {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    if family == "olmo2":
+        config.pop("head_dim")
+        config["hidden_size"] = heads * rng.choice([2, 8, 10, 14])
+    return config
+
+
 def random_prompts(rng: random.Random, vocab: int, longest: int) -> list[list[int]]:
     """Prompts that share beginnings; some are the same, some the beginning of another."""
     found: list[list[int]] = []
@@ -108,10 +166,11 @@ def expected(kind: str, hidden: np.ndarray, logits: np.ndarray, targets: list[in
     return {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0)}[kind]
 
 
-def compare(tmp_path, seed: int) -> None:
+def compare(tmp_path, seed: int, more: str | None = None) -> None:
+    """more: the family, of those in MORE"""
     rng = random.Random(seed)
-    family = FAMILIES[seed % len(FAMILIES)]
-    config = random_config(rng, family)
+    family = more or FAMILIES[seed % len(FAMILIES)]
+    config = random_config(rng, family) if more is None else random_config_of_more(rng, family)
     folder = tiny_checkpoint(tmp_path, family, seed=seed, **config)
     llm = LLM(str(folder), dtype="float32", device="cpu")
     vocab = config["vocab_size"]
@@ -137,6 +196,18 @@ def compare(tmp_path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_random_checkpoint(tmp_path, seed):
     compare(tmp_path, seed)
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_a_random_checkpoint_of_more_families(tmp_path, family):
+    compare(tmp_path, 0, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MORE)
+def test_many_random_checkpoints_of_more_families(tmp_path, family):
+    for seed in range(1, 31):
+        compare(tmp_path, seed, family)
 
 
 @pytest.mark.slow

@@ -11,9 +11,10 @@ from generating import until_idle
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.engine.handles import ReadGroup, ResponseStream
+from prefold.engine.handles import Handle, ReadGroup
 from prefold.engine.step_policy import StepPolicy
 from prefold.engine.thread import EngineThread
+from prefold.face.streams import ResponseStream
 from prefold.schedule.fair import FairAdmission
 from prefold.types import Owner, Readout, Request, Result
 
@@ -91,7 +92,7 @@ def test_a_reading_that_is_alone_computes_nothing_twice(llm):
 def test_as_many_requests_are_open_as_fill_a_few_steps(llm):
     for begin in (0, 20, 200):
         large, _ = requests(300, begin=begin)
-        reading, opened = ReadGroup(ResponseStream(None, 1), large, LAST, rows=ROWS, shares=True), []
+        reading, opened = ReadGroup(Handle(1), large, LAST, rows=ROWS, shares=True), []
         while not opened or any(result is None for result in reading.results):
             while (number := reading.next()) is not None:
                 opened.append(number)
@@ -129,7 +130,7 @@ def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypa
     asyncio.run(ask())
     assert failed and not service.handles
     until_idle(service)
-    service.look(lambda books: books.check())
+    service.call(service.generator.scheduler.check)
 
 
 def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):

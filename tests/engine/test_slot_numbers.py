@@ -14,8 +14,8 @@ from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.engine.handles import ResponseStream
 from prefold.errors import InputError
+from prefold.face.streams import ResponseStream
 from prefold.types import Readout
 
 PLACE = {"dtype": "float32", "device": "cpu"}
@@ -70,7 +70,7 @@ def test_results_are_those_of_the_stream(tmp_path, family, rows, sharing, cache)
                     np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4, err_msg=readout.kind)
                     assert (one.greedy is None) == (other.greedy is None)
                     assert one.greedy is None or np.array_equal(one.greedy, other.greedy)
-        llm.engine.look(lambda books: books.check())
+        llm.engine.call(llm.engine.generator.scheduler.check)
 
 
 @pytest.mark.parametrize("rows", [3, 1000])
@@ -128,7 +128,7 @@ def test_a_prompt_that_the_store_cannot_hold_is_an_error_that_says_so(folder):
         (found,) = ask(llm, ([as_request([1, 2])], Readout("mean")))
         assert len(found) == 1
         until_idle(llm.engine)
-        llm.engine.look(lambda books: books.check())
+        llm.engine.call(llm.engine.generator.scheduler.check)
 
 
 @pytest.mark.parametrize("kind", ["mean", "logprobs", "every"])
@@ -155,5 +155,6 @@ def test_numbers_that_are_cancelled_in_the_middle_leave_nothing(folder, kind, mo
         asyncio.run(leave())
         until_idle(llm.engine)
         assert len(steps) < 20
-        assert llm.engine.look(lambda books: (books.check(), books.pool.used_slots)[1]) == 0
+        llm.engine.call(llm.engine.generator.scheduler.check)
+        assert llm.engine.snapshot().used_slots == 0
         assert not llm.engine.handles

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prefold.cache import CacheOptions, SlotPool
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine import step_policy as module
 from prefold.engine.step_policy import LATELY_SECONDS, LEAST_ROWS, StepPolicy, StepTimes
 from prefold.schedule.admission import NO_LIMITS
@@ -243,7 +243,7 @@ class Still(Worker):
 
 def test_a_generator_tells_the_cache_what_tenants_may_keep():
     generation = GenerateOptions(kv_memory=100, cache=CacheOptions())
-    generator = Engine(Still(), EngineOptions(generation=generation)).generator
+    generator = ModelEngine(Still(), EngineOptions(generation=generation)).generator
     generator.set_step_policy(StepPolicy(FairAdmission(lambda tenant: Share(2.0, max_kept_rows=7))))
     account = generator.scheduler.cache.accounts.of("a")
     assert (account.weight, account.max_rows) == (2.0, 7)

@@ -13,7 +13,7 @@ import pytest
 from fake_worker import FakeWorker, Ticket, expected
 
 from prefold.cache import CacheOptions
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.schedule.steps import StepResult
 from prefold.stream import Spool
 from prefold.types import GenerationStats, Readout, Request, Sampling, Stats
@@ -31,7 +31,7 @@ def test_random_runs_without_torch(count):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_numeric_run_stops_between_steps(depth):
     """Of twelve prompts of one row each, in steps of one row, those come whose steps were begun."""
-    engine = Engine(Streaming(depth), EngineOptions(max_batch_rows=1))
+    engine = ModelEngine(Streaming(depth), EngineOptions(max_batch_rows=1))
     with Spool() as spool:
         for token in range(12):
             spool.add(Request(np.array([token])), b"%d" % token)
@@ -55,7 +55,7 @@ def test_probes_stop_between_steps():
     """The engine makes steps while the caller looks whether it should stop, and none once it has left."""
     generation = GenerateOptions(cache=CacheOptions(min_overlap=0))
     options = EngineOptions(max_batch_rows=2, generation=generation, cache_prefill=True)
-    engine = Engine(FakeWorker(random.Random(0), 1, 0.0), options)
+    engine = ModelEngine(FakeWorker(random.Random(0), 1, 0.0), options)
     with Spool() as spool:
         for token in range(5000):
             spool.add(Request(np.array([token])), b"%d" % token)
@@ -64,12 +64,12 @@ def test_probes_stop_between_steps():
     assert 2 <= len(found) < 5000
     while engine.generator.has_work:  # the engine's thread ends what is left
         time.sleep(0.001)
-    assert engine.look(lambda books: engine.stats.steps) < 2500
+    assert engine.call(lambda: engine.stats.steps) < 2500
 
 
 def test_a_window_that_is_not_there_yet():
     """What is open goes on meanwhile."""
-    engine = Engine(FakeWorker(random.Random(0), 1, 0.0))
+    engine = ModelEngine(FakeWorker(random.Random(0), 1, 0.0))
     came, waits = [], []
     prompts = ([0, 1], [2, 2, 1], [1])
 

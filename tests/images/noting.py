@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from generating import AtOnce
 
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.meter import Meter
 from prefold.images.config import TowerConfig
 from prefold.images.desk import ImageDesk
@@ -87,6 +87,6 @@ def take(table: MediaTable, key: str, salt: str = "", load=lambda: np.zeros((1, 
     return table.medium(key.encode(), tiles=1, rows_per_tile=ROWS, span=True, load=load, salt=salt)
 
 
-def engine_of(worker: Noting) -> Engine:
+def engine_of(worker: Noting) -> ModelEngine:
     generation = GenerateOptions(kv_memory=100)
-    return Engine(worker, EngineOptions(max_batch_rows=20, generation=generation))
+    return ModelEngine(worker, EngineOptions(max_batch_rows=20, generation=generation))

@@ -13,7 +13,7 @@ from generating import AtOnce, image_desk
 from noting import PIECES, ROWS, TOWER, Noting, desk_of, engine_of, finish, take
 
 from prefold.cache import CacheOptions
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.errors import InputError
 from prefold.images.desk import TowerPace
 from prefold.schedule.steps import SlotStep
@@ -383,7 +383,7 @@ def test_requests_that_are_cancelled_stop_the_tower():
 def test_an_image_whose_rows_are_cached_is_not_encoded():
     worker = Noting()
     generation = GenerateOptions(kv_memory=100, cache=CacheOptions(min_overlap=0))
-    engine = Engine(worker, EngineOptions(max_batch_rows=20, generation=generation))
+    engine = ModelEngine(worker, EngineOptions(max_batch_rows=20, generation=generation))
     generator = engine.generator
     for number in range(2):
         image = take(image_desk(engine).media, "one")

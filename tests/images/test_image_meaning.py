@@ -16,7 +16,7 @@ from tiny_vision import drawing, tiny_vision
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.engine import Engine
+from prefold.engine import ModelEngine
 from prefold.types import Readout, Request, Sampling
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ class Seeing:
         ids, media = images.encode(text, images.read([(picture, "image")]), "", "prompt")
         return Request(ids, media=media, sampling=Sampling(max_tokens=max_tokens))
 
-    def engine(self, **how) -> Engine:
+    def engine(self, **how) -> ModelEngine:
         return engine_of(self.llm, media=self.llm.images.table, **how)
 
     def one_by_one(self, requests: list[Request], **how) -> list[list[int]]:

@@ -14,7 +14,7 @@ from tiny_vision import drawing, tiny_vision, vision_reference
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.engine import Engine
+from prefold.engine import ModelEngine
 from prefold.errors import InputError
 from prefold.images.decode import Image
 from prefold.images.processor import Processor, load_processor
@@ -67,7 +67,7 @@ class Case:
             found = found[: len(found) - found[::-1].index(self.processor.image_token_id)]
         return found
 
-    def request(self, engine: Engine, prompt: Prompt, salt: str = "", **options) -> Request:
+    def request(self, engine: ModelEngine, prompt: Prompt, salt: str = "", **options) -> Request:
         tokens, processor = np.array(self.ids(prompt), np.int32), self.processor
         media = []
         for number in prompt.images:
@@ -87,7 +87,7 @@ class Case:
         tokens[at] = np.concatenate([np.empty(0, np.int32), *(medium.ids for medium in media)])
         return Request(tokens, media=tuple(media), salt=salt, **options)
 
-    def asked(self, engine: Engine, prompts: list[Prompt], **sampling) -> list[Request]:
+    def asked(self, engine: ModelEngine, prompts: list[Prompt], **sampling) -> list[Request]:
         how = Sampling(**{"max_tokens": MAX_TOKENS, "ignore_eos": True, **sampling})
         return [self.request(engine, prompt, sampling=how) for prompt in prompts]
 
@@ -277,7 +277,7 @@ def test_two_ranks(tmp_path, family):
 # -------------------------------------------------------------------------------------------- when the tower runs
 
 
-def answers_of(engine: Engine, requests: list[Request]) -> list:
+def answers_of(engine: ModelEngine, requests: list[Request]) -> list:
     """What a generator tells of requests that all come at once."""
     told: dict[int, object] = {}
     for number, request in enumerate(requests):

@@ -1,9 +1,13 @@
-"""What stands in front of a fleet on Ray: items of many callers, over a fleet of threads in place of one on Ray."""
+"""What stands in front of a fleet on Ray: items of many callers, over a fleet of threads, and over a real one."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
+import subprocess
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -59,13 +63,7 @@ class Task:
 def run(replicas, go, **fleet):
     """What `go(front)` returns, with a front of a fleet of these replicas."""
     with closing(Fleet(replicas, **fleet)) as made:
-        front = shared._Front(lambda: (made, Task))
-        try:
-            return asyncio.run(asyncio.wait_for(go(front), 100))
-        finally:  # so that the front's thread has nothing to do any more
-            replicas.returns = False
-            for name in list(replicas.hosts):
-                replicas.lose(name, "the test is over")
+        return asyncio.run(asyncio.wait_for(go(shared._Front(lambda: shared.Tasks(made, Task))), 100))
 
 
 def texts(count=200):
@@ -97,7 +95,7 @@ def test_items_of_many_callers_and_of_two_tasks_are_each_answered_once():
 
 def test_requests_of_one_kind_make_room_for_those_of_another(monkeypatch):
     """As long as echoes are asked for without end, a digest is answered too."""
-    monkeypatch.setattr(shared, "_TURN", 0.05)
+    monkeypatch.setattr("prefold.cluster.lanes._TURN", 0.05)
     answered = []
 
     async def go(front):
@@ -180,3 +178,42 @@ def test_tasks_are_made_without_the_weights(tmp_path, sees):
     good, other = task.prepare([{"prompt": "a", "adapter": "fr"}, {"prompt": "a", "adapter": "de"}])
     assert good.requests[0].adapter == "fr" and isinstance(other, InputError)
     assert (media is not None) == (task.inputs.images is not None) == sees
+
+
+ON_RAY = """
+import asyncio, json, sys
+import ray
+from prefold.integrations.shared import RayModel
+
+texts = json.loads(sys.argv[2])
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+model = RayModel.of(sys.argv[1], {"dtype": "float32", "kv_memory": 1 << 22}, 2)
+
+async def both():
+    items = [{"prompt": text} for text in texts]
+    made = asyncio.gather(*(model.run_one("generate", {"max_tokens": 5}, item) for item in items))
+    vectors = model.run_many_async("embed", {}, [{"text": text} for text in texts])
+    return await made, await vectors
+
+made, vectors = asyncio.run(both())
+again = model.run_many("embed", {}, [{"text": ""}, {"text": texts[0]}])
+found = [[one["text"] for one in made], [one["embedding"].tolist() for one in vectors], str(again[0]), model.stats()]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_texts_and_numbers_of_a_model_of_a_ray_cluster_are_those_of_an_llm(tmp_path):
+    from prefold import LLM
+
+    model, some = str(tiny_checkpoint(tmp_path, "llama")), texts(60)
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = os.environ | {"PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-c", ON_RAY, model, json.dumps(some)]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    made, vectors, wrong, stats = json.loads(done.stdout.decode().splitlines()[-1])
+    with LLM(model, dtype="float32") as llm:
+        assert made == [one.text for one in llm.generate(some, max_tokens=5)]
+        assert np.abs(np.array(vectors) - llm.embed(some)).max() < 1e-5
+    assert "text" in wrong and stats["requests"] == 2 * len(some) + 1

@@ -115,7 +115,7 @@ def test_norm_weights_in_float32_beside_bfloat16(rows):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 16, 50, 1536])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates(activation, dtype, width):
     torch.manual_seed(0)
     gate_up = torch.randn(60, 2 * width).to(dtype) * 8
@@ -124,7 +124,7 @@ def test_gates(activation, dtype, width):
 
 
 @needs_kernels
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_at_the_ends_of_the_range(activation):
     gate = torch.tensor([-1e30, -300.0, -88.0, -20.0, -0.0, 0.0, 1e-30, 20.0, 300.0, 1e30, torch.nan])
     found = compiled("gate", torch.cat((gate, torch.ones(11)))[None], activation)[0]

@@ -14,7 +14,7 @@ from running import as_request, prompts, run
 
 from prefold import LLM, InputError
 from prefold.cli.job import RESULT_OPTIONS
-from prefold.engine.handles import ResponseStream
+from prefold.face.streams import ResponseStream
 from prefold.looped.engine import Unlooped
 from prefold.types import Exits, Readout
 

@@ -17,7 +17,7 @@ from visit_dense import RowByRow
 from prefold import LLM, InputError
 from prefold.cache import CacheOptions
 from prefold.cli.job import RESULT_OPTIONS
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.errors import UnsupportedModelError
 from prefold.types import Exits
 
@@ -214,7 +214,7 @@ def test_adapters(tmp_path):
     models = {None: Dense(folder), "one": Dense(folder, looped_adapter(folder, place))}
     llm = LLM(str(folder), dtype="float32", device="cpu", adapters={"one": str(place)})
     for keys in ("save", "project"):
-        engine = Engine(llm.engine.worker, EngineOptions(generation=GenerateOptions(looped={"exits": keys})))
+        engine = ModelEngine(llm.engine.worker, EngineOptions(generation=GenerateOptions(looped={"exits": keys})))
         cases = [(tokens, name) for tokens in prompts(3, count=3)[:3] for name in models]
         for exits in (Exits(0.5), Exits(0.4, prompts=True), Exits(max_visits=1)):
             asked = [replace(request_of(tokens, exits), adapter=name) for tokens, name in cases]

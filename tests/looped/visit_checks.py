@@ -9,7 +9,7 @@ from looped_dense import LOOPED, Dense
 from visit_dense import RowByRow
 
 from prefold import LLM
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.looped.steps import LoopedFacts
 from prefold.model_options import model_keywords
 from prefold.types import Exits
@@ -19,11 +19,11 @@ GATED = LOOPED["loop"] | {"gate": True}
 NAMES = {name: f"exit_{name}" for name in ("threshold", "change", "prompts", "visits")}
 
 
-def engine_of(llm: LLM, *, rows: int = 1000, slots: int | None = None, **options) -> Engine:
+def engine_of(llm: LLM, *, rows: int = 1000, slots: int | None = None, **options) -> ModelEngine:
     if slots is not None:
         options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.of(LoopedFacts).visit_bytes
     generation = GenerateOptions(**model_keywords({"exits": "save"} | options))
-    return Engine(LocalWorker(llm.model), EngineOptions(max_batch_rows=rows, generation=generation))
+    return ModelEngine(LocalWorker(llm.model), EngineOptions(max_batch_rows=rows, generation=generation))
 
 
 def request_of(tokens, exits: Exits, **sampling):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
 import transformers
 from looped_dense import LOOPS
-from tiny import SIZES
+from tiny import MORE, OWN, PREFIXES, SIZES
 from transformers.pytorch_utils import Conv1D
 
 from prefold.checkpoint import GEOMETRIES
+from prefold.checkpoint.settings import CONTEXT
 from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.images.families import tower_of
 from prefold.model import ModelConfig, config_from, families, register_family, supported_architectures
 from prefold.model.families import _FAMILIES, llama
+from prefold.model.names import FUSED
 
 BASE = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")}
 
@@ -128,6 +131,104 @@ def test_gemma3_heads():
     assert config(architectures=None, model_type="gemma3_text").out_norms
 
 
+MOE = {"architecture": "GraniteMoeHybridForCausalLM", "num_local_experts": 0}
+LONG = {
+    "rope_type": "longrope", "short_factor": [1.0, 2.0, 3.0], "long_factor": [4.0, 5.0, 6.0],
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def test_longrope_has_the_factors_of_the_longest_sequence_that_there_may_be():
+    for context, factors, said in (
+        (None, [4.0, 5.0, 6.0], "more than 128 tokens, by a context_length of 512"),
+        (129, [4.0, 5.0, 6.0], "more than 128 tokens, by a context_length of 129"),
+        (128, [1.0, 2.0, 3.0], "up to 128 tokens, by a context_length of 128"),
+    ):
+        c = config(rope_scaling=LONG, **{CONTEXT: context})
+        assert (c.rope.settings["factors"], c.max_positions) == (factors, context or 512)
+        assert said in c.chosen_positions
+        assert c.rope.settings["attention_factor"] == pytest.approx((1 + math.log(4) / math.log(128)) ** 0.5)
+    assert config(**{CONTEXT: 100}).max_positions == 100
+    assert config().chosen_positions is None
+
+
+# Keys that makers' own files have, and transformers' configs have not.
+MAKERS = {
+    "Phi3ForCausalLM": {
+        "auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}, "full_attn_mod": 1, "interpolate_factor": 1,
+        "lm_head_bias": False, "mlp_bias": False, "attention_bias": False, "sliding_window": 262144, "embd_pdrop": 0.0,
+        "rope_scaling": {"long_factor": [1.0, 2.0, 3.0], "short_factor": [1.0, 1.0, 1.0], "type": "su"},
+        "original_max_position_embeddings": 128,
+    },
+    "SmolLM3ForCausalLM": {
+        "no_rope_layers": [1, 1, 1], "no_rope_layer_interval": 4, "layer_types": ["full_attention"] * 3,
+        "use_sliding_window": False, "sliding_window": None, "max_window_layers": 28, "pretraining_tp": 2,
+    },
+    "Olmo3ForCausalLM": {
+        "sliding_window": 64, "layer_types": ["sliding_attention"] * 2 + ["full_attention"], "rope_theta": 500000,
+        "rope_scaling": {
+            "attention_factor": 1.2, "beta_fast": 32, "beta_slow": 1, "factor": 8.0, "rope_type": "yarn",
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "GraniteMoeHybridForCausalLM": {
+        "layer_types": ["attention"] * 3, "mamba_n_heads": 128, "mamba_conv_bias": True, "num_local_experts": 0,
+        "normalization_function": "rmsnorm", "num_experts_per_tok": 0, "position_embedding_type": "rope",
+        "shared_intermediate_size": 70, "init_method": "mup", "logits_scaling": 10, "attention_multiplier": 0.015625,
+    },
+    "GemmaForCausalLM": {"hidden_act": "gelu", "hidden_activation": None, "head_dim": 16},
+    "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "head_dim": 16},
+    "Cohere2ForCausalLM": {
+        "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
+        "rotary_pct": 1.0, "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
+        "use_parallel_embedding": False, "sliding_window_pattern": 4, "sliding_window": 64, "logit_scale": 0.25,
+    },
+    "Starcoder2ForCausalLM": {
+        "activation_function": "gelu", "attention_softmax_in_fp32": True, "layer_norm_epsilon": 1e-5, "use_bias": True,
+        "mlp_type": "default", "norm_epsilon": 1e-5, "norm_type": "layer_norm", "scale_attn_weights": True,
+        "scale_attention_softmax_in_fp32": True, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 64,
+    },
+    "Exaone4ForCausalLM": {
+        "sliding_window_pattern": "LLLG", "sliding_window": 64, "head_dim": 16,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", MAKERS)
+def test_files_of_the_makers(architecture):
+    c = config(architecture, **MAKERS[architecture])
+    windows = [plane.window for plane in c.planes]
+    windowed = {"Olmo3": 64, "Cohere2": 64, "Starcoder2": 64, "Exaone4": 64, "Gemma2": 4096}
+    assert windows[0] == windowed.get(architecture.removesuffix("ForCausalLM"))
+    if architecture == "Phi3ForCausalLM":
+        assert (c.rope.kind, c.rope.settings["is_long"], c.names.parts) == ("longrope", True, FUSED.parts)
+    if architecture == "Olmo3ForCausalLM":
+        assert [rope.kind for rope in c.ropes] == ["default", "default", "yarn"]
+    if architecture == "GraniteMoeHybridForCausalLM":
+        assert (c.intermediate, c.scale, c.logit_scale) == (70, 0.015625, 0.1)
+
+
+def test_layers_that_rotate_nothing():
+    def kinds(architecture, **given):
+        c = config(architecture, num_hidden_layers=5, **given)
+        return [(rope.kind == "default", plane.window) for rope, plane in zip(c.ropes, c.planes, strict=True)]
+
+    turns, still = (True, None), (False, None)
+    assert kinds("SmolLM3ForCausalLM") == [turns, turns, turns, still, turns]
+    assert kinds("SmolLM3ForCausalLM", no_rope_layers=[0, 1, 1, 1, 1, 1]) == [still, *[turns] * 4]
+    near = {"sliding_window": 16}
+    windowed = kinds("SmolLM3ForCausalLM", use_sliding_window=True, **near)
+    assert windowed == [turns, turns, turns, (False, 16), turns]
+    mixed = [(True, 16), (True, 16), (True, 16), still, (True, 16)]
+    assert kinds("Cohere2ForCausalLM", **near) == kinds("Exaone4ForCausalLM", **near) == mixed
+    assert kinds("Cohere2ForCausalLM", sliding_window=None) == [still] * 5
+    assert kinds("Exaone4ForCausalLM", sliding_window=None) == [turns] * 5
+    granite = {"num_local_experts": 0, "layer_types": ["attention"]}
+    assert kinds("GraniteMoeHybridForCausalLM", **granite) == [still] * 5
+    assert kinds("GraniteMoeHybridForCausalLM", **granite, position_embedding_type="rope") == [turns] * 5
+
+
 GPT2 = {"architecture": "GPT2LMHeadModel", "n_embd": 36, "n_head": 6, "n_layer": 3, "n_positions": 512}
 
 
@@ -174,12 +275,25 @@ def test_yarn_defaults():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"architecture": "GPTNeoXForCausalLM"}, "'GPTNeoXForCausalLM' is not supported.*LlamaForCausalLM.*Qwen3Model"),
+        (
+            {"architecture": "NobodyForConditionalGeneration"},
+            "'Nobody.*' is not supported.*Gemma3ForCausalLM.*SmolLM3ForCausalLM.*and their models",
+        ),
+        ({"architecture": "GPTNeoXForCausalLM"}, "'GPTNeoXForCausalLM' is not supported.*model_type None"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported.*default, linear, llama3, yarn$"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not.*: default, linear, llama3, yarn, longrope$"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, r"no rope_scaling\.short_factor"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0] * 4}}, "4 rotary factors for 6 rotated numbers"),
+        ({CONTEXT: 513}, "context_length is 513.*512"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"no rope_scaling\.factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ from layer to layer"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be at most 1"),
+        ({"partial_rotary_factor": 0.5}, "0.5 of heads of 6 is rotated"),
+        (MOE | {"num_local_experts": 8}, "num_local_experts is 8"),
+        (MOE | {"layer_types": ["attention", "mamba"]}, "layer_types has mamba"),
+        ({"architecture": "Cohere2ForCausalLM", "use_parallel_block": False}, "use_parallel_block is False"),
+        ({"architecture": "SmolLM3ForCausalLM", "no_rope_layers": [1, 0]}, "no_rope_layers is .1, 0."),
+        ({"architecture": "Exaone4ForCausalLM", "sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised.*'gptq'.*GGUF"),
         ({"is_causal": False}, "both directions"),
         ({"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map"),
@@ -274,12 +388,15 @@ def test_a_setting_that_changes_results_and_is_not_read_is_refused(key):
 @pytest.mark.parametrize("architecture", [name for name in supported_architectures() if "Conditional" not in name])
 def test_settings_that_change_nothing_are_not_refused(architecture):
     """Of each family: all that transformers writes, and what checkpoints on the hub have beside it."""
-    family = re.match("Llama|Mistral|Qwen2|Qwen3|Gemma3|GPT2|Ouro|Raven|PrefoldLooped", architecture)[0]
+    family = re.match(r"(.+?)(Text)?(For\w+|LMHeadModel|Model)", architecture)[1]
     loops = {"Ouro": "ouro", "Raven": "huginn", "PrefoldLooped": "looped"}
     if family in loops:
         theirs = LOOPS[loops[family]]
     else:
-        made = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")()
+        # Granite 4 of its own accord has experts and recurrent layers.
+        dense = {"num_local_experts": 0, "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+        own = dense if family == "GraniteMoeHybrid" else {}
+        made = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")(**own)
         theirs = json.loads(made.to_json_string(use_diff=False))
     relics = {key: value for key, value in RELICS.items() if key not in theirs}
     assert config_from(theirs | relics | {"architectures": [architecture]}).layers
@@ -336,6 +453,11 @@ def test_parameters_are_counted_with_biases_and_heads(overrides):
             c = config(name, **given)
             model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))
             assert sum(p.numel() for p in model.parameters()) == c.num_parameters
+    for family in MORE:
+        made = getattr(transformers, f"{PREFIXES[family]}Config")(**SIZES | OWN.get(family, {})).to_dict()
+        c = config_from(made | {"architectures": [f"{PREFIXES[family]}ForCausalLM"]} | overrides)
+        model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))
+        assert sum(p.numel() for p in model.parameters()) == c.num_parameters
     for name in ("GPT2LMHeadModel", "GPT2ForSequenceClassification"):
         c = config(**GPT2 | {"architecture": name} | overrides)
         model = CausalLM(c, dtype=torch.float32, device=torch.device("meta"))

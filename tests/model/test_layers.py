@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
 from prefold.model.layers import ActivatedLinear, GatedLinear, Norm
-from prefold.model.ops import PYTORCH
+from prefold.model.ops import ACTIVATIONS, PYTORCH
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("width", [16, 48, 50, 80])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gated_linear(dtype, activation, width, bias):
@@ -58,7 +58,7 @@ def test_a_linear_without_a_gate(dtype, activation, function):
 @pytest.mark.parametrize("delta", [True, False])
 def test_layer_norm_is_pytorchs(delta):
     torch.manual_seed(0)
-    norm = Norm(36, kind="layer", eps=1e-3, dtype=torch.float32, device=torch.device("cpu"))
+    norm = Norm(36, bias=True, eps=1e-3, dtype=torch.float32, device=torch.device("cpu"))
     theirs = torch.nn.LayerNorm(36, eps=1e-3)
     with torch.no_grad():
         for ours, other in zip(norm.parameters(), theirs.parameters(), strict=True):
@@ -67,4 +67,4 @@ def test_layer_norm_is_pytorchs(delta):
     stream, normed = norm(x.clone(), d if delta else None, PYTORCH)
     torch.testing.assert_close(stream, x + d if delta else x)
     torch.testing.assert_close(normed, theirs(stream))
-    assert Norm(36, kind="rms", eps=1e-3, dtype=torch.float32, device=torch.device("cpu")).bias is None
+    assert Norm(36, bias=False, eps=1e-3, dtype=torch.float32, device=torch.device("cpu")).bias is None

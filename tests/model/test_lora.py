@@ -9,7 +9,7 @@ import pytest
 import torch
 from adapters import MODULES, merged, write_adapter
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, DenseAttend, reference, tiny_checkpoint
+from tiny import EVERY, DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
@@ -61,7 +61,7 @@ def expected(models):
     return torch.cat(states)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("modules", [MODULES, ("q_proj", "v_proj"), ("k_proj",), ("up_proj", "o_proj"), ("down_proj",)])
 def test_rows_of_two_adapters_and_of_none(tmp_path, family, modules):
     base = tiny_checkpoint(tmp_path, family, tokenizer=False)
@@ -79,6 +79,11 @@ def test_rows_of_two_adapters_and_of_none(tmp_path, family, modules):
     untouched = torch.from_numpy(numbers == -1)
     assert torch.equal(found[untouched], without[untouched])
     assert (found - without)[~untouched].abs().max() > 0.05
+
+
+@pytest.mark.parametrize("family", ["phi3", "cohere2", "granite4", "starcoder2"])
+def test_adapters_of_fused_tensors_and_of_heads_in_another_order(tmp_path, family):
+    test_rows_of_two_adapters_and_of_none(tmp_path, family, MODULES)
 
 
 @pytest.mark.parametrize("layers", [1, 3])

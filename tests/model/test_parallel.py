@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from looped_dense import LOOPS, looped_checkpoint
-from tiny import FAMILIES, DenseAttend, tiny_checkpoint
+from tiny import EVERY, DenseAttend, tiny_checkpoint
 from torch import distributed as dist
 
 from prefold.checkpoint import resolve
@@ -129,9 +129,15 @@ def check_equal(folder, size, dtype=torch.float32, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_parts_make_the_whole(family, size, tmp_path):
     check_equal(tiny_checkpoint(tmp_path, family, tokenizer=False), size)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "phi3", "cohere2", "granite4", "starcoder2"])
+def test_parts_of_other_layers_make_the_whole(family, tmp_path):
+    """Three ranks, of which two have the same KV head; with parts of rotated heads, and tensors of several linears."""
+    check_equal(tiny_checkpoint(tmp_path, family, tokenizer=False), 3)
 
 
 @pytest.mark.parametrize("family", LOOPS)
@@ -198,7 +204,7 @@ def fake_group():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_two_sums_a_layer(family, tmp_path, fake_group):
     """Counted by torch's own debug mode: two a layer, one for the embedding, whatever the rows are."""
     from torch.distributed.tensor.debug import CommDebugMode

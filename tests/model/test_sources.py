@@ -75,9 +75,9 @@ def test_what_is_read_in_blocks_is_what_is_dequantised_whole(tmp_path, monkeypat
     path = tmp_path / "m.gguf"
     write(path, arch, gguf.GGMLQuantizationType[kind])
     monkeypatch.setattr(GGUFSource, "BLOCK", block)
-    config = SimpleNamespace(heads=HEADS, kv_heads=KV_HEADS, norm_offset=float(arch == "gemma3"), out_norms=False)
+    config = SimpleNamespace(head_dim=HEAD, turned=HEAD, norm_offset=float(arch == "gemma3"), out_norms=False)
     source = GGUFSource(GGUFFile(path), config)
-    for name, stored in source._stored.items():
+    for name, (stored, _) in source._stored.items():
         for where in [(), *PLACES.get(stored, [])]:
             expected = whole(path, stored, arch, where)
             for dtype in (torch.float32, torch.bfloat16, torch.float16):

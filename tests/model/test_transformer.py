@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import FAMILIES, DenseAttend, reference, tiny_checkpoint
+from tiny import EVERY, MORE, DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
@@ -53,6 +53,7 @@ CASES = {
     "gpt2, odd heads, wide": ("gpt2", {"hidden_size": 35, "num_attention_heads": 5, "n_inner": None}),
     "gpt2, one layer": ("gpt2", {"num_hidden_layers": 1}),
     "gpt2, scores as they are": ("gpt2", {"scale_attn_weights": False, "reorder_and_upcast_attn": True}),
+    **{family: (family, {}) for family in MORE},
     "gemma3, full layers scaled": ("gemma3", {"rope_parameters": GEMMA_ROPE, "sliding_window": 12}),
 }
 
@@ -154,7 +155,7 @@ def test_bfloat16_logits_are_not_rounded_to_bfloat16(tmp_path):
     assert not torch.equal(exact.float().bfloat16().float(), model.logits(hidden))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_bfloat16_stays_near_float32(tmp_path, family):
     folder, tokens = tiny_checkpoint(tmp_path, family), some_tokens()
     expected = run(load(folder), tokens)
@@ -165,7 +166,7 @@ def test_bfloat16_stays_near_float32(tmp_path, family):
     assert (ours - expected).pow(2).mean() < 1.5 * (theirs - expected).pow(2).mean()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("num_labels", [1, 5])
 def test_classification_heads(tmp_path, family, num_labels):
     folder = tiny_checkpoint(tmp_path, family, head="classifier", num_labels=num_labels)

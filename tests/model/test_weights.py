@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import DenseAttend, reference, tiny_checkpoint
+from tiny import MORE, DenseAttend, reference, tiny_checkpoint
 
 from prefold import device as devices
 from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
@@ -283,14 +286,33 @@ NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
-GEMMA_NAMES = {
+OUT_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+# What an architecture calls otherwise.
+OWN_NAMES = dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), OUT_NORMS) | {
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+}
+# The settings of an architecture: (key, kind, value of the config).
+OWN_KEYS = {
+    "granite": [
+        ("embedding_scale", "float32", "embedding_multiplier"), ("residual_scale", "float32", "residual_multiplier"),
+        ("attention.scale", "float32", "attention_multiplier"), ("logit_scale", "float32", "logits_scaling"),
+    ],
+    "gemma2": [
+        ("attn_logit_softcapping", "float32", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "float32", "final_logit_softcapping"),
+    ],
+    "cohere2": [("logit_scale", "float32", "logit_scale")],
+}  # fmt: skip
+PERMUTED = ("llama", "smollm3", "granite")
 TOP = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
+    "norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
 }
 
@@ -298,6 +320,32 @@ TOP = {
 def permute(weight, heads):
     """What llama.cpp's converter does to q and k of Llama: the halves of a head interleaved."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+OLMO3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+
+
+def as_granite3(folder):
+    """Makes a dense Granite 4 in `folder` a Granite 3 of the same weights."""
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if "input_linear" in name:
+            for part, rows in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                tensors[name.replace("shared_mlp.input_linear", f"mlp.{part}_proj")] = rows.contiguous()
+        else:
+            tensors[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["GraniteForCausalLM"], "intermediate_size": config["shared_intermediate_size"]}
+    kept = {
+        key: value
+        for key, value in config.items()
+        if not key.startswith(("mamba_", "num_experts", "num_local", "time_"))
+    }
+    (folder / "config.json").write_text(json.dumps(kept))
 
 
 def write_gguf(folder, path, arch):
@@ -312,22 +360,39 @@ def write_gguf(folder, path, arch):
     writer.add_head_count_kv(config.kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
+    (writer.add_layer_norm_eps if config.norm == "layer" else writer.add_layer_norm_rms_eps)(config.norm_eps)
     writer.add_rope_freq_base(config.rope.theta)
-    names = NAMES
-    if arch == "gemma3":
-        names = NAMES | GEMMA_NAMES
-        writer.add_sliding_window(config.planes[0].window)
+    names, hf = NAMES | OWN_NAMES.get(arch, {}), resolve(str(folder)).config
+    windows = [plane.window for plane in config.planes]
+    if windows[0] and arch in ("gemma3", "gemma2"):
+        writer.add_sliding_window(windows[0])
         writer.add_sliding_window_pattern(2)
+    elif windows[0]:
+        writer.add_sliding_window(windows[0])
+        if not all(windows):
+            writer.add_sliding_window_pattern([window is not None for window in windows])
+    for key, kind, of_config in OWN_KEYS.get(arch, ()):
+        getattr(writer, f"add_{kind}")(f"{arch}.{key}", hf[of_config])
+    if arch == "phi3":
+        writer.add_rope_dimension_count(config.turned)
+    if arch == "phi3" and config.rope.kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(hf["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(config.rope.settings["attention_factor"])
+        for which in ("long", "short"):
+            factors = np.array(hf["rope_parameters"][f"{which}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{which}.weight", factors)
+    if arch == "olmo2" and config.rope.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope.settings["factor"])
     for name, tensor in load_file(folder / "model.safetensors").items():
         short, values = name.removeprefix("model."), tensor.numpy()
         if short not in TOP:
             _, number, rest = short.split(".", 2)
             role, kind = rest.rsplit(".", 1)
-            if arch == "llama" and role.endswith(("q_proj", "k_proj")):
+            if arch in PERMUTED and role.endswith(("q_proj", "k_proj")):
                 values = permute(values, config.heads if role.endswith("q_proj") else config.kv_heads)
             short = f"blk.{number}.{names[role]}.{kind}"
-        if arch == "gemma3" and "norm" in name:
+        if arch.startswith("gemma") and "norm" in name:
             values = values + 1  # as llama.cpp's converter does
         writer.add_tensor(TOP.get(short, short), values.copy())
     writer.write_header_to_file()
@@ -336,13 +401,21 @@ def write_gguf(folder, path, arch):
     writer.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", *MORE])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_gguf_file_is_the_same_model(tmp_path, family, tied):
-    extra = {"llama": {"attention_bias": True}, "gemma3": {"query_pre_attn_scalar": 10}}.get(family, {})
+    extra = {
+        "llama": {"attention_bias": True},
+        "gemma3": {"query_pre_attn_scalar": 10},
+        "gemma2": {"query_pre_attn_scalar": 10},
+        "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
+        "olmo3": {"rope_parameters": OLMO3_ROPE},
+    }.get(family, {})
     folder = tiny_checkpoint(tmp_path, family, tie_word_embeddings=tied, **extra)
     path = tmp_path / "m.gguf"
-    write_gguf(folder, path, family)
+    if family == "granite4":  # its converter writes the dense models as files of Granite 3
+        as_granite3(folder)
+    write_gguf(folder, path, {"olmo3": "olmo2", "phi3-long": "phi3", "granite4": "granite"}.get(family, family))
     ours, expected = load(path), load(folder)
     torch.testing.assert_close(hidden(ours), hidden(expected), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.logits(hidden(ours)), expected.logits(hidden(expected)), rtol=1e-5, atol=1e-4)

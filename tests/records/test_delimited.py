@@ -160,6 +160,12 @@ def test_delimiters(tmp_path):
         open_source(str(tmp_path / "a.jsonl"), options=TableOptions(delimiter=";"))
 
 
+def test_lines_that_end_with_a_carriage_return_alone_say_what_to_do(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"id,text\r1,x\r")
+    with pytest.raises(JobError, match=r"line 1 is not a valid row: .*unquoted field; end lines with a line feed"):
+        open_source(str(tmp_path / "a.csv"))
+
+
 def test_a_header_that_is_never_closed(tmp_path):
     (tmp_path / "a.csv").write_text('"id,text\n' + "1,x\n" * 5000)
     with pytest.raises(JobError, match="line 1 has a quote that is not closed"):

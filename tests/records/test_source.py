@@ -145,7 +145,7 @@ def test_what_breaks_the_file_is_a_job_error(tmp_path):
     with pytest.raises(JobError, match="UTF-16"):
         open_source(str(tmp_path / "wide.jsonl"))
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
-    with pytest.raises(JobError, match="not a Parquet file"):
+    with pytest.raises(JobError, match="not a Parquet file; give its --format"):
         open_source(str(tmp_path / "a.parquet"))
     (tmp_path / "twice.csv").write_text("a,b,a\n")
     with pytest.raises(JobError, match="names a column twice: a"):

@@ -9,7 +9,7 @@ import pytest
 from running import as_request, prompts
 
 from prefold.cache import CacheOptions
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.schedule.prefill import PrefillScheduler
 from prefold.schedule.steps import SlotResult, SlotStep
 from prefold.stream import Spool
@@ -41,7 +41,7 @@ def message_size(kept: list[list[int]]) -> int:
     """Bytes of the message of a step, where so many prompts are kept."""
     worker = Recorder()
     generation = GenerateOptions(cache=CacheOptions(min_overlap=0))
-    engine = Engine(worker, EngineOptions(max_batch_rows=4096, generation=generation))
+    engine = ModelEngine(worker, EngineOptions(max_batch_rows=4096, generation=generation))
     for tokens in [*kept, [7, 8, 9]]:
         with Spool() as spool:
             spool.add(Request(np.array(tokens, np.int32), sampling=Sampling(max_tokens=1)))

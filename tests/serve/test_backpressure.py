@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from prefold.engine.handles import ResponseStream
+from prefold.engine.handles import Handle
 from prefold.schedule.generate_step import NO_OWNER
 from prefold.serve.backpressure import Backpressure
 from prefold.serve.http import Refusal
@@ -33,14 +33,14 @@ def backpressure(clock):
 
 def answer(backpressure, clock, *, samples=1, seconds=1.0):
     """Answers one request after some seconds."""
-    replies = [ResponseStream(None, 10, NO_OWNER, samples)]
+    replies = [Handle(10, NO_OWNER, samples)]
     with backpressure.computing(replies):
         clock.now += seconds
         backpressure.note_answered(replies)
 
 
 def test_samples_are_counted(backpressure):
-    with backpressure.computing([ResponseStream(None, 10, NO_OWNER, 5)]):
+    with backpressure.computing([Handle(10, NO_OWNER, 5)]):
         assert backpressure.waiting == (5, 10)
         with backpressure.preparing(40, NO_OWNER, samples=3) as prepared:
             assert backpressure.waiting == (8, 20)
@@ -69,7 +69,7 @@ def filled(backpressure, owner, samples=1):
             backpressure.check(owner, samples)
         except Refusal:
             return count
-        backpressure.replies.add(ResponseStream(None, 1, owner, samples))
+        backpressure.replies.add(Handle(1, owner, samples))
     raise AssertionError("there is no end")
 
 
@@ -90,7 +90,7 @@ def test_what_waits_of_batches_is_not_in_the_way_of_interactive_requests(shared)
     assert filled(shared, Owner("a", is_batch=True), 4096) == 1
     assert filled(shared, Owner("b", is_batch=True), 4096) == 1
     assert filled(shared, Owner("c")) == 2
-    shared.replies = {ResponseStream(None, 1, Owner(name, is_batch=True), 500) for name in "bc"}
+    shared.replies = {Handle(1, Owner(name, is_batch=True), 500) for name in "bc"}
     assert filled(shared, Owner("a")) == 6
 
 

@@ -144,7 +144,7 @@ def test_the_first_failure_ends_a_request(server, monkeypatch):
 
     def begin(self, requests, readout, replies, **options):
         submit(self, requests[:1], readout, replies[:1], **options)
-        replies[1].loop.call_soon_threadsafe(replies[1].put, [InputError("made up", remedy="none")])
+        replies[1].post(replies[1].put, [InputError("made up", remedy="none")])
 
     monkeypatch.setattr(RequestHandler, "_submit", begin)
     asked = {"prompt": ["the yes", "no"], "max_tokens": 400, "ignore_eos": True, "temperature": 0}

@@ -82,7 +82,11 @@ def test_bad_requests(server):
             found = client.post(path, content=body)
             error = found.json()["error"]
             assert (found.status_code, error["code"]) == (status, code), error
-        assert client.get("/v1/completions").status_code == 405
+        assert "GET /docs shows the paths" in client.post("/v1/nothing", content=b"{}").json()["error"]["message"]
+        found = client.get("/v1/completions")
+        assert found.status_code == 405 and found.json()["error"]["message"].endswith("does not take GET; use POST")
+        found = client.post("/v1/completions", content=b'{"prompt": "a", "max_token": 1}').json()["error"]
+        assert found["message"] == "unknown parameter 'max_token'; did you mean max_tokens? if not, leave it out"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 from running import prompts
 
 from prefold import LLM
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.schedule.generate import GenerateScheduler
 from prefold.types import Request, Sampling
 from prefold.worker.local import LocalWorker
@@ -24,11 +24,11 @@ ASKED = [
 ]
 
 
-def generated(llm: LLM, some: list[Sampling], *, ahead: bool, **options) -> tuple[list, Engine]:
+def generated(llm: LLM, some: list[Sampling], *, ahead: bool, **options) -> tuple[list, ModelEngine]:
     """(tokens, finish_reason, stop) of each sample of each request; and the engine that made them."""
     generation = GenerateOptions(**{"kv_memory": 1 << 20} | options)
     worker = LocalWorker(llm.model, depth=2 if ahead else 1)
-    engine = Engine(worker, EngineOptions(max_batch_rows=24, generation=generation))
+    engine = ModelEngine(worker, EngineOptions(max_batch_rows=24, generation=generation))
     found: dict[int, list] = {}
     for number, sampling in enumerate(some):
         prompt = prompts(4, count=10)[number]

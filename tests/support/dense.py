@@ -14,6 +14,7 @@ def dense_attention(
     visible: np.ndarray | Tensor,
     *,
     scale: float,
+    cap: float | None = None,
     path_k: Tensor | None = None,
     path_v: Tensor | None = None,
 ) -> Tensor:
@@ -22,7 +23,7 @@ def dense_attention(
     q [queries, heads, dim]; k, v [rows, kv_heads, dim]; path_k, path_v [path, kv_heads, dim] come before
     them. visible bool [queries, path + rows], any mask in which each query sees a key. A key that a query
     does not see takes no part in its sums, so a NaN there does no harm. The result is
-    [queries, heads, dim].
+    [queries, heads, dim]. cap: scores s become cap * tanh(s / cap).
     """
     keys = k if path_k is None else torch.cat((path_k, k))
     values = v if path_v is None else torch.cat((path_v, v))
@@ -33,5 +34,6 @@ def dense_attention(
     for i in range(len(q)):
         seen = visible[i].nonzero()[:, 0]
         scores = torch.einsum("hd,jhd->hj", q[i].double(), keys[seen]) * scale
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
         out[i] = torch.einsum("hj,jhd->hd", scores.softmax(-1), values[seen])
     return out.to(q.dtype)

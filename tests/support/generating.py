@@ -10,7 +10,7 @@ import torch
 from visit_books import check_visits
 
 from prefold import LLM
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.images.desk import ImageDesk
 from prefold.looped.scheduler import VisitScheduler
 from prefold.stream import Spool
@@ -19,26 +19,26 @@ from prefold.worker.local import LocalWorker
 from prefold.worker.protocol import parts_of
 
 
-def image_desk(engine: Engine) -> ImageDesk:
+def image_desk(engine: ModelEngine) -> ImageDesk:
     """Returns what sees to it that an engine's worker has the rows of images."""
     return engine.part(ImageDesk)
 
 
 def engine_of(
     llm: LLM, *, rows: int = 4096, sharing: str = "full", slots: int | None = None, media=None, **options
-) -> Engine:
-    """An engine over the model of `llm`, with a KV store of its own. media: its table of images, or its own."""
+) -> ModelEngine:
+    """An engine over the model and adapters of `llm`, with a KV store of its own. media: its table of images."""
     if slots is not None:
         options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.slot_bytes
     generation, eos_ids = GenerateOptions(**options), llm.engine.options.eos_ids
-    return Engine(
-        LocalWorker(llm.model, parts=parts_of(llm.model, llm.checkpoint)),
+    return ModelEngine(
+        LocalWorker(llm.model, llm.engine.worker.adapters, parts=parts_of(llm.model, llm.checkpoint)),
         EngineOptions(sharing=sharing, max_batch_rows=rows, generation=generation, eos_ids=eos_ids),
         beside=[] if media is None else [media],
     )
 
 
-def generate(engine: Engine, requests: list[Request], tokenizer=None, window: int = 1 << 20, **how) -> list:
+def generate(engine: ModelEngine, requests: list[Request], tokenizer=None, window: int = 1 << 20, **how) -> list:
     """What each request gave, in order."""
     results: list = [None] * len(requests)
     with Spool() as spool:
@@ -60,7 +60,7 @@ def check_books(scheduler) -> None:
         scheduler.check()
 
 
-def until_idle(engine: Engine) -> None:
+def until_idle(engine: ModelEngine) -> None:
     """Waits until the engine's thread has ended all that was cancelled."""
     while engine.generator.has_work:
         time.sleep(0.001)

@@ -15,10 +15,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2")
+# Families that most tests meet where slow ones run alone: what others have tested, they put together in other ways.
+MORE = (
+    "smollm3", "olmo2", "olmo3", "phi3", "phi3-long", "granite", "granite4", "gemma", "gemma2", "cohere2",
+    "starcoder2", "exaone4",
+)  # fmt: skip
+# Those of which transformers has no classifier.
+UNCLASSIFIED = ("granite", "granite4", "cohere2")
+EVERY = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE)]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = (("y", "e"), ("ye", "s"), ("n", "o"), ("t", "h"), ("th", "e"), ("Ġ", "the"))
 CHAT_TEMPLATE = (
@@ -45,6 +54,18 @@ PREFIXES = {
     "qwen3": "Qwen3",
     "gemma3": "Gemma3Text",
     "gpt2": "GPT2",
+    "smollm3": "SmolLM3",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "phi3": "Phi3",
+    "phi3-long": "Phi3",
+    "granite": "Granite",
+    "granite4": "GraniteMoeHybrid",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "cohere2": "Cohere2",
+    "starcoder2": "Starcoder2",
+    "exaone4": "Exaone4",
 }
 HEADS = {"causal": "ForCausalLM", "classifier": "ForSequenceClassification", "bare": "Model"}
 CAUSAL = {"gemma3": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel"}  # where it is not the prefix and the head
@@ -58,7 +79,49 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "gpt2": {"n_inner": 50},
-}
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "olmo3": {
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "phi3": {"hidden_size": 48, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+    # All are longer than it was trained on, so that transformers takes the factors of long sequences for all.
+    "phi3-long": {
+        "hidden_size": 48,
+        "sliding_window": 9,
+        "original_max_position_embeddings": 1,
+        "rope_parameters": {
+            "rope_type": "longrope", "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.1, 1.2],
+            "long_factor": [1.0, 2.5, 6.0], "attention_factor": 1.2,
+        },
+    },
+    "granite": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+    },
+    "granite4": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+        "num_local_experts": 0, "shared_intermediate_size": 50, "layer_types": ["full_attention"] * 3,
+        "position_embedding_type": "rope", "mamba_n_heads": 6,
+    },
+    "gemma": {"head_dim": 10},
+    "gemma2": {
+        "head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 5, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "cohere2": {
+        "sliding_window": 5, "logit_scale": 0.6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "starcoder2": {"sliding_window": 7},
+    "exaone4": {
+        "head_dim": 10, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}  # fmt: skip
 _numbers = itertools.count()
 
 
@@ -86,7 +149,7 @@ def tiny_checkpoint(
     own = CAUSAL.get(family) if head == "causal" else None
     architecture = own or PREFIXES[family] + HEADS[head]
     model = getattr(transformers, architecture)(config)
-    randomise(model, seed, norm=0 if family == "gemma3" else 1)
+    randomise(model, seed, norm=0 if family.startswith("gemma") else 1)
     folder = Path(tmp_path) / f"{family}-{next(_numbers)}"
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     if tokenizer:
@@ -167,5 +230,7 @@ class DenseAttend:
         visible = (distance >= 0) & (distance < (window or rows))
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1).float() for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * self.config.scale
+        if (cap := self.config.attention_cap) is not None:
+            scores = cap * torch.tanh(scores / cap)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

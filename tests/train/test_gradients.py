@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learning import distance, gradients, group, sequences, trainable, weights_for
-from tiny import FAMILIES, tiny_checkpoint
+from tiny import EVERY, FAMILIES, tiny_checkpoint
 
 from prefold.model import CausalLM
 from prefold.train import TrainBatch, logprobs
@@ -43,7 +43,7 @@ def of_mode(model: CausalLM, sharing: str, given: list, **options) -> dict[str, 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_mode_has_the_gradients_of_off(models, family, dtype):
     model, some = models(family, dtype), sequences(3)
     expected = of_mode(model, "off", some)
@@ -87,7 +87,7 @@ def test_random_tries_and_masks(models, data):
 
 
 @pytest.mark.parametrize("sharing", SHARING_MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_recomputing_layers_changes_nothing(models, family, sharing):
     model, some = models(family, torch.float64), sequences(5)
     expected = of_mode(model, sharing, some)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from learning import group, sequences, trainable
-from tiny import FAMILIES, reference, tiny_checkpoint
+from tiny import EVERY, reference, tiny_checkpoint
 from torch.nn import functional as F
 
 from prefold.errors import InputError
@@ -24,7 +24,7 @@ def plain_logprobs(model: torch.nn.Module, tokens: list[int], prompt: int) -> to
     return logits.float().log_softmax(-1).gather(1, ids[0, prompt:, None])[:, 0]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=EVERY)
 def both(request, tmp_path_factory):
     """Our model and transformers', of the same weights."""
     folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), request.param, tokenizer=False)

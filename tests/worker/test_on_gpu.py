@@ -20,7 +20,7 @@ from tritons import DEVICE, on_triton  # noqa: F401 (a fixture)
 from prefold import LLM, device, kernels
 from prefold.attention import Heads, KeyRuns, RowAttention, plan_slots
 from prefold.attention.gpu import pick_tile
-from prefold.engine import Engine, EngineOptions, GenerateOptions
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.meter import Meter
 from prefold.errors import OutOfMemoryError
 from prefold.model import CausalLM, load_adapter
@@ -48,9 +48,9 @@ def llm(request, tmp_path) -> LLM:
     return LLM(str(tiny_checkpoint(tmp_path, request.param)), dtype="float32", device=DEVICE, cache="off")
 
 
-def engine_of(model: CausalLM, depth: int | None = None) -> Engine:
+def engine_of(model: CausalLM, depth: int | None = None) -> ModelEngine:
     options = EngineOptions(max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
-    return Engine(LocalWorker(model, depth=depth), options)
+    return ModelEngine(LocalWorker(model, depth=depth), options)
 
 
 def greedy(llm: LLM, some: list[list[int]]) -> list[tuple[int, ...]]:
@@ -322,7 +322,7 @@ def test_results_of_a_step_while_the_next_one_runs(llm, monkeypatch):
     for kind in ("last", "mean"):
         wanted = run(llm, requests, Readout(kind), sharing="full", rows=9)
         steps = []
-        ahead = SimpleNamespace(engine=Engine(LocalWorker(llm.model, depth=2)))
+        ahead = SimpleNamespace(engine=ModelEngine(LocalWorker(llm.model, depth=2)))
         found = run(ahead, requests, Readout(kind), sharing="full", rows=9, on_step=steps.append)
         assert len(steps) > 2
         for a, b in zip(found, wanted, strict=True):
@@ -348,7 +348,7 @@ def test_a_step_that_does_not_fit_is_run_in_halves(llm, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(CausalLM, "forward", small)
-            other = SimpleNamespace(engine=Engine(LocalWorker(llm.model), EngineOptions(max_batch_rows=1000)))
+            other = SimpleNamespace(engine=ModelEngine(LocalWorker(llm.model), EngineOptions(max_batch_rows=1000)))
             found = run(other, requests, Readout("last"), sharing=mode, rows=None)
         assert other.engine.max_batch_rows < 1000
         for a, b in zip(found, wanted, strict=True):

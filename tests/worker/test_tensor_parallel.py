@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from looped_dense import looped_checkpoint
 from running import as_request, prompts, run
-from tiny import FAMILIES, tiny_checkpoint
+from tiny import EVERY, tiny_checkpoint
 from torch.distributed import distributed_c10d
 
 from prefold import LLM
@@ -64,7 +64,7 @@ def test_two_processes_are_one_model(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_family(family, ranks, tmp_path):
     check_same(str(tiny_checkpoint(tmp_path, family)), ranks)
 

@@ -23,6 +23,18 @@ struct TileCall {
   const OwnRun* own;
   float scale;
   int32_t threads;
+  float cap;  // scores s become cap * tanh(s / cap); 0: they stay
+};
+
+// A product of a query and a key, which is still to be multiplied with the scale, with the cap of its score.
+// One that is not finite becomes NaN, as without a cap its row would.
+struct Cap {
+  const Floats rate, most;
+  explicit Cap(const TileCall& call) : rate(2.88539008f * call.scale / call.cap), most(call.cap / call.scale) {}
+  PREFOLD_INLINE Floats operator()(const Floats& product) const {
+    const Floats z = product * rate;  // tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e))
+    return most * (Floats(1.0f) - Floats(2.0f) / (Floats(1.0f) + exp2<true>(z))) + (z - z);
+  }
 };
 
 // Interval attention: keys as they lie, the `path` carried rows, then `rows` new ones.

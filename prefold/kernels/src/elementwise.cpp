@@ -42,6 +42,30 @@ void add_norm_row(E* x, const E* delta, const W* weight, E* out, int64_t width, 
   });
 }
 
+// x += delta (where there is one), written back; out = (x - mean) / deviation * weight + bias (Ba et al. 2016).
+template <class E>
+void add_layer_norm_row(E* x, const E* delta, const E* weight, const E* bias, E* out, int64_t width, float eps) {
+  Floats sums = zeros(), squares = zeros();
+  for_vectors(width, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+    Floats v = load_some(x + d, count);
+    if (delta) {
+      v = rounded_to<E>(v + load_some(delta + d, count));
+      store_some(x + d, v, count);
+    }
+    sums += v;
+  });
+  const Floats mean(sum_of(sums) / static_cast<float>(width));
+  for_vectors(width, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+    const Floats v = choose((1u << count) - 1, load_some(x + d, count) - mean, zeros());
+    squares += v * v;
+  });
+  const Floats scale = inverse_rms(squares, width, eps);
+  for_vectors(width, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
+    const Floats v = (load_some(x + d, count) - mean) * scale;
+    store_some(out + d, v * load_some(weight + d, count) + load_some(bias + d, count), count);
+  });
+}
+
 // One head of `dim` numbers in place: x / rms(x) * weight where there is a weight, then the first half
 // rotated against the second.
 template <class E, class W>
@@ -87,6 +111,16 @@ void add_rms_norm(E* x, const E* delta, const W* weight, E* out, int64_t rows, i
   });
 }
 
+template <class E>
+void add_layer_norm(E* x, const E* delta, const E* weight, const E* bias, E* out, int64_t rows, int64_t width, float eps,
+                    int threads) {
+  parallel_ranges(rows, width, threads, [&](int64_t first, int64_t stop) {
+    for (int64_t i = first * width; i < stop * width; i += width) {
+      add_layer_norm_row(x + i, delta ? delta + i : nullptr, weight, bias, out + i, width, eps);
+    }
+  });
+}
+
 template <class E, class W>
 void rope(E* x, const float* cos_sin, const W* weight, int64_t rows, int64_t heads, int64_t dim, int64_t row,
           int64_t head, float eps, int threads) {
@@ -125,6 +159,12 @@ void gate_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row
                                       int64_t dim, int64_t row, int64_t head, float eps, int32_t threads) {        \
     prefold::rope(x, cos_sin, weight, rows, heads, dim, row, head, eps, threads);                                  \
   }
+// x, delta and out [rows, width], rows side by side; weight, bias [width].
+#define PREFOLD_EXPORT_LAYER_NORM(name, E)                                                                         \
+  extern "C" void prefold_add_layer_norm_##name(E* x, const E* delta, const E* weight, const E* bias, E* out,      \
+                                                int64_t rows, int64_t width, float eps, int32_t threads) {         \
+    prefold::add_layer_norm(x, delta, weight, bias, out, rows, width, eps, threads);                               \
+  }
 #define PREFOLD_EXPORT_GATE(name, Activation, E)                                                                   \
   extern "C" void prefold_gate_mul_##name(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row,      \
                                           int32_t threads) {                                                       \
@@ -134,6 +174,8 @@ void gate_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row
 PREFOLD_EXPORT_NORMED(float32, float, float)
 PREFOLD_EXPORT_NORMED(bfloat16, prefold::Bf16, prefold::Bf16)
 PREFOLD_EXPORT_NORMED(bfloat16_float32, prefold::Bf16, float)
+PREFOLD_EXPORT_LAYER_NORM(float32, float)
+PREFOLD_EXPORT_LAYER_NORM(bfloat16, prefold::Bf16)
 PREFOLD_EXPORT_GATE(silu_float32, Silu, float)
 PREFOLD_EXPORT_GATE(silu_bfloat16, Silu, prefold::Bf16)
 PREFOLD_EXPORT_GATE(gelu_tanh_float32, GeluTanh, float)

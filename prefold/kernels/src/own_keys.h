@@ -207,7 +207,14 @@ class OwnKeys {
   PREFOLD_APART void soften() {
     const Floats scale(call_.scale * 1.44269504f);  // exp(x) = 2^(x log2 e)
     for (int h = 0; h < H; ++h) {
-      const float* scores = scores_ + h * 2 * kOwnPairs;
+      float* scores = scores_ + h * 2 * kOwnPairs;
+      if (call_.cap > 0) {
+        const Cap cap(call_);
+        for (int i = 0; i < 2 * pairs_; i += kLanes) {
+          const Floats capped = cap(load(scores + i));
+          memcpy(scores + i, &capped, sizeof capped);
+        }
+      }
       Floats most(max_[h]);
       for (int i = 0; i < 2 * pairs_; i += kLanes) {
         most = choose(visible_ >> i, larger(load(scores + i), most), most);

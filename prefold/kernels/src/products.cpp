@@ -1,7 +1,7 @@
 // The linears of a layer, and the LM head: products of rows with a matrix packed as products.h says.
 #include "amx_products.h"
 
-#include "activations.h"
+#include "epilogue.h"
 
 #include <cmath>
 #include <memory>
@@ -65,18 +65,23 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
   }
 }
 
-// out [rows, columns] = x times the matrix, plus bias where there is one.
+// out [rows, columns] = x times the matrix, plus bias where there is one, activated.
 template <class Format, class Out>
 int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
-               const typename Format::Element* bias, Out* out, int64_t rows, int64_t columns, int64_t k, int threads) {
+               const typename Format::Element* bias, Out* out, int64_t rows, int64_t columns, int64_t k, int threads,
+               const Epilogue* epilogue) {
+  constexpr bool kExact = std::is_same_v<Out, float>;
+  const RowLow* adapted = epilogue ? epilogue->adapted : nullptr;
+  const int32_t activation = epilogue ? epilogue->activation : kLinearly;
   return product<Format>(x, x_row, packed, rows, columns, k, threads, [&](int64_t row, int64_t column, int64_t count,
-                                                                          int64_t width, const float* tile) {
+                                                                          int64_t width, float* tile) {
+    if (adapted) add_low_rank<typename Format::Element>(adapted, row, column, count, tile);
     for (int64_t r = 0; r < count; ++r, tile += kPanel) {
       Out* to = out + (row + r) * columns + column;
       for (int64_t i = 0; i < width; i += kLanes) {
         Floats sum = load(tile + i);
         if (bias) sum += load_some(bias + column + i, width - i);
-        store_some(to + i, sum, width - i);
+        store_some(to + i, activated<kExact>(activation, sum), width - i);
       }
     }
   });
@@ -86,11 +91,13 @@ int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t*
 template <class Format, class Activation>
 int32_t gated_linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
                      const typename Format::Element* bias, typename Format::Element* out, int64_t rows, int64_t width,
-                     int64_t k, int threads) {
+                     int64_t k, int threads, const Epilogue* epilogue) {
   static_assert(kPanel == 2 * kLanes);
   constexpr bool kExact = std::is_same_v<typename Format::Element, float>;
+  const RowLow* adapted = epilogue ? epilogue->adapted : nullptr;
   return product<Format>(x, x_row, packed, rows, 2 * width, k, threads, [&](int64_t row, int64_t column, int64_t count,
-                                                                            int64_t, const float* tile) {
+                                                                            int64_t, float* tile) {
+    if (adapted) add_low_rank<typename Format::Element>(adapted, row, column, count, tile);
     for (int64_t r = 0; r < count; ++r, tile += kPanel) {
       Floats g = load(tile), u = load(tile + kLanes);
       if (bias) g += load_some(bias + column, kLanes), u += load_some(bias + column + kLanes, kLanes);
@@ -172,24 +179,17 @@ extern "C" int32_t prefold_has_products(int32_t is_bf16) {
 #endif
 }
 
-// x [rows, k] with row stride x_row (in elements), bias [columns] or null, out [rows, columns].
-extern "C" int32_t prefold_linear_float32(const float* x, int64_t x_row, const uint32_t* packed, const float* bias,
-                                          float* out, int64_t rows, int64_t columns, int64_t k, int32_t threads) {
-  return prefold::linear<prefold::FloatWords>(x, x_row, packed, bias, out, rows, columns, k, threads);
-}
-
-// k is even.
-extern "C" int32_t prefold_linear_bfloat16(const Bf16* x, int64_t x_row, const uint32_t* packed, const Bf16* bias,
-                                           Bf16* out, int64_t rows, int64_t columns, int64_t k, int32_t threads) {
-  return prefold::linear<prefold::Bf16Words>(x, x_row, packed, bias, out, rows, columns, k, threads);
-}
-
-// Of bfloat16, with sums that stay float32.
-extern "C" int32_t prefold_linear_bfloat16_float32(const Bf16* x, int64_t x_row, const uint32_t* packed,
-                                                   const Bf16* bias, float* out, int64_t rows, int64_t columns,
-                                                   int64_t k, int32_t threads) {
-  return prefold::linear<prefold::Bf16Words>(x, x_row, packed, bias, out, rows, columns, k, threads);
-}
+// x [rows, k] with row stride x_row (in elements), where k is even in bfloat16; bias [columns] or null; out [rows,
+// columns], of x's dtype or the sums as they are; epilogue null where there is none.
+#define PREFOLD_EXPORT_LINEAR(name, Format, E, Out)                                                                  \
+  extern "C" int32_t prefold_linear_##name(const E* x, int64_t x_row, const uint32_t* packed, const E* bias,         \
+                                           Out* out, int64_t rows, int64_t columns, int64_t k, int32_t threads,      \
+                                           const prefold::Epilogue* epilogue) {                                      \
+    return prefold::linear<prefold::Format>(x, x_row, packed, bias, out, rows, columns, k, threads, epilogue);       \
+  }
+PREFOLD_EXPORT_LINEAR(float32, FloatWords, float, float)
+PREFOLD_EXPORT_LINEAR(bfloat16, Bf16Words, Bf16, Bf16)
+PREFOLD_EXPORT_LINEAR(bfloat16_float32, Bf16Words, Bf16, float)
 
 // x [rows, k]; ids [rows]: where the first of the largest numbers of each row of the product is; `none` where it is not
 // finite, as where one of them is NaN.
@@ -204,9 +204,10 @@ PREFOLD_EXPORT_GREEDY(bfloat16, Bf16Words, Bf16)
 // x and packed as above; bias [2 * width] in the order of packed, or null; out [rows, width].
 #define PREFOLD_EXPORT_GATED(name, Format, Activation, E)                                                             \
   extern "C" int32_t prefold_gated_linear_##name(const E* x, int64_t x_row, const uint32_t* packed, const E* bias,    \
-                                                 E* out, int64_t rows, int64_t width, int64_t k, int32_t threads) {   \
+                                                 E* out, int64_t rows, int64_t width, int64_t k, int32_t threads,     \
+                                                 const prefold::Epilogue* epilogue) {                                 \
     return prefold::gated_linear<prefold::Format, prefold::Activation>(x, x_row, packed, bias, out, rows, width, k,   \
-                                                                       threads);                                     \
+                                                                       threads, epilogue);                            \
   }
 
 PREFOLD_EXPORT_GATED(silu_float32, FloatWords, Silu, float)

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "attention.h"
+#include "epilogue.h"
 #include "parallel.h"
 
 using prefold::Bf16;
@@ -15,20 +16,27 @@ using prefold::Bf16;
                                               float, int32_t);                                                  \
   extern "C" void prefold_rope_##name(E*, const float*, const W*, int64_t, int64_t, int64_t, int64_t, int64_t,  \
                                       float, int32_t);
+#define PREFOLD_DECLARE_LAYER_NORM(name, E)                                                                      \
+  extern "C" void prefold_add_layer_norm_##name(E*, const E*, const E*, const E*, E*, int64_t, int64_t, float,   \
+                                                int32_t);
 #define PREFOLD_DECLARE_PRODUCTS(name, E)                                                                         \
-  extern "C" int32_t prefold_linear_##name(const E*, int64_t, const uint32_t*, const E*, E*, int64_t, int64_t,    \
-                                           int64_t, int32_t);                                                     \
-  extern "C" int32_t prefold_gated_linear_silu_##name(const E*, int64_t, const uint32_t*, const E*, E*, int64_t,  \
-                                                      int64_t, int64_t, int32_t);                                 \
-  extern "C" int32_t prefold_gated_linear_gelu_tanh_##name(const E*, int64_t, const uint32_t*, const E*, E*,      \
-                                                           int64_t, int64_t, int64_t, int32_t);                   \
+  extern "C" prefold::ProductFunction<E, E> prefold_linear_##name, prefold_gated_linear_silu_##name,              \
+      prefold_gated_linear_gelu_tanh_##name;                                                                      \
   extern "C" int32_t prefold_greedy_##name(const E*, const uint32_t*, int64_t*, int64_t, int64_t, int64_t, int64_t, \
                                            int32_t);
+namespace prefold {
+template <class E, class Out>
+using ProductFunction = int32_t(const E*, int64_t, const uint32_t*, const E*, Out*, int64_t, int64_t, int64_t, int32_t,
+                                const Epilogue*);
+}  // namespace prefold
 PREFOLD_DECLARE(float32, float, float)
 PREFOLD_DECLARE(bfloat16, Bf16, Bf16)
 PREFOLD_DECLARE(bfloat16_float32, Bf16, float)
+PREFOLD_DECLARE_LAYER_NORM(float32, float)
+PREFOLD_DECLARE_LAYER_NORM(bfloat16, Bf16)
 PREFOLD_DECLARE_PRODUCTS(float32, float)
 PREFOLD_DECLARE_PRODUCTS(bfloat16, Bf16)
+extern "C" prefold::ProductFunction<Bf16, float> prefold_linear_bfloat16_float32;
 extern "C" int32_t prefold_write_slots(const prefold::WriteCall*, int32_t);
 extern "C" int32_t prefold_slot_attention(const prefold::SlotCall*, int32_t);
 extern "C" int32_t prefold_row_attention(const prefold::RowCall*, int32_t);
@@ -36,26 +44,28 @@ extern "C" int32_t prefold_row_attention(const prefold::RowCall*, int32_t);
 namespace prefold {
 namespace {
 
-enum Kind : int32_t { kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead };
+enum Kind : int32_t { kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd };
 
 // One operation. Filled in by Python (program.py, class Operation): same fields, same order. Places in rows are in
 // numbers, not bytes.
 struct Operation {
   int32_t kind;
   int32_t source, out;  // buffers
-  int32_t beside;       // kNorm: the buffer that is added to `source` before, or -1; kAttend: that of keys and values;
+  int32_t beside;       // kAdd: the buffer that is added to `source`; kNorm: the buffer that is added to `source` before, or -1; kAttend: that of keys and values;
                         // kPick: whether all that follows has the rows that are read alone
-  int32_t wide;         // kNorm, kRope: whether the weight is float32 where rows are bfloat16; kGated: whether the
-                        // activation is gelu_tanh, not silu
+  int32_t wide;         // kNorm, kRope: whether the weight is float32 where rows are bfloat16
   int32_t plane;        // kAttend: of the store; kRope: the table of cosines and sines
   int32_t window;       // kAttend: the plan
+  int32_t activation;   // kLinear, kGated
+  int32_t linear;       // kLinear, kGated: its number in the tables of adapters
   float eps;            // kNorm, kRope; kEmbed: what embeddings are multiplied with
   int64_t at;           // kRope, kAttend: where heads (kAttend: queries) begin in a row
   int64_t keys;         // kAttend: where keys begin in a row of `beside`; values follow them
   int64_t heads, dim;   // kRope, kAttend
   int64_t kv_heads;     // kAttend
   int64_t columns;      // kEmbed, kHead: the vocabulary
-  const void *weight, *bias;
+  int64_t positions;    // kEmbed: how many of them are learned
+  const void *weight, *bias;  // kNorm: with a bias it is a LayerNorm; kEmbed: the bias is what is learned of positions
 };
 
 // The keys and values of the path above a row stream's step, of one plane, and room for those above the next step:
@@ -85,10 +95,22 @@ struct ProgramCall {
   const int64_t *keep_path, *keep_new; // which of these, and of the new rows, are carried on
   int64_t kept_path, kept_new;         // how many these are
   const TileCall *plans, *read_plans;  // by window
+  const int64_t* numbers;              // [rows]: of each row's adapter, or -1; null: no row has an adapter
+  const LowRank* const* adapters;      // by number: what the adapter adds to each linear
+  RowLow* adapted;                     // [rows]: room
+  float* low;                          // [rows, most_ranks]: room
+  int64_t most_ranks;
   int64_t none;                        // in `ids`, where the largest logit is not finite
   float scale;
   int32_t threads, is_bf16;
 };
+
+// That of two functions which is for E.
+template <class E, class Float, class Half>
+constexpr auto pick_of(Float* of_float, Half* of_bf16) {
+  if constexpr (std::is_same_v<E, float>) return of_float;
+  else return of_bf16;
+}
 
 template <class E>
 struct Pass {
@@ -102,6 +124,11 @@ struct Pass {
   void norm(const Operation& op) const {
     const E* delta = op.beside < 0 ? nullptr : buffer(op.beside);
     const int64_t width = call.widths[op.source];
+    if (op.bias) {
+      const auto *weight = static_cast<const E*>(op.weight), *bias = static_cast<const E*>(op.bias);
+      auto* const function = pick_of<E>(prefold_add_layer_norm_float32, prefold_add_layer_norm_bfloat16);
+      return function(buffer(op.source), delta, weight, bias, buffer(op.out), rows, width, op.eps, call.threads);
+    }
     if constexpr (kBf16) {
       if (op.wide) {
         return prefold_add_rms_norm_bfloat16_float32(buffer(op.source), delta, static_cast<const float*>(op.weight),
@@ -121,17 +148,44 @@ struct Pass {
     const int64_t k = call.widths[op.source], columns = call.widths[op.out];
     const E* in = buffer(op.source);
     E* out = buffer(op.out);
-    if constexpr (kBf16) {
-      auto* const function = op.kind == kLinear ? prefold_linear_bfloat16
-                             : op.wide          ? prefold_gated_linear_gelu_tanh_bfloat16
-                                                : prefold_gated_linear_silu_bfloat16;
-      return function(in, k, weight, bias, out, rows, columns, k, call.threads);
-    } else {
-      auto* const function = op.kind == kLinear ? prefold_linear_float32
-                             : op.wide          ? prefold_gated_linear_gelu_tanh_float32
-                                                : prefold_gated_linear_silu_float32;
-      return function(in, k, weight, bias, out, rows, columns, k, call.threads);
+    const Epilogue epilogue{call.numbers ? call.adapted : nullptr, op.activation};
+    if (call.numbers) {
+      if (const int32_t failed = lower(op)) return failed;
     }
+    auto* function = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16);
+    if (op.kind == kGated) {
+      function = op.activation == kSilu
+                     ? pick_of<E>(prefold_gated_linear_silu_float32, prefold_gated_linear_silu_bfloat16)
+                     : pick_of<E>(prefold_gated_linear_gelu_tanh_float32, prefold_gated_linear_gelu_tanh_bfloat16);
+    }
+    return function(in, k, weight, bias, out, rows, columns, k, call.threads, &epilogue);
+  }
+
+  // Multiplies rows that have an adapter with its A: neighbours with the same adapter together.
+  int32_t lower(const Operation& op) const {
+    const int64_t k = call.widths[op.source];
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t number = call.numbers[all ? r : call.read[r]];
+      const LowRank* adapter = number < 0 ? nullptr : call.adapters[number] + op.linear;
+      call.adapted[r].adapter = adapter && adapter->ranks ? adapter : nullptr;
+    }
+    std::atomic<int32_t> failed{0};
+    parallel_ranges(rows, k * kPanel, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t next; first < stop; first = next) {
+        const LowRank* adapter = call.adapted[first].adapter;
+        float* low = call.low + first * call.most_ranks;
+        for (next = first; next < stop && call.adapted[next].adapter == adapter; ++next) {
+          call.adapted[next].low = adapter ? low + (next - first) * adapter->ranks : nullptr;
+        }
+        if (!adapter) continue;
+        auto* const function = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16_float32);
+        if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, low, next - first, adapter->ranks, k, 1,
+                     nullptr)) {
+          failed.store(1, std::memory_order_relaxed);
+        }
+      }
+    });
+    return failed.load(std::memory_order_relaxed);
   }
 
   // Puts the cosines and sines of the rows side by side.
@@ -149,34 +203,44 @@ struct Pass {
   int32_t embed(const Operation& op) const {
     for (int64_t r = 0; r < rows; ++r) {
       if (call.tokens[r] < 0 || call.tokens[r] >= op.columns) return 3;
+      if (op.bias && (call.positions[r] < 0 || call.positions[r] >= op.positions)) return 4;
     }
     const int64_t width = call.widths[op.out];
-    const auto* table = static_cast<const E*>(op.weight);
+    const auto *table = static_cast<const E*>(op.weight), *learned = static_cast<const E*>(op.bias);
     parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
         const E* from = table + call.tokens[r] * width;
         E* to = buffer(op.out) + r * width;
-        if (op.eps == 1) {
+        if (op.eps == 1 && !learned) {
           std::memcpy(to, from, width * sizeof(E));
           continue;
         }
         for (int64_t d = 0; d < width; d += kLanes) {
-          store_some(to + d, load_some(from + d, width - d) * Floats(op.eps), width - d);
+          Floats x = rounded_to<E>(load_some(from + d, width - d) * Floats(op.eps));
+          if (learned) x += load_some(learned + call.positions[r] * width + d, width - d);
+          store_some(to + d, x, width - d);
         }
       }
     });
     return 0;
   }
 
+  void add(const Operation& op) const {
+    const int64_t width = call.widths[op.source];
+    E* x = buffer(op.source);
+    const E* delta = buffer(op.beside);
+    parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t i = first * width; i < stop * width; i += kLanes) {
+        const int64_t count = stop * width - i;
+        store_some(x + i, load_some(x + i, count) + load_some(delta + i, count), count);
+      }
+    });
+  }
+
   int32_t choose(const Operation& op) const {
-    const auto* weight = static_cast<const uint32_t*>(op.weight);
-    if constexpr (kBf16) {
-      return prefold_greedy_bfloat16(buffer(op.source), weight, call.ids, rows, op.columns, call.widths[op.source],
-                                     call.none, call.threads);
-    } else {
-      return prefold_greedy_float32(buffer(op.source), weight, call.ids, rows, op.columns, call.widths[op.source],
-                                    call.none, call.threads);
-    }
+    return pick_of<E>(prefold_greedy_float32, prefold_greedy_bfloat16)(
+        buffer(op.source), static_cast<const uint32_t*>(op.weight), call.ids, rows, op.columns, call.widths[op.source],
+        call.none, call.threads);
   }
 
   void rope(const Operation& op) const {
@@ -255,6 +319,7 @@ struct Pass {
       int32_t failed = 0;
       switch (op.kind) {
         case kNorm: norm(op); break;
+        case kAdd: add(op); break;
         case kLinear:
         case kGated: failed = product(op); break;
         case kRope: rope(op); break;
@@ -283,7 +348,7 @@ struct Pass {
 }  // namespace
 }  // namespace prefold
 
-// 0; 1 where memory is short; 2 where a slot is out of range, 3 a token.
+// 0; 1 where memory is short; 2 where a slot is out of range, 3 a token, 4 a position.
 extern "C" int32_t prefold_run_program(const prefold::ProgramCall* call) {
   using namespace prefold;
   if (call->rows == 0) return 0;

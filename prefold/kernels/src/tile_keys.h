@@ -182,6 +182,10 @@ class TileKeys {
   // Scores to probabilities (over the running maximum), in place; updates the maximum and the sum, and
   // leaves in rescale_ what earlier chunks' sums must be multiplied by.
   PREFOLD_APART void soften(const Chunk& chunk) {
+    if (call_.cap > 0) {
+      const Cap cap(call_);
+      for (int i = 0; i < 2 * chunk.count * V; ++i) scores_[i] = cap(scores_[i]);
+    }
     Floats top[V];
     for (int g = 0; g < V; ++g) top[g] = max_[g];
     for (int j = 0; j < 2 * chunk.unmasked; ++j) {

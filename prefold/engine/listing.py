@@ -1,0 +1,43 @@
+"""What an engine of one model has counted, and what its KV store holds, for pages, metrics and listings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..cache.listing import TreePath, held_rows, paths_of
+from ..types import Stats
+from .protocol import RunningSequence, Snapshot
+
+Wants = Callable[[Hashable], bool]
+
+
+def snapshot_of(
+    stats: Stats, scheduler: Any, call: Callable[..., Any], *, held: bool, paths: int, wants: Wants | None
+) -> Snapshot:
+    """Returns a snapshot of a scheduler (see `Engine.snapshot`). call: calls a function in the engine's thread"""
+    pool, cache = scheduler.pool, scheduler.cache
+    now = Snapshot(stats, pool.num_slots, pool.used_slots, None if cache is None else cache.seconds)
+    if held:
+        now = replace(now, held=call(partial(held_rows, scheduler.tree)))
+    if paths:
+        listed, running = call(partial(_listed, scheduler, paths, wants))
+        now = replace(now, paths=listed, running=running)
+    return now
+
+
+def _listed(scheduler: Any, most: int, wants: Wants | None) -> tuple[list[TreePath], list[RunningSequence]]:
+    """Returns at most so many paths of the trie, of namespaces that are wanted, and all sequences that run."""
+    tails: dict[Any, list[Sequence[int]]] = defaultdict(list)
+    running = []
+    for sequence in scheduler.running:
+        leaf = root = sequence.leaf
+        tails[leaf].append(sequence.tail.tokens)
+        while root.parent is not None:
+            root = root.parent
+        counts = leaf.stop, sequence.cached_tokens or 0, sequence.known, sequence.limit
+        running.append(RunningSequence(root.namespace, *counts))
+    return paths_of(scheduler.tree, tails, most=most, wants=wants), running

@@ -1,0 +1,58 @@
+// What a product does to its sums before they are stored: adds what LoRA adapters give, then the bias, and activates.
+#pragma once
+
+#include "activations.h"
+#include "products.h"
+
+namespace prefold {
+
+// What a LoRA adapter (Hu et al. 2021) adds to a product: B A x, of x in float32. Filled in by Python (program.py, class
+// LowRank): same fields, same order.
+struct LowRank {
+  const uint32_t* a;     // packed, [ranks, k]
+  const void* b;         // scaled, as numbers of the dtype of x: for each panel [ranks of the panel, kPanel]
+  const int64_t* spans;  // [panels, 3]: the first rank of each panel, the rank after the last one, where its B begins
+  int64_t ranks;         // 0: the adapter adds nothing
+};
+
+// A row's adapter, or null, and A x: [ranks].
+struct RowLow {
+  const LowRank* adapter;
+  const float* low;
+};
+
+enum Activation : int32_t { kLinearly, kSilu, kGeluTanh };
+
+template <bool kExact>
+PREFOLD_INLINE Floats activated(int32_t activation, const Floats& x) {
+  switch (activation) {
+    case kSilu: return gated<Silu, kExact>(x, Floats(1.0f));
+    case kGeluTanh: return gated<GeluTanh, kExact>(x, Floats(1.0f));
+    default: return x;
+  }
+}
+
+struct Epilogue {
+  const RowLow* adapted;  // [rows]; null: no row has an adapter
+  int32_t activation;
+};
+
+// Adds to sums [count, kPanel] of rows from `row` on, of the panel that begins at `column`, what their adapters add.
+template <class E>
+void add_low_rank(const RowLow* adapted, int64_t row, int64_t column, int64_t count, float* sums) {
+  for (int64_t r = 0; r < count; ++r, sums += kPanel) {
+    const auto [adapter, low] = adapted[row + r];
+    if (!adapter) continue;
+    const int64_t* span = adapter->spans + column / kPanel * 3;
+    const E* b = static_cast<const E*>(adapter->b) + span[2];
+    Floats left = zeros(), right = zeros();
+    for (int64_t i = span[0]; i < span[1]; ++i, b += kPanel) {
+      left += Floats(low[i]) * load(b);
+      right += Floats(low[i]) * load(b + kLanes);
+    }
+    store(sums, load(sums) + left);
+    store(sums + kLanes, load(sums + kLanes) + right);
+  }
+}
+
+}  // namespace prefold

@@ -1,0 +1,182 @@
+"""Writes docs/models.md: the families of the registry, and checkpoints for embedding and reranking that work with them.
+
+python scripts/models_page.py > docs/models.md
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+from prefold.checkpoint.gguf_config import ARCHITECTURES as OF_GGUF
+from prefold.model.families import families_by_function
+
+LAST = "last token, length 1, as its files say; `Instruct: {instruction}\\nQuery:{text}` for queries (`--instruction`)"
+BGE = (
+    "A: {query}\\nB: {document}\\nGiven a query A and a passage B, determine whether the passage contains an answer to "
+    "the query by providing a prediction of either 'Yes' or 'No'."
+)
+ALONE = "the architecture at a tiny size, with random weights"
+SHAPE = "its shape with two layers of random weights"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A Known is a checkpoint that works, or that is refused.
+
+    names         of the checkpoint, on the hub
+    architecture  that its config.json names
+    task          "embed" or "rerank"
+    needs         what prefold does by itself, or has to be told
+    ran           what was run
+    refused       words of the reason why it is refused; "": it works
+    settings      those of its config.json that decide
+    """
+
+    names: str
+    architecture: str
+    task: str
+    needs: str = ""
+    ran: str = ALONE
+    refused: str = ""
+    settings: tuple[tuple[str, object], ...] = ()
+
+
+CHECKPOINTS = (
+    Known("Qwen/Qwen3-Embedding-0.6B, -4B, -8B", "Qwen3ForCausalLM", "embed", LAST, SHAPE),
+    Known("microsoft/harrier-oss-v1-0.6b", "Qwen3Model", "embed", LAST, SHAPE),
+    Known("microsoft/harrier-oss-v1-270m", "Gemma3TextModel", "embed", LAST, SHAPE),
+    Known(
+        "jinaai/jina-embeddings-v5-text-small",
+        "Qwen3Model",
+        "embed",
+        "the repository of one task, with its adapter merged; last token, length 1; the prompts of its files "
+        "(`--prompt-name`)",
+        SHAPE,
+    ),
+    Known("intfloat/e5-mistral-7b-instruct and those made of it", "MistralModel", "embed", LAST),
+    Known(
+        "Qwen/Qwen3-Reranker-0.6B, -4B, -8B",
+        "Qwen3ForCausalLM",
+        "rerank",
+        "nothing: the default template is its own; `--instruction` where the default one does not fit",
+        SHAPE,
+    ),
+    Known(
+        "Qwen3-Reranker as a classifier of one label",
+        "Qwen3ForSequenceClassification",
+        "rerank",
+        "nothing: it gets Qwen3-Reranker's prompt",
+    ),
+    Known(
+        "BAAI/bge-reranker-v2-gemma",
+        "GemmaForCausalLM",
+        "rerank",
+        f'`--template` "{BGE}", `--words` Yes No. The score is Yes against No; FlagEmbedding has the logit of Yes '
+        "alone, which can rank otherwise",
+    ),
+    Known(
+        "Alibaba-NLP/gte-Qwen2-1.5B-instruct, -7B-instruct",
+        "Qwen2ForCausalLM",
+        "embed",
+        refused="both directions",
+        settings=(("is_causal", False),),
+    ),
+    Known(
+        "google/embeddinggemma-300m",
+        "Gemma3TextModel",
+        "embed",
+        refused="both directions",
+        settings=(("use_bidirectional_attention", True),),
+    ),
+    Known(
+        "BAAI/bge-m3, bge-reranker-v2-m3, intfloat/multilingual-e5-*", "XLMRobertaModel", "embed", refused="an encoder"
+    ),
+    Known(
+        "sentence-transformers/all-MiniLM-*, BAAI/bge-*-en-v1.5, intfloat/e5-*, cross-encoder/ms-marco-*",
+        "BertModel",
+        "embed",
+        refused="an encoder",
+    ),
+    Known("Alibaba-NLP/gte-modernbert-base", "ModernBertModel", "embed", refused="an encoder"),
+    Known("sentence-transformers/all-mpnet-base-v2", "MPNetModel", "embed", refused="an encoder"),
+)
+
+HEAD = """# Models
+
+A checkpoint is taken by the architecture that its `config.json` names, or its GGUF file. What a config asks for and
+prefold does not do is an error that names the key. [families.md](families.md) shows in under 60 lines how one of your
+own is added, on GLM-4 and StableLM 2. This page is written by `scripts/models_page.py`.
+
+## Families
+
+| family | architectures | GGUF |
+|---|---|---|
+"""
+LONGROPE = """
+**LongRoPE** (Phi 3.5, Phi 4 mini, Phi 3 with 128k). These models have two sets of rotary factors, for sequences of up
+to 4,096 tokens and for longer ones. transformers chooses by each sequence, so that the keys of a prefix depend on what
+follows it, and cannot be shared. Here one set holds for all sequences of a job or of a server, chosen by the longest
+one that there may be: `context_length` (`--context-length`), by default the model's own 131,072, which takes the set of
+long sequences. With `--context-length 4096` it is the other set, results are those of transformers, and prompts of
+more than 4,096 tokens are refused. A job's summary and a server's log say which set it is.
+
+**Soft caps** on the scores of attention (Gemma 2) are computed by the compiled kernels on a CPU, and by PyTorch on a
+GPU, which is slower than the kernels there.
+
+**GGUF files** of Starcoder 2 do not say its sliding window, which then is not there; those of SmolLM 3 do not say which
+layers rotate nothing: every fourth one, as in llama.cpp. Files of OLMo 3 with yarn are refused where they have an
+attention factor of their own.
+
+**Gemma 4** is not among the families: its layers have heads of two sizes, share keys and values with others, and have
+an embedding each.
+
+## Checkpoints for embedding and reranking
+
+Names, pooling and prompts are those of the checkpoints' own pages; their files were not at hand where this was written.
+"""
+WHY = """
+Encoders (BERT, RoBERTa, ModernBERT, MPNet and what is made of them) let every token see what comes after it too, so
+that no two texts share the computation of a prefix: they are refused, and other programs run them well. So are decoders
+that were trained on to see in both directions.
+
+| refused | architecture | because |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """Returns the text of docs/models.md."""
+    of_gguf: dict[str, list[str]] = {}
+    for name, architecture in OF_GGUF.items():
+        of_gguf.setdefault(architecture, []).append(name)
+    families = []
+    for function, architectures in families_by_function().items():
+        if not function.__module__.startswith("prefold."):
+            continue
+        about = " ".join(inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].split())
+        about = about.removeprefix("Returns the config of ").partition(". ")[0].rstrip(".")
+        about = about[:1].upper() + about[1:]
+        files = [name for architecture in architectures for name in of_gguf.get(architecture, ())]
+        families.append(f"| {about} | {', '.join(architectures)} | {', '.join(files)} |")
+    works = [
+        f"| {known.names} | {known.task} | {known.needs} | {known.architecture} | {known.ran} |"
+        for known in CHECKPOINTS
+        if not known.refused
+    ]
+    refused = [
+        f"| {known.names} | {known.architecture} | {_because(known)} |" for known in CHECKPOINTS if known.refused
+    ]
+    table = "\n| checkpoint | task | what it needs | architecture | run here |\n|---|---|---|---|---|\n"
+    lines = (sorted(families), works, refused)
+    parts = zip((HEAD, LONGROPE + table, WHY), lines, strict=True)
+    return "".join(head + "\n".join(rows) + "\n" for head, rows in parts)
+
+
+def _because(known: Known) -> str:
+    settings = ", ".join(f"`{key}`: {str(value).lower()}" for key, value in known.settings)
+    return f"it attends in {known.refused} ({settings})" if settings else f"it is {known.refused}"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

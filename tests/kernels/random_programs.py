@@ -1,0 +1,208 @@
+"""Runs programs of random models on random steps with a compiled library: a process of its own for test_sanitizers.py.
+
+    python random_programs.py LIBRARY SEED MODELS [refused]
+
+Each step runs on one thread and on several, from several threads of Python at once, and gives the same bits every time.
+A digest of all results is printed. refused: the system refuses AMX's tiles to the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefold.attention import KVStore, RowAttention
+from prefold.kernels import loader
+from prefold.model import Adapter, CausalLM, ModelConfig
+from prefold.model.config import Plane, RopeConfig
+from prefold.model.layers import Linear
+from prefold.model.lora import Delta, Part
+from prefold.model.products import Panels
+from prefold.schedule.steps import SlotStep, StreamStep
+from prefold.worker.program import Program, program_of
+from prefold.worker.rows import Path as RowPath
+from prefold.worker.rows import heads_of, prepare
+from prefold.worker.slots import make_store, prepare_slots
+
+
+def random_model(rng: np.random.Generator) -> CausalLM:
+    kv_heads, dim = int(rng.integers(1, 4)), 2 * int(rng.integers(2, 40))
+    layers, learned, plain = int(rng.integers(1, 4)), bool(rng.integers(2)), bool(rng.integers(2))
+    config = ModelConfig(
+        vocab_size=int(rng.integers(40, 300)), hidden=2 * int(rng.integers(8, 90)), layers=layers,
+        heads=kv_heads * int(rng.integers(1, 4)), kv_heads=kv_heads, head_dim=dim,
+        intermediate=int(rng.integers(1, 9)) * 16 + 2 * plain * int(rng.integers(8)), norm_eps=1e-5,
+        rope=None if learned else RopeConfig(theta=1e4), max_positions=400,
+        planes=tuple(Plane(window) for window in rng.choice([None, 5, 40], layers)),
+        norm=str(rng.choice(["rms", "layer"])), mlp="plain" if plain else "gated",
+        activation=str(rng.choice(["silu", "gelu_tanh"])), qk_norm=bool(rng.integers(2)),
+        qkv_bias=bool(rng.integers(2)), o_bias=bool(rng.integers(2)), mlp_bias=bool(rng.integers(2)),
+        tie_embeddings=True,
+    )  # fmt: skip
+    dtype = torch.bfloat16 if rng.integers(2) else torch.float32
+    model = CausalLM(config, dtype=dtype, device=torch.device("cpu")).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(random_numbers(rng, *parameter.shape))
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.pack()
+    model.head_product = Panels(model.embedding, loader.load())
+    return model
+
+
+def random_numbers(rng: np.random.Generator, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.standard_normal(shape, np.float32)) / shape[-1] ** 0.5
+
+
+def random_adapter(rng: np.random.Generator, model: CausalLM) -> Adapter:
+    def delta(linear: Linear) -> Delta:
+        ends = np.sort(rng.integers(0, linear.outputs + 1, 2)).tolist()
+        ranks = [int(rng.integers(1, 40)) for _ in range(3)]
+        a = random_numbers(rng, sum(ranks), linear.inputs).to(model.dtype)
+        parts, first = [], 0
+        for rank, start, stop in zip(ranks, [0, *ends], [*ends, linear.outputs], strict=True):
+            b = random_numbers(rng, stop - start, rank).to(model.dtype)
+            parts.append(Part(slice(first, first + rank), slice(start, stop), b))
+            first += rank
+        return Delta(a, tuple(parts))
+
+    layers = []
+    for layer in model.layers:
+        named = {name.rpartition(".")[2]: part for name, part in layer.named_modules() if isinstance(part, Linear)}
+        layers.append({name: delta(linear) for name, linear in named.items() if rng.integers(4)})
+    return Adapter("", tuple(layers))
+
+
+def slot_steps(rng: np.random.Generator, vocab: int, slots: int, adapters: int) -> list[SlotStep]:
+    """A step that computes prompts, and some that add a row to each."""
+    sizes = rng.integers(1, 30, int(rng.integers(1, 12))) if rng.integers(2) else rng.integers(1, 3, 40)
+    begins = np.cumsum([0, *sizes + 4])[:-1]
+    row_of = np.repeat(np.arange(len(sizes)), sizes)
+    positions = np.concatenate([np.arange(size) for size in sizes])
+    last = np.cumsum(sizes)
+    of_prompt = rng.integers(-1, adapters, len(sizes))
+    rows = np.arange(len(positions))
+    at = begins[row_of] + positions
+    read = rows if rng.integers(2) else last - 1
+
+    def step(positions, at, runs, read, of):
+        tokens = rng.integers(0, vocab, len(at)).astype(np.int32)
+        numbers = None if of.max() < 0 else of.astype(np.int64)
+        return SlotStep(tokens, positions.astype(np.int32), at, *runs, read, np.arange(len(read)), adapters=numbers)
+
+    steps = [step(positions, at, (at, np.ones_like(at), positions, rows, last[row_of]), read, of_prompt[row_of])]
+    each = np.arange(len(sizes))
+    for more in range(3):
+        runs = begins, sizes + more + 1, np.zeros_like(begins), each, each + 1
+        steps.append(step(sizes + more, begins + sizes + more, runs, each, of_prompt))
+    assert int(begins[-1] + sizes[-1] + 4) < slots
+    return steps
+
+
+def over_slots(program: Program, model: CausalLM, store: KVStore, steps: list[SlotStep], adapters) -> list[Tensor]:
+    found = []
+    for step in steps:
+        batch = prepare_slots(step, store, model.config.planes, adapters)
+        found += [program.over_slots(batch, store), torch.from_numpy(program.greedy(batch, store))]
+    return found
+
+
+def over_rows(program: Program, model: CausalLM, seed: int, adapters: list[Adapter]) -> list[Tensor]:
+    """Two steps of a stream of one prompt, the second of which reads some rows."""
+    rng = np.random.default_rng(seed)
+    attention, path, found, before = RowAttention(heads_of(model), model.device), RowPath(), [], 0
+    for rows in rng.integers(1, 60, 2).tolist():
+        end, stop = np.full(before + rows, before + rows), before + rows
+        tokens, keys = rng.integers(0, model.config.vocab_size, rows).astype(np.int32), np.arange(stop, dtype=np.int32)
+        read = np.flatnonzero(rng.integers(0, 2, rows)) if before else None
+        step = StreamStep(tokens, keys[before:], before, end, keys, np.arange(stop), read_rows=read)
+        if rng.integers(2):
+            step = replace(step, adapter=0)
+        batch = prepare(step, model.config.planes, attention, adapters)
+        hidden, kv = program.over_rows(batch, path)
+        path, before = RowPath(kv), stop
+        found += [hidden, *(tensor for pair in kv.values() for tensor in pair)]
+    return found
+
+
+def run_all(
+    program: Program, model: CausalLM, store: KVStore, steps: list[SlotStep], adapters: dict[str, Adapter], seed: int
+) -> list[Tensor]:
+    with torch.inference_mode():
+        found = over_slots(program, model, store, steps, adapters)
+        return found + over_rows(program, model, seed, list(adapters.values()))
+
+
+class SignalStack(ctypes.Structure):
+    _fields_ = (("memory", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+def refuse_tiles() -> ctypes.Array:
+    """Returns a stack for signals, in use, that is too small for the registers of tiles: a process that has such a
+    stack is given no tiles (https://docs.kernel.org/arch/x86/xstate.html)."""
+    memory = ctypes.create_string_buffer(4096)
+    stack = SignalStack(ctypes.addressof(memory), 0, len(memory))
+    assert ctypes.CDLL(None, use_errno=True).sigaltstack(ctypes.byref(stack), None) == 0
+    return memory
+
+
+def has_tiles() -> bool:
+    """Returns whether this process was given tiles (ARCH_GET_XCOMP_PERM of arch_prctl, XFEATURE_XTILEDATA)."""
+    permitted = ctypes.c_uint64()
+    return ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(permitted)) == 0 and bool(permitted.value >> 18 & 1)
+
+
+def main(library: str, seed: int, models: int, refused: str = "") -> None:
+    memory = refuse_tiles() if refused else None
+    loader._loaded = loader.Loaded(loader.Kernels(Path(library)), "sanitized")
+    loader._loaded.kernels.use_own_threads(True)
+    # Products by the library, also where it would leave them to PyTorch.
+    from prefold.model import products
+
+    products.product_kernels = lambda weight: loader.load()
+    rng, runs, digest = np.random.default_rng(seed), [], hashlib.sha256()
+    for _ in range(models):
+        model = random_model(rng)
+        program = program_of(model)
+        assert program is not None
+        adapters = {str(number): random_adapter(rng, model) for number in range(3)}
+        store = make_store(model, 2000)
+        steps = slot_steps(rng, model.config.vocab_size, 2000, len(adapters))
+
+        run = partial(run_all, program, model, store, steps, adapters, int(rng.integers(99)))
+        torch.set_num_threads(1)
+        expected = run()
+        assert all(tensor.isfinite().all() for tensor in expected)
+        for tensor in expected:
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        torch.set_num_threads(int(rng.integers(2, 9)))
+        runs.append((run, expected))
+        check(run(), expected)
+        caller = Thread(target=run)  # whose thread ends, and with it what the kernels keep for it
+        caller.start()
+        caller.join()
+        check(run(), expected)
+    with ThreadPoolExecutor(3) as pool:  # each model has buffers of its own
+        for found, (_, expected) in zip(pool.map(lambda one: one[0](), runs), runs, strict=True):
+            check(found, expected)
+    if memory is not None:
+        assert not has_tiles()
+    print(digest.hexdigest())
+
+
+def check(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

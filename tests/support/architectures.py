@@ -1,0 +1,135 @@
+"""Causal architectures of transformers, as tiny random checkpoints: those that run, and those that are refused."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import SIZES, randomise, write_tokenizer
+
+# Products of experts in transformers want rows of whole 16 bytes.
+TINY = SIZES | {"hidden_size": 48, "intermediate_size": 64, "sliding_window": 5, "moe_intermediate_size": 16}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_num_experts": 4, "moe_k": 2, "moe_topk": 2, "n_group": 1, "topk_group": 1}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+LATENT: dict[str, Any] = {"num_key_value_heads": 6, "kv_lora_rank": 16, "q_lora_rank": 16, "head_dim": 8}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 12}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+LONG |= {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+MODERN = {"global_attn_every_n_layers": 2, "local_attention": 10}
+
+LARGER_LAST = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "head_dim": 8}
+LARGER_LAST |= {"per_layer_config": {"2": {"head_dim": 16, "num_key_value_heads": 1}}}
+
+# By model_type, the settings without which the architecture would look like another; none of prefold's own families.
+TAKEN: dict[str, dict[str, Any]] = {
+    "afmoe": WINDOWS,
+    "apertus": {},
+    "arcee": {},
+    "aria_text": {"moe_num_experts": 4},
+    "bitnet": {},
+    "cohere": {},
+    "cohere2": WINDOWS,
+    "ctrl": {},
+    "cwm": WINDOWS,
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "diffllama": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": {},
+    "exaone4": WINDOWS,
+    "flex_olmo": {},
+    "flint": {},
+    "gemma": {},
+    "gemma2": WINDOWS,
+    "gemma4_unified_text": LARGER_LAST,
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {},
+    "gpt_bigcode": {},
+    "gpt_neox": {},
+    "gpt_oss": WINDOWS,
+    "granite": {},
+    "granite_swa": WINDOWS,
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "jais2": {},
+    "jetmoe": {"kv_channels": 8},
+    "laguna": {},
+    "minicpm3": LATENT,
+    "minimax_m2": {},
+    "ministral": WINDOWS | {"head_dim": 8},
+    "ministral3": {},
+    "mixtral": {},
+    "modernbert-decoder": MODERN,
+    "nanochat": {},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": WINDOWS,
+    "olmoe": {},
+    "opt": {},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {"rope_parameters": LONG, "original_max_position_embeddings": 64},
+    "phimoe": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "starcoder2": {},
+    "vaultgemma": WINDOWS,
+    "youtu": LATENT,
+}
+# Families of prefold's own, where all run through transformers' modules.
+FORCED: dict[str, dict[str, Any]] = {
+    "gemma3_text": WINDOWS, "gpt2": {}, "llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {}
+}  # fmt: skip
+# By model_type: settings, and the reason.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bert": ({}, "its attention is in both directions"),
+    "roberta": ({}, "its attention is in both directions"),
+    "bloom": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
+    "mpt": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
+    "mamba": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
+    "falcon": ({}, "its attention does not go through transformers' attention interface"),
+    "stablelm": ({}, "its attention does not go through transformers' attention interface"),
+    "openai-gpt": ({}, "its attention does not go through transformers' attention interface"),
+    "xglm": ({}, "its attention does not go through transformers' attention interface"),
+    "qwen3_next": ({}, "its attention does not go through transformers' attention interface"),
+    "doge": ({}, "it makes masks of its own"),
+    "llama4_text": ({}, "its attention is weighed by a count of rows, not by position_ids (attn_temperature_tuning)"),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention", "conv"]},
+        "rows that prompts share give other hidden states than whole prompts do",
+    ),
+    "recurrent_gemma": ({}, "rows that prompts share give other hidden states than whole prompts do"),
+}
+
+
+def config_for(model_type: str, settings: dict[str, Any]) -> Any:
+    """transformers' config of a tiny model."""
+    import transformers
+
+    kind, settings = transformers.CONFIG_MAPPING[model_type], deepcopy(settings)  # which the config may change
+    try:
+        keys = kind(**deepcopy(TINY | settings)).to_dict().keys()
+    except Exception:
+        keys = kind().to_dict().keys()
+    more = {key: value for key, value in EXPERTS.items() if key in keys}
+    return kind(**deepcopy(TINY | more | settings))
+
+
+def checkpoint_of(folder: Path, model_type: str, settings: dict[str, Any], *, seed: int = 0) -> Path:
+    """A folder with a random checkpoint, and the tokenizer of `tiny`."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(config_for(model_type, settings), dtype=torch.float32)
+    randomise(model, seed)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
