@@ -22,7 +22,7 @@ BUDGETS = {
     "cache": (1309, 1500),
     "stream": (1424, 1200),
     "schedule": (2191, 2000),
-    "kernels": (884, 900),
+    "kernels": (1035, 900),
     "attention": (2178, 2050),
     "model": (3763, 2900),
     "worker": (2547, 1950),

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from prefold.kernels.build import FLAGS, build, cpu, find_compiler
+from prefold.kernels.build import build, cpu
+from prefold.kernels.compile import NATIVE, find_compiler
 
 SCRIPT = Path(__file__).parent / "random_programs.py"
 # Of threads the library alone is watched: OpenMP's are not seen, so the kernels run on their own.
@@ -44,7 +45,7 @@ def test_programs_of_random_models_give_the_same_on_any_number_of_threads():
 def test_where_the_system_refuses_tiles_results_are_those_without_tiles(tmp_path, monkeypatch):
     tiles = build()
     monkeypatch.setenv("PREFOLD_CACHE", str(tmp_path))
-    without = build(flags=(*FLAGS, "-mno-amx-tile", "-mno-amx-bf16"))
+    without = build(flags=(*NATIVE, "-mno-amx-tile", "-mno-amx-bf16"))
     assert run_programs(tiles, 3, 8, "refused") == run_programs(without, 3, 8)
 
 
@@ -59,7 +60,7 @@ def test_programs_under_a_sanitizer(tmp_path, monkeypatch, kind):
         pytest.skip(f"GCC has no {RUNTIMES[kind]}")
     monkeypatch.setenv("PREFOLD_CACHE", str(tmp_path))
     monkeypatch.setattr("prefold.kernels.build.TIMEOUT_SECONDS", 3600)
-    flags = tuple("-O1" if flag == "-O3" else flag for flag in FLAGS)
+    flags = tuple("-O1" if flag == "-O3" else flag for flag in NATIVE)
     library = build(flags=(*flags, "-g", *SANITIZERS[kind]))
     # PyTorch's own threads meet at barriers of OpenMP, which the sanitizer does not know.
     (tmp_path / "suppressed").write_text("race:libtorch\nrace:libgomp\n")
