@@ -72,9 +72,12 @@ def check_logits(folder: Path) -> None:
         assert (model.logits(hidden) - theirs).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("named", [{"architectures": ["QuokkaForCausalLM"]}, {"model_type": "QuokkaForCausalLM"}])
-def test_the_example_of_an_mlp_of_another_kind(tmp_path, monkeypatch, named):
-    """As a plugin, against transformers' Llama with that activation, and a bias on the attention's output."""
+@pytest.mark.parametrize(
+    ("named", "ranks"), [({"architectures": ["QuokkaForCausalLM"]}, 1), ({"model_type": "QuokkaForCausalLM"}, 2)]
+)
+def test_the_example_of_an_mlp_of_another_kind(tmp_path, monkeypatch, named, ranks):
+    """As a plugin, which other ranks import too, against transformers' Llama with that activation, and a bias on the
+    attention's output."""
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, hidden_act="relu2"))
     for layer in theirs.model.layers:
         layer.self_attn.o_proj = torch.nn.Linear(36, 36)
@@ -91,11 +94,12 @@ def test_the_example_of_an_mlp_of_another_kind(tmp_path, monkeypatch, named):
     monkeypatch.setattr(plugins, "_loaded", set(plugins._loaded))
     monkeypatch.setenv(plugins.VARIABLE, str(tmp_path / "quokkas.py"))
     write_tokenizer(tmp_path / "model")
-    llm, prompt, text = LLM(str(tmp_path / "model"), dtype="float32"), [5, 6, 7, 8], [9, 10, 11]
+    prompt, text = [5, 6, 7, 8], [9, 10, 11]
     with torch.inference_mode():
         logprobs = theirs(torch.tensor([prompt + text])).logits[0].log_softmax(-1)
     expected = [float(logprobs[3 + i, token]) for i, token in enumerate(text)]
-    assert llm.score(prompt, text).logprobs == pytest.approx(expected, abs=1e-4)
+    with LLM(str(tmp_path / "model"), dtype="float32", tensor_parallel=ranks) as llm:
+        assert llm.score(prompt, text).logprobs == pytest.approx(expected, abs=1e-4)
     assert llm.config.num_parameters == sum(p.numel() for p in theirs.parameters())
 
 
