@@ -174,9 +174,20 @@ def test_an_option_stands_in_a_table_and_where_it_is_done(name, where):
     assert {str(path.relative_to(package)) for path in files} == where | {"face/keywords.py"}  # which is generated
 
 
+@pytest.mark.parametrize("name", FILTERS[1:])  # the temperature is the column before them
+def test_both_draws_do_each_filter(name):
+    """A filter that is declared and not done would be left out without a word. The tests of each draw turn it on."""
+    root = Path(__file__).parents[1]
+    for path in ("prefold/worker/draw.py", "prefold/worker/draw_triton.py"):
+        assert f'"{name}"' in (root / path).read_text(encoding="utf-8"), f"{path} does nothing for {name}"
+    for path in ("tests/worker/test_draw.py", "tests/worker/test_sampler.py"):
+        assert f"{name}=" in (root / path).read_text(encoding="utf-8"), f"{path} has no Sampling with {name}"
+
+
 def test_the_page_of_bodies_names_every_parameter_of_sampling():
     page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
-    assert [name for name in http_names(SamplerOptions) if f"`{name}`" not in page] == []
+    missing = [name for name in http_names(SamplerOptions) if f"`{name}`" not in page]
+    assert missing == [], "docs/cli.md names the parameters of bodies where it says which options they set"
 
 
 def test_the_sampler_gets_a_column_for_each_of_its_options():

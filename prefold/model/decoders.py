@@ -92,7 +92,6 @@ ROPE_KINDS: dict[str, Callable[[Settings, Settings], dict[str, Any]]] = {
     "factors": lambda hf, rope: {"factors": rope.numbers("factors")},
 }
 
-
 HFConfig = Mapping[str, Any]
 
 # Activations by the names that configs give them.
@@ -379,7 +378,8 @@ def decoder(
     activation = hf.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"hidden_act {activation!r} is not supported; these are: {', '.join(map(repr, ACTIVATIONS))}"
+            f"hidden_act {activation!r} is not supported; these are: {', '.join(map(repr, ACTIVATIONS))}; "
+            "another activation is an MLP of another kind (docs/families.md)"
         )
     hidden, heads, layers = hf.size("hidden_size"), hf.size("num_attention_heads"), _layers(hf)
     positions = hf.size("max_position_embeddings", most=MOST_POSITIONS)

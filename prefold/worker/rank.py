@@ -16,6 +16,7 @@ import torch
 from ..errors import PrefoldError
 from ..model import load_adapter, load_model
 from ..model.parallel import CollectiveError
+from ..plugins import load_plugins
 from .local import LocalWorker
 from .protocol import parts_of
 from .tensor_parallel import LEFT_ALONE, Start
@@ -28,9 +29,8 @@ def main(pipe: Connection) -> None:
     start: Start = pipe.recv()
     pipe.send("up")
     try:
-        _follow(pipe, start)
-    except (EOFError, BrokenPipeError):
-        pass  # rank 0 has ended, or wants us to
+        with contextlib.suppress(EOFError, BrokenPipeError):  # rank 0 has ended, or wants us to
+            _follow(pipe, start)
     except CollectiveError:
         os._exit(LEFT_ALONE)  # whose fault it is rank 0 finds out
     except BaseException as error:
@@ -42,6 +42,7 @@ def main(pipe: Connection) -> None:
 def _follow(pipe: Connection, start: Start) -> None:
     if start.device.type == "cuda":
         torch.cuda.set_device(start.device)
+    load_plugins()  # which may have added the kind of MLP that the config names
     ranks = start.join()
     torch.set_num_threads(start.threads)
     place = {"dtype": start.dtype, "device": start.device}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tiny import SIZES, write_tokenizer
 
 from prefold import plugins
 from prefold.cli import main
@@ -61,6 +62,26 @@ def test_a_plugin_adds_a_backend(mirror, tmp_path):
     assert "--tokenizer needs --url, or --backend vllm" in other.stderr and "mirror" not in other.stderr
     more = mirror("--plugin", "a_mirror.py", "--backend-option", "times=2")
     assert "--backend-option needs --backend vllm, or --backend mirror" in more.stderr
+
+
+@pytest.mark.parametrize("tokenizer", [False, True])
+def test_a_backend_reads_the_text_of_a_prompt(mirror, tmp_path, tokenizer):
+    """As the page says: by the model's tokenizer, or without any."""
+    reading = MIRROR.replace('f"{len(request.tokens)} "', "self.tokenizer.decode(request.tokens)")
+    reading = reading.replace(
+        "return MirrorHost", "MirrorHost.tokenizer = remote_model(model, None)[1]\n        return MirrorHost"
+    )
+    (tmp_path / "a_mirror.py").write_text(f"from prefold.cluster.http_bodies import remote_model\n{reading}")
+    if tokenizer:
+        write_tokenizer(tmp_path / "any")
+        (tmp_path / "any" / "config.json").write_text(json.dumps(SIZES))
+    assert mirror("--plugin", "a_mirror.py", "--backend", "mirror").exit_code == 0
+    for i, text in lines(tmp_path).items():
+        if tokenizer:
+            assert f"user\n{TEXTS[i]}" in text
+        else:
+            conversation = json.loads(text.removeprefix(MESSAGES))
+            assert conversation == {"messages": [{"role": "user", "content": TEXTS[i]}]}
 
 
 def test_an_entry_point_adds_a_backend(mirror, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
@@ -12,18 +13,20 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
-from tiny import SIZES, DenseAttend, randomise, reference
+from tiny import SIZES, DenseAttend, randomise, reference, write_tokenizer
 
-from prefold import plugins
+from prefold import LLM, plugins
 from prefold.checkpoint import resolve
 from prefold.cli import main
 from prefold.errors import CheckpointError
 from prefold.model import ModelConfig, config_from, decoder, families, load_model, register_family
 from prefold.model.config import head_order
+from prefold.model import config as config_module
 from prefold.model.names import Names
 from prefold.model.sources import as_stored
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+EXAMPLES = re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
 LLAMA = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")} | {"architectures": ["LlamaForCausalLM"]}
 
 
@@ -55,8 +58,7 @@ def written(folder: Path, name: str, **more) -> Path:
 def test_the_example_of_the_page_gives_the_logits_of_transformers(tmp_path, name, more):
     folder = written(tmp_path / "model", name, **more)
     assert config_from(resolve(str(folder)).config).loading  # by transformers' modules
-    example = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
-    (tmp_path / "my_families.py").write_text(example[1], encoding="utf-8")
+    (tmp_path / "my_families.py").write_text(EXAMPLES[0], encoding="utf-8")
     runpy.run_path(str(tmp_path / "my_families.py"))
     assert not config_from(resolve(str(folder)).config).loading
     check_logits(folder)
@@ -70,6 +72,37 @@ def check_logits(folder: Path) -> None:
         theirs = reference(folder)(tokens[None]).logits[0]
         hidden = model(tokens, torch.arange(45), DenseAttend(model.config))
         assert (model.logits(hidden) - theirs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("named", "ranks"), [({"architectures": ["QuokkaForCausalLM"]}, 1), ({"model_type": "QuokkaForCausalLM"}, 2)]
+)
+def test_the_example_of_an_mlp_of_another_kind(tmp_path, monkeypatch, named, ranks):
+    """As a plugin, which other ranks import too, against transformers' Llama with that activation, and a bias on the
+    attention's output."""
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, hidden_act="relu2"))
+    for layer in theirs.model.layers:
+        layer.self_attn.o_proj = torch.nn.Linear(36, 36)
+    randomise(theirs, seed=1)
+    theirs.eval().save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    with pytest.raises(CheckpointError, match=r"'relu2' is not supported.*docs/families\.md"):
+        config_from(settings)
+    settings = {key: value for key, value in settings.items() if key not in ("architectures", "model_type")}
+    path.write_text(json.dumps(settings | named), encoding="utf-8")
+    (tmp_path / "quokkas.py").write_text(EXAMPLES[1], encoding="utf-8")
+    monkeypatch.setattr(config_module, "_MLPS", dict(config_module._MLPS))
+    monkeypatch.setattr(plugins, "_loaded", set(plugins._loaded))
+    monkeypatch.setenv(plugins.VARIABLE, str(tmp_path / "quokkas.py"))
+    write_tokenizer(tmp_path / "model")
+    prompt, text = [5, 6, 7, 8], [9, 10, 11]
+    with torch.inference_mode():
+        logprobs = theirs(torch.tensor([prompt + text])).logits[0].log_softmax(-1)
+    expected = [float(logprobs[3 + i, token]) for i, token in enumerate(text)]
+    with LLM(str(tmp_path / "model"), dtype="float32", tensor_parallel=ranks) as llm:
+        assert llm.score(prompt, text).logprobs == pytest.approx(expected, abs=1e-4)
+    assert llm.config.num_parameters == sum(p.numel() for p in theirs.parameters())
 
 
 def test_a_key_that_a_model_calls_otherwise(tmp_path):

@@ -64,7 +64,7 @@ def test_every_option_is_taken():
         "exit_visits": [3, 1],
         "route": [0, 1, 1],
     }
-    assert set(values) == {field.name for field in fields(Sampling)}
+    assert set(values) == {field.name for field in fields(Sampling)}, "each option of Sampling needs a value here"
     expected = values | {"logit_bias": ((3, 1.5), (4, -100.0)), "stop": ("\n", "é"), "stop_ids": (5, 6)}
     expected |= {"exit_visits": (3, 1), "route": (0, 1, 1)}
     sampling = made(**values)
