@@ -123,9 +123,13 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
         yield from _norm(layer.down_norm, prefix + "post_feedforward_layernorm", config)
     else:
         yield from _norm(layer.post_norm, prefix + "post_attention_layernorm", config)
-    if config.qk_norm:
+    if config.qk_norm and isinstance(layer, Layer):
         for name in ("q_norm", "k_norm"):
             yield Weight(layer, name, ((f"{attention}{name}.weight", config.head_dim),), config.norm_offset)
+    if (own := getattr(layer, "own_weights", None)) is not None:  # a layer of another kind, or with other linears
+        yield from own(prefix)
+        yield from layer.mlp.weights(prefix, places)
+        return
     if layer.splits_q:
         yield from linear_weights(layer.q, q, places=places)
         yield from linear_weights(layer.kv, k, v, places=places)
