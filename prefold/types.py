@@ -96,6 +96,7 @@ class Stats(Jsonable):
     requests        prompts
     steps           forward passes
     path_rows_peak  most rows whose K/V was held between two steps
+    state_bytes_peak  most bytes of states that were held between two steps, of a model with layers of states
     tower_runs      images that were encoded
     seconds         by part: "plan" (host), "model" (device), "compile" (of kernels for a GPU), ...; parts may overlap
     generation      what generation did, None without any
@@ -107,6 +108,7 @@ class Stats(Jsonable):
     requests: int = 0
     steps: int = 0
     path_rows_peak: int = 0
+    state_bytes_peak: int = 0
     tower_runs: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     generation: GenerationStats | None = None

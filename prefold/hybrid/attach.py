@@ -25,4 +25,4 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
 def _engine_part(worker: Any, options: Any, meter: Any, beside: Any) -> EnginePart | None:
     from .engine import engine_part
 
-    return engine_part(worker, options)
+    return engine_part(worker, options, meter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,14 +20,22 @@ class StateStream(PrefillScheduler):
     of one path, and of the row above a cut. At the end of a window those of the branch points of its last path are
     kept, and that of its end: the next window goes on from the deepest of these that it can use.
 
-    most_states  the most states that were kept between two of the steps so far
+    before  the scheduler of the window before, of the same stream
+    note    takes how many states are kept after a step
+
+    The other arguments are those of a PrefillScheduler.
     """
 
-    def __init__(self, *how: Any, before: StateStream | None = None, follows: bool = False, **more: Any):
-        """before: the scheduler of the window before, of the same stream. The other arguments are those of a
-        PrefillScheduler."""
+    def __init__(
+        self,
+        *how: Any,
+        before: StateStream | None,
+        note: Callable[[int], object],
+        follows: bool = False,
+        **more: Any,
+    ):
         super().__init__(*how, follows=follows, **more)
-        self.most_states = 0
+        self._note = note
         trie = self.trie
         inner = trie.parent[trie.parent >= 0]
         self._children = np.bincount(inner, minlength=trie.num_rows)
@@ -77,7 +86,7 @@ class StateStream(PrefillScheduler):
         before = trie.path(start)
         depths = trie.positions[before[self._is_kept(before, stop)]].astype(np.int64) + 1
         runs = StateRuns(first, source, np.flatnonzero(kept), trie.positions[ends[kept]].astype(np.int64) + 1)
-        self.most_states = max(self.most_states, len(depths) + len(runs.slots))
+        self._note(len(depths) + len(runs.slots))
         message = planned.message
         own = {entry.name: getattr(message, entry.name) for entry in fields(StreamStep)}
         return replace(planned, message=StateStreamStep(**own, runs=runs, kept_states=depths))
@@ -88,11 +97,12 @@ class StateStream(PrefillScheduler):
 
 
 class StateStreams:
-    """A StateStreams makes the StateStream of each window of one row stream, in turn."""
+    """A StateStreams makes the StateStream of each window of one row stream, in turn. note: as of StateStream"""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[int], object]) -> None:
         self._before: StateStream | None = None
+        self._note = note
 
     def __call__(self, *how: Any, **more: Any) -> StateStream:
-        self._before = StateStream(*how, before=self._before, **more)
+        self._before = StateStream(*how, before=self._before, note=self._note, **more)
         return self._before

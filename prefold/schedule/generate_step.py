@@ -130,6 +130,8 @@ class StepPlan:
     reads          (sequence, node): the sequence takes a token from the last row of the node
     again          nodes whose last row is computed once more, only for its result, and the sequences that take a token
                    from it
+    repeats        which rows of a node are computed once more, and write no K/V; its new rows follow them
+    last_row       the last row in the step of each node that has any, once the step is laid out
     decode_rows    how many of the rows are the last token of a sequence
     """
 
@@ -139,6 +141,8 @@ class StepPlan:
     computed_rows: dict[Node, int] = field(default_factory=dict)
     reads: list[tuple[SequenceState, Node]] = field(default_factory=list)
     again: dict[Node, list[SequenceState]] = field(default_factory=dict)
+    repeats: dict[Node, range] = field(default_factory=dict)
+    last_row: dict[Node, int] = field(default_factory=dict)
     decode_rows: int = 0
 
     def __post_init__(self) -> None:
@@ -147,7 +151,7 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         """Returns how many rows were added."""
-        return sum(self.computed_rows.values()) + len(self.again)
+        return sum(self.computed_rows.values()) + len(self.again) + sum(map(len, self.repeats.values()))
 
     def fill(self, running: Collection[SequenceState]) -> None:
         """Adds a row for each of the sequences that generates, then rows of prompts in the order of the sequences,
@@ -245,7 +249,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     Every run of keys (`SlotStep.run_*`) is visible to the queries below its node. The stack therefore holds each node
     twice: once to add its keys and rows, and once, after all nodes below it, to note where its queries end.
     """
-    roots, children = marked((*plan.computed_rows, *plan.again))
+    roots, children = marked((*plan.computed_rows, *plan.again, *plan.repeats))
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -254,7 +258,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     position: list[int] = []
     first: list[int] = []
     last: list[int] = []
-    last_row: dict[Node, int] = {}
+    last_row = plan.last_row
     namespaces = []
     for root in roots:
         first_query = len(tokens)
@@ -271,6 +275,19 @@ def lay_out(plan: StepPlan) -> GenerateStep:
                 position.append(at)
                 first.append(query)
                 last.append(0)
+            if node in plan.repeats:
+                repeated = plan.repeats[node]
+                tokens.extend(np.asarray(node.tokens[repeated.start : repeated.stop]).tolist())
+                positions.extend(range(node.start + repeated.start, node.start + repeated.stop))
+                slots.extend([SCRATCH] * len(repeated))
+                # Each of these rows sees the node's keys up to its own, and the rows that follow see all of them.
+                start[run:] = node.slots[: node.computed].tolist()
+                count[run:], last[run:] = [1] * node.computed, [0] * node.computed
+                position[run:] = range(node.start, node.start + node.computed)
+                shown = np.clip(np.arange(node.computed) - repeated.start, 0, len(repeated))
+                first[run:] = (query + shown).tolist()
+                last_row[node] = len(tokens) - 1
+                query = len(tokens)
             rows = plan.computed_rows.get(node, 0)
             if rows == 1:  # the row of a sequence that generates; short arrays would cost more
                 slot, at = int(node.slots[node.computed]), node.start + node.computed
@@ -323,7 +340,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
         namespaces=namespaces,
         computed_rows=list(plan.computed_rows.items()),
         decode_rows=plan.decode_rows,
-        again=len(plan.again) + sum(rows for node, rows in plan.computed_rows.items() if node.lost),
+        again=plan.num_rows - sum(rows for node, rows in plan.computed_rows.items() if not node.lost),
     )
 
 
