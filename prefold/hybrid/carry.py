@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..device import send
-from .config import HybridConfig
+from .config import HybridConfig, StateShape
 from .steps import StateRuns
 
 # The most runs whose states are worked on at once: bounds what a layer holds beside its rows.
@@ -30,11 +30,11 @@ class StateTable:
     @classmethod
     def of(cls, config: HybridConfig, slots: int, dtype: torch.dtype, device: torch.device) -> StateTable:
         """Returns a table of so many slots, all zeros; a page of a CPU's memory takes room when it is first written."""
-        shapes = [config.states(number) for number in range(config.layers)]
-        return cls(
-            [torch.zeros(slots, *part.shape, dtype=torch.float32 if part.is_wide else dtype, device=device) for part in x]
-            for x in shapes
-        )
+
+        def zeros(part: StateShape) -> Tensor:
+            return torch.zeros(slots, *part.shape, dtype=torch.float32 if part.is_wide else dtype, device=device)
+
+        return cls([list(map(zeros, config.states(number))) for number in range(config.layers)])
 
     @property
     def slots(self) -> int:
@@ -150,43 +150,62 @@ class Carry:
             length = (self._stop - self.runs.first)[wave]
             cuts = {*range(0, len(wave), MOST_RUNS), *(np.flatnonzero(np.diff(_classes(length))) + 1).tolist()}
             for some in np.split(wave, sorted(cuts - {0})):
-                groups.append(Group(some, self.runs.first[some], self._stop[some], self._place[some],
-                                    self._from_run[some], wanted[some]))  # fmt: skip
+                first, stop = self.runs.first[some, None], self._stop[some, None]
+                rows = first + np.arange(int((stop - first).max(initial=0)))
+                inside = rows < stop
+                groups.append(
+                    Group(
+                        runs=some.tolist(),
+                        rows=send(np.where(inside, rows, first), self.device),
+                        inside=None if inside.all() else send(inside, self.device),
+                        places=None if (self._place[some] < 0).any() else send(self._place[some], self.device),
+                        from_runs=self._from_run[some].tolist(),
+                        wanted=np.flatnonzero(wanted[some]).tolist(),
+                    )
+                )
         return groups
 
 
 def _classes(length: np.ndarray) -> np.ndarray:
-    """Returns of each run the binary logarithm of its length: runs of one class fill a padded tensor by half or more."""
+    """Returns the binary logarithm of each run's length: runs of one class fill half of a padded tensor or more."""
     return np.frexp(length)[1]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Group:
-    """A Group is some runs that are computed together; arrays have an entry for each run.
+    """A Group is n runs of about the same length that are computed together.
 
-    runs         their numbers
-    first, stop  their first rows, and the rows behind their last
-    place        which of the states of `Carry.starts` they start from; -1: the end of a run
-    from_run     the run that they start from the end of; -1: a state of `Carry.starts`
-    wanted       whether the state at their end is needed by a later run, or stored
+    runs       their numbers
+    rows       int64 [n, most rows of a run]: the rows of each run; behind its last, its first once more
+    inside     bool, shaped as `rows`: which of these are rows of the run; None: all
+    places     int64 [n]: which of the states of `Carry.starts` they start from; None: the ends of `from_runs`
+    from_runs  the run that each starts from the end of
+    wanted     which of the n runs' states at their ends are needed by a later run, or stored
     """
 
-    runs: np.ndarray
-    first: np.ndarray
-    stop: np.ndarray
-    place: np.ndarray
-    from_run: np.ndarray
-    wanted: np.ndarray
+    runs: list[int]
+    rows: Tensor
+    inside: Tensor | None
+    places: Tensor | None
+    from_runs: list[int]
+    wanted: list[int]
+
+    def pick(self, x: Tensor) -> Tensor:
+        """Returns x [rows, ...] by runs: [n, most rows of a run, ...], zeros behind the rows of a run."""
+        x = x[self.rows]
+        if self.inside is None:
+            return x
+        return x.masked_fill(~self.inside[(..., *[None] * (x.ndim - 2))], 0)
 
 
-# Takes the states that some runs start from, [runs, ...], their first rows and the rows behind their last; returns what
-# it gives for their rows, run after run, and the states at their ends.
-Scan = Callable[[Tensor, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
+# Takes the states that the runs of a group start from, [n, ...], and the group; returns what it gives for their rows,
+# [n, most rows of a run, columns], and the states at their ends.
+Scan = Callable[[Tensor, Group], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """A LayerStates is what a mixer knows of tries, paths and slots: the states of its layer, for the rows of a step."""
+    """A LayerStates is what a mixer knows of tries, paths and slots: the states of its layer in a step."""
 
     carry: Carry
     layer: int
@@ -220,17 +239,18 @@ class LayerStates:
         out = torch.empty(carry.rows, columns, dtype=dtype, device=carry.device)
         at_end: dict[int, Tensor] = {}
         for group in carry.groups:
-            if (group.place >= 0).all():
-                start = starts.index_select(0, send(group.place, carry.device))
+            if group.places is not None:
+                start = starts.index_select(0, group.places)
             else:
-                start = torch.stack([at_end[run] for run in group.from_run.tolist()])
-            values, ends = scan(start, group.first, group.stop)
-            at = 0
-            for first, stop in zip(group.first.tolist(), group.stop.tolist(), strict=True):
-                out[first:stop] = values[at : at + stop - first]
-                at += stop - first
-            for i in np.flatnonzero(group.wanted).tolist():
-                at_end[int(group.runs[i])] = ends[i]
+                start = torch.stack([at_end[run] for run in group.from_runs])
+            values, ends = scan(start, group)
+            rows, values = group.rows.flatten(), values.flatten(0, 1)
+            if group.inside is not None:
+                inside = group.inside.flatten()
+                rows, values = rows[inside], values[inside]
+            out.index_copy_(0, rows, values)
+            for i in group.wanted:
+                at_end[group.runs[i]] = ends[i]
         kept = [at_end[run] for run in carry.runs.ends.tolist()]
         carry.ends[self.layer][part] = torch.stack(kept) if kept else starts[:0]
         return carry.fold(out)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ..checkpoint.settings import Settings
 from ..errors import UnsupportedModelError
-from ..model.config import Linears, ModelConfig, Plane
+from ..model.config import Linears, ModelConfig
 from ..model.decoders import HFConfig, decoder
 from ..model.names import Names
 
@@ -155,6 +155,36 @@ _MIXERS: dict[str, MixerKind] = {
     ),
 }
 
+
+def _delta_linears(config: HybridConfig) -> Linears:
+    sizes, hidden = config.sizes, config.hidden
+    keys, values = sizes["key_heads"] * sizes["key_dim"], sizes["value_heads"] * sizes["value_dim"]
+    inner = [
+        ("linear_attn.in_proj_qkv", 2 * keys + values),
+        ("linear_attn.in_proj_z", values),
+        ("linear_attn.in_proj_b", sizes["value_heads"]),
+        ("linear_attn.in_proj_a", sizes["value_heads"]),
+    ]
+    return {"in_proj": (hidden, inner), "out_proj": (values, [("linear_attn.out_proj", hidden)])}
+
+
+def _delta_states(config: HybridConfig) -> tuple[StateShape, ...]:
+    sizes = config.sizes
+    channels = 2 * sizes["key_heads"] * sizes["key_dim"] + sizes["value_heads"] * sizes["value_dim"]
+    recurrent = StateShape((sizes["value_heads"], sizes["key_dim"], sizes["value_dim"]), is_wide=True)
+    return StateShape((sizes["taps"] - 1, channels)), recurrent
+
+
+add_mixer(
+    "linear_attention",
+    MixerKind(
+        "prefold.hybrid.layers:GatedDeltaNet",
+        _delta_linears,
+        _delta_states,
+        lambda config: _delta_states(config)[0].shape[1] * config.sizes["taps"] + 3 * config.sizes["value_heads"],
+    ),
+)
+
 LFM2 = Names(
     parts={
         "embedding_norm": ("norm",),
@@ -204,3 +234,54 @@ def lfm2(hf: HFConfig) -> HybridConfig:
     mixers = [ATTENTION if kind == "full_attention" else kind for kind in types]
     taps = hf.size("conv_L_cache", 3, least=2, most=64)
     return HybridConfig.of(config, mixers, sizes={"taps": taps, "bias": hf.flag("conv_bias")})
+
+
+def qwen3_5(hf: HFConfig) -> HybridConfig:
+    """Returns the config of Qwen3.5's dense text models: gated delta nets, and every fourth layer gated attention, of
+    whose heads a quarter is rotated; norms whose weights are stored less one."""
+    hf = Settings.of(hf)
+    layers, interval = hf.size("num_hidden_layers"), hf.size("full_attention_interval", 4)
+    types = hf.texts("layer_types", None) or [
+        "full_attention" if (number + 1) % interval == 0 else "linear_attention" for number in range(layers)
+    ]
+    rope = hf.settings("rope_parameters") or hf.settings("rope_scaling")
+    partial = rope.number("partial_rotary_factor", None) or hf.number("partial_rotary_factor", 0.25)
+    # The three axes of an image's positions are one and the same for text.
+    for key in ("mrope_section", "mrope_interleaved"):
+        rope.get(key)
+    head_dim = hf.size("head_dim", 256)
+    bias = hf.flag("attention_bias")
+    plain = {key: value for key, value in rope.items() if key not in ("partial_rotary_factor", "mrope_section")}
+    settings = {"rope_parameters": plain, "rope_scaling": None, "partial_rotary_factor": None}
+    config = decoder(
+        {"hidden_act": "silu"} | hf | settings,
+        head_dim=head_dim,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        norm_offset=1.0,
+        names=Names(others=r"mtp\.|model\.visual\."),
+    )
+    sizes = {
+        "taps": hf.size("linear_conv_kernel_dim", 4, least=2, most=64),
+        "key_heads": hf.size("linear_num_key_heads", 16),
+        "value_heads": hf.size("linear_num_value_heads", 32),
+        "key_dim": hf.size("linear_key_head_dim", 128),
+        "value_dim": hf.size("linear_value_head_dim", 128),
+    }
+    if sizes["value_heads"] % sizes["key_heads"]:
+        raise hf.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {sizes['key_heads']}")
+    if config.activation != "silu":
+        raise UnsupportedModelError("the short convolution of Qwen3.5 is followed by silu; hidden_act is not")
+    mixers = [ATTENTION if kind == "full_attention" else kind for kind in types]
+    return HybridConfig.of(config, mixers, sizes=sizes, gated=True, rotated=int(head_dim * partial))
+
+
+def qwen3_5_with_images(hf: HFConfig) -> HybridConfig:
+    """Returns the config of a checkpoint of Qwen3.5 that has a tower for images, of which text alone is read."""
+    hf = Settings.of(hf)
+    hf.get("vision_config")
+    config = qwen3_5(hf.settings("text_config"))
+    names = Names(prefix="", before=r"model\.language_model\.", others=r"mtp\.|model\.visual\.")
+    tied = hf.flag("tie_word_embeddings", config.tie_embeddings)
+    return replace(config, names=names, tie_embeddings=tied)

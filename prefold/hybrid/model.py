@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
 from ..model.lora import NO_ADAPTERS, RowAdapters
+from ..model.rotary import RotaryTables
 from ..model.transformer import Attend, CausalLM, MediaRows
 from .carry import Carry
 from .config import HybridConfig
-from .layers import StateLayer
+from .layers import GatedAttention, StateLayer
 
 
 class HybridLM(CausalLM):
@@ -26,9 +27,16 @@ class HybridLM(CausalLM):
         assert isinstance(config, HybridConfig)
         if self.ranks.size > 1:
             raise UnsupportedModelError("a model with layers of states is not split over ranks; use tensor_parallel 1")
-        if config.mixer(number) is None:
-            return super().new_layer(number, **place)
-        return StateLayer(config, number, self.ranks, **place)
+        if config.mixer(number) is not None:
+            return StateLayer(config, number, self.ranks, **place)
+        if config.gated or config.rotated is not None:
+            return GatedAttention(config, number, self.ranks, splits_q=True, **place)
+        return super().new_layer(number, **place)
+
+    def rotary(self, device: torch.device) -> RotaryTables:
+        if self._rotary is None or self._rotary.device != device:
+            self._rotary = RotaryTables(self.config.ropes, self.config.rotated or self.config.head_dim, device)
+        return self._rotary
 
     def forward(
         self,

@@ -86,7 +86,8 @@ class StatesPlan(StepPlan):
         if not self._add(path):
             return
         if self.reach(leaf) != len(leaf):  # all rows of the prompt are there, but not the result of the last one
-            if not self._bring(path, len(path) - 1, len(leaf) - 1) or not self._repeat(leaf, len(leaf) - 1, len(leaf)):
+            above = len(leaf) - 1
+            if not (self._bring(path, len(path) - 1, above) and self._repeat(leaf, above, len(leaf))):
                 return
         self.reads.append((sequence, leaf))
 
@@ -147,8 +148,8 @@ class StateScheduler(GenerateScheduler):
         super().__init__(pool, **how)
         self.state_slots = state_slots
         self.states: dict[Node, State] = {}
-        self._spent: dict[Node, None] = {}  # nodes whose states nobody is known to need
         self._free = set(range(ZERO + 1, state_slots + 1))
+        self._unread: dict[Node, set[SequenceState]] = {}  # by leaf, sequences without a read of it
         self.tree.on_split.append(self._split_state)
         self.tree.on_drop.append(self._drop_state)
 
@@ -156,11 +157,20 @@ class StateScheduler(GenerateScheduler):
         if len(tokens) > 1:
             self.tree.insert(namespace, tokens[:-1])
         super()._enter(key, namespace, tokens, *how)
+        for sequence in self._requests[key]:
+            if not sequence.tail.tokens:
+                self._unread.setdefault(sequence.leaf, set()).add(sequence)
+
+    def _was_read(self, sequence: SequenceState) -> None:
+        unread = self._unread.get(sequence.leaf, set())
+        unread.discard(sequence)
+        if not unread:
+            self._unread.pop(sequence.leaf, None)
 
     def clear(self) -> None:
         super().clear()
         self.states.clear()
-        self._spent.clear()
+        self._unread.clear()
         self._free = set(range(ZERO + 1, self.state_slots + 1))
 
     # ------------------------------------------------------------------------------------------- states and nodes
@@ -172,12 +182,10 @@ class StateScheduler(GenerateScheduler):
         if state.rows <= len(upper):
             del self.states[lower]
             self.states[upper] = state
-            self._spent.pop(lower, None)
         else:
             self.states[lower] = replace(state, rows=state.rows - len(upper))
 
     def _drop_state(self, node: Node) -> None:
-        self._spent.pop(node, None)
         if (state := self.states.pop(node, None)) is not None:
             self._free.add(state.slot)
 
@@ -186,8 +194,8 @@ class StateScheduler(GenerateScheduler):
         super()._preempt(sequence)
 
     def _end(self, sequence: SequenceState) -> None:
+        self._was_read(sequence)
         tail, state = sequence.tail, self.states.pop(sequence.tail, None)
-        self._spent.pop(tail, None)
         del tail.tokens[sequence.known :]
         tokens, rows = list(tail.tokens), min(tail.computed, len(tail.tokens))
         super()._end(sequence)
@@ -226,21 +234,37 @@ class StateScheduler(GenerateScheduler):
         for node, state in step.stored.items():
             self.states.pop(node, None)
             self.states[node] = state
-            self._spent.pop(node, None)
             self._free.discard(state.slot)
         super().begin(step)
+        for sequence in step.consumers:
+            self._was_read(sequence)
         self._before = None  # a step that follows another has runs of its own
         for node in step.read:
-            if node in self.states and not self._is_wanted(node):
-                self._spent[node] = None
+            if node not in step.stored and not self._is_wanted(node):
+                self._drop_state(node)
 
-    def _is_wanted(self, node: Node, begun: Collection[Node] = ()) -> bool:
-        """Returns whether the state at the end of a prompt's node is to be kept for what may come: a branch without
-        rows, and with a cache any later prompt. begun: nodes whose first rows are in the step that is planned"""
-        if self.cache is not None:
-            return bool(node.children)
+    def _is_wanted(self, node: Node, plan: StatesPlan | None = None) -> bool:
+        """Returns whether the state at the end of a prompt's node is to be kept for what may come: a branch or a tail
+        without rows, a sequence that has yet to read the row below, and with a cache any later prompt. plan: of the
+        step that is about to begin"""
         children = node.children.values()
-        return any(child.users and not child.computed and child not in begun for child in children)
+        begun: Collection[Node] = ()
+        reads: set[SequenceState] = set()
+        if plan is not None:
+            begun, reads = plan.last_row, {sequence for sequence, _ in plan.reads}
+        if children and self.cache is not None:
+            return True
+        for child in children:
+            if child.users and not child.computed and child not in begun:
+                return True
+            if not self._unread.get(child, set()) <= reads:
+                return True
+        ends_here = node.users - sum(child.users for child in children)
+        return ends_here > sum(
+            sequence.leaf is node
+            and (sequence.tail.computed > 0 or sequence.tail in begun or len(sequence.tail) + 1 >= sequence.limit)
+            for sequence in (self._admitted() if ends_here else ())
+        )
 
     def _places(self, plan: StatesPlan) -> tuple[tuple[Node, ...], dict[Node, State]]:
         """Returns the nodes that lose their states with the step of a plan, and those that have new ones."""
@@ -248,7 +272,7 @@ class StateScheduler(GenerateScheduler):
         wanted = [
             node
             for node in plan.last_row
-            if node not in needed and plan.reach(node) == len(node) and self._is_wanted(node, plan.last_row)
+            if node not in needed and plan.reach(node) == len(node) and self._is_wanted(node, plan)
         ]
         stored: dict[Node, State] = {}
         free, victims, evicted = iter(self._free), self._victims({*needed, *wanted}), []
@@ -282,7 +306,7 @@ class StateScheduler(GenerateScheduler):
         for sequence in self.running:
             path = (sequence.tail, *sequence.leaf.path()[::-1])
             deepest.update(itertools.islice((node for node in path if node in self.states or node in stored), 1))
-        for node in (*self._spent, *self.states):
+        for node in self.states:
             if node not in deepest:
                 deepest.add(node)
                 yield node
@@ -333,8 +357,10 @@ class StateScheduler(GenerateScheduler):
         assert sorted(slots) == list(range(ZERO + 1, self.state_slots + 1)), "slots of states leak, or are used twice"
         tails = {sequence.tail for sequence in (*self.running, *self._ending)}
         nodes = {*self._nodes(), *tails}
-        assert set(self.states) <= nodes and set(self._spent) <= set(self.states)
+        assert set(self.states) <= nodes
         assert all(0 < state.rows <= node.computed for node, state in self.states.items())
+        unread = {sequence for sequences in self._unread.values() for sequence in sequences}
+        assert unread <= {sequence for request in self._requests.values() for sequence in request}
 
 
 def _fields(values: Any, kind: type) -> dict[str, Any]:

@@ -329,7 +329,10 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     read_rows, index = np.unique(rows_read, return_inverse=True)
     index = index.reshape(-1)
     order = np.argsort(index, kind="stable")
-    runs = joined(*(np.array(numbers, np.int64) for numbers in (start, count, position, first, last)))
+    runs = tuple(np.array(numbers, np.int64) for numbers in (start, count, position, first, last))
+    if plan.repeats:  # where the last of them are not, no row may see the keys behind them
+        runs = tuple(numbers[runs[3] < runs[4]] for numbers in runs)
+    runs = joined(*runs)
     message = SlotStep(
         np.array(tokens, np.int32), np.array(positions, np.int32), np.array(slots, np.int64), *runs, read_rows,
         index[order],
