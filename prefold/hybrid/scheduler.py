@@ -275,11 +275,11 @@ class StateScheduler(GenerateScheduler):
             if node not in needed and plan.reach(node) == len(node) and self._is_wanted(node, plan)
         ]
         stored: dict[Node, State] = {}
-        free, victims, evicted = iter(self._free), self._victims({*needed, *wanted}), []
+        free, victims, evicted = iter(self._free), self._victims(needed, stored), list[Node]()
         for node in (*needed, *wanted):
             reach, own = plan.reach(node), self.states.get(node)
             assert reach is not None
-            slot = next(free, None) if own is None else own.slot
+            slot = next(free, None) if own is None or node in evicted else own.slot
             if slot is None and (victim := next(victims, None)) is not None:
                 evicted.append(victim)
                 slot = self.states[victim].slot
@@ -299,16 +299,20 @@ class StateScheduler(GenerateScheduler):
         ends = len(tail.tokens) + 1 == sequence.limit
         return None if ends and (node is leaf or self.cache is None) else node
 
-    def _victims(self, stored: Collection[Node]) -> Iterator[Node]:
-        """Yields nodes whose states may go, in the order in which they should. stored: nodes with rows in the step that
-        is planned whose states are stored then"""
-        deepest = set(stored)
+    def _victims(self, needed: Collection[Node], stored: Collection[Node]) -> Iterator[Node]:
+        """Yields nodes whose states may go, in the order in which they should.
+
+        needed  nodes with rows in the step that is planned whose states are stored in any case
+        stored  nodes whose states are stored then, of which there may be more each time that this goes on
+        """
+        deepest = set(needed)
         for sequence in self.running:
-            path = (sequence.tail, *sequence.leaf.path()[::-1])
-            deepest.update(itertools.islice((node for node in path if node in self.states or node in stored), 1))
+            path = [*sequence.leaf.path(), sequence.tail][::-1]
+            if not sequence.ready:  # it has to read the leaf, from the state above it
+                path = [node for node in path if node is not sequence.leaf or node in needed]
+            deepest.update(itertools.islice((node for node in path if node in self.states or node in needed), 1))
         for node in self.states:
-            if node not in deepest:
-                deepest.add(node)
+            if node not in deepest and node not in stored:
                 yield node
 
     def _runs(
