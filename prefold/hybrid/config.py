@@ -38,7 +38,7 @@ class MixerKind:
     module   the module and the class of what is built, which has the face of `prefold.hybrid.layers.Mixer`
     linears  returns the linears that every row goes through, of a config; adapters may add to them
     states   returns the shapes of a layer's state, of a config
-    others   returns how many weights a layer has beside these linears
+    others   returns how many weights a layer has beside these linears, their biases among them
     """
 
     module: str
@@ -119,8 +119,11 @@ class HybridConfig(ModelConfig):
 
     @property
     def num_parameters(self) -> int:
-        others = sum(kind.others(self) for number in range(self.layers) if (kind := self.mixer(number)) is not None)
-        return super().num_parameters + self._more_weights() + others
+        kinds = [kind for number in range(self.layers) if (kind := self.mixer(number)) is not None]
+        # What the layers without attention lack beside its linears.
+        biases = self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden
+        lacking = len(kinds) * (biases + self.qk_norm * 2 * self.head_dim)
+        return super().num_parameters + self._more_weights() + sum(kind.others(self) for kind in kinds) - lacking
 
     def _more_weights(self) -> int:
         """Returns how many weights the linears of all layers have beyond those of as many layers with attention."""
@@ -151,7 +154,7 @@ _MIXERS: dict[str, MixerKind] = {
         "prefold.hybrid.layers:ShortConv",
         _conv_linears,
         lambda config: (StateShape((config.sizes["taps"] - 1, config.hidden)),),
-        lambda config: config.hidden * config.sizes["taps"],
+        lambda config: config.hidden * (config.sizes["taps"] + 5 * config.sizes["bias"]),
     ),
 }
 
@@ -175,13 +178,18 @@ def _delta_states(config: HybridConfig) -> tuple[StateShape, ...]:
     return StateShape((sizes["taps"] - 1, channels)), recurrent
 
 
+def _delta_others(config: HybridConfig) -> int:
+    sizes = config.sizes
+    return _delta_states(config)[0].shape[1] * sizes["taps"] + 2 * sizes["value_heads"] + sizes["value_dim"]
+
+
 add_mixer(
     "linear_attention",
     MixerKind(
         "prefold.hybrid.layers:GatedDeltaNet",
         _delta_linears,
         _delta_states,
-        lambda config: _delta_states(config)[0].shape[1] * config.sizes["taps"] + 3 * config.sizes["value_heads"],
+        _delta_others,
     ),
 )
 

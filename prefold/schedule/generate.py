@@ -144,11 +144,10 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 return step if route is None else replace(step, message=replace(step.message, route=route))
         return None
 
+    _lay_out: Callable[[Any], GenerateStep] = staticmethod(lay_out)
+
     def _new_plan(self, limits: StepLimits) -> StepPlan:
         return StepPlan(self._max_rows(limits), self._holds_rows)
-
-    def _lay_out(self, plan: Any) -> GenerateStep:
-        return lay_out(plan)
 
     def begin(self, step: GenerateStep) -> None:
         """Books a step as started: the next step can be planned before the tokens of this one are there."""

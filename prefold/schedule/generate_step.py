@@ -15,6 +15,7 @@ from ..cache import SCRATCH
 from ..cache.tree import Node
 from ..prefix import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..types import Owner
+from .repeats import repeat_rows, seen
 from .steps import SlotStep
 
 # Takes ids of rows of images, int32 [n], and returns which of them the worker holds and can put into a step: bool [n].
@@ -276,16 +277,8 @@ def lay_out(plan: StepPlan) -> GenerateStep:
                 first.append(query)
                 last.append(0)
             if node in plan.repeats:
-                repeated = plan.repeats[node]
-                tokens.extend(np.asarray(node.tokens[repeated.start : repeated.stop]).tolist())
-                positions.extend(range(node.start + repeated.start, node.start + repeated.stop))
-                slots.extend([SCRATCH] * len(repeated))
-                # Each of these rows sees the node's keys up to its own, and the rows that follow see all of them.
-                start[run:] = node.slots[: node.computed].tolist()
-                count[run:], last[run:] = [1] * node.computed, [0] * node.computed
-                position[run:] = range(node.start, node.start + node.computed)
-                shown = np.clip(np.arange(node.computed) - repeated.start, 0, len(repeated))
-                first[run:] = (query + shown).tolist()
+                lists = (tokens, positions, slots), (start, count, position, first, last)
+                repeat_rows(node, plan.repeats[node], run, *lists)
                 last_row[node] = len(tokens) - 1
                 query = len(tokens)
             rows = plan.computed_rows.get(node, 0)
@@ -329,10 +322,8 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     read_rows, index = np.unique(rows_read, return_inverse=True)
     index = index.reshape(-1)
     order = np.argsort(index, kind="stable")
-    runs = tuple(np.array(numbers, np.int64) for numbers in (start, count, position, first, last))
-    if plan.repeats:  # where the last of them are not, no row may see the keys behind them
-        runs = tuple(numbers[runs[3] < runs[4]] for numbers in runs)
-    runs = joined(*runs)
+    arrays = (np.array(numbers, np.int64) for numbers in (start, count, position, first, last))
+    runs = joined(*(seen(*arrays) if plan.repeats else arrays))
     message = SlotStep(
         np.array(tokens, np.int32), np.array(positions, np.int32), np.array(slots, np.int64), *runs, read_rows,
         index[order],

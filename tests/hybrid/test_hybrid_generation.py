@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from ahead import ASKED, generated
 from generating import ask, engine_of, generate, reference_tokens, tokens_of
 from hybrids import HYBRIDS, hidden_states, hybrid_checkpoint, state_bytes
-from running import as_request, prompts, run
+from running import as_request, prompts
 from tiny import reference
 
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.errors import InputError
-from prefold.types import Readout
+from prefold.stream import Spool
+from prefold.types import Owner, Readout
 
 CACHE = CacheOptions(min_overlap=1)
 
@@ -54,9 +57,9 @@ def test_tokens_are_those_of_transformers(pair, rows, cache, slots, states, runn
 def test_preempted_sequences_go_on(pair):
     llm, model = pair
     texts = [text[:9] for text in prompts(6, count=8)]
-    engine = engine_of(llm, rows=16, slots=70, reserve_output=False)
-    asked = [ask(text, max_tokens=20, temperature=0, ignore_eos=True) for text in texts]
-    assert tokens_of(generate(engine, asked)) == reference_tokens(model, texts, 20)
+    engine = engine_of(llm, rows=16, slots=60, reserve_output=False, **few_states(llm, 12))
+    asked = [ask(text, max_tokens=30, temperature=0, ignore_eos=True) for text in texts]
+    assert tokens_of(generate(engine, asked)) == reference_tokens(model, texts, 30)
     assert engine.stats.generation.preemptions > 0
 
 
@@ -101,11 +104,7 @@ def test_steps_planned_ahead_give_the_same(llm):
 def test_numbers_are_read_in_slots(pair, kind):
     llm, model = pair
     texts = prompts(7)
-    from prefold.types import Owner
-
     engine = engine_of(llm, rows=9, cache=CACHE)
-    from prefold.stream import Spool
-
     results = [None] * len(texts)
     with Spool() as spool:
         for number, text in enumerate(texts):
@@ -118,8 +117,6 @@ def test_numbers_are_read_in_slots(pair, kind):
 
 
 def test_salts_share_nothing(llm):
-    from dataclasses import replace
-
     engine = engine_of(llm, cache=CACHE)
     asked = ask(list(range(3, 33)), max_tokens=1, temperature=0)
     for salt in ("a", "b"):

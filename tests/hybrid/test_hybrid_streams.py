@@ -10,6 +10,7 @@ from running import as_request, prompts, run
 from tiny import reference
 
 from prefold import LLM
+from prefold.schedule.prefill import PrefillScheduler
 from prefold.types import Readout
 
 MANY = 1 << 20
@@ -58,8 +59,6 @@ def test_means_and_log_probabilities_are_those_of_transformers(pair, rows):
 
 def random_cuts(rng: np.random.Generator, llm: LLM, requests, monkeypatch):
     """Runs requests in steps of random sizes."""
-    from prefold.schedule.prefill import PrefillScheduler
-
     monkeypatch.setattr(PrefillScheduler, "_cut", lambda self, start, rows: int(
         min(self.trie.num_rows, start + rng.integers(1, 9))))  # fmt: skip
     return run(llm, requests, Readout("last"), sharing="full", rows=4096)
@@ -75,10 +74,11 @@ def test_a_stream_is_cut_anywhere(pair, seed, monkeypatch):
 
 
 def tree(rng: np.random.Generator, *levels: tuple[int, int]) -> list[list[int]]:
-    """Prompts of a tree. levels: how many children each node has, and how many tokens each of these adds."""
+    """Prompts of a tree. levels: how many children each node has, and how many tokens each of these adds, the first of
+    which tells it from the others."""
     found: list[list[int]] = [[]]
     for number, tokens in levels:
-        found = [[*above, *rng.integers(3, 300, tokens).tolist()] for above in found for _ in range(number)]
+        found = [[*above, 3 + i, *rng.integers(3, 300, tokens - 1).tolist()] for above in found for i in range(number)]
     return found
 
 

@@ -96,7 +96,7 @@ def test_rows_go_on_from_the_states_of_their_paths(cache, seed):
 
 @pytest.mark.parametrize("rows", [1000, 33])
 def test_a_tree_is_computed_once(rows):
-    """Three levels, more sequences than run at once: states wait at the branch points until the last child has begun."""
+    """Three levels, more sequences than run at once: states wait at branch points until the last child begins."""
     scheduler = StateScheduler(SlotPool(5000), state_slots=8, max_batch_rows=rows, max_running=4)
     worker, unique = Symbols(), 0
     for a in range(3):

@@ -18,7 +18,7 @@ def write_adapter(
     folder, checkpoint, modules=MODULES, *, seed=0, layers=(0, 1, 2), prefix="base_model.model.", **config
 ):
     """A PEFT folder that adapts these modules of these layers; in GPT-2 those that have their place."""
-    modules = {*modules, *(GPT2[m] for m in modules)}
+    modules = {*modules, *(GPT2.get(m, m) for m in modules)}
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": sorted(modules)} | config
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, parameter in load_file(checkpoint / "model.safetensors").items():
