@@ -36,17 +36,14 @@ class StateTable:
 
         return cls([list(map(zeros, config.states(number))) for number in range(config.layers)])
 
-    @property
-    def slots(self) -> int:
-        """Returns how many slots there are."""
-        return next(len(part) for parts in self.tensors for part in parts)
-
     def pick(self, slots: Tensor, ends: Sequence[Sequence[Tensor]]) -> StateTable:
         """Returns a table of the states in these slots, int64, and then of `ends`, in the form of `Carry.ends`."""
         pairs = zip(self.tensors, ends, strict=True)
         return StateTable(
-            [torch.cat((old.index_select(0, slots), new)) for old, new in zip(parts, own, strict=True)]
-            for parts, own in pairs
+            [
+                [torch.cat((old.index_select(0, slots), new)) for old, new in zip(parts, own, strict=True)]
+                for parts, own in pairs
+            ]
         )
 
     def put(self, slots: Tensor, ends: Sequence[Sequence[Tensor]]) -> None:

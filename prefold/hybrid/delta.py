@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 # Rows of a chunk, within which all is products of matrices.
 CHUNK = 64
@@ -29,41 +28,42 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
     decay, beta  float32 [runs, rows, heads]
     start        float32 [runs, heads, key dim, value dim]
     """
-    rows, shared = q.shape[1], v.shape[2] // k.shape[2]
+    runs, rows, heads = v.shape[:3]
+    shared = heads // k.shape[2]
     q = q * q.shape[-1] ** -0.5
     if rows == 1:
         return _one_row(q[:, 0], k[:, 0], v[:, 0], decay[:, 0], beta[:, 0], start, shared)
-    # Powers of two: few shapes, and little that is padded.
-    chunk = min(CHUNK, 1 << (rows - 1).bit_length())
-    more = -rows % chunk
-    if more:
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v))
-        decay, beta = (F.pad(x, (0, 0, 0, more)) for x in (decay, beta))
-    # [runs, heads, chunks, chunk, ...]
-    q, k, v = (x.transpose(1, 2).unflatten(2, (-1, chunk)) for x in (q, k, v))
-    decay, beta = (x.transpose(1, 2).unflatten(2, (-1, chunk)) for x in (decay, beta))
-    kk, qk = k @ k.mT, q @ k.mT
-    q, k, kk, qk = (x.repeat_interleave(shared, 1) if shared > 1 else x for x in (q, k, kk, qk))
-    total = decay.cumsum(-1)
-    above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(above, -torch.inf).exp()
+    q, k, v = (x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x for x in (q, k, v))
+    # A matrix for each run and head.
+    q, k, v, decay, beta = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v, decay, beta))
+    out, state = torch.empty_like(v), start.flatten(0, 1)
+    for first in range(0, rows, CHUNK):
+        some = slice(first, first + CHUNK)
+        out[:, some], state = _chunk(q[:, some], k[:, some], v[:, some], decay[:, some], beta[:, some], state)
+    return out.unflatten(0, (runs, heads)).transpose(1, 2), state.unflatten(0, (runs, heads))
+
+
+def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns o [matrices, rows, value dim] of the rows of a chunk, and the state behind them; the arguments are those
+    of `gated_delta` by matrices."""
+    total = decay.cumsum(1)
+    between = _power(total[:, :, None] - total[:, None, :]).tril_()
+    grown = _power(total)
     # What each row adds to the state depends on what the rows before it in the chunk added: a triangular system, whose
-    # unknowns are linear in the state at the chunk's beginning.
-    system = kk.mul_(between).mul_(beta[..., None])
-    grown = total.exp()
-    known = torch.cat((v * beta[..., None], k * (beta * grown)[..., None]), -1)
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)
-    inner = qk.mul_(between)
-    q = q * grown[..., None]
-    k = k * (total[..., -1:] - total).exp()[..., None]
-    left = grown[..., -1, None, None]
-    out, state = torch.empty_like(values), start
-    for at in range(q.shape[2]):
-        added = values[:, :, at] - keys[:, :, at] @ state
-        out[:, :, at] = q[:, :, at] @ state + inner[:, :, at] @ added
-        state = state * left[:, :, at] + k[:, :, at].mT @ added
-    return out.flatten(2, 3)[:, :, :rows].transpose(1, 2), state
+    # right side has the part that is linear in the state at the chunk's beginning.
+    system = torch.bmm(k, k.mT).mul_(between).mul_(beta[..., None])
+    known = torch.bmm(k, state).mul_(grown[..., None]).neg_().add_(v).mul_(beta[..., None])
+    added = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    inner = torch.bmm(q, k.mT).mul_(between)
+    out = torch.bmm(q, state).mul_(grown[..., None]).baddbmm_(inner, added)
+    left = _power(total[:, -1:] - total)[..., None]
+    return out, (state * grown[:, -1:, None]).baddbmm_((k * left).mT, added)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """Returns e to the power of sums of decays, which are no more than 0. What lies above is not used; what decays to
+    less than e ** -60 is far below what rounding loses, and smaller numbers would be slow."""
+    return exponent.clamp(-60, 0).exp_()
 
 
 def _one_row(

@@ -106,7 +106,8 @@ class GatedDeltaNet(Mixer):
         v = v.unflatten(-1, (self.heads, -1)).float()
 
         def scan(start: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-            o, end = gated_delta(*(group.pick(x) for x in (q, k, v, decay, beta)), start)
+            by_runs = group.pick
+            o, end = gated_delta(by_runs(q), by_runs(k), by_runs(v), by_runs(decay), by_runs(beta), start)
             return o.flatten(2), end
 
         o = states.scan(1, scan, self.values, torch.float32)

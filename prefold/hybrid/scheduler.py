@@ -131,7 +131,8 @@ class StatesPlan(StepPlan):
         for at in range(number, -1, -1):
             node, most = nodes[at], rows if at == number else len(nodes[at])
             state = self.states.get(node)
-            there = [n for n in (self.reach(node), state and state.rows) if n is not None and n <= most]
+            both = 0 if state is None else state.rows, self.reach(node) or 0
+            there = [behind for behind in both if 0 < behind <= most]
             if there:
                 return at, max(there)
         return 0, 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -80,7 +82,7 @@ def state_part(model: HybridLM) -> WorkerPart:
         table = StateTable.of(config, message.slots, dtype, device)
         return DONE
 
-    handlers = {
+    handlers: dict[type, Callable[[Any, Any], Ticket]] = {
         StateStreamStep: run_stream,
         Batch: run_batch,
         StateSlotStep: run_slots,
