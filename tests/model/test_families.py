@@ -274,12 +274,12 @@ def test_a_setting_that_changes_results_and_is_not_read_is_refused(key):
 @pytest.mark.parametrize("architecture", [name for name in supported_architectures() if "Conditional" not in name])
 def test_settings_that_change_nothing_are_not_refused(architecture):
     """Of each family: all that transformers writes, and what checkpoints on the hub have beside it."""
-    family = re.match("Llama|Mistral|Qwen2|Qwen3|Gemma3|GPT2|Ouro|Raven|PrefoldLooped", architecture)[0]
+    family = re.match("Llama|Mistral|Qwen2|Qwen3_5|Qwen3|Gemma3|GPT2|Lfm2|Ouro|Raven|PrefoldLooped", architecture)[0]
     loops = {"Ouro": "ouro", "Raven": "huginn", "PrefoldLooped": "looped"}
     if family in loops:
         theirs = LOOPS[loops[family]]
     else:
-        made = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")()
+        made = getattr(transformers, f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5") else f"{family}Config")()
         theirs = json.loads(made.to_json_string(use_diff=False))
     relics = {key: value for key, value in RELICS.items() if key not in theirs}
     assert config_from(theirs | relics | {"architectures": [architecture]}).layers
