@@ -1,6 +1,7 @@
 """Times row streams of hybrids with what their prompts share computed once, and without; states and rows are counted.
 
     python benchmarks/hybrids.py [--shape qwen3.5|lfm2] [--layers 4] [--rounds 3] [--cases shared,tree,short]
+        [--prompts 64]
 
 Weights are random, in the shape of Qwen3.5-0.8B or LFM2-350M with fewer layers and a small vocabulary; last rows are
 read. The ways take turns, and the ratio is the median over the rounds of the time of `off` by that of `full` in the
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--prompts", type=int, default=64, help="of the cases shared and short")
     parser.add_argument("--json", help="file that the figures are written to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +127,7 @@ def main() -> None:
     )
     found = []
     for case in options.cases.split(","):
-        levels = CASES[case]
+        levels = CASES[case] if case == "tree" else [CASES[case][0], (options.prompts, CASES[case][1][1])]
         texts, times, rows, states = prompts(levels), {"full": [], "off": []}, {}, 0
         for number in range(options.rounds + 1):
             for way in times:
