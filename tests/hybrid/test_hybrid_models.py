@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +15,16 @@ from hybrids import HYBRIDS, QWEN3_5, hidden_states, hybrid_checkpoint
 from running import as_request, prompts, run
 from tiny import SIZES, randomise, reference, write_tokenizer
 
-from prefold import LLM
+from prefold import LLM, plugins
 from prefold.cache import CacheOptions
 from prefold.errors import InputError, UnsupportedModelError
+from prefold.hybrid import config
 from prefold.hybrid.delta import gated_delta
-from prefold.model import config_from
+from prefold.model import config_from, families
 from prefold.shifted.options import ShiftedReuse
 from prefold.types import Readout
 
+PAGE = Path(__file__).parents[2] / "docs" / "hybrids.md"
 MODULES = {
     "lfm2": ("in_proj", "out_proj", "q_proj", "k_proj", "w1", "w2"),
     "qwen3_5": ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
@@ -92,8 +96,8 @@ def test_a_checkpoint_with_a_tower_gives_its_text_model(tmp_path):
 
     text = transformers.Qwen3_5TextConfig(**SIZES | QWEN3_5)
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 40}
-    config = transformers.Qwen3_5Config(text_config=text.to_dict(), vision_config=vision)
-    model = transformers.Qwen3_5ForConditionalGeneration(config)
+    settings = transformers.Qwen3_5Config(text_config=text.to_dict(), vision_config=vision)
+    model = transformers.Qwen3_5ForConditionalGeneration(settings)
     randomise(model, 3, norm=0)
     model.save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
@@ -119,3 +123,22 @@ def test_what_cannot_be_had_is_refused(folder):
 def test_mixtures_are_refused(architecture):
     with pytest.raises(UnsupportedModelError, match="mixtures of experts"):
         config_from({"architectures": [architecture]})
+
+
+def test_the_example_of_the_page_gives_what_transformers_does(tmp_path, monkeypatch):
+    example = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    assert len(example[1].splitlines()) < 60
+    plugins.load_plugins()
+    for table, name in ((families, "_FAMILIES"), (config, "_MIXERS")):
+        monkeypatch.setattr(table, name, dict(getattr(table, name)))
+    monkeypatch.setattr(families, "_REGISTERED", set())
+    monkeypatch.setenv(plugins.VARIABLE, "")
+    (tmp_path / "my_hybrids.py").write_text(example[1], encoding="utf-8")
+    plugins.add_plugins([str(tmp_path / "my_hybrids.py")])
+    folder = hybrid_checkpoint(tmp_path, "lfm2", conv_bias=False, block_auto_adjust_ff_dim=False)
+    model, file = reference(folder), folder / "config.json"
+    file.write_text(file.read_text().replace("Lfm2ForCausalLM", "MyHybridForCausalLM"))
+    llm, texts = LLM(str(folder), dtype="float32"), prompts(4)
+    results = run(llm, list(map(as_request, texts)), Readout("last"), sharing="full", rows=6)
+    for result, states in zip(results, hidden_states(model, texts), strict=True):
+        assert np.abs(result.values - states[-1]).max() < 1e-4
