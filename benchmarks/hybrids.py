@@ -1,7 +1,7 @@
 """Times row streams of hybrids with what their prompts share computed once, and without; states and rows are counted.
 
     python benchmarks/hybrids.py [--shape qwen3.5|lfm2] [--layers 4] [--rounds 3] [--cases shared,tree,short]
-        [--prompts 64]
+        [--prompts 64] [--transformers 5]
 
 Weights are random, in the shape of Qwen3.5-0.8B or LFM2-350M with fewer layers and a small vocabulary; last rows are
 read. The ways take turns, and the ratio is the median over the rounds of the time of `off` by that of `full` in the
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from common import machine, write_json
 
 from prefold import LLM
@@ -107,6 +108,23 @@ def timed(llm: LLM, texts: list[np.ndarray], sharing: str) -> float:
     return time.perf_counter() - started
 
 
+def transformers_seconds(path: str, texts: list[np.ndarray]) -> list[float]:
+    """Returns the seconds that transformers takes for each prompt, one at a time, in float32."""
+    import transformers
+
+    settings = json.loads((Path(path) / "config.json").read_text())
+    kind = {"Qwen3_5ForCausalLM": "qwen3_5_text", "Lfm2ForCausalLM": "lfm2"}[settings["architectures"][0]]
+    config = transformers.AutoConfig.for_model(kind, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    seconds = []
+    with torch.inference_mode():
+        for text in texts:
+            started = time.perf_counter()
+            model.model(torch.from_numpy(text).long()[None], use_cache=False)
+            seconds.append(time.perf_counter() - started)
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3.5")
@@ -115,11 +133,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--prompts", type=int, default=64, help="of the cases shared and short")
+    parser.add_argument("--transformers", type=int, default=0, help="prompts that transformers computes, too")
     parser.add_argument("--json", help="file that the figures are written to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint(Path(folder), options.shape, options.layers)
         llm = LLM(path, load_format="dummy", dtype=options.dtype)
+        if options.transformers:
+            texts = prompts([(1, 1000), (options.transformers + 1, 100)])
+            middle = statistics.median(transformers_seconds(path, texts)[1:])
+            print(f"transformers, prompts of 1,100 tokens: {middle:.2f} s each, {1100 / middle:,.0f} tokens/s")
     facts = llm.engine.worker.facts.of(StateFacts)
     print(
         f"{machine()}; {options.shape}, {options.layers} layers, {llm.model.dtype}; "

@@ -40,7 +40,7 @@ class GenerationStats(Jsonable):
     generated_tokens        tokens of all outputs
     prefill_rows            rows of prompts, those computed again included
     decode_rows             rows of running sequences: one for each sequence and step
-    recomputed_rows         rows computed again after a preemption
+    recomputed_rows         rows computed again, after a preemption or because a state of a hybrid was not there
     copied_rows             rows of prompts whose K/V was copied from other positions, in place of being computed
     discarded_rows          rows of sequences that had ended already, which showed only while they ran
     first_admission_hits    tokens of prompts that were there when the request was first admitted

@@ -136,7 +136,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
             return None
         for running in self._by_route() if self._has_routes else (self.running,):
             plan = self.waiting.fill(self._new_plan(limits), running, limits)
-            if plan.num_rows:
+            if plan.computed_rows or plan.again or plan.repeats:
                 before = None if self._has_routes else self._before
                 if before is not None and (step := following(before, plan)) is not None:
                     return step

@@ -247,7 +247,7 @@ def missing(model: CausalLM) -> str | None:
     linears += [linear for x in layers for linear in ((x.q, x.kv) if x.splits_q else (x.qkv,))]
     things = {
         "compiled kernels for its heads": heads_of(model).compiled(model.device) is not None,
-        "a looped model": type(model) is CausalLM,
+        "a model of another kind": type(model) is CausalLM,
         "several ranks": model.ranks.size == 1,
         "norms other than RMSNorm": config.norm == "rms",
         "positions that are no rotation": config.rope is not None,
