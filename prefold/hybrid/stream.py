@@ -45,7 +45,8 @@ class StateStream(PrefillScheduler):
         carried = np.zeros(0, np.int64) if before is None or not follows else before.depths_left
         self._first = self._position = self._goes_on_from(carried)
         # Rows of the last path whose states the next window may go on from: a path's first rows are those of the trie.
-        rows = trie.rows_of(int(trie.order[-1])) if self.sharing == "full" else carried[:0]
+        has_path = self.sharing == "full" and len(trie.order) > 0
+        rows = trie.rows_of(int(trie.order[-1])) if has_path else np.zeros(0, np.int64)
         branches = (self._children[rows] > 1) | (np.arange(len(rows)) == len(rows) - 1)
         self._has_state = np.ones(trie.num_rows, bool)
         self._has_state[: self._first] = np.isin(np.arange(self._first) + 1, carried)

@@ -68,6 +68,16 @@ def test_the_config_knows_all_parameters(folder):
     assert llm.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+def test_bfloat16_is_near_float32(folder):
+    texts = list(map(as_request, prompts(5)))
+    wide, narrow = (
+        run(LLM(str(folder), dtype=dtype), texts, Readout("last"), sharing="full", rows=9)
+        for dtype in ("float32", "bfloat16")
+    )
+    errors = [np.abs(a.values - b.values).mean() for a, b in zip(wide, narrow, strict=True)]
+    assert 0 < np.mean(errors) < 0.15
+
+
 def test_adapters_are_added_to_rows_of_any_layer(folder, tmp_path):
     family = folder.name
     adapter = write_adapter(tmp_path / "adapter", folder, MODULES[family], layers=(0, 1, 2, 3), lora_alpha=1)
