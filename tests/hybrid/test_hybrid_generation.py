@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from ahead import ASKED, generated
-from generating import ask, engine_of, generate, reference_tokens, tokens_of
+from generating import ask, check_books, engine_of, generate, reference_tokens, tokens_of, until_idle
 from hybrids import HYBRIDS, hidden_states, hybrid_checkpoint, state_bytes
 from running import as_request, prompts
 from tiny import reference
@@ -15,6 +16,7 @@ from tiny import reference
 from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.errors import InputError
+from prefold.hybrid.model import HybridLM
 from prefold.stream import Spool
 from prefold.types import Owner, Readout
 
@@ -129,3 +131,34 @@ def test_too_little_memory_for_states_is_refused(llm):
     engine = engine_of(llm, state_memory=state_bytes(llm))
     with pytest.raises(InputError, match="state_memory"):
         generate(engine, [ask([3, 4], max_tokens=2)])
+
+
+def test_a_step_that_fails_changes_no_state(pair, monkeypatch):
+    """The requests beside the one that a step fails for go on with the states that they had before the step."""
+    llm, model = pair
+    texts = [text for text in prompts(9) if 299 not in text]
+    bad = [*texts[0], 299, 5]
+    engine = engine_of(llm, rows=24, cache=CACHE, **few_states(llm, 30))
+    forward = HybridLM.forward
+
+    def failing(self, tokens, *rest, **how):
+        hidden = forward(self, tokens, *rest, **how)
+        if (tokens == 299).any():
+            raise ValueError("token 299")
+        return hidden
+
+    monkeypatch.setattr(HybridLM, "forward", failing)
+    asked = [ask(text, max_tokens=8, temperature=0, ignore_eos=True) for text in texts]
+    answers: dict[int, object] = {}
+    for number, request in enumerate([*asked[:4], ask(bad, max_tokens=3), *asked[4:]]):
+        engine.call(partial(engine.generator.add, request, None, partial(answers.__setitem__, number)))
+    until_idle(engine)
+    assert isinstance(answers.pop(4), ValueError)
+    expected = reference_tokens(model, texts, 8)
+    assert sum(299 in tokens for tokens in expected) < 3
+    for (_, answer), tokens in zip(sorted(answers.items()), expected, strict=True):
+        if 299 in tokens[:-1]:  # it makes the token itself
+            assert isinstance(answer, ValueError)
+        else:
+            assert list(answer[0].tokens) == tokens
+    engine.call(lambda: check_books(engine.generator.scheduler))
