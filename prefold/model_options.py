@@ -191,6 +191,12 @@ class SlotOptions(_Checked):
         "Bytes of keys and values while text is generated; by default half of what is free, on a CPU at most 4 GiB.",
         least=1, on="text",
     )  # fmt: skip
+    state_memory: int | None = option(
+        None,
+        "Bytes of states of a model with layers of states (a hybrid) while text is generated; by default a quarter of"
+        " what keys and values may take, or less. As many sequences run at once as there are states, at most.",
+        least=1, on="text",
+    )  # fmt: skip
     max_running: int = option(256, "Sequences that are generated at once, at most; by default 256.", least=1, on="text")
     reserve_output: bool = option(
         True,

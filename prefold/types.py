@@ -40,7 +40,7 @@ class GenerationStats(Jsonable):
     generated_tokens        tokens of all outputs
     prefill_rows            rows of prompts, those computed again included
     decode_rows             rows of running sequences: one for each sequence and step
-    recomputed_rows         rows computed again after a preemption
+    recomputed_rows         rows computed again, after a preemption or because a state of a hybrid was not there
     copied_rows             rows of prompts whose K/V was copied from other positions, in place of being computed
     discarded_rows          rows of sequences that had ended already, which showed only while they ran
     first_admission_hits    tokens of prompts that were there when the request was first admitted
@@ -96,6 +96,7 @@ class Stats(Jsonable):
     requests        prompts
     steps           forward passes
     path_rows_peak  most rows whose K/V was held between two steps
+    state_bytes_peak  most bytes of states that were held between two steps, of a model with layers of states
     tower_runs      images that were encoded
     seconds         by part: "plan" (host), "model" (device), "compile" (of kernels for a GPU), ...; parts may overlap
     generation      what generation did, None without any
@@ -107,6 +108,7 @@ class Stats(Jsonable):
     requests: int = 0
     steps: int = 0
     path_rows_peak: int = 0
+    state_bytes_peak: int = 0
     tower_runs: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     generation: GenerationStats | None = None

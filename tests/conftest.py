@@ -56,12 +56,13 @@ LAYERS = {
         api cache checkpoint job prefix records report schedule simulate stream tasks text
         cluster/test_block_events.py cluster/test_dispatch.py cluster/test_leases.py cluster/test_router.py
         engine/test_choice.py engine/test_learned_rows.py engine/test_handles.py
-        images/test_media_table.py
+        hybrid/test_state_books.py images/test_media_table.py
         looped/test_outputs.py looped/test_visit_policy.py
         shifted/test_shifting.py test_budgets.py test_errors.py test_pages.py
     """,
     "model": """
-        attention benchmarks cli engine face hf images integrations kernels looped model record shifted train worker
+        attention benchmarks cli engine face hf hybrid images integrations kernels looped model record shifted
+        train worker
         images/test_pixels.py
         stream/test_spool.py text/test_template_process.py
         test_device.py test_imports.py test_llm.py test_llm_generate.py test_markers.py test_setup.py

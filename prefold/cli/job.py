@@ -243,7 +243,7 @@ RESULT_OPTIONS = (
 
 def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "") -> list[str]:
     """Returns the summary of a job in a few lines: what was done, what it took, what was saved."""
-    from ..report.progress import format_seconds
+    from ..report.progress import format_bytes, format_seconds
 
     stats, where = summary.stats, o["output"] or "standard output"
     stored_in = f"stored as {stored}, " if stored else ""
@@ -269,6 +269,8 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
         lines.append(rows)
         if stats.tower_runs:
             lines.append(f"  images    {stats.tower_runs:,} images encoded")
+        if stats.state_bytes_peak:
+            lines.append(f"  states    {format_bytes(stats.state_bytes_peak)} held at peak")
         if stats.generation is not None:
             lines += _generation_lines(stats.generation, summary)
         if summary.streams > 1:

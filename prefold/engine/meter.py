@@ -55,13 +55,13 @@ class Meter:
         """Adds to the Stats.
 
         seconds  seconds to add, by part
-        counts   counts to add, by field of Stats; `path_rows_peak` is not added up, its largest value stays
+        counts   counts to add, by field of Stats; of those that end with `_peak` the largest value stays
         """
         with self._lock:
             stats = self.stats
-            stats.path_rows_peak = max(stats.path_rows_peak, counts.pop("path_rows_peak", 0))
             for name, count in counts.items():
-                setattr(stats, name, getattr(stats, name) + count)
+                before = getattr(stats, name)
+                setattr(stats, name, max(before, count) if name.endswith("_peak") else before + count)
             for part, spent in (seconds or {}).items():
                 if spent or part != "compile":
                     stats.add_seconds(part, spent)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..prefix import common_prefix_lengths, lexsort_sequences
-from ..schedule.parts import hooks
+from ..schedule.parts import hooks, stream_scheduler
 from ..schedule.prefill import PlannedStep, PrefillScheduler
 from ..schedule.steps import StepResult
 from ..stream import Window
@@ -109,6 +109,7 @@ class _StreamRun:
 
     def __post_init__(self) -> None:
         self._using = hooks(self.engine.parts, "using")
+        self._make_scheduler = stream_scheduler(self.engine.parts)
         self.number = next(_NUMBERS)
 
     def prepare(self, windows: Iterable[Window]) -> Iterator[_Prepared]:
@@ -128,7 +129,7 @@ class _StreamRun:
                 sharing = choice.choose(unique, window.num_tokens)
                 if unique <= choice.threshold * window.num_tokens:
                     choice = None  # the times of windows that share much say nothing about the others
-            scheduler = PrefillScheduler(
+            scheduler = self._make_scheduler(
                 window,
                 self.readout,
                 sharing=sharing,

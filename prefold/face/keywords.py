@@ -142,6 +142,7 @@ class ModelKeywords(TypedDict, total=False):
     adapters: Mapping[str, str] | None
     cache: CacheOptions | Literal["off", "lru", "lfu", "priority"]
     kv_memory: int | None
+    state_memory: int | None
     max_running: int
     reserve_output: bool
     looped: LoopedSettings | LoopedKeywords

@@ -280,6 +280,10 @@ class ModelConfig:
         """Returns the kind of the MLP in each layer."""
         return _MLPS[self.mlp]
 
+    def mixer_linears(self, number: int) -> Linears | None:
+        """Returns the linears that a layer has beside those of its MLP; None: those of attention."""
+        return None
+
     def fused_sizes(self, names: Sequence[str]) -> list[int]:
         """Returns how many outputs each of these modules has: of those that are stored as one, by their names here or
         those of their tensors."""

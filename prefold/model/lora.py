@@ -175,14 +175,13 @@ def load_adapter(
     local, places = shard.local(config), shard.parts(config)
     for number in range(config.layers):
         deltas = {}
-        last = number == config.visited[-1]
-        for linear, modules in _linears(config, last=last).items():
+        for linear, modules in _linears(config, number).items():
             parts = []
-            for (module, columns, inputs), (_, own, _) in zip(modules, _linears(local, last=last)[linear], strict=True):
+            for (module, columns, inputs), (_, own, _) in zip(modules, _linears(local, number)[linear], strict=True):
                 pair = pairs.pop((number, module), None)
                 if pair is not None:
                     a, b = _scaled(pair, settings, columns.stop - columns.start, inputs, folder)
-                    outputs, *of_inputs = places[module.rpartition(".")[2]]
+                    outputs, *of_inputs = places[module.rpartition(".")[2]] if ranks.size > 1 else [slice(None)]
                     parts.append((a[:, *of_inputs], b[outputs], own))
             if parts:
                 deltas[linear] = _delta(parts, dtype, torch.device(device))
@@ -281,15 +280,16 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
     return [Pair(pair.name, pair.a, in_order(b, order) if module[-6] in "qk" else b) for module, b in parts]
 
 
-def _linears(config: ModelConfig, *, last: bool) -> dict[str, list[tuple[str, slice, int]]]:
+def _linears(config: ModelConfig, number: int) -> dict[str, list[tuple[str, slice, int]]]:
     """Returns the modules that are fused in each linear of a layer, as (module, columns of the result, inputs)."""
     q, kv, hidden = config.q_size, config.kv_size, config.hidden
     qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
-    linears = {
+    last = number == config.visited[-1]
+    attention = {
         **({"q": (hidden, qkv[:1]), "kv": (hidden, qkv[1:])} if last else {"qkv": (hidden, qkv)}),
         "o": (q, [("self_attn.o_proj", hidden)]),
-        **config.mlp_kind.linears(config),
     }
+    linears = {**(config.mixer_linears(number) or attention), **config.mlp_kind.linears(config)}
     placed: dict[str, list[tuple[str, slice, int]]] = {}
     for linear, (inputs, modules) in linears.items():
         ends = np.cumsum([size for _, size in modules]).tolist()

@@ -104,10 +104,7 @@ class CausalLM(nn.Module):
         self.position_embedding = (
             nn.Parameter(torch.empty(config.max_positions, config.hidden, **place)) if learned else None
         )
-        layer, last = layer_of(config), config.visited[-1]
-        self.layers = nn.ModuleList(
-            layer(self.local, i, ranks, splits_q=i == last, **place) for i in range(config.layers)
-        )
+        self.layers = nn.ModuleList(self.new_layer(i, **place) for i in range(config.layers))
         self.norm = norm_of(config, **place)
         # Rounded as in transformers, which has it as a tensor.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
@@ -120,6 +117,11 @@ class CausalLM(nn.Module):
         # Who multiplies with the whole LM head in place of PyTorch; one of your own may be put here.
         self.head_product: Product | None = None
         self._rotary: RotaryTables | None = None
+
+    def new_layer(self, number: int, **place: Any) -> nn.Module:
+        """Returns a new layer of the model. place: its dtype and device"""
+        last = number == self.config.visited[-1]
+        return layer_of(self.config)(self.local, number, self.ranks, splits_q=last, **place)
 
     def forward(
         self,

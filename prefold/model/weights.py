@@ -120,9 +120,10 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
     q = (attention + "q_proj", config.q_size)
     k, v = (attention + "k_proj", config.kv_size), (attention + "v_proj", config.kv_size)
     # With norms on what parts give, "post attention" is what attention gives, before it is added.
-    post_norm = "pre_feedforward" if config.out_norms or config.sum_norms else "post_attention"
+    normed = config.out_norms or config.sum_norms
+    post_norm = "pre_feedforward" if normed else "post_attention"
     norms = {"input": layer.input_norm, post_norm: layer.post_norm}
-    norms |= {"post_attention": layer.o_norm, "post_feedforward": layer.down_norm} if layer.o_norm is not None else {}
+    norms |= {"post_attention": layer.o_norm, "post_feedforward": layer.down_norm} if normed else {}
     for name, norm in norms.items():
         if isinstance(norm, Norm):
             yield from _norm(norm, f"{prefix}{name}_layernorm", config)
@@ -130,9 +131,13 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
         for name, size in (("q_norm", config.q_size), ("k_norm", config.kv_size)):
             place = (places[name],) if places else ()
             yield Weight(layer, name, ((f"{attention}{name}.weight", size),), config.norm_offset, place)
-    if config.qk_norm:
+    if config.qk_norm and isinstance(layer, Layer):
         for name in ("q_norm", "k_norm"):
             yield Weight(layer, name, ((f"{attention}{name}.weight", config.head_dim),), config.norm_offset)
+    if (own := getattr(layer, "own_weights", None)) is not None:  # a layer of another kind, or with other linears
+        yield from own(prefix)
+        yield from layer.mlp.weights(prefix, places)
+        return
     if layer.splits_q:
         yield from linear_weights(layer.q, q, places=places)
         yield from linear_weights(layer.kv, k, v, places=places)

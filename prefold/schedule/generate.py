@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -134,14 +135,19 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         if not self.running or not self._has_room():
             return None
         for running in self._by_route() if self._has_routes else (self.running,):
-            plan = self.waiting.fill(StepPlan(self._max_rows(limits), self._holds_rows), running, limits)
-            if plan.computed_rows or plan.again:
+            plan = self.waiting.fill(self._new_plan(limits), running, limits)
+            if plan.computed_rows or plan.again or plan.repeats:
                 before = None if self._has_routes else self._before
                 if before is not None and (step := following(before, plan)) is not None:
                     return step
-                step, route = lay_out(plan), next(iter(running)).route
+                step, route = self._lay_out(plan), next(iter(running)).route
                 return step if route is None else replace(step, message=replace(step.message, route=route))
         return None
+
+    _lay_out: Callable[[Any], GenerateStep] = staticmethod(lay_out)
+
+    def _new_plan(self, limits: StepLimits) -> StepPlan:
+        return StepPlan(self._max_rows(limits), self._holds_rows)
 
     def begin(self, step: GenerateStep) -> None:
         """Books a step as started: the next step can be planned before the tokens of this one are there."""

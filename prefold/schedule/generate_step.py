@@ -15,6 +15,7 @@ from ..cache import SCRATCH
 from ..cache.tree import Node
 from ..prefix import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..types import Owner
+from .repeats import repeat_rows, seen
 from .steps import SlotStep
 
 # Takes ids of rows of images, int32 [n], and returns which of them the worker holds and can put into a step: bool [n].
@@ -130,6 +131,8 @@ class StepPlan:
     reads          (sequence, node): the sequence takes a token from the last row of the node
     again          nodes whose last row is computed once more, only for its result, and the sequences that take a token
                    from it
+    repeats        which rows of a node are computed once more, and write no K/V; its new rows follow them
+    last_row       the last row in the step of each node that has any, once the step is laid out
     decode_rows    how many of the rows are the last token of a sequence
     """
 
@@ -139,6 +142,8 @@ class StepPlan:
     computed_rows: dict[Node, int] = field(default_factory=dict)
     reads: list[tuple[SequenceState, Node]] = field(default_factory=list)
     again: dict[Node, list[SequenceState]] = field(default_factory=dict)
+    repeats: dict[Node, range] = field(default_factory=dict)
+    last_row: dict[Node, int] = field(default_factory=dict)
     decode_rows: int = 0
 
     def __post_init__(self) -> None:
@@ -147,7 +152,7 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         """Returns how many rows were added."""
-        return sum(self.computed_rows.values()) + len(self.again)
+        return sum(self.computed_rows.values()) + len(self.again) + sum(map(len, self.repeats.values()))
 
     def fill(self, running: Collection[SequenceState]) -> None:
         """Adds a row for each of the sequences that generates, then rows of prompts in the order of the sequences,
@@ -245,7 +250,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     Every run of keys (`SlotStep.run_*`) is visible to the queries below its node. The stack therefore holds each node
     twice: once to add its keys and rows, and once, after all nodes below it, to note where its queries end.
     """
-    roots, children = marked((*plan.computed_rows, *plan.again))
+    roots, children = marked((*plan.computed_rows, *plan.again, *plan.repeats))
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -254,7 +259,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     position: list[int] = []
     first: list[int] = []
     last: list[int] = []
-    last_row: dict[Node, int] = {}
+    last_row = plan.last_row
     namespaces = []
     for root in roots:
         first_query = len(tokens)
@@ -271,6 +276,11 @@ def lay_out(plan: StepPlan) -> GenerateStep:
                 position.append(at)
                 first.append(query)
                 last.append(0)
+            if node in plan.repeats:
+                lists = (tokens, positions, slots), (start, count, position, first, last)
+                repeat_rows(node, plan.repeats[node], run, *lists)
+                last_row[node] = len(tokens) - 1
+                query = len(tokens)
             rows = plan.computed_rows.get(node, 0)
             if rows == 1:  # the row of a sequence that generates; short arrays would cost more
                 slot, at = int(node.slots[node.computed]), node.start + node.computed
@@ -312,7 +322,8 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     read_rows, index = np.unique(rows_read, return_inverse=True)
     index = index.reshape(-1)
     order = np.argsort(index, kind="stable")
-    runs = joined(*(np.array(numbers, np.int64) for numbers in (start, count, position, first, last)))
+    arrays = (np.array(numbers, np.int64) for numbers in (start, count, position, first, last))
+    runs = joined(*(seen(*arrays) if plan.repeats else arrays))
     message = SlotStep(
         np.array(tokens, np.int32), np.array(positions, np.int32), np.array(slots, np.int64), *runs, read_rows,
         index[order],
@@ -323,7 +334,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
         namespaces=namespaces,
         computed_rows=list(plan.computed_rows.items()),
         decode_rows=plan.decode_rows,
-        again=len(plan.again) + sum(rows for node, rows in plan.computed_rows.items() if node.lost),
+        again=plan.num_rows - sum(rows for node, rows in plan.computed_rows.items() if not node.lost),
     )
 
 

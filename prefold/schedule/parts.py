@@ -14,6 +14,7 @@ from ..plugins import load_plugins
 from ..types import Exits, Sharing
 from .generate import GenerateScheduler
 from .generate_step import HoldsRows
+from .prefill import PrefillScheduler
 from .steps import MakeStore
 
 MakePart = Callable[[Any, Any, Any, Sequence[object]], "EnginePart | None"]
@@ -42,6 +43,10 @@ class EnginePart:
     def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> Any:
         """Returns the feature's own scheduler of generation; None: it has none. The arguments are those of
         GenerateScheduler."""
+
+    def stream_scheduler(self) -> Callable[..., PrefillScheduler] | None:
+        """Returns what makes the scheduler of each window of a new row stream, in turn, with the arguments of
+        PrefillScheduler; None: the feature has none of its own."""
 
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
         """Sets the function that returns the tenant of a namespace (adapter, salt)."""
@@ -99,6 +104,12 @@ def engine_parts(worker: Any, options: Any, meter: Any, beside: Sequence[object]
 def hooks(parts: Sequence[EnginePart], name: str) -> tuple[Callable[..., Any], ...]:
     """Returns the hooks of this name that parts override."""
     return tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not getattr(EnginePart, name))
+
+
+def stream_scheduler(parts: Sequence[EnginePart]) -> Callable[..., PrefillScheduler]:
+    """Returns what makes the scheduler of each window of a new row stream."""
+    own = (make() for make in hooks(parts, "stream_scheduler"))
+    return next((scheduler for scheduler in own if scheduler is not None), PrefillScheduler)
 
 
 def make_scheduler(parts: Sequence[EnginePart], worker: Any, options: Any, max_batch_rows: int) -> Any:

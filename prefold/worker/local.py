@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,7 @@ class LocalWorker(Worker):
         self._compiles = runs_triton(model.device)
         self._handlers = {**_HANDLERS, **{kind: do for part in parts for kind, do in part.handlers.items()}}
         self._media = next((part.media for part in parts if part.media is not None), None)
+        self._forgets = [part.forget for part in parts if part.forget is not None]
         self.adapters = dict(adapters or {})
         depth = depth or (2 if model.device.type == "cuda" else 1)
         self.facts = Facts(
@@ -156,6 +158,8 @@ class LocalWorker(Worker):
     def forget(self, stream: int) -> None:
         # Without the lock: the garbage collector may call this within `start`, whose stream is another one.
         self._paths.pop(stream, None)
+        for forget in self._forgets:
+            forget(stream)
 
     def kv_slots(self, kv_memory: int | None, slot_bytes: int) -> int:
         return max(1, kv_bytes(kv_memory, self.model.device, self.model.ranks.size) // slot_bytes - 1)
@@ -176,15 +180,16 @@ class LocalWorker(Worker):
     def _run_stream(self, step: StreamStep) -> Ticket:
         batch = self.prepare(step)
         assert batch is not None
-        return self._run_batch(batch)
+        return self.run_batch(batch)
 
-    def _run_batch(self, batch: Batch) -> Ticket:
+    def run_batch(self, batch: Batch, more: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
+        """Runs a step of a row stream, and returns its ticket. more: further arguments of the model's call"""
         step = batch.step
         path = self._paths.get(step.stream, NO_PATH)
         if (rows := path.rows) < step.path:
             raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
         path = path if rows == step.path else path.truncate(step.path)
-        how = self.model.arguments(step)
+        how = {**self.model.arguments(step), **more}
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             how["media"] = media
         program = self._program_for(how) if batch.scatter is None else None
@@ -214,9 +219,10 @@ class LocalWorker(Worker):
         self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
         return DONE
 
-    def _run_slots(self, step: SlotStep) -> Ticket:
+    def run_slots(self, step: SlotStep, more: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
+        """Runs a step over slots, and returns its ticket. more: further arguments of the model's call"""
         assert self.store is not None
-        how = self.model.arguments(step)
+        how = {**self.model.arguments(step), **more}
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             how["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
@@ -259,8 +265,8 @@ class LocalWorker(Worker):
 # By the type of a message, or of what was prepared for it, beside those of the parts. Functions, which hold no worker.
 _HANDLERS: Mapping[type, Callable[[Any, Any], Ticket]] = {
     StreamStep: LocalWorker._run_stream,
-    Batch: LocalWorker._run_batch,
-    SlotStep: LocalWorker._run_slots,
+    Batch: LocalWorker.run_batch,
+    SlotStep: LocalWorker.run_slots,
     MakeStore: LocalWorker._make_store,
     EndStream: LocalWorker._end_stream,
 }

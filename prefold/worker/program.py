@@ -399,7 +399,7 @@ def missing(model: CausalLM, whole: bool = True) -> str | None:
     linears += [linear for x in layers for linear in ((x.q, x.kv) if x.splits_q else (x.qkv,))]
     things = {
         "compiled kernels for its heads": heads_of(model).compiled(model.device) is not None,
-        "passes through all visits of a looped model": not whole or type(model) is CausalLM,
+        "a model of another kind, or all visits of a looped model": not whole or type(model) is CausalLM,
         "several ranks": model.ranks.size == 1,
         "layers without norms on what they read": config.in_norms,
         "LayerNorms without a bias": config.norm == "rms" or config.norm_bias,

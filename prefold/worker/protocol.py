@@ -97,11 +97,13 @@ class WorkerPart:
     facts     what the host knows of the part; None: nothing
     media     takes the tokens of a step, and returns the rows among them that are given in place of embeddings; None
               where the step has none. None: the feature gives no rows
+    forget    takes the number of a stream that has ended, at any time and in any thread; None: the part keeps nothing
     """
 
     handlers: Mapping[type[Message], Callable[[Any, Any], Ticket]]
     facts: object = None
     media: Callable[[np.ndarray], MediaRows | None] | None = None
+    forget: Callable[[int], object] | None = None
 
 
 MakePart = Callable[["CausalLM", "Checkpoint | None", int], "WorkerPart | None"]

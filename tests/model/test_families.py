@@ -396,7 +396,9 @@ def test_settings_that_change_nothing_are_not_refused(architecture):
         # Granite 4 of its own accord has experts and recurrent layers.
         dense = {"num_local_experts": 0, "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
         own = dense if family == "GraniteMoeHybrid" else {}
-        made = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")(**own)
+        made = getattr(transformers, f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5") else f"{family}Config")(
+            **own
+        )
         theirs = json.loads(made.to_json_string(use_diff=False))
     relics = {key: value for key, value in RELICS.items() if key not in theirs}
     assert config_from(theirs | relics | {"architectures": [architecture]}).layers

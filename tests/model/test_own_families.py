@@ -20,8 +20,8 @@ from prefold.checkpoint import resolve
 from prefold.cli import main
 from prefold.errors import CheckpointError
 from prefold.model import ModelConfig, config_from, decoder, families, load_model, register_family
-from prefold.model.config import head_order
 from prefold.model import config as config_module
+from prefold.model.config import head_order
 from prefold.model.names import Names
 from prefold.model.sources import as_stored
 

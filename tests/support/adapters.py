@@ -24,7 +24,7 @@ def write_adapter(
     folder, checkpoint, modules=MODULES, *, seed=0, layers=(0, 1, 2), prefix="base_model.model.", **config
 ):
     """A PEFT folder that adapts these modules of these layers; in some models those that have their place."""
-    modules = {*modules, *(other for m in modules for other in OTHERS[m])}
+    modules = {*modules, *(other for m in modules for other in OTHERS.get(m, ()))}
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": sorted(modules)} | config
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, parameter in load_file(checkpoint / "model.safetensors").items():

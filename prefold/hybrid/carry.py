@@ -1,0 +1,253 @@
+"""States by slot, and how they go through the rows of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..device import send
+from .config import HybridConfig, StateShape
+from .steps import StateRuns
+
+# The most runs whose states are worked on at once: bounds what a layer holds beside its rows.
+MOST_RUNS = 64
+
+
+class StateTable:
+    """A StateTable holds states by slot; slot 0 is the state before the first row of a prompt, zeros.
+
+    tensors  by layer, those that its state consists of, [slots, ...] each
+    """
+
+    def __init__(self, tensors: Sequence[Sequence[Tensor]]):
+        self.tensors = [list(parts) for parts in tensors]
+
+    @classmethod
+    def of(cls, config: HybridConfig, slots: int, dtype: torch.dtype, device: torch.device) -> StateTable:
+        """Returns a table of so many slots, all zeros; a page of a CPU's memory takes room when it is first written."""
+
+        def zeros(part: StateShape) -> Tensor:
+            return torch.zeros(slots, *part.shape, dtype=torch.float32 if part.is_wide else dtype, device=device)
+
+        return cls([list(map(zeros, config.states(number))) for number in range(config.layers)])
+
+    def pick(self, slots: Tensor, ends: Sequence[Sequence[Tensor]]) -> StateTable:
+        """Returns a table of the states in these slots, int64, and then of `ends`, in the form of `Carry.ends`."""
+        pairs = zip(self.tensors, ends, strict=True)
+        return StateTable(
+            [
+                [torch.cat((old.index_select(0, slots), new)) for old, new in zip(parts, own, strict=True)]
+                for parts, own in pairs
+            ]
+        )
+
+    def put(self, slots: Tensor, ends: Sequence[Sequence[Tensor]]) -> None:
+        """Writes `ends`, in the form of `Carry.ends`, into these slots, int64."""
+        for parts, own in zip(self.tensors, ends, strict=True):
+            for old, new in zip(parts, own, strict=True):
+                old.index_copy_(0, slots, new)
+
+
+@dataclass(eq=False)
+class Carry:
+    """A Carry takes states through the rows of one step, which changes no slot: the states to be stored are in `ends`.
+
+    table    the states that the step starts from
+    runs     how they go through the rows; `source` has slots of the table
+    rows     how many rows there are: those of the stream where the step is folded
+    scatter  of a folded step, int64 [rows]: the row that the model computes for each row of the stream; else None
+    gather   of a folded step, int64: the row of the stream for each row that the model computes; else None
+    ends     by layer, the tensors of the states at the ends of `runs.ends`, [k, ...] each
+    """
+
+    table: StateTable
+    runs: StateRuns
+    rows: int
+    device: torch.device
+    scatter: Tensor | None = None
+    gather: Tensor | None = None
+    ends: list[list[Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ends = [list(parts) for parts in self.table.tensors]
+        runs = self.runs
+        self._stop = np.append(runs.first[1:], self.rows)
+        self._from_run = np.where(runs.source < 0, -1 - runs.source, -1)  # -1: it starts from a slot
+        # Several runs that start from one slot read it once.
+        slots, places = np.unique(runs.source[runs.source >= 0], return_inverse=True)
+        self._slots = send(slots, self.device)
+        self._place = np.full(len(runs.first), -1, np.int64)
+        self._place[runs.source >= 0] = places.reshape(-1)
+        depth = np.zeros(len(runs.first), np.int64)
+        for run in np.flatnonzero(self._from_run >= 0).tolist():
+            depth[run] = depth[self._from_run[run]] + 1
+        # Runs whose starts are known when those before them have ended, longest first: they run side by side.
+        order = np.lexsort((runs.first - self._stop, depth))
+        self._waves = np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(order) else []
+        self._conv: dict[int, tuple[list[Tensor], Tensor]] = {}
+
+    def of(self, layer: int) -> LayerStates:
+        """Returns the states of one layer."""
+        return LayerStates(self, layer)
+
+    def starts(self, layer: int, part: int) -> Tensor:
+        """Returns the states in the slots that runs start from, each once, in ascending order of the slots."""
+        return self.table.tensors[layer][part].index_select(0, self._slots)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the rows that the model computes as one of the rows of the stream."""
+        return x if self.scatter is None else x.index_select(0, self.scatter)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """Returns a tensor of the rows of the stream as one of the rows that the model computes."""
+        return x if self.gather is None else x.index_select(0, self.gather)
+
+    def neighbours(self, kept: int) -> tuple[list[Tensor], Tensor]:
+        """Returns of each row the places of the rows 1 to `kept` rows above it on its path, int64 [rows] each; and the
+        places of the last `kept` rows on the paths of `runs.ends`, int64 [k * kept].
+
+        A place is of the `kept` columns of each of the states of `starts`, one state after another, and then of the
+        rows.
+        """
+        if kept not in self._conv:
+            first, length = self.runs.first, self._stop - self.runs.first
+            columns, base = np.arange(kept), len(self._slots) * kept
+            above = np.empty((len(first), kept), np.int64)
+            below = np.empty((len(first), kept), np.int64)
+            for wave in self._waves:
+                from_run = self._from_run[wave]
+                in_slots = self._place[wave, None] * kept + columns
+                above[wave] = np.where(from_run[:, None] >= 0, below[from_run], in_slots)
+                at = length[wave, None] - kept + columns
+                outside = np.take_along_axis(above[wave], np.clip(at + kept, 0, kept - 1), 1)
+                below[wave] = np.where(at >= 0, base + first[wave, None] + at, outside)
+            run = np.repeat(np.arange(len(first)), length)
+            row = np.arange(self.rows)
+            places = []
+            for back in range(1, kept + 1):
+                at = row - first[run] - back
+                outside = above[run, np.clip(at + kept, 0, kept - 1)]
+                places.append(send(np.where(at >= 0, base + row - back, outside), self.device))
+            self._conv[kept] = places, send(below[self.runs.ends].reshape(-1), self.device)
+        return self._conv[kept]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """Returns the runs in the order in which they are computed, some of about the same length at a time."""
+        wanted = np.zeros(len(self.runs.first), bool)
+        wanted[self.runs.ends] = True
+        wanted[self._from_run[self._from_run >= 0]] = True
+        groups = []
+        for wave in self._waves:
+            length = (self._stop - self.runs.first)[wave]
+            cuts = {*range(0, len(wave), MOST_RUNS), *(np.flatnonzero(np.diff(_classes(length))) + 1).tolist()}
+            for some in np.split(wave, sorted(cuts - {0})):
+                first, stop = self.runs.first[some, None], self._stop[some, None]
+                rows = first + np.arange(int((stop - first).max(initial=0)))
+                inside = rows < stop
+                groups.append(
+                    Group(
+                        runs=some.tolist(),
+                        rows=send(np.where(inside, rows, first), self.device),
+                        inside=None if inside.all() else send(inside, self.device),
+                        places=None if (self._place[some] < 0).any() else send(self._place[some], self.device),
+                        from_runs=self._from_run[some].tolist(),
+                        wanted=np.flatnonzero(wanted[some]).tolist(),
+                    )
+                )
+        return groups
+
+
+def _classes(length: np.ndarray) -> np.ndarray:
+    """Returns the binary logarithm of each run's length: runs of one class fill half of a padded tensor or more."""
+    return np.frexp(length)[1]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Group:
+    """A Group is n runs of about the same length that are computed together.
+
+    runs       their numbers
+    rows       int64 [n, most rows of a run]: the rows of each run; behind its last, its first once more
+    inside     bool, shaped as `rows`: which of these are rows of the run; None: all
+    places     int64 [n]: which of the states of `Carry.starts` they start from; None: the ends of `from_runs`
+    from_runs  the run that each starts from the end of
+    wanted     which of the n runs' states at their ends are needed by a later run, or stored
+    """
+
+    runs: list[int]
+    rows: Tensor
+    inside: Tensor | None
+    places: Tensor | None
+    from_runs: list[int]
+    wanted: list[int]
+
+    def pick(self, x: Tensor) -> Tensor:
+        """Returns x [rows, ...] by runs: [n, most rows of a run, ...], zeros behind the rows of a run."""
+        x = x[self.rows]
+        if self.inside is None:
+            return x
+        return x.masked_fill(~self.inside[(..., *[None] * (x.ndim - 2))], 0)
+
+
+# Takes the states that the runs of a group start from, [n, ...], and the group; returns what it gives for their rows,
+# [n, most rows of a run, columns], and the states at their ends.
+Scan = Callable[[Tensor, Group], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """A LayerStates is what a mixer knows of tries, paths and slots: the states of its layer in a step."""
+
+    carry: Carry
+    layer: int
+
+    def conv(self, part: int, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns a causal convolution of each channel along the paths of rows, shaped as x.
+
+        part    which tensor of the state has the last taps - 1 rows of x, oldest first, [taps - 1, channels]
+        x       [rows, channels]
+        weight  [channels, taps]: the last tap is that of the row itself
+        bias    [channels]
+        """
+        carry, kept = self.carry, weight.shape[1] - 1
+        x = carry.unfold(x)
+        places, ends = carry.neighbours(kept)
+        rows = torch.cat((carry.starts(self.layer, part).flatten(0, 1), x))
+        out = x * weight[:, kept] if bias is None else torch.addcmul(bias, x, weight[:, kept])
+        for back, place in enumerate(places, 1):
+            out.addcmul_(rows.index_select(0, place), weight[:, kept - back])
+        carry.ends[self.layer][part] = rows.index_select(0, ends).unflatten(0, (-1, kept))
+        return carry.fold(out)
+
+    def scan(self, part: int, scan: Scan, columns: int, dtype: torch.dtype) -> Tensor:
+        """Returns what a recurrence along the paths gives for each row of the stream, [rows, columns].
+
+        part  which tensor of the state it goes on from
+        scan  computes some runs; it is called for runs whose starts are known
+        """
+        carry = self.carry
+        starts = carry.starts(self.layer, part)
+        out = torch.empty(carry.rows, columns, dtype=dtype, device=carry.device)
+        at_end: dict[int, Tensor] = {}
+        for group in carry.groups:
+            if group.places is not None:
+                start = starts.index_select(0, group.places)
+            else:
+                start = torch.stack([at_end[run] for run in group.from_runs])
+            values, ends = scan(start, group)
+            rows, values = group.rows.flatten(), values.flatten(0, 1)
+            if group.inside is not None:
+                inside = group.inside.flatten()
+                rows, values = rows[inside], values[inside]
+            out.index_copy_(0, rows, values)
+            for i in group.wanted:
+                at_end[group.runs[i]] = ends[i]
+        kept = [at_end[run] for run in carry.runs.ends.tolist()]
+        carry.ends[self.layer][part] = torch.stack(kept) if kept else starts[:0]
+        return carry.fold(out)

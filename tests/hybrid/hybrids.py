@@ -1,0 +1,62 @@
+"""Tiny random hybrids, written by transformers, and what transformers makes of prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from tiny import SIZES, randomise, write_tokenizer
+
+from prefold import LLM
+from prefold.hybrid.steps import StateFacts
+
+# The last layer has a state in the one, and attention in the other.
+LFM2 = {
+    "num_hidden_layers": 5,
+    "block_multiple_of": 8,
+    "conv_bias": True,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
+}
+QWEN3_5 = {
+    "hidden_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+HYBRIDS = {"lfm2": ("Lfm2", "Lfm2", LFM2), "qwen3_5": ("Qwen3_5Text", "Qwen3_5", QWEN3_5)}
+
+
+def hybrid_checkpoint(folder: Path, family: str, **overrides) -> Path:
+    """A folder with a random checkpoint of a family."""
+    import transformers
+
+    config, name, own = HYBRIDS[family]
+    config = getattr(transformers, config + "Config")(**SIZES | own | overrides)
+    model = getattr(transformers, name + "ForCausalLM")(config)
+    randomise(model, 0, norm=0 if family == "qwen3_5" else 1)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("linear_attn.norm.weight"):  # which is not stored less one
+                parameter.add_(1)
+            if parameter_name.endswith("linear_attn.out_proj.weight"):  # else each layer makes rounding much larger
+                parameter.mul_(0.5)
+    folder = folder / family
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def state_bytes(llm: LLM) -> int:
+    """The bytes of one state."""
+    return llm.engine.worker.facts.of(StateFacts).state_bytes
+
+
+@torch.inference_mode()
+def hidden_states(model: torch.nn.Module, prompts: list[list[int]]) -> list[np.ndarray]:
+    """What transformers gives for every row of each prompt, [tokens, hidden]."""
+    return [model.model(torch.tensor([tokens])).last_hidden_state[0].numpy() for tokens in prompts]
