@@ -17,7 +17,9 @@ def is_there(name: str) -> bool:
     """Returns whether a name in back quotes is that of a file, a folder, a module, a class or a constant, or of nothing
     that this test knows the form of."""
     if re.fullmatch(r"[\w./*-]+(/|\.(py|cpp|h|md))", name):
-        return any(any(base.glob(name.rstrip("/"))) for base in (ROOT, PACKAGE, *PACKAGE.iterdir()))
+        return any(
+            any(base.glob(name.rstrip("/"))) for base in (ROOT, PACKAGE, *PACKAGE.iterdir(), PACKAGE / "kernels/src")
+        )
     if re.fullmatch(r"[a-z_]+(\.\w+)+", name):
         *folders, last = name.removeprefix("prefold.").split(".")
         place = PACKAGE.joinpath(*folders)

@@ -220,7 +220,7 @@ def generate_live(engine: Any, task: Any, works: Sequence[Any], seed: int | None
     An answer is a list of Generated, or the InputError that says what is wrong. Seeds are those of `run_works`, so the
     texts are those that it gives. Where the generator is closed early, what is not done is cancelled.
     """
-    from ..engine.calls import stream
+    from ..engine.streamed import stream
     from ..tasks.run import draw_seed, with_seed
 
     seed = draw_seed() if seed is None else seed

@@ -1,13 +1,8 @@
-"""How a thread runs requests on an engine: it submits them, waits, and yields their answers.
-
-`stream` does so on any engine. `serve`, for the runs of an engine of one model, looks at what waits there, and at its
-steps.
-"""
+"""How a thread runs requests on an engine of one model: it submits them, waits, and yields their answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import closing
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,19 +13,17 @@ from ..types import Owner, Readout, Request
 from .handles import Handle
 from .loop import EngineLoop
 from .meter import StepInfo
-from .protocol import Engine
 from .requests import Answer
-from .samples import TextPiece
 
 TOKENS = Readout("tokens")
 
 
-class _Mailbox:
-    """A _Mailbox is the queue at which one thread waits for the events of its requests."""
+class Mailbox:
+    """A Mailbox is the queue at which one thread waits for the events of its requests."""
 
     def __init__(self) -> None:
         # A SimpleQueue is written in C: an interrupt of the waiting thread leaves none of its locks closed.
-        self.events: SimpleQueue[tuple[_Call | None, Sequence[Any]]] = SimpleQueue()
+        self.events: SimpleQueue[tuple[Call | None, Sequence[Any]]] = SimpleQueue()
         self.takes_steps = True
 
     def note(self, step: StepInfo) -> None:
@@ -38,7 +31,7 @@ class _Mailbox:
         if self.takes_steps:
             self.events.put((None, [step]))
 
-    def take(self) -> Iterator[tuple[_Call | None, Any]]:
+    def take(self) -> Iterator[tuple[Call | None, Any]]:
         """Waits for events, and yields all that are there: (call, event of its request) and (None, StepInfo)."""
         while True:
             call, events = self.events.get()
@@ -48,42 +41,17 @@ class _Mailbox:
                 return
 
 
-class _Call(Handle):
-    """A _Call is the Handle of one request whose thread waits at a mailbox. tag: the caller's name of the request"""
+class Call(Handle):
+    """A Call is the Handle of one request whose thread waits at a mailbox. tag: the caller's name of the request"""
 
     waits = True
 
-    def __init__(self, mailbox: _Mailbox, tag: Hashable, owner: Owner):
+    def __init__(self, mailbox: Mailbox, tag: Hashable, owner: Owner):
         super().__init__(owner=owner)
         self.tag, self._mailbox = tag, mailbox
 
     def put(self, events: Sequence[Any], at: float = 0.0) -> None:
         self._mailbox.events.put((self, events))
-
-
-def stream(
-    engine: Engine, requests: Iterable[Request], tokenizer: Tokenizer | None
-) -> Iterator[tuple[int, TextPiece | Answer]]:
-    """Yields (number, TextPiece) of each request as its text comes, and (number, answer) when it ends.
-
-    A caller that closes the generator early cancels the open requests. Raises the error of an engine that fails.
-    """
-    mailbox, open = _Mailbox(), dict[_Call, None]()
-    try:
-        for number, request in enumerate(requests):
-            call = _Call(mailbox, number, NO_OWNER)
-            open[call] = None  # before it is submitted, so that it is cancelled whatever happens
-            engine.submit([request], TOKENS, call, tokenizer, text=True)
-        while open:
-            for call, event in mailbox.take():
-                assert call is not None
-                if not isinstance(event, TextPiece):
-                    del open[call]
-                if isinstance(event, Exception) and not isinstance(event, InputError):
-                    raise event
-                yield call.tag, event  # type: ignore[misc]
-    finally:
-        engine.cancel(*open)
 
 
 def serve(
@@ -117,7 +85,7 @@ def serve(
 
     The other arguments are those of `EngineLoop.submit`. Raises the error of steps that fail for one of the requests.
     """
-    mailbox, open, source = _Mailbox(), dict[_Call, None](), iter(windows)
+    mailbox, open, source = Mailbox(), dict[Call, None](), iter(windows)
     more = True
     with engine.meter.listening(mailbox.note):
         try:
@@ -130,29 +98,28 @@ def serve(
                     if window is None:
                         break
                     for tag, request in window:
-                        call = _Call(mailbox, tag, owner)
+                        call = Call(mailbox, tag, owner)
                         open[call] = None  # before it is submitted, so that it is cancelled whatever happens
-                        options: dict[str, Any] = {"share": share, "again": is_again(tag)}
-                        engine.submit([request], readout, call, tokenizer, wakes=False, **options)
+                        again = is_again(tag)
+                        engine.submit([request], readout, call, tokenizer, wakes=False, share=share, again=again)
                 if len(open) > before:
                     engine.wake()  # after all of them, so that they begin in one step
                 if not open:
                     continue
                 # Where the caller does nothing after a step, the thread sleeps on.
                 mailbox.takes_steps = more or stopping is not None or on_step is not None
-                with closing(mailbox.take()) as events:
-                    for call, event in events:
-                        if call is None:
-                            if on_step is not None:
-                                on_step(event)
-                        elif isinstance(event, Exception) and not isinstance(event, InputError):
-                            if failed is None or isinstance(event, PrefoldError):
-                                raise event
-                            del open[call]
-                            yield call.tag, failed(event)
-                        else:
-                            del open[call]
-                            yield call.tag, event[0] if readout.kind != "tokens" and isinstance(event, list) else event
+                for call, event in mailbox.take():
+                    if call is None:
+                        if on_step is not None:
+                            on_step(event)
+                    elif isinstance(event, Exception) and not isinstance(event, InputError):
+                        if failed is None or isinstance(event, PrefoldError):
+                            raise event
+                        del open[call]
+                        yield call.tag, failed(event)
+                    else:
+                        del open[call]
+                        yield call.tag, event[0] if readout.kind != "tokens" and isinstance(event, list) else event
                 if stopping is not None and stopping():
                     return
         finally:

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequenc
 from contextlib import closing
 from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
-from ..engine.calls import stream
 from ..engine.samples import TextPiece
+from ..engine.streamed import stream
 from ..errors import InputError
 from ..types import Generated, Request
 from .arguments import Message, Prompt, Text, as_items, chats_of, first_error

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -144,7 +143,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 return step if route is None else replace(step, message=replace(step.message, route=route))
         return None
 
-    _lay_out: Callable[[Any], GenerateStep] = staticmethod(lay_out)
+    _lay_out: Callable[..., GenerateStep] = staticmethod(lay_out)
 
     def _new_plan(self, limits: StepLimits) -> StepPlan:
         return StepPlan(self._max_rows(limits), self._holds_rows)

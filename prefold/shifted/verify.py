@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from ..engine.calls import stream
+from ..engine.streamed import stream
 from ..errors import InputError, JobError
 from ..model_options import CacheOptions
 from ..types import Generated, Request, Sampling

@@ -49,8 +49,7 @@ def case(request, tmp_path_factory):
     folder = checkpoint_of(tmp_path_factory.mktemp(name), name, ALL[name])
     asked = prompts(len(name), count=9)
     with pytest.MonkeyPatch.context() as patch:
-        if name in FORCED:
-            patch.setenv("PREFOLD_TRANSFORMERS", "all")
+        patch.setenv("PREFOLD_TRANSFORMERS", "all")  # also where prefold has a family of its own
         llm = LLM(str(folder), dtype="float32", device="cpu", cache=None)
     model = reference(folder)
     states, logits, difference = by_transformers(model, folder, asked)
@@ -143,7 +142,8 @@ def likeliest(model, asked, results, tolerance):
 
 
 @pytest.mark.parametrize("name", few(REFUSED, ("bert", "bloom", "doge", "falcon", "lfm2")))
-def test_what_breaks_the_rules_is_refused_with_the_reason(tmp_path, name):
+def test_what_breaks_the_rules_is_refused_with_the_reason(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("PREFOLD_TRANSFORMERS", "all")
     settings, reason = REFUSED[name]
     folder = checkpoint_of(tmp_path, name, settings)
     with pytest.raises(UnsupportedModelError) as raised:

@@ -86,7 +86,7 @@ def test_rows_of_several_adapters_and_of_none(tmp_path, forced, name):
         assert (logits.max(-1).values - logits[torch.arange(6), torch.tensor(given)]).max() < 1e-3
 
 
-def test_an_adapter_of_what_is_no_linear_of_every_row_is_refused(tmp_path):
+def test_an_adapter_of_what_is_no_linear_of_every_row_is_refused(tmp_path, forced):
     folder = checkpoint_of(tmp_path / "model", "olmo2", {})
     bare = model_of(folder)
     path = write_lora(tmp_path / "x", bare, ["model.layers.0.self_attn.q_proj"], 0)
@@ -122,7 +122,7 @@ def test_a_model_without_a_head(tmp_path, forced):
     np.testing.assert_allclose([r.values for r in results], expected, rtol=0, atol=1e-4)
 
 
-def test_bfloat16(tmp_path):
+def test_bfloat16(tmp_path, forced):
     folder = checkpoint_of(tmp_path, "cohere2", TAKEN["cohere2"])
     llm, asked = LLM(str(folder), dtype="bfloat16", device="cpu"), prompts(3, count=6)
     results = run(llm, [as_request(p) for p in asked], Readout("logits", (3, 5)), sharing="full", rows=5)
@@ -132,7 +132,7 @@ def test_bfloat16(tmp_path):
     np.testing.assert_allclose([r.values for r in results], expected, rtol=0.1, atol=0.05 * np.abs(expected).max())
 
 
-def test_random_weights_are_the_same_for_the_same_seed(tmp_path):
+def test_random_weights_are_the_same_for_the_same_seed(tmp_path, forced):
     folder = checkpoint_of(tmp_path, "olmo2", {})
     for path in folder.glob("*.safetensors"):
         path.unlink()
@@ -152,7 +152,7 @@ def test_sizes_are_those_that_attention_is_called_with(tmp_path):
     assert config.num_parameters == sum(parameter.numel() for parameter in reference(tmp_path).parameters())
 
 
-def test_factors_that_change_with_the_length_bound_it(tmp_path):
+def test_factors_that_change_with_the_length_bound_it(tmp_path, forced):
     llm = model_of(checkpoint_of(tmp_path, "phi3", TAKEN["phi3"]))
     assert llm.config.max_positions == 64
     with pytest.raises(InputError, match="64"):
@@ -226,16 +226,16 @@ def test_configs_that_are_refused(settings, message):
 
 
 def test_a_gguf_file_of_an_unknown_architecture(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "olmo2")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "nemotron")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"'olmo2' is not supported.*safetensors may run, through"):
+    with pytest.raises(UnsupportedModelError, match=r"'nemotron' is not supported.*safetensors may run, through"):
         resolve(str(tmp_path / "m.gguf"))
 
 
-def test_tensors_that_do_not_fit(tmp_path):
+def test_tensors_that_do_not_fit(tmp_path, forced):
     folder = checkpoint_of(tmp_path, "olmo2", {})
     tensors = load_file(folder / "model.safetensors")
     gone = tensors.pop("model.layers.1.self_attn.q_proj.weight")
@@ -244,7 +244,7 @@ def test_tensors_that_do_not_fit(tmp_path):
         model_of(folder)
 
 
-def test_pickles_are_never_opened(tmp_path):
+def test_pickles_are_never_opened(tmp_path, forced):
     folder = checkpoint_of(tmp_path, "olmo2", {})
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -252,7 +252,7 @@ def test_pickles_are_never_opened(tmp_path):
         model_of(folder)
 
 
-def test_a_split_model_is_refused(tmp_path):
+def test_a_split_model_is_refused(tmp_path, forced):
     folder = checkpoint_of(tmp_path, "olmo2", {})
     with pytest.raises(InputError, match="tensor_parallel is 2, and transformers' modules"):
         load_model(resolve(str(folder)), dtype=torch.float32, device="cpu", ranks=SimpleNamespace(size=2))

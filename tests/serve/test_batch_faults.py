@@ -7,6 +7,7 @@ import json
 import os
 import sqlite3
 import threading
+import time
 
 import httpx
 import numpy as np
@@ -19,11 +20,15 @@ from prefold.serve.batch import _digest
 from prefold.serve.store import Store
 
 
-def test_a_restart_goes_on(llm, tmp_path):
-    folder = str(tmp_path)
+def test_a_restart_goes_on(llm, tmp_path, monkeypatch):
+    """The first server takes its time, so that it ends before the batch does."""
+    folder, worker = str(tmp_path), llm.engine.worker
+    start = worker.start
+    monkeypatch.setattr(worker, "start", lambda *step: time.sleep(0.02) or start(*step))
     with serving(llm, served_names=("tiny",), data_dir=folder) as server, client_of(server) as client:
         batch = batch_of(client, [completion(i, **LONG) for i in range(100)])
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3)
+    monkeypatch.undo()
     with serving(None, data_dir=folder) as server, client_of(server) as client:  # while the model is being loaded
         found = client.batches.retrieve(batch.id)
         assert found.status == "in_progress" and 3 < found.request_counts.completed < 100
