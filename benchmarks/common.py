@@ -263,7 +263,8 @@ class Peer:
     def _read(self) -> dict:
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._system} failed:\n{self._errors.read_text()[-4000:]}")
+            status = self._process.wait()
+            raise RuntimeError(f"{self._system} failed with status {status}:\n{self._errors.read_text()[-4000:]}")
         return json.loads(line)
 
     def _signal(self, number: int) -> None:

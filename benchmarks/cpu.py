@@ -187,9 +187,9 @@ def measure(llm: LLM, peers: dict[str, Peer], cases: dict[str, Case], arguments)
     return seconds, rates
 
 
-def report(llm: LLM, seconds: dict, rates: list[dict], cases: dict[str, Case]) -> None:
+def report(model: str, llm: LLM, seconds: dict, rates: list[dict], cases: dict[str, Case]) -> None:
     rate = {name: median([one[name] for one in rates]) for name in rates[0]}
-    print(f"\n{llm.config.model_type}, {llm.dtype}: memory is read at {rate['bandwidth'] / 1e9:.1f} GB/s, ", end="")
+    print(f"\n{model}, {llm.dtype}: memory is read at {rate['bandwidth'] / 1e9:.1f} GB/s, ", end="")
     print(f"products run at {rate['linear'] / 1e9:,.0f} GFLOP/s, attention at {rate['attention'] / 1e9:,.0f}\n")
     rows = []
     for name, case in cases.items():
@@ -231,9 +231,9 @@ def main() -> None:
     with ExitStack() as stack:
         peers = open_peers(arguments, llm, cases, stack)
         seconds, rates = measure(llm, peers, cases, arguments)
-    report(llm, seconds, rates, cases)
-    print("\n" + ", ".join(f"{name} {value}" for name, value in machine().items()))
     write_json(arguments.json, benchmark="cpu", model=arguments.model, seconds=seconds, rates=rates)
+    report(arguments.model, llm, seconds, rates, cases)
+    print("\n" + ", ".join(f"{name} {value}" for name, value in machine().items()))
 
 
 if __name__ == "__main__":

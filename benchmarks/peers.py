@@ -185,7 +185,9 @@ def llama_generator(job):
     options.n_threads = options.n_threads_batch = job["threads"]
     options.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
     options.kv_unified = True
-    model = llama.llama_model_load_from_file(job["gguf"].encode(), llama.llama_model_default_params())
+    loading = llama.llama_model_default_params()
+    loading.use_extra_bufts = False  # with AMX an illegal instruction ends the process (0.3.36, Q8_0)
+    model = llama.llama_model_load_from_file(job["gguf"].encode(), loading)
     context = llama.llama_init_from_model(model, options)
     vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
     batch = llama.llama_batch_init(2048, 0, 1)
