@@ -61,7 +61,8 @@ LAYERS = {
         shifted/test_shifting.py test_budgets.py test_errors.py
     """,
     "model": """
-        attention benchmarks cli engine face images integrations kernels looped model record shifted train worker
+        attention benchmarks cli engine experts face images integrations kernels looped model record shifted train
+        worker
         images/test_pixels.py
         stream/test_spool.py text/test_template_process.py
         test_device.py test_imports.py test_llm.py test_llm_generate.py test_markers.py test_setup.py

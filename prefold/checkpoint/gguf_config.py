@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "starcoder2": "Starcoder2ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
 }
+# By the architecture of files with experts: what makes the config keys of a mixture, as those of OF_ARCHITECTURE.
+MIXTURES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {}
 # Architectures whose norms are LayerNorm.
 LAYER_NORM = ("cohere2", "starcoder2")
 # Settings that files of some architectures have for each layer.
@@ -40,8 +42,8 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     """
     every = Settings(file.metadata, str(file.path))
     arch = every.text("general.architecture")
-    if arch not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if arch not in ARCHITECTURES and arch not in MIXTURES:
+        known = ", ".join(dict.fromkeys([*ARCHITECTURES, *MIXTURES]))
         raise UnsupportedModelError(f"{file.path}: GGUF architecture {arch!r} is not supported; these are: {known}")
     if every.size("split.count", 1, least=0) > 1:
         raise UnsupportedModelError(
@@ -51,7 +53,9 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     layers = read.size("block_count", most=MOST_LAYERS)
     heads, hidden = read.size("attention.head_count"), read.size("embedding_length")
     head_dim = read.size("attention.key_length", hidden // heads)
-    _refuse(read, "expert_count", "a mixture of experts")
+    has_experts = read.size("expert_count", 0, least=0) > 0
+    if has_experts and arch not in MIXTURES:
+        _refuse(read, "expert_count", "a mixture of experts")
     if not read.flag("attention.causal", True):
         raise UnsupportedModelError(f"{file.path} attends in both directions; only causal models are supported")
     turned = read.size("rope.dimension_count", head_dim)
@@ -60,7 +64,7 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     norm = "attention.layer_norm_epsilon" if arch in LAYER_NORM else "attention.layer_norm_rms_epsilon"
     queries = "blk.0.attn_qkv" if arch == "phi3" else "blk.0.attn_q"
     config = {
-        "architectures": [ARCHITECTURES[arch]],
+        "architectures": [ARCHITECTURES.get(arch, arch)],
         "model_type": arch,
         "vocab_size": _rows(file, "token_embd.weight"),
         "hidden_size": hidden,
@@ -84,6 +88,8 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         config |= OF_ARCHITECTURE[arch](read, config)
     elif arch != "llama":
         _refuse(read, "attention.sliding_window", "a sliding window")
+    if has_experts:
+        config |= MIXTURES[arch](read, config)
     return Settings(config, str(file.path))
 
 

@@ -1,0 +1,4 @@
+"""The room of mixtures of experts: families, and the MLP of which each row goes through some parts.
+
+Only `mlp` imports torch.
+"""
