@@ -5,9 +5,9 @@
 
 The shape is that of Qwen3-30B-A3B (hidden 2,048, 128 experts of 768 columns, 8 a row), with fewer layers, a vocabulary
 of 32,768, and random weights in bfloat16. `step` is one layer's mixture, and a dense MLP of 8 * 768 columns, which has
-as many operations for a row and an 1/16 of the weights; both have packed weights and take turns. `decode` is a model:
-sequences of eight prompt tokens, each of which generates `--tokens`; the seconds of a step are those of a run with all of
-them, less a run with half of them, by the tokens between.
+as many operations for a row and 1/16 of the weights; both are packed and take turns. `decode` is a model, and
+sequences of eight prompt tokens, each of which generates `--tokens`: the seconds of a step are those of a run, less
+those of a run of half as many tokens, by the tokens between.
 """
 
 from __future__ import annotations

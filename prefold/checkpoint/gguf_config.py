@@ -42,8 +42,8 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     """
     every = Settings(file.metadata, str(file.path))
     arch = every.text("general.architecture")
-    if arch not in ARCHITECTURES and arch not in MIXTURES:
-        known = ", ".join(dict.fromkeys([*ARCHITECTURES, *MIXTURES]))
+    if arch not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(f"{file.path}: GGUF architecture {arch!r} is not supported; these are: {known}")
     if every.size("split.count", 1, least=0) > 1:
         raise UnsupportedModelError(
@@ -64,7 +64,7 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     norm = "attention.layer_norm_epsilon" if arch in LAYER_NORM else "attention.layer_norm_rms_epsilon"
     queries = "blk.0.attn_qkv" if arch == "phi3" else "blk.0.attn_q"
     config = {
-        "architectures": [ARCHITECTURES.get(arch, arch)],
+        "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
         "vocab_size": _rows(file, "token_embd.weight"),
         "hidden_size": hidden,

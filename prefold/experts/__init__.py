@@ -2,3 +2,7 @@
 
 Only `mlp` imports torch.
 """
+
+from .config import ExpertsConfig, mixture
+
+__all__ = ["ExpertsConfig", "mixture"]

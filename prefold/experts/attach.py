@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..checkpoint.gguf_config import MIXTURES
+from ..checkpoint.gguf_config import ARCHITECTURES, MIXTURES
 from ..model.config import MlpKind, add_mlp
 from ..model.families import add_families, with_heads
 from .config import MLP, others
 from .families import granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
-from .gguf import EXPERTS_OF
+from .gguf import EXPERTS_OF, GGUF_ARCHITECTURES
 
 add_mlp(MLP, MlpKind("prefold.experts.mlp:Experts", lambda config: {}, others))
 add_families(
@@ -26,4 +26,5 @@ add_families(
         "granitemoeshared": "GraniteMoeSharedForCausalLM",
     },
 )
+ARCHITECTURES.update(GGUF_ARCHITECTURES)
 MIXTURES.update(EXPERTS_OF)

@@ -23,9 +23,8 @@ def _counts(read: Settings, key: str) -> dict[str, Any]:
     return {key: read.size("expert_count"), "num_experts_per_tok": read.size("expert_used_count")}
 
 
-def _qwen(read: Settings, architecture: str, normalised: bool) -> dict[str, Any]:
+def _qwen(read: Settings, normalised: bool) -> dict[str, Any]:
     return _counts(read, "num_experts") | {
-        "architectures": [architecture],
         "norm_topk_prob": read.flag("expert_weights_norm", normalised),
         "moe_intermediate_size": read.size("expert_feed_forward_length"),
     }
@@ -33,7 +32,7 @@ def _qwen(read: Settings, architecture: str, normalised: bool) -> dict[str, Any]
 
 def _qwen2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     shared = read.size("expert_shared_feed_forward_length")
-    return _qwen(read, "Qwen2MoeForCausalLM", False) | {"shared_expert_intermediate_size": shared}
+    return _qwen(read, False) | {"shared_expert_intermediate_size": shared}
 
 
 def _granite(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
@@ -48,11 +47,17 @@ def _granite(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+GGUF_ARCHITECTURES = {
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+}
 # By the architecture of files that have experts: what makes the config keys of the mixture.
 EXPERTS_OF: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
     "llama": lambda read, config: _counts(read, "num_local_experts") | {"architectures": ["MixtralForCausalLM"]},
     "qwen2moe": _qwen2,
-    "qwen3moe": lambda read, config: _qwen(read, "Qwen3MoeForCausalLM", True),
-    "olmoe": lambda read, config: _counts(read, "num_experts") | {"architectures": ["OlmoeForCausalLM"]},
+    "qwen3moe": lambda read, config: _qwen(read, True),
+    "olmoe": lambda read, config: _counts(read, "num_experts"),
     "granitemoe": _granite,
 }

@@ -82,7 +82,8 @@ class Experts(nn.Module):
         """Returns the result of the mixture for h [rows, hidden], shaped as h, summed over all ranks. Adapters add
         nothing."""
         # In float32: rounded logits tie.
-        logits = wide_product(h, self.router.weight) if self.router.weight is not None else self.router.product.wide(h)
+        router, weight = self.router.product, self.router.weight
+        logits = router.wide(h) if router is not None else wide_product(h, weight)
         if isinstance(self.gate_up.product, ExpertPanels):
             out = self._by_kernels(h, logits)
         else:

@@ -109,7 +109,7 @@ def _stacks(tensors: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[st
     names, left, stored = config.names, dict(tensors), {}
     for number in range(config.layers):
         for stack, templates in names.stacks.items():
-            matrices = []
+            matrices: list[Tensor] = []
             while (first := f"layers.{number}.{templates[0].format(len(matrices))}") in left:
                 parts = [first, *(f"layers.{number}.{other.format(len(matrices))}" for other in templates[1:])]
                 matrices.append(torch.cat([left.pop(part) for part in parts]))

@@ -50,14 +50,18 @@ def written(folder: Path, name: str, **more) -> Path:
         ("Glm4", {"head_dim": 8, "attention_bias": False}),
         ("StableLm", {"hidden_size": 48}),
         ("StableLm", {"hidden_size": 48, "use_qkv_bias": True, "layer_norm_eps": 0.3}),
+        ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3}),
+        ("FlexOlmo", {"norm_topk_prob": True}),
     ],
 )
 def test_the_example_of_the_page_gives_the_logits_of_transformers(tmp_path, name, more):
     folder = written(tmp_path / "model", name, **more)
     with pytest.raises(CheckpointError, match=rf"{name}ForCausalLM.*register_family.*--plugin.*docs/families\.md"):
         config_from(resolve(str(folder)).config)
-    example = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
-    (tmp_path / "my_families.py").write_text(example[1], encoding="utf-8")
+    examples = re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    example = next(example for example in examples if f"{name}ForCausalLM" in example)
+    assert len(example.splitlines()) < 60
+    (tmp_path / "my_families.py").write_text(example, encoding="utf-8")
     runpy.run_path(str(tmp_path / "my_families.py"))
     check_logits(folder)
 
