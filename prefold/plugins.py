@@ -19,7 +19,7 @@ from typing import Any
 
 from .errors import CheckpointError
 
-ROOMS = ("hf", "hybrid", "images", "looped", "shifted")
+ROOMS = ("experts", "hf", "hybrid", "images", "looped", "shifted")
 VARIABLE = "PREFOLD_PLUGINS"
 # What `prefold verify --reuse NAME` measures, by its name: a package whose module `options` has the options of the
 # command line and their `names`, and whose `verify` runs it. Help is printed without what a room imports, so the table

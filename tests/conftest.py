@@ -61,7 +61,7 @@ LAYERS = {
         shifted/test_shifting.py test_budgets.py test_errors.py test_pages.py
     """,
     "model": """
-        attention benchmarks cli engine face hf hybrid images integrations kernels looped model record shifted
+        attention benchmarks cli engine experts face hf hybrid images integrations kernels looped model record shifted
         train worker
         images/test_pixels.py
         stream/test_spool.py text/test_template_process.py

@@ -22,10 +22,10 @@ LAYERS = [
     "train", "api", "records", "report", "job", "cluster", "simulate", "integrations", "serve", "cli",
 ]  # fmt: skip
 # Features that most users never meet. A room imports from the core, and the core imports no room.
-ROOMS = ["hf", "hybrid", "images", "looped", "shifted"]
+ROOMS = ["experts", "hf", "hybrid", "images", "looped", "shifted"]
 WITHOUT_TORCH = [
-    "prefix", "text", "hf", "hybrid", "images", "looped", "shifted", "checkpoint", "stream", "cache", "schedule",
-    "engine", "tasks", "api", "records", "report", "job", "serve", "cli", "cluster", "simulate", "model",
+    "prefix", "text", "experts", "hf", "hybrid", "images", "looped", "shifted", "checkpoint", "stream", "cache",
+    "schedule", "engine", "tasks", "api", "records", "report", "job", "serve", "cli", "cluster", "simulate", "model",
 ]  # fmt: skip
 
 

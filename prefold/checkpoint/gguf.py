@@ -147,15 +147,15 @@ class GGUFFile:
         return self._mapped[start : start + size].reshape(shape)
 
     def dequantize(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Returns the tensor as float32 in its NumPy shape; read-only where it is stored as float32. Raises
-        CheckpointError as `raw` does."""
+        """Returns the tensor as float32 in its NumPy shape; read-only where it is stored as float32. rows: those along
+        its last dimension that are wanted, as [rows, numbers]. Raises CheckpointError as `raw` does."""
         from gguf.quants import GGMLQuantizationType, dequantize
 
         tensor, raw = self.tensors[name], self.raw(name)
         kind = GGMLQuantizationType(tensor.type)  # `raw` has checked that there is such a type
         if rows != slice(None):
             assert len(tensor.shape) > 1, f"{name} has no rows to choose from"
-            raw = raw[rows]
+            raw = raw.reshape(-1, raw.shape[-1])[rows]
         try:
             return dequantize(raw, kind)
         except NotImplementedError as error:

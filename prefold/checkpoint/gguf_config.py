@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "starcoder2": "Starcoder2ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
 }
+# By the architecture of files with experts: what makes the config keys of a mixture, as those of OF_ARCHITECTURE.
+MIXTURES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {}
 # Architectures whose norms are LayerNorm.
 LAYER_NORM = ("cohere2", "starcoder2")
 # Settings that files of some architectures have for each layer.
@@ -54,7 +56,9 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     layers = read.size("block_count", most=MOST_LAYERS)
     heads, hidden = read.size("attention.head_count"), read.size("embedding_length")
     head_dim = read.size("attention.key_length", hidden // heads)
-    _refuse(read, "expert_count", "a mixture of experts")
+    has_experts = read.size("expert_count", 0, least=0) > 0
+    if has_experts and arch not in MIXTURES:
+        _refuse(read, "expert_count", "a mixture of experts")
     if not read.flag("attention.causal", True):
         raise UnsupportedModelError(f"{file.path} attends in both directions; only causal models are supported")
     turned = read.size("rope.dimension_count", head_dim)
@@ -87,6 +91,8 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         config |= OF_ARCHITECTURE[arch](read, config)
     elif arch != "llama":
         _refuse(read, "attention.sliding_window", "a sliding window")
+    if has_experts:
+        config |= MIXTURES[arch](read, config)
     return Settings(config, str(file.path))
 
 

@@ -139,6 +139,7 @@ FUNCTIONS = {
     "has_products": ("i:i", ALONE),
     "linear": ("i:pqpppqqqip", MIXED),
     "gated_linear": ("i:pqpppqqqip", GATED),
+    "experts": ("i:p", GATED),
     "greedy": ("i:pppqqqqi", {(dtype,): f"_{suffix}" for dtype, suffix in DTYPES.items()}),
     "log_sum_exp": (":pqqqppi", ALONE),
     "entropy": (":pqqqpppi", ALONE),

@@ -16,13 +16,14 @@ from .attention import AttentionKernels
 from .build import build, build_probe
 from .compile import HERE, NATIVE, BuildError, runnable, variants
 from .elementwise import ElementwiseKernels
+from .experts import ExpertKernels
 from .interface import bind
 from .logits import LogitKernels
 from .products import ProductKernels
 from .program import ProgramKernels
 
 
-class Kernels(AttentionKernels, ElementwiseKernels, ProductKernels, LogitKernels, ProgramKernels):
+class Kernels(AttentionKernels, ElementwiseKernels, ProductKernels, LogitKernels, ProgramKernels, ExpertKernels):
     """It has the functions of one compiled library. Calls release the GIL and use torch's number of threads."""
 
     def __init__(self, path: Path):

@@ -23,12 +23,17 @@ def can_pack_words(weight: Tensor) -> bool:
 
 def pack_words(weight: Tensor, pool: PanelPool | None = None) -> Tensor:
     """Returns weight [columns, k] packed: int32 [columns / 32, words along k, 32], zeros past the last column."""
-    words = weight.detach().contiguous().view(torch.int32)
-    packed = (pool or PanelPool()).take((-(-len(words) // COLUMNS), words.shape[1], COLUMNS))
-    for panel, rows in zip(packed, words.split(COLUMNS), strict=True):
+    words = weight.shape[1] * weight.itemsize // 4
+    packed = (pool or PanelPool()).take((-(-len(weight) // COLUMNS), words, COLUMNS))
+    fill_words(packed, weight.detach())
+    return packed
+
+
+def fill_words(packed: Tensor, weight: Tensor) -> None:
+    """Packs weight [columns, k] into memory of the shape that `pack_words` returns."""
+    for panel, rows in zip(packed, weight.contiguous().view(torch.int32).split(COLUMNS), strict=True):
         panel[:, : len(rows)] = rows.T
         panel[:, len(rows) :] = 0
-    return packed
 
 
 class PanelPool:

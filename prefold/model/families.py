@@ -271,6 +271,13 @@ def families_by_function() -> dict[Family, list[str]]:
     return functions
 
 
+def with_heads(causal: str, other: str, family: Family, *, classified: bool = True) -> dict[str, Family]:
+    """Returns a family by its architectures: the one with an LM head, and those without a head and (where there is
+    such a one) with a classification head, whose names begin with `other`."""
+    families = {causal: family, f"{other}Model": _with_head(family)}
+    return families | ({f"{other}ForSequenceClassification": _with_head(family, _classifier)} if classified else {})
+
+
 def _with_head(family: Family, head: Callable[[Settings], dict[str, Any]] = lambda hf: {}) -> Family:
     """Returns the family of a model's checkpoints that have another head than the LM head, or none. They give no
     logits, also where a language model's embedding is its head: they were trained for something else, and what they
@@ -352,7 +359,5 @@ for _causal, _other, _family in (
     ("Exaone4ForCausalLM", "Exaone4", exaone4),
     ("GPT2LMHeadModel", "GPT2", gpt2),
 ):
-    _FAMILIES[_causal] = _family
-    _FAMILIES[f"{_other}Model"] = _with_head(_family)
-    if _family not in (granite, granite4, cohere2):  # of which transformers has no classifiers
-        _FAMILIES[f"{_other}ForSequenceClassification"] = _with_head(_family, _classifier)
+    # Of some transformers has no classifiers.
+    _FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in (granite, granite4, cohere2))

@@ -15,6 +15,9 @@ class Names:
     lists        the lists of layers, in order, and the number here of the first layer of each
     parts        what modules are called there, with the names here; with several of these, their outputs lie side by
                  side in one tensor, in this order. A tensor that belongs to no module has its own name in place of one
+    stacks       tensors [matrices, outputs, inputs] of a layer that hold a matrix of each number, with the names here
+                 of the tensors that lie side by side in such a matrix: "{}" stands for the number
+    writes_stacks   whether checkpoints have these stacks; else they have each tensor by itself, and may have stacks
     transposed   whether weights of the layers' linears are [inputs, outputs]
     interleaved  whether the two halves of each head of q and k, which are rotated against each other, are stored
                  number by number in turn
@@ -25,6 +28,8 @@ class Names:
     prefix: str = "model."
     lists: Mapping[str, int] = field(default_factory=lambda: {"layers": 0})
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    writes_stacks: bool = False
     transposed: bool = False
     interleaved: bool = False
     before: str = ""
@@ -34,13 +39,21 @@ class Names:
         """Returns the names here of a checkpoint's module; an unknown name is kept as it is, without the prefix."""
         before = re.match(self.before, stored)
         stored = stored[before.end() if before else 0 :].removeprefix(self.prefix)
-        if stored in self.parts:
-            return self.parts[stored]
+        return self._named(stored, self.parts) or (stored,)
+
+    def of_stack(self, stored: str) -> tuple[str, ...]:
+        """Returns the names here, with "{}" for the number, of the tensors in a stack; none for any other tensor."""
+        return self._named(stored.removeprefix(self.prefix), self.stacks)
+
+    def _named(self, stored: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """Returns the names that a table has of a thing beside the layers or in a layer; none: it has none."""
+        if stored in table:
+            return table[stored]
         in_layer = re.fullmatch(r"(\w+)\.(\d+)\.(.+)", stored)
-        if in_layer and in_layer[1] in self.lists and in_layer[3] in self.parts:
+        if in_layer and in_layer[1] in self.lists and in_layer[3] in table:
             number = self.lists[in_layer[1]] + int(in_layer[2])
-            return tuple(f"layers.{number}.{name}" for name in self.parts[in_layer[3]])
-        return (stored,)
+            return tuple(f"layers.{number}.{name}" for name in table[in_layer[3]])
+        return ()
 
     def of_tensor(self, stored: str) -> tuple[str, ...]:
         """Returns the names here of a checkpoint's tensor; none for a tensor of something else."""
@@ -92,7 +105,13 @@ GGUF = Names(
         "ffn_gate": ("mlp.gate_proj",),
         "ffn_up": ("mlp.up_proj",),
         "ffn_down": ("mlp.down_proj",),
+        "ffn_gate_inp": ("mlp.gate",),
+        "ffn_gate_inp_shexp": ("mlp.shared_expert_gate",),
+        "ffn_gate_shexp": ("mlp.shared_expert.gate_proj",),
+        "ffn_up_shexp": ("mlp.shared_expert.up_proj",),
+        "ffn_down_shexp": ("mlp.shared_expert.down_proj",),
     },
+    stacks={f"ffn_{part}_exps.weight": (f"mlp.experts.{{}}.{part}_proj.weight",) for part in ("gate", "up", "down")},
 )
 # Of models whose queries, keys and values are one tensor, and gate and up another.
 FUSED = Names(

@@ -55,13 +55,13 @@ class Shard:
             )
         group, copies = config.heads // config.kv_heads, 1
         if size <= config.kv_heads:
-            kv_heads = _share(config.kv_heads, rank, size)
+            kv_heads = share(config.kv_heads, rank, size)
             heads = slice(kv_heads.start * group, kv_heads.stop * group)
         else:
             kv_head = rank * config.kv_heads // size
             owners = [r for r in range(size) if r * config.kv_heads // size == kv_head]
             copies = len(owners)
-            own = _share(group, owners.index(rank), copies)
+            own = share(group, owners.index(rank), copies)
             kv_heads = slice(kv_head, kv_head + 1)
             heads = slice(kv_head * group + own.start, kv_head * group + own.stop)
         unit = WIDTH_UNIT if config.intermediate >= WIDTH_UNIT * size else 1
@@ -70,8 +70,8 @@ class Shard:
             size,
             heads,
             kv_heads,
-            _share(config.intermediate, rank, size, unit),
-            _share(config.vocab_size, rank, size),
+            share(config.intermediate, rank, size, unit),
+            share(config.vocab_size, rank, size),
             copies,
         )
 
@@ -105,7 +105,7 @@ class Shard:
         }
 
 
-def _share(total: int, rank: int, size: int, unit: int = 1) -> slice:
+def share(total: int, rank: int, size: int, unit: int = 1) -> slice:
     """Returns the rank's part of `total`, in whole units but for the last; parts differ by a unit at most."""
     units = -(-total // unit)
     return slice(min(total, unit * (units * rank // size)), min(total, unit * (units * (rank + 1) // size)))
@@ -185,7 +185,7 @@ class Ranks(Alone):
         pieces = self.collect(F.pad(logits, (0, width - logits.shape[1])).contiguous())
         if pieces is None:
             return logits.new_empty(0, vocab_size)
-        sizes = [_length(_share(vocab_size, rank, self.size)) for rank in range(self.size)]
+        sizes = [_length(share(vocab_size, rank, self.size)) for rank in range(self.size)]
         return torch.cat([piece[:, :size] for piece, size in zip(pieces, sizes, strict=True)], 1)
 
 

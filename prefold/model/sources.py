@@ -56,6 +56,7 @@ class TensorPlace:
     transposed   whether it is stored as [inputs, outputs]
     flat         whether it is stored with more dimensions, all of them outputs
     order        of the numbers of each head, as of `head_order`; None: as they are stored
+    matrix       which matrix of a stack it is in; None: it is in no stack
     """
 
     file: Any
@@ -64,6 +65,7 @@ class TensorPlace:
     transposed: bool
     flat: bool = False
     order: Sequence[int] | None = None
+    matrix: int | None = None
 
     def read(self, where: tuple[slice, ...]) -> Tensor:
         """Returns the part of the tensor at `where`; no more of the file is read. Of heads with an order whole ones."""
@@ -72,6 +74,9 @@ class TensorPlace:
     def _read(self, where: tuple[slice, ...]) -> Tensor:
         if self.flat:
             return self.file.get_tensor(self.name).flatten()[_within(self.outputs, where[0] if where else slice(None))]
+        if self.matrix is not None:
+            index = (self.matrix, _within(self.outputs, where[0] if where else slice(None)), *where[1:])
+            return self.file.get_slice(self.name)[index]
         if self.outputs is None and not where:
             values = self.file.get_tensor(self.name)
         else:
@@ -109,6 +114,9 @@ class SafetensorsSource:
             for stored in file.keys():  # noqa: SIM118 (not a dict)
                 if self.IGNORED.fullmatch(stored):
                     continue
+                if templates := names.of_stack(stored):
+                    self._add_stack(checkpoint, file, stored, templates)
+                    continue
                 here = names.of_tensor(stored)
                 if not here:
                     continue
@@ -130,6 +138,14 @@ class SafetensorsSource:
                 for name, size, end, order in zip(here, sizes, accumulate(sizes), orders, strict=True):
                     self._where[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, order)
                     self.shapes[name] = (size, *shape[1:])
+
+    def _add_stack(self, checkpoint: Checkpoint, file: Any, stored: str, templates: Sequence[str]) -> None:
+        """Adds the tensors of a stack. templates: as of `Names.of_stack`."""
+        for name, number, rows, shape in in_stack(stored, file.get_slice(stored).get_shape(), templates):
+            if name in self._where:
+                raise CheckpointError(f"{checkpoint.path} has {name!r} twice, once of them in {stored!r}")
+            self._where[name] = TensorPlace(file, stored, rows, False, matrix=number)
+            self.shapes[name] = shape
 
     @classmethod
     def opened(cls, checkpoint: Checkpoint) -> Iterator[tuple[Path, Any]]:
@@ -165,6 +181,19 @@ class SafetensorsSource:
         target.copy_(self._where[name].read(where))
 
 
+def in_stack(
+    stored: str, shape: Sequence[int], templates: Sequence[str]
+) -> Iterator[tuple[str, int, slice, tuple[int, ...]]]:
+    """Yields each tensor of a stack [matrices, outputs, inputs] with the number of its matrix, its rows in it, and its
+    shape. templates: as of `Names.of_stack`. Raises CheckpointError where the shape is none of a stack."""
+    if len(shape) != 3 or shape[1] % len(templates):
+        raise CheckpointError(f"{stored} is {list(shape)}; it must be [experts, outputs, inputs]")
+    size = shape[1] // len(templates)
+    for number in range(shape[0]):
+        for part, template in enumerate(templates):
+            yield template.format(number), number, slice(part * size, (part + 1) * size), (size, shape[2])
+
+
 def _within(outer: slice | None, inner: slice) -> slice:
     """Returns the slice `inner` of what `outer` (None: everything) gives, as one slice."""
     if outer is None:
@@ -184,7 +213,7 @@ class GGUFSource:
     # Parts of the config.
     IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
     # Architectures whose files have the halves of heads in turn: what converts the first ones puts them so.
-    IN_TURN = ("llama", "smollm3", "granite", "cohere2")
+    IN_TURN = ("llama", "smollm3", "granite", "granitemoe", "cohere2")
 
     def __init__(self, file: GGUFFile, config: ModelConfig):
         self.file = file
@@ -196,6 +225,11 @@ class GGUFSource:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for stored, tensor in file.tensors.items():
             if stored in self.IGNORED:
+                continue
+            if templates := names.of_stack(stored):
+                for name, number, rows, shape in in_stack(stored, tensor.shape, templates):
+                    self._stored[name] = (stored, number * tensor.shape[1] + rows.start)
+                    self.shapes[name] = shape
                 continue
             here = names.of_tensor(stored)
             sizes = config.fused_sizes(here) if len(here) > 1 else tensor.shape[:1]

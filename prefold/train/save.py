@@ -83,7 +83,7 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     if (order := config.head_order) is not None:
         in_heads = SafetensorsSource.IN_HEADS.search
         tensors = {name: as_stored(t, order) if in_heads(name) else t for name, t in tensors.items()}
-    stored: dict[str, Tensor] = {}
+    stored, tensors = _stacks(tensors, config) if names.writes_stacks else ({}, tensors)
     for name, tensor in tensors.items():
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
         path, rest = ("", name) if layer is None else (f"{names.layer(int(layer[1]))}.", layer[2])
@@ -102,6 +102,19 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
         prefix = "" if module.split(".")[0] in ("lm_head", "score") else names.prefix
         stored[f"{prefix}{path}{called}{end}"] = tensor
     return stored
+
+
+def _stacks(tensors: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the stacks of a checkpoint (`Names.stacks`) by their names there, and the tensors that are in none."""
+    names, left, stored = config.names, dict(tensors), {}
+    for number in range(config.layers):
+        for stack, templates in names.stacks.items():
+            matrices: list[Tensor] = []
+            while (first := f"layers.{number}.{templates[0].format(len(matrices))}") in left:
+                parts = [first, *(f"layers.{number}.{other.format(len(matrices))}" for other in templates[1:])]
+                matrices.append(torch.cat([left.pop(part) for part in parts]))
+            stored[f"{names.prefix}{names.layer(number)}.{stack}"] = torch.stack(matrices)
+    return stored, left
 
 
 def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:

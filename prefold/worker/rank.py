@@ -42,7 +42,7 @@ def main(pipe: Connection) -> None:
 def _follow(pipe: Connection, start: Start) -> None:
     if start.device.type == "cuda":
         torch.cuda.set_device(start.device)
-    load_plugins()  # which may have added the kind of MLP that the config names
+    load_plugins()  # the config is made, and names kinds of things that rooms and plugins add
     ranks = start.join()
     torch.set_num_threads(start.threads)
     place = {"dtype": start.dtype, "device": start.device}

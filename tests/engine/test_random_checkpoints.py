@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from running import as_request, run
-from tiny import FAMILIES, MORE, reference, tiny_checkpoint
+from tiny import FAMILIES, MIXTURES, MORE, reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.types import Readout
@@ -89,7 +89,7 @@ def random_config_of_more(rng: random.Random, family: str) -> dict[str, Any]:
         "embedding_multiplier": rng.choice([1, 3.5, 12.0]), "residual_multiplier": rng.choice([1.0, 0.22, 0.9]),
         "attention_multiplier": rng.choice([1, 0.1, 0.0156]), "logits_scaling": rng.choice([1, 3.0, 8.0]),
     }  # fmt: skip
-    if family not in ("smollm3", "granite"):
+    if family not in ("smollm3", "granite", "granite-moe", "granite-moe-shared"):
         config.pop("mlp_bias")
     if family == "smollm3":
         config["no_rope_layers"] = [rng.randint(0, 1) for _ in range(layers + rng.randint(0, 1))]
@@ -107,8 +107,21 @@ def random_config_of_more(rng: random.Random, family: str) -> dict[str, Any]:
             short, long = ([rng.uniform(1, most) for _ in range(turned // 2)] for most in (2, 30))
             rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": 1.3}
         config["rope_parameters"] = rope | {"rope_theta": rng.choice([100.0, 1e4])}
-    if family in ("granite", "granite4"):
+    if family.startswith("granite"):
         config |= factors
+    if family in MIXTURES:
+        experts = rng.choice([1, 2, 3, 8, 20])
+        config |= {"num_experts": experts, "num_local_experts": experts, "num_experts_per_tok": rng.randint(1, experts)}
+    if family in ("qwen2-moe", "qwen3-moe"):
+        config |= {"moe_intermediate_size": rng.choice([1, 9, 16, 40]), "norm_topk_prob": rng.random() < 0.5}
+    if family == "qwen2-moe":
+        config |= {"shared_expert_intermediate_size": rng.choice([3, 32, 50]), "qkv_bias": rng.random() < 0.5}
+    if family == "olmoe":
+        config["norm_topk_prob"] = rng.random() < 0.5
+    if family == "granite-moe-shared":
+        config["shared_intermediate_size"] = rng.choice([0, 3, 32, 50])
+    if family in ("qwen2-moe", "granite-moe", "granite-moe-shared", "olmoe"):
+        config["hidden_size"] = heads * config.pop("head_dim")
     if family == "granite4":
         config |= {"num_local_experts": 0, "shared_intermediate_size": config.pop("intermediate_size")}
         config |= {"layer_types": ["full_attention"] * layers, "mamba_n_heads": 1}

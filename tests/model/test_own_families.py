@@ -53,12 +53,16 @@ def written(folder: Path, name: str, **more) -> Path:
         ("Glm4", {"head_dim": 8, "attention_bias": False}),
         ("StableLm", {"hidden_size": 48}),
         ("StableLm", {"hidden_size": 48, "use_qkv_bias": True, "layer_norm_eps": 0.3}),
+        ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3}),
+        ("FlexOlmo", {"norm_topk_prob": True}),
     ],
 )
 def test_the_example_of_the_page_gives_the_logits_of_transformers(tmp_path, name, more):
     folder = written(tmp_path / "model", name, **more)
     assert config_from(resolve(str(folder)).config).loading  # by transformers' modules
-    (tmp_path / "my_families.py").write_text(EXAMPLES[0], encoding="utf-8")
+    example = next(example for example in EXAMPLES if f"{name}ForCausalLM" in example)
+    assert len(example.splitlines()) < 60
+    (tmp_path / "my_families.py").write_text(example, encoding="utf-8")
     runpy.run_path(str(tmp_path / "my_families.py"))
     assert not config_from(resolve(str(folder)).config).loading
     check_logits(folder)
@@ -91,7 +95,8 @@ def test_the_example_of_an_mlp_of_another_kind(tmp_path, monkeypatch, named, ran
         config_from(settings)
     settings = {key: value for key, value in settings.items() if key not in ("architectures", "model_type")}
     path.write_text(json.dumps(settings | named), encoding="utf-8")
-    (tmp_path / "quokkas.py").write_text(EXAMPLES[1], encoding="utf-8")
+    example = next(example for example in EXAMPLES if "quokka" in example.lower())
+    (tmp_path / "quokkas.py").write_text(example, encoding="utf-8")
     monkeypatch.setattr(config_module, "_MLPS", dict(config_module._MLPS))
     monkeypatch.setattr(plugins, "_loaded", set(plugins._loaded))
     monkeypatch.setenv(plugins.VARIABLE, str(tmp_path / "quokkas.py"))

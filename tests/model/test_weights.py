@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import gguf
 import numpy as np
@@ -283,6 +284,9 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router.layer": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -297,18 +301,20 @@ OWN_NAMES = dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), OUT_NORMS) |
     "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
 }
 # The settings of an architecture: (key, kind, value of the config).
+GRANITE_KEYS = [
+    ("embedding_scale", "float32", "embedding_multiplier"), ("residual_scale", "float32", "residual_multiplier"),
+    ("attention.scale", "float32", "attention_multiplier"), ("logit_scale", "float32", "logits_scaling"),
+]  # fmt: skip
 OWN_KEYS = {
-    "granite": [
-        ("embedding_scale", "float32", "embedding_multiplier"), ("residual_scale", "float32", "residual_multiplier"),
-        ("attention.scale", "float32", "attention_multiplier"), ("logit_scale", "float32", "logits_scaling"),
-    ],
+    "granite": GRANITE_KEYS,
+    "granitemoe": GRANITE_KEYS,
     "gemma2": [
         ("attn_logit_softcapping", "float32", "attn_logit_softcapping"),
         ("final_logit_softcapping", "float32", "final_logit_softcapping"),
     ],
     "cohere2": [("logit_scale", "float32", "logit_scale")],
 }  # fmt: skip
-PERMUTED = ("llama", "smollm3", "granite")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
 TOP = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
@@ -322,6 +328,10 @@ def permute(weight, heads):
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
+GGUF_NAMES = {
+    "olmo3": "olmo2", "phi3-long": "phi3", "granite4": "granite", "qwen2-moe": "qwen2moe", "qwen3-moe": "qwen3moe",
+    "mixtral": "llama", "granite-moe": "granitemoe", "granite-moe-shared": "granitemoe",
+}  # fmt: skip
 OLMO3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -348,6 +358,28 @@ def as_granite3(folder):
     (folder / "config.json").write_text(json.dumps(kept))
 
 
+def stacked(tensors):
+    """Tensors with those of all experts in one, as llama.cpp's converter has them."""
+    stacks = {}
+    for name, tensor in tensors.items():
+        name = name.replace("block_sparse_moe", "mlp")
+        for theirs, ours in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            name = name.replace(f".{theirs}.", f".{ours}.")
+        halves = tensor.chunk(2, -2) if "input_linear" in name else (tensor,)
+        kind = "shexp" if "shared" in name else "exps"
+        for half, part in zip(("gate", "up") if len(halves) == 2 else ("down",), halves, strict=True):
+            if name.endswith(("input_linear.weight", "output_linear.weight")):
+                stacks[f"{name.split('mlp')[0].removesuffix('shared_')}ffn_{half}_{kind}.weight"] = part
+            elif match := re.fullmatch(r"(.+)mlp\.(?:experts\.\d+|shared_expert)\.(\w+)_proj\.weight", name):
+                stacks.setdefault(f"{match[1]}ffn_{match[2]}_{kind}.weight", []).append(part)
+            else:
+                stacks[name] = part
+    return {
+        name: (torch.stack(part) if "exps" in name else part[0]) if isinstance(part, list) else part
+        for name, part in stacks.items()
+    }
+
+
 def write_gguf(folder, path, arch):
     """The checkpoint of `folder` as a GGUF file, tensors in float32."""
     config = config_from(resolve(str(folder)).config)
@@ -371,6 +403,11 @@ def write_gguf(folder, path, arch):
         writer.add_sliding_window(windows[0])
         if not all(windows):
             writer.add_sliding_window_pattern([window is not None for window in windows])
+    if experts := getattr(config, "experts", 0):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.chosen)
+        writer.add_expert_feed_forward_length(config.intermediate)
+        writer.add_expert_shared_feed_forward_length(config.shared)
     for key, kind, of_config in OWN_KEYS.get(arch, ()):
         getattr(writer, f"add_{kind}")(f"{arch}.{key}", hf[of_config])
     if arch == "phi3":
@@ -384,9 +421,11 @@ def write_gguf(folder, path, arch):
     if arch == "olmo2" and config.rope.kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope.settings["factor"])
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in stacked(load_file(folder / "model.safetensors")).items():
         short, values = name.removeprefix("model."), tensor.numpy()
-        if short not in TOP:
+        if ".ffn_" in short:
+            short = short.replace("layers.", "blk.")
+        elif short not in TOP:
             _, number, rest = short.split(".", 2)
             role, kind = rest.rsplit(".", 1)
             if arch in PERMUTED and role.endswith(("q_proj", "k_proj")):
@@ -415,7 +454,7 @@ def test_a_gguf_file_is_the_same_model(tmp_path, family, tied):
     path = tmp_path / "m.gguf"
     if family == "granite4":  # its converter writes the dense models as files of Granite 3
         as_granite3(folder)
-    write_gguf(folder, path, {"olmo3": "olmo2", "phi3-long": "phi3", "granite4": "granite"}.get(family, family))
+    write_gguf(folder, path, GGUF_NAMES.get(family, family))
     ours, expected = load(path), load(folder)
     torch.testing.assert_close(hidden(ours), hidden(expected), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.logits(hidden(ours)), expected.logits(hidden(expected)), rtol=1e-5, atol=1e-4)

@@ -29,7 +29,7 @@ def write_adapter(
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, parameter in load_file(checkpoint / "model.safetensors").items():
         match = re.fullmatch(r"(?:model\.layers|layers|transformer\.h)\.(\d+)\.\w+\.(\w+)\.weight", name)
-        if match and int(match[1]) in layers and match[2] in modules:
+        if match and int(match[1]) in layers and match[2] in modules and parameter.ndim == 2:
             rank = settings.get("rank_pattern", {}).get(match[2], settings["r"])
             path = prefix + name.removesuffix(".weight")
             outputs, inputs = parameter.shape[::-1] if is_transposed(name) else parameter.shape

@@ -20,13 +20,15 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2")
+MIXTURES = ("qwen2-moe", "qwen3-moe", "olmoe", "mixtral", "granite-moe", "granite-moe-shared")
 # Families that most tests meet where slow ones run alone: what others have tested, they put together in other ways.
 MORE = (
     "smollm3", "olmo2", "olmo3", "phi3", "phi3-long", "granite", "granite4", "gemma", "gemma2", "cohere2",
     "starcoder2", "exaone4",
+    *MIXTURES,
 )  # fmt: skip
 # Those of which transformers has no classifier.
-UNCLASSIFIED = ("granite", "granite4", "cohere2")
+UNCLASSIFIED = ("granite", "granite4", "cohere2", "olmoe", "granite-moe", "granite-moe-shared")
 EVERY = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE)]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = (("y", "e"), ("ye", "s"), ("n", "o"), ("t", "h"), ("th", "e"), ("Ġ", "the"))
@@ -66,6 +68,12 @@ PREFIXES = {
     "cohere2": "Cohere2",
     "starcoder2": "Starcoder2",
     "exaone4": "Exaone4",
+    "qwen2-moe": "Qwen2Moe",
+    "qwen3-moe": "Qwen3Moe",
+    "olmoe": "Olmoe",
+    "mixtral": "Mixtral",
+    "granite-moe": "GraniteMoe",
+    "granite-moe-shared": "GraniteMoeShared",
 }
 HEADS = {"causal": "ForCausalLM", "classifier": "ForSequenceClassification", "bare": "Model"}
 CAUSAL = {"gemma3": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel"}  # where it is not the prefix and the head
@@ -117,6 +125,19 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "starcoder2": {"sliding_window": 7},
+    "qwen2-moe": {
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 22, "shared_expert_intermediate_size": 34,
+    },
+    "qwen3-moe": {
+        "head_dim": 10, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 22, "norm_topk_prob": True,
+    },
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite-moe": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+        "num_local_experts": 4, "num_experts_per_tok": 3,
+    },
+    "granite-moe-shared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 26},
     "exaone4": {
         "head_dim": 10, "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -168,7 +189,8 @@ def randomise(model: torch.nn.Module, seed: int, norm: float = 1) -> None:
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * values)
             else:
-                inputs = parameter.shape[0 if ".c_" in name else 1]  # GPT-2's linears are stored transposed
+                # GPT-2's linears are stored transposed; those of experts are stacks.
+                inputs = parameter.shape[0 if ".c_" in name else 2 if parameter.ndim == 3 else 1]
                 parameter.copy_(1.5 * values / inputs**0.5)
 
 
@@ -206,7 +228,8 @@ def reference(folder: Path, head: str = "causal", attention: str = "eager") -> t
         "classifier": transformers.AutoModelForSequenceClassification,
         "bare": transformers.AutoModel,
     }
-    model = loaders[head].from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    how = {"attn_implementation": attention, "experts_implementation": "eager"}  # others want sizes to be multiples
+    model = loaders[head].from_pretrained(folder, dtype=torch.float32, **how)
     return model.eval()
 
 

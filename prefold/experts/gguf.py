@@ -1,0 +1,63 @@
+"""What GGUF files say of experts, as keys of a Hugging Face config. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..checkpoint.gguf_config import OF_ARCHITECTURE
+from ..checkpoint.settings import Settings
+from ..errors import UnsupportedModelError
+
+SOFTMAX = 1  # of llama.cpp's functions of the router's logits
+
+
+def _counts(read: Settings, key: str) -> dict[str, Any]:
+    """Returns how many experts there are, under this key, and how many of them a row goes through."""
+    function = read.size("expert_gating_func", SOFTMAX)
+    if function != SOFTMAX or read.number("expert_weights_scale", 1.0, zero=True) not in (0.0, 1.0):
+        raise UnsupportedModelError(
+            f"{read.file}: the router has {read.prefix}expert_gating_func {function} or a factor "
+            f"({read.prefix}expert_weights_scale), which are not supported; the softmax is"
+        )
+    return {key: read.size("expert_count"), "num_experts_per_tok": read.size("expert_used_count")}
+
+
+def _qwen(read: Settings, normalised: bool) -> dict[str, Any]:
+    return _counts(read, "num_experts") | {
+        "norm_topk_prob": read.flag("expert_weights_norm", normalised),
+        "moe_intermediate_size": read.size("expert_feed_forward_length"),
+    }
+
+
+def _qwen2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    shared = read.size("expert_shared_feed_forward_length")
+    return _qwen(read, False) | {"shared_expert_intermediate_size": shared}
+
+
+def _granite(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    shared = read.size("expert_shared_feed_forward_length", 0, least=0)
+    return (
+        OF_ARCHITECTURE["granite"](read, config)
+        | _counts(read, "num_local_experts")
+        | {
+            "architectures": ["GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"],
+            "shared_intermediate_size": shared,
+        }
+    )
+
+
+GGUF_ARCHITECTURES = {
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+}
+# By the architecture of files that have experts: what makes the config keys of the mixture.
+EXPERTS_OF: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
+    "llama": lambda read, config: _counts(read, "num_local_experts") | {"architectures": ["MixtralForCausalLM"]},
+    "qwen2moe": _qwen2,
+    "qwen3moe": lambda read, config: _qwen(read, True),
+    "olmoe": lambda read, config: _counts(read, "num_experts"),
+    "granitemoe": _granite,
+}

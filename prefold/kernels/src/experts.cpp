@@ -1,0 +1,283 @@
+// A mixture of experts: each row of a step goes through some of a layer's MLPs.
+//
+// The pairs of a row and an expert are sorted by expert, so that each expert's rows are one product with its matrices.
+// What an expert gives for a row is kept where the pair stands in the row's own order, largest logit first, and summed in
+// that order: a row's result does not depend on its company, nor on the number of threads.
+#include "experts.h"
+
+#include <cmath>
+#include <vector>
+
+#include "activations.h"
+#include "amx_products.h"
+#include "pack.h"
+
+namespace prefold {
+namespace {
+
+// Pieces of a product: as many a thread as balance, none of fewer panels than are worth a copy of the rows.
+constexpr int64_t kPiecesPerThread = 8, kLeastPanels = 4;
+// Distances that put all rows into one corner of the nearest cache, and what they are made longer by; in bytes.
+constexpr int64_t kBadStride = 2048, kPadding = 64;
+
+constexpr int64_t padded_row(int64_t bytes) { return bytes + (bytes % kBadStride ? 0 : kPadding); }
+
+// The experts of one row, and their shares. Of equal logits the first is the larger; NaN is below all numbers.
+void route(const float* logits, int64_t experts, int64_t chosen, bool normalised, int32_t* to, float* shares) {
+  const auto key = [](float x) { return std::isnan(x) ? -HUGE_VALF : x; };
+  for (int64_t e = 0, count = 0; e < experts; ++e) {
+    const float x = key(logits[e]);
+    if (count == chosen && !(x > key(logits[to[count - 1]]))) continue;
+    int64_t at = count < chosen ? count++ : count - 1;
+    for (; at > 0 && x > key(logits[to[at - 1]]); --at) to[at] = to[at - 1];
+    to[at] = static_cast<int32_t>(e);
+  }
+  const float top = logits[to[0]];
+  float sum = 0;
+  for (int64_t i = 0; i < chosen; ++i) sum += shares[i] = std::exp(logits[to[i]] - top);
+  if (!normalised) {
+    sum = 0;
+    for (int64_t e = 0; e < experts; ++e) sum += std::exp(logits[e] - top);
+  }
+  for (int64_t i = 0; i < chosen; ++i) shares[i] /= sum;
+}
+
+// Pairs of a row and an expert, numbered row by row, sorted by expert.
+struct Sorted {
+  Sorted(const int32_t* experts_of, int64_t pairs, int64_t experts) : starts(experts + 1), pair(pairs) {
+    for (int64_t i = 0; i < pairs; ++i) ++starts[experts_of[i] + 1];
+    for (int64_t e = 0; e < experts; ++e) starts[e + 1] += starts[e];
+    std::vector<int64_t> next(starts.begin(), starts.end() - 1);
+    for (int64_t i = 0; i < pairs; ++i) pair[next[experts_of[i]]++] = i;
+  }
+
+  std::vector<int64_t> starts;  // of each expert's pairs, and their end
+  std::vector<int64_t> pair;
+};
+
+// Some panels of an expert's matrix, and some of its pairs.
+struct Piece {
+  int64_t expert, first_panel, stop_panel, first, stop;
+};
+
+// A product of each expert's rows with its matrix of `panels` panels, `steps` words along k, in pieces; body(piece) in
+// parallel.
+template <class Body>
+void for_pieces(const Sorted& sorted, int64_t panels, int64_t steps, int threads, bool in_tiles, const Body& body) {
+  const int64_t experts = static_cast<int64_t>(sorted.starts.size()) - 1;
+#ifdef PREFOLD_TILES
+  const int64_t most = in_tiles ? kTileGroupRows : kGroupRows;
+#else
+  const int64_t most = kGroupRows;
+#endif
+  // Reading a panel takes as long as multiplying it with so many rows.
+  const auto cost = [&](int64_t rows) { return rows ? std::max<int64_t>(rows, kFewRows) : 0; };
+  int64_t whole = 0;
+  for (int64_t e = 0; e < experts; ++e) whole += cost(sorted.starts[e + 1] - sorted.starts[e]) * panels;
+  const int64_t products = whole * steps * kPanel;
+  const int workers = static_cast<int>(std::min<int64_t>(threads, 1 + products / kProductsPerThread));
+  const int64_t aim = std::max<int64_t>(1, whole / (workers * kPiecesPerThread));
+  std::vector<Piece> pieces;
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t begin = sorted.starts[e], rows = sorted.starts[e + 1] - begin, groups = (rows + most - 1) / most;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t first = begin + rows * g / groups, stop = begin + rows * (g + 1) / groups;
+      const int64_t wanted = (cost(stop - first) * panels + aim - 1) / aim;
+      const int64_t parts = std::max<int64_t>(1, std::min(wanted, panels / kLeastPanels));
+      for (int64_t i = 0; i < parts; ++i) {
+        pieces.push_back({e, panels * i / parts, panels * (i + 1) / parts, first, stop});
+      }
+    }
+  }
+  parallel_shares(static_cast<int64_t>(pieces.size()), workers, [&](int64_t i) { body(pieces[i]); },
+                  [&](const auto& run) {
+                    run();
+#ifdef PREFOLD_TILES
+                    if (in_tiles) _tile_release();
+#endif
+                  });
+}
+
+template <class Format>
+class Experts {
+  using Element = typename Format::Element;
+  using Number = std::conditional_t<Format::kWidth == 2, Element, typename Format::Stored>;
+  static constexpr bool kWiden = sizeof(Number) != sizeof(Element);
+
+ public:
+  explicit Experts(const ExpertsCall& call)
+      : call_(call),
+        pairs_(call.rows * call.chosen),
+        inner_row_(padded_row(call.width * sizeof(Element)) / sizeof(Element)),
+        experts_of_(pairs_),
+        shares_(pairs_) {
+#ifdef PREFOLD_TILES
+    in_tiles_ = Format::kWidth == 2 && may_use_tiles();
+#endif
+  }
+
+  template <class Activation>
+  void run() {
+    const auto* logits = static_cast<const float*>(call_.logits);
+    parallel_ranges(call_.rows, 4 * call_.experts, call_.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        route(logits + r * call_.experts, call_.experts, call_.chosen, call_.normalised, &experts_of_[r * call_.chosen],
+              &shares_[r * call_.chosen]);
+      }
+    });
+    const Sorted sorted(experts_of_.data(), pairs_, call_.experts);
+    static thread_local Workspace workspace;
+    auto* inner = static_cast<Element*>(workspace.reserve((pairs_ * (inner_row_ + call_.hidden) + 32) * sizeof(Element)));
+    Element* results = inner + (pairs_ * inner_row_ + 31) / 32 * 32;
+    multiply_gate_up<Activation>(sorted, inner);
+    multiply_down(sorted, inner, results);
+    add_up(results);
+  }
+
+ private:
+  // Rows in the form that products take them; row_of(i): where the i-th row lies. Rows that are many or no numbers of
+  // that form are copied.
+  template <class RowOf>
+  Product rows_of(int64_t rows, int64_t k, const void* packed, int64_t panels, bool lie_well, const RowOf& row_of) {
+    const int64_t steps = k * sizeof(Element) / sizeof(uint32_t), columns = panels * kPanel;
+    const auto* words = static_cast<const uint32_t*>(packed);
+    const char* first = reinterpret_cast<const char*>(row_of(0));
+    if (!kWiden && (rows == 1 || lie_well)) {
+      const int64_t distance = rows == 1 ? 0 : reinterpret_cast<const char*>(row_of(1)) - first;
+      return {first, distance, words, rows, columns, steps};
+    }
+    static thread_local Workspace workspace;
+    const int64_t row = padded_row(k * sizeof(Number));
+    char* copy = static_cast<char*>(workspace.reserve(rows * row));
+    for (int64_t i = 0; i < rows; ++i) {
+      const Element* from = row_of(i);
+      if constexpr (!kWiden) {
+        memcpy(copy + i * row, from, k * sizeof(Element));
+      } else {
+        for (int64_t j = 0; j < k; j += kLanes) {
+          store_some(reinterpret_cast<Number*>(copy + i * row) + j, load_some(from + j, k - j), k - j);
+        }
+      }
+    }
+    return {copy, row, words, rows, columns, steps};
+  }
+
+  // All of a piece; store(row, column, number of rows, sums [rows, kPanel]) with the pair's number among those sorted and
+  // the expert's own column.
+  template <class Store>
+  void multiply_piece(const Product& product, const Piece& piece, int64_t panels, const Store& store) {
+    const int64_t panel = piece.expert * panels;  // the matrices lie one behind the other
+    const auto put = [&](int64_t row, int64_t column, int64_t count, int64_t, const float* tile) {
+      store(piece.first + row, column - panel * kPanel, count, tile);
+    };
+#ifdef PREFOLD_TILES
+    if constexpr (Format::kWidth == 2) {
+      if (in_tiles_) {
+        configure_tiles(product.rows, kTile);
+        for (int64_t p = piece.first_panel; p < piece.stop_panel; ++p) {
+          multiply_panel_in_tiles(product, panel + p, 0, product.rows, put);
+        }
+        return;
+      }
+    }
+#endif
+    for (int64_t p = piece.first_panel; p < piece.stop_panel; ++p) {
+      multiply_panel<Format>(product, panel + p, 0, product.rows, put);
+    }
+  }
+
+  // inner [pairs as sorted, width] = activation(gate) * up.
+  template <class Activation>
+  void multiply_gate_up(const Sorted& sorted, Element* inner) {
+    constexpr bool kExact = std::is_same_v<Element, float>;
+    const auto* x = static_cast<const Element*>(call_.x);
+    const auto* biases = static_cast<const Element*>(call_.gate_up_bias);
+    const int64_t panels = 2 * call_.width / kPanel, steps = call_.hidden * sizeof(Element) / sizeof(uint32_t);
+    for_pieces(sorted, panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
+      const Product product = rows_of(piece.stop - piece.first, call_.hidden, call_.gate_up, call_.experts * panels,
+                                      false, [&](int64_t i) {
+                                        return x + sorted.pair[piece.first + i] / call_.chosen * call_.x_row;
+                                      });
+      const Element* bias = biases ? biases + piece.expert * 2 * call_.width : nullptr;
+      multiply_piece(product, piece, panels, [&](int64_t row, int64_t column, int64_t count, const float* tile) {
+        for (int64_t r = 0; r < count; ++r, tile += kPanel) {
+          Floats g = load(tile), u = load(tile + kLanes);
+          if (bias) g += load_some(bias + column, kLanes), u += load_some(bias + column + kLanes, kLanes);
+          store_some(inner + (row + r) * inner_row_ + column / 2, gated<Activation, kExact>(g, u), kLanes);
+        }
+      });
+    });
+  }
+
+  // results [pairs row by row, hidden] = the product of inner and down.
+  void multiply_down(const Sorted& sorted, const Element* inner, Element* results) {
+    const auto* biases = static_cast<const Element*>(call_.down_bias);
+    const int64_t panels = (call_.hidden + kPanel - 1) / kPanel;
+    const int64_t steps = call_.width * sizeof(Element) / sizeof(uint32_t);
+    for_pieces(sorted, panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
+      const Product product = rows_of(piece.stop - piece.first, call_.width, call_.down, call_.experts * panels, true,
+                                      [&](int64_t i) { return inner + (piece.first + i) * inner_row_; });
+      const Element* bias = biases ? biases + piece.expert * call_.hidden : nullptr;
+      multiply_piece(product, piece, panels, [&](int64_t row, int64_t column, int64_t count, const float* tile) {
+        const int64_t width = std::min<int64_t>(kPanel, call_.hidden - column);
+        for (int64_t r = 0; r < count; ++r, tile += kPanel) {
+          Element* to = results + sorted.pair[row + r] * call_.hidden + column;
+          for (int64_t i = 0; i < width; i += kLanes) {
+            Floats sum = load(tile + i);
+            if (bias) sum += load_some(bias + column + i, width - i);
+            store_some(to + i, sum, width - i);
+          }
+        }
+      });
+    });
+  }
+
+  // out [rows, hidden] = the sum of each row's results, weighed by their shares.
+  void add_up(const Element* results) {
+    auto* out = static_cast<Element*>(call_.out);
+    const int64_t hidden = call_.hidden, chosen = call_.chosen;
+    parallel_ranges(call_.rows, hidden * chosen, call_.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        const Element* of_row = results + r * chosen * hidden;
+        for (int64_t d = 0; d < hidden; d += kLanes) {
+          Floats sum = zeros();
+          for (int64_t i = 0; i < chosen; ++i) {
+            sum += Floats(shares_[r * chosen + i]) * load_some(of_row + i * hidden + d, hidden - d);
+          }
+          store_some(out + r * hidden + d, sum, hidden - d);
+        }
+      }
+    });
+  }
+
+  const ExpertsCall& call_;
+  int64_t pairs_, inner_row_;
+  std::vector<int32_t> experts_of_;
+  std::vector<float> shares_;
+  bool in_tiles_ = false;
+};
+
+// Returns 0, or 1 where memory is short.
+template <class Format, class Activation>
+int32_t experts(const ExpertsCall& call) {
+  if (call.rows == 0) return 0;
+  try {
+    Experts<Format>(call).template run<Activation>();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+}  // namespace
+}  // namespace prefold
+
+#define PREFOLD_EXPORT_EXPERTS(name, Format, Activation)                             \
+  extern "C" int32_t prefold_experts_##name(const prefold::ExpertsCall* call) {      \
+    return prefold::experts<prefold::Format, prefold::Activation>(*call);            \
+  }
+
+PREFOLD_EXPORT_EXPERTS(silu_float32, FloatWords, Silu)
+PREFOLD_EXPORT_EXPERTS(silu_bfloat16, Bf16Words, Silu)
+PREFOLD_EXPORT_EXPERTS(gelu_tanh_float32, FloatWords, GeluTanh)
+PREFOLD_EXPORT_EXPERTS(gelu_tanh_bfloat16, Bf16Words, GeluTanh)

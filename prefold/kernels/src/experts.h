@@ -1,0 +1,22 @@
+// A call of the experts of one layer.
+#pragma once
+
+#include <cstdint>
+
+namespace prefold {
+
+// x [rows, hidden] with row stride x_row, logits float [rows, experts] of the router, out [rows, hidden]; strides are in
+// elements. Each row goes through its `chosen` experts of the largest logits, whose results are weighed by the softmax of
+// the logits: over these experts (`normalised`), or over all.
+//
+// gate_up: each expert's matrix packed as products.h says, one behind the other, with sixteen columns of gate, sixteen
+// of up, and so on; width is a multiple of sixteen. down: likewise. gate_up_bias [experts, 2 * width] in the order of
+// gate_up, down_bias [experts, hidden]; or null.
+struct ExpertsCall {
+  const void *x, *logits, *gate_up, *gate_up_bias, *down, *down_bias;
+  void* out;
+  int64_t rows, x_row, experts, chosen, hidden, width;
+  int32_t normalised, threads;
+};
+
+}  // namespace prefold
