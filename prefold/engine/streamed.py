@@ -28,12 +28,12 @@ def stream(
             open[call] = None  # before it is submitted, so that it is cancelled whatever happens
             engine.submit([request], TOKENS, call, tokenizer, text=True)
         while open:
-            for call, event in mailbox.take():
-                assert call is not None
+            for source, event in mailbox.take():
+                assert source is not None
                 if not isinstance(event, TextPiece):
-                    del open[call]
+                    del open[source]
                 if isinstance(event, Exception) and not isinstance(event, InputError):
                     raise event
-                yield call.tag, event  # type: ignore[misc]
+                yield source.tag, event  # type: ignore[misc]
     finally:
         engine.cancel(*open)

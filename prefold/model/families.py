@@ -157,7 +157,7 @@ def _config_from(hf: Settings) -> ModelConfig:
     if family is None and architecture in _REFUSED:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
-        heads = ("Model", "ForSequenceClassification", "ForRewardModel")
+        heads = ("Model", "ForSequenceClassification", "ForRewardModel", "ForConditionalGeneration")
         known = ", ".join(name for name in supported_architectures() if not name.endswith(heads))
         raise UnsupportedModelError(
             f"the architecture {architecture!r} is not supported; add a family of your own with register_family and "
