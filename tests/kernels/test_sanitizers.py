@@ -59,7 +59,7 @@ def test_programs_under_a_sanitizer(tmp_path, monkeypatch, kind):
     if not (runtime := Path(found.stdout.strip())).is_absolute():
         pytest.skip(f"GCC has no {RUNTIMES[kind]}")
     monkeypatch.setenv("PREFOLD_CACHE", str(tmp_path))
-    monkeypatch.setattr("prefold.kernels.build.TIMEOUT_SECONDS", 3600)
+    monkeypatch.setattr("prefold.kernels.compile.TIMEOUT_SECONDS", 3600)
     flags = tuple("-O1" if flag == "-O3" else flag for flag in NATIVE)
     library = build(flags=(*flags, "-g", *SANITIZERS[kind]))
     # PyTorch's own threads meet at barriers of OpenMP, which the sanitizer does not know.
