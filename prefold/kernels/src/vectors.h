@@ -148,7 +148,7 @@ template <class E>
 PREFOLD_INLINE Floats load_some(const E* p, int64_t count) {
   if (count >= kLanes) return load(p);
   E lanes[kLanes] = {};
-  memcpy(lanes, p, count * sizeof(E));
+  if (count > 0) memcpy(lanes, p, count * sizeof(E));  // where there is none, p may be null
   return load(lanes);
 }
 
