@@ -82,7 +82,7 @@ struct InBf16Pairs {
       memcpy(&x, row, sizeof x);
     } else {
       Words some(0);
-      memcpy(&some, row, count * sizeof(Bf16));
+      if (count > 0) memcpy(&some, row, count * sizeof(Bf16));  // where there is none, row may be null
       x = some;
     }
     return x;
