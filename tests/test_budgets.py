@@ -22,7 +22,7 @@ BUDGETS = {
     "cache": (1309, 1500),
     "stream": (1424, 1200),
     "schedule": (2258, 2000),
-    "kernels": (1139, 900),
+    "kernels": (1131, 900),
     "attention": (2178, 2050),
     "model": (3832, 2900),
     "worker": (2556, 1950),

@@ -45,7 +45,7 @@ class _Blocked(torch.autograd.Function):
         ctx.plan, ctx.scale, ctx.cap = plan, scale, cap
         keys, values, bad = finite(keys, values)
         out = torch.empty_like(q)
-        for rows, index, visible in _blocks(plan, q.device):
+        for rows, index, visible in blocks_of(plan, q.device):
             out[rows] = attend_block(q[rows], keys[index], values[index], bad[index], visible, scale, cap)
         return out
 
@@ -57,7 +57,7 @@ class _Blocked(torch.autograd.Function):
         # A key of a long shared prompt has parts from many blocks: they are added in float32 or more, and rounded once.
         sums = torch.promote_types(keys.dtype, torch.float32)
         keys_grad, values_grad = (torch.zeros_like(of, dtype=sums) for of in (keys, values))
-        for rows, index, visible in _blocks(ctx.plan, q.device):
+        for rows, index, visible in blocks_of(ctx.plan, q.device):
             block = [x.detach().requires_grad_() for x in (q[rows], keys[index], values[index])]
             with torch.enable_grad():
                 out = _attend(block[0], block[1], block[2], visible, ctx.scale, ctx.cap)
@@ -70,7 +70,7 @@ class _Blocked(torch.autograd.Function):
         return q_grad, keys_grad.to(keys.dtype), values_grad.to(values.dtype), None, None, None
 
 
-def _blocks(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
+def blocks_of(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
     """Yields blocks of queries: their places, the keys that any of them sees, and bool [queries, keys] who sees
     which."""
     end = torch.from_numpy(plan.end).to(device)

@@ -30,7 +30,7 @@ def attend_slots(
 
     read: gives the keys and values in slots int64 [n], [n, kv_heads, dim] each. cap: as of Heads.
     """
-    gathers = plan.kept(("gathers", q.device), lambda: [_DeviceBlock.of(b, plan, q.device) for b in slot_blocks(plan)])
+    gathers = plan.kept(("gathers", q.device), lambda: [DeviceBlock.of(b, plan, q.device) for b in slot_blocks(plan)])
     out = torch.empty_like(q)
     for gather in gathers:
         keys, values, bad = finite(*read(gather.slots))
@@ -52,8 +52,8 @@ class SlotBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class _DeviceBlock:
-    """A _DeviceBlock is a block on its device: slots int64 [keys], visible bool [queries, keys]."""
+class DeviceBlock:
+    """A DeviceBlock is a block on its device: slots int64 [keys], visible bool [queries, keys]."""
 
     start: int
     stop: int
@@ -61,7 +61,7 @@ class _DeviceBlock:
     visible: Tensor
 
     @classmethod
-    def of(cls, block: SlotBlock, plan: SlotPlan, device: torch.device) -> _DeviceBlock:
+    def of(cls, block: SlotBlock, plan: SlotPlan, device: torch.device) -> DeviceBlock:
         slots, positions, first, last = (
             torch.from_numpy(a).to(device) for a in (block.slots, block.positions, block.first, block.last)
         )

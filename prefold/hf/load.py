@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ..checkpoint import Checkpoint
 from ..device import check_fits
 from ..errors import CheckpointError, InputError, UnsupportedModelError
-from ..model.lora import TENSOR, Adapter, Pair, _delta, _scaled, _settings
+from ..model.lora import TENSOR, Adapter, Pair, adapter_settings, delta_of, scaled
 from ..model.parallel import ALONE, Alone
 from ..model.sources import SafetensorsSource
 from .check import check, expected_of, note, refused
@@ -165,7 +165,7 @@ def load_adapter(
     """Returns the adapter in a PEFT folder, by the names that linears have in transformers; arguments and errors as of
     `prefold.model.load_adapter`."""
     folder = Path(path).expanduser()
-    settings = _settings(folder)
+    settings = adapter_settings(folder)
     pairs: dict[str, Pair] = {}
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
@@ -188,6 +188,6 @@ def load_adapter(
     deltas = {}
     for module, pair in pairs.items():
         inputs, outputs = config.linears[module]
-        a, b = _scaled(pair, settings, outputs, inputs, folder)
-        deltas[module] = _delta([(a, b, slice(0, outputs))], dtype, torch.device(device))
+        a, b = scaled(pair, settings, outputs, inputs, folder)
+        deltas[module] = delta_of([(a, b, slice(0, outputs))], dtype, torch.device(device))
     return Adapter(name or str(path), (deltas,))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..attention import KVStore, RowPlan, SlotPlan
-from ..attention.row_attention import _blocks, finite
-from ..attention.slot_torch import _DeviceBlock, slot_blocks
+from ..attention.row_attention import blocks_of, finite
+from ..attention.slot_torch import DeviceBlock, slot_blocks
 from ..errors import UnsupportedModelError
 from ..model.transformer import Attend
 from ..worker.rows import StepAttend
@@ -55,7 +55,7 @@ class _Weighing:
             k if path_k is None else torch.cat((path_k, k)), v if path_v is None else torch.cat((path_v, v))
         )
         out = torch.empty_like(q)
-        for rows, index, visible in _blocks(plan, q.device):
+        for rows, index, visible in blocks_of(plan, q.device):
             out[rows] = self.block(q[rows], keys[index], values[index], bad[index], visible, scale)
         return out
 
@@ -95,7 +95,7 @@ class _Store:
 
     def attend(self, plane: int, q: Tensor, plan: SlotPlan, scale: float) -> Tensor:
         key = ("gathers", q.device)
-        gathers = plan.kept(key, lambda: [_DeviceBlock.of(block, plan, q.device) for block in slot_blocks(plan)])
+        gathers = plan.kept(key, lambda: [DeviceBlock.of(block, plan, q.device) for block in slot_blocks(plan)])
         out, read = torch.empty_like(q), partial(self.store.read, plane)
         for gather in gathers:
             block = slice(gather.start, gather.stop)

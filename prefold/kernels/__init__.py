@@ -7,7 +7,7 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 from __future__ import annotations
 
 from .attention import MAX_HEAD_DIM
-from .experts import gate_in_turn, pack_experts
+from .experts import pack_experts
 from .interface import DTYPES, RowLists, SlotLists, SlotPlane, TileCall
 from .loader import Kernels, load, status
 from .products import COLUMNS, PanelPool, can_pack_words, pack_words
@@ -29,7 +29,6 @@ __all__ = [
     "SlotPlane",
     "TileCall",
     "can_pack_words",
-    "gate_in_turn",
     "load",
     "pack_experts",
     "pack_words",

@@ -18,7 +18,7 @@ class ExpertsCall(Structure):
     """An ExpertsCall is that of src/experts.h, with its fields in their order."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "logits", "gate_up", "gate_up_bias", "down", "down_bias", "out")),
+        *((name, c_void_p) for name in ("x", "logits", "gate_up", "down", "out")),
         *((name, c_int64) for name in ("rows", "x_row", "experts", "chosen", "hidden", "width")),
         *((name, c_int32) for name in ("normalised", "threads")),
     )
@@ -36,15 +36,13 @@ def pack_experts(weight: Tensor, pool: PanelPool | None = None, *, gated: bool) 
     words = shape[1] * weight.itemsize // 4
     packed = (pool or PanelPool()).take((experts, -(-shape[0] // COLUMNS), words, COLUMNS))
     for panels, matrix in zip(packed, weight.detach(), strict=True):
-        fill_words(panels, gate_in_turn(matrix, fill) if gated else F.pad(matrix, (0, fill)))
+        fill_words(panels, _gate_in_turn(matrix, fill) if gated else F.pad(matrix, (0, fill)))
     return packed
 
 
-def gate_in_turn(columns: Tensor, fill: int) -> Tensor:
-    """Returns what has an entry for each column of gate, then of up, each filled up with so many zeros, with LANES of
-    each in turn."""
-    halves = columns.unflatten(0, (2, -1))
-    halves = torch.cat([halves, halves.new_zeros(2, fill, *halves.shape[2:])], 1) if fill else halves
+def _gate_in_turn(columns: Tensor, fill: int) -> Tensor:
+    """Returns rows of gate, then of up, each filled up with so many zeros, with LANES of each in turn."""
+    halves = F.pad(columns.unflatten(0, (2, -1)), (0, 0, 0, fill))
     return halves.unflatten(1, (-1, LANES)).transpose(0, 1).flatten(0, 2)
 
 
@@ -61,8 +59,6 @@ class ExpertKernels(Family):
         chosen: int,
         normalised: bool,
         activation: str,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
     ) -> Tensor:
         """Returns the weighed sum of what each row's experts give, [rows, hidden].
 
@@ -70,7 +66,6 @@ class ExpertKernels(Family):
         chosen       each row goes through so many experts, those of its largest logits
         normalised   whether their shares are the softmax of these logits; else of all
         activation   "silu" or "gelu_tanh"
-        biases       [experts, 2 * width] with gate and up in turn, and [experts, hidden]
 
         Raises ValueError where sizes do not fit or there is no such kernel.
         """
@@ -84,10 +79,8 @@ class ExpertKernels(Family):
         out = torch.empty((rows, hidden), dtype=x.dtype)
         call = ExpertsCall(
             x=x.data_ptr(), logits=logits.data_ptr(), gate_up=gate_up.data_ptr(), down=down.data_ptr(),
-            gate_up_bias=None if gate_up_bias is None else gate_up_bias.data_ptr(),
-            down_bias=None if down_bias is None else down_bias.data_ptr(), out=out.data_ptr(), rows=rows,
-            x_row=x.stride()[0], experts=experts, chosen=chosen, hidden=hidden, width=width, normalised=normalised,
-            threads=torch.get_num_threads(),
+            out=out.data_ptr(), rows=rows, x_row=x.stride()[0], experts=experts, chosen=chosen, hidden=hidden,
+            width=width, normalised=normalised, threads=torch.get_num_threads(),
         )  # fmt: skip
         if function(byref(call)):
             raise MemoryError("experts")

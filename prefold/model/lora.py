@@ -168,7 +168,7 @@ def load_adapter(
         how: Any = {"dtype": dtype, "device": device, "name": name, "ranks": ranks}
         return named_class(f"{config.loading}:load_adapter")(path, config, **how)
     folder = Path(path).expanduser()
-    settings = _settings(folder)
+    settings = adapter_settings(folder)
     pairs = _read_pairs(folder, config)
     layers: list[dict[str, Delta]] = []
     shard = ranks.shard(config)
@@ -180,11 +180,11 @@ def load_adapter(
             for (module, columns, inputs), (_, own, _) in zip(modules, _linears(local, number)[linear], strict=True):
                 pair = pairs.pop((number, module), None)
                 if pair is not None:
-                    a, b = _scaled(pair, settings, columns.stop - columns.start, inputs, folder)
+                    a, b = scaled(pair, settings, columns.stop - columns.start, inputs, folder)
                     outputs, *of_inputs = places[module.rpartition(".")[2]] if ranks.size > 1 else [slice(None)]
                     parts.append((a[:, *of_inputs], b[outputs], own))
             if parts:
-                deltas[linear] = _delta(parts, dtype, torch.device(device))
+                deltas[linear] = delta_of(parts, dtype, torch.device(device))
         layers.append(deltas)
     if pairs:
         names = ", ".join(pair.name for pair in list(pairs.values())[:4])
@@ -203,7 +203,7 @@ class Pair:
     b: Tensor | None = None
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def adapter_settings(folder: Path) -> dict[str, Any]:
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no adapter_config.json; give the folder of a PEFT adapter")
@@ -299,7 +299,7 @@ def _linears(config: ModelConfig, number: int) -> dict[str, list[tuple[str, slic
     return placed
 
 
-def _scaled(pair: Pair, settings: Mapping[str, Any], outputs: int, inputs: int, folder: Path) -> tuple[Tensor, Tensor]:
+def scaled(pair: Pair, settings: Mapping[str, Any], outputs: int, inputs: int, folder: Path) -> tuple[Tensor, Tensor]:
     """Returns (A, B times the scale), in float32."""
     if pair.a is None or pair.b is None:
         raise CheckpointError(f"{folder} has only lora_{'A' if pair.b is None else 'B'} of {pair.name}")
@@ -329,7 +329,7 @@ def _pattern(settings: Mapping[str, Any], key: str, name: str, default: Any, fol
     return chosen
 
 
-def _delta(parts: list[tuple[Tensor, Tensor, slice]], dtype: torch.dtype, device: torch.device) -> Delta:
+def delta_of(parts: list[tuple[Tensor, Tensor, slice]], dtype: torch.dtype, device: torch.device) -> Delta:
     ends = np.cumsum([len(a) for a, _, _ in parts]).tolist()
     return Delta(
         torch.cat([a for a, _, _ in parts]).to(device, dtype),

@@ -191,19 +191,16 @@ class Experts {
   void multiply_gate_up(const Sorted& sorted, Element* inner) {
     constexpr bool kExact = std::is_same_v<Element, float>;
     const auto* x = static_cast<const Element*>(call_.x);
-    const auto* biases = static_cast<const Element*>(call_.gate_up_bias);
     const int64_t panels = 2 * call_.width / kPanel, steps = call_.hidden * sizeof(Element) / sizeof(uint32_t);
     for_pieces(sorted, panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
       const Product product = rows_of(piece.stop - piece.first, call_.hidden, call_.gate_up, call_.experts * panels,
                                       false, [&](int64_t i) {
                                         return x + sorted.pair[piece.first + i] / call_.chosen * call_.x_row;
                                       });
-      const Element* bias = biases ? biases + piece.expert * 2 * call_.width : nullptr;
       multiply_piece(product, piece, panels, [&](int64_t row, int64_t column, int64_t count, const float* tile) {
         for (int64_t r = 0; r < count; ++r, tile += kPanel) {
-          Floats g = load(tile), u = load(tile + kLanes);
-          if (bias) g += load_some(bias + column, kLanes), u += load_some(bias + column + kLanes, kLanes);
-          store_some(inner + (row + r) * inner_row_ + column / 2, gated<Activation, kExact>(g, u), kLanes);
+          const Floats inside = gated<Activation, kExact>(load(tile), load(tile + kLanes));
+          store(inner + (row + r) * inner_row_ + column / 2, inside);
         }
       });
     });
@@ -211,22 +208,16 @@ class Experts {
 
   // results [pairs row by row, hidden] = the product of inner and down.
   void multiply_down(const Sorted& sorted, const Element* inner, Element* results) {
-    const auto* biases = static_cast<const Element*>(call_.down_bias);
     const int64_t panels = (call_.hidden + kPanel - 1) / kPanel;
     const int64_t steps = call_.width * sizeof(Element) / sizeof(uint32_t);
     for_pieces(sorted, panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
       const Product product = rows_of(piece.stop - piece.first, call_.width, call_.down, call_.experts * panels, true,
                                       [&](int64_t i) { return inner + (piece.first + i) * inner_row_; });
-      const Element* bias = biases ? biases + piece.expert * call_.hidden : nullptr;
       multiply_piece(product, piece, panels, [&](int64_t row, int64_t column, int64_t count, const float* tile) {
         const int64_t width = std::min<int64_t>(kPanel, call_.hidden - column);
         for (int64_t r = 0; r < count; ++r, tile += kPanel) {
           Element* to = results + sorted.pair[row + r] * call_.hidden + column;
-          for (int64_t i = 0; i < width; i += kLanes) {
-            Floats sum = load(tile + i);
-            if (bias) sum += load_some(bias + column + i, width - i);
-            store_some(to + i, sum, width - i);
-          }
+          for (int64_t i = 0; i < width; i += kLanes) store_some(to + i, load(tile + i), width - i);
         }
       });
     });

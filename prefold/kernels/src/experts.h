@@ -10,10 +10,9 @@ namespace prefold {
 // the logits: over these experts (`normalised`), or over all.
 //
 // gate_up: each expert's matrix packed as products.h says, one behind the other, with sixteen columns of gate, sixteen
-// of up, and so on; width is a multiple of sixteen. down: likewise. gate_up_bias [experts, 2 * width] in the order of
-// gate_up, down_bias [experts, hidden]; or null.
+// of up, and so on; width is a multiple of sixteen. down: likewise.
 struct ExpertsCall {
-  const void *x, *logits, *gate_up, *gate_up_bias, *down, *down_bias;
+  const void *x, *logits, *gate_up, *down;
   void* out;
   int64_t rows, x_row, experts, chosen, hidden, width;
   int32_t normalised, threads;

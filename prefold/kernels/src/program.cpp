@@ -51,7 +51,8 @@ enum Kind : int32_t { kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHe
 struct Operation {
   int32_t kind;
   int32_t source, out;  // buffers
-  int32_t beside;       // kAdd: the buffer that is added to `source`; kNorm: the buffer that is added to `source` before, or -1; kAttend: that of keys and values;
+  int32_t beside;       // kAdd: the buffer that is added to `source`; kNorm: likewise, before, or -1; kAttend: that of
+                        // keys and values;
                         // kPick: whether all that follows has the rows that are read alone
   int32_t wide;         // kNorm, kRope: whether the weight is float32 where rows are bfloat16
   int32_t plane;        // kAttend: of the store; kRope: the table of cosines and sines
