@@ -22,7 +22,7 @@ class Operation(Structure):
         *((name, c_int32) for name in ("activation", "linear")),
         ("eps", c_float),
         *((name, c_int64) for name in ("at", "keys", "heads", "dim", "kv_heads", "columns", "positions")),
-        *((name, c_void_p) for name in ("weight", "bias")),
+        *((name, c_void_p) for name in ("weight", "bias", "blocks")),
     )
 
 

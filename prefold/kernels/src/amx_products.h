@@ -15,6 +15,7 @@ namespace prefold {
 
 constexpr int kTileBlockRows = 2 * kTile;
 constexpr int kTileGroupRows = 192;              // that stay in the second-level cache, which two threads may share
+constexpr int kDecodedGroupRows = 1024;          // that a slab is decoded for: they stay there as well, that part of them
 
 constexpr int64_t kAheadBytes = 16384;
 
@@ -63,9 +64,9 @@ PREFOLD_APART void multiply_tiles(const char* x, int64_t x_row, int64_t second, 
   }
 }
 
-// Rows [first, stop), at most kTileGroupRows, times panel p; `store` as of `multiply_panel`. With fewer than sixteen rows,
+// Rows [first, stop), at most GROUP, times panel p; `store` as of `multiply_panel`. With fewer than sixteen rows,
 // these are all of the product's.
-template <class Store>
+template <int GROUP = kTileGroupRows, class Store>
 void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, int64_t stop,
                              const Store& store) {
   const int64_t rows = stop - first, blocks = (rows + kTileBlockRows - 1) / kTileBlockRows;
@@ -73,10 +74,12 @@ void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, i
   const int64_t whole = product.steps / kTile * kTile;
   constexpr int64_t kTileLines = kTile * kStepBytes / kLine;  // of a panel
   const int64_t lines = (kTileLines + blocks - 1) / blocks;
-  alignas(64) float tiles[kTileGroupRows / kTileBlockRows][kTileBlockRows * kPanel];
+  alignas(64) float tiles[GROUP / kTileBlockRows][kTileBlockRows * kPanel];
+  Decoded room;
+  const int64_t most = slab_steps<Bf16Words>(product);
   for (int64_t step = 0, steps; step < product.steps; step += steps) {
-    steps = step < whole ? std::min(kSlabSteps, whole - step) : product.steps - whole;
-    const uint32_t* slab = product.packed + (p * product.steps + step) * kPanel;
+    steps = step < whole ? std::min(most, whole - step) : product.steps - whole;
+    const uint32_t* slab = slab_of<Bf16Words>(product, p, step, steps, room);
     const char* x = product.x + first * product.x_row + step * sizeof(uint32_t);
     // Few rows do nothing but read: what is fetched is a little ahead of them, and goes on in the next matrix.
     const char* ahead = rows <= kTile ? reinterpret_cast<const char*>(slab) + kAheadBytes
@@ -88,7 +91,7 @@ void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, i
       const int64_t count = std::min<int64_t>(rows, kTileBlockRows);
       const auto multiply = count > kTile ? multiply_tiles<true> : multiply_tiles<false>;
       multiply(x + row * product.x_row, product.x_row, std::max<int64_t>(0, count - kTile), slab, steps, ahead,
-               last ? 0 : lines, tiles[b], step > 0);
+               last || product.blocks ? 0 : lines, tiles[b], step > 0);
       ahead += lines * kLine * ((steps + kTile - 1) / kTile);
       if (done) store(first + row, p * kPanel, count, columns, tiles[b]);
     }
@@ -99,13 +102,19 @@ void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, i
 // The whole product, in parallel; `store` as above.
 template <class Store>
 void multiply_all_in_tiles(const Product& product, int threads, const Store& store) {
-  for_panels(product, kTileBlockRows, kTileGroupRows, threads, [&](int64_t panel, int64_t first, int64_t stop) {
-    multiply_panel_in_tiles(product, panel, first, stop, store);
-  }, [&](const auto& run) {
+  const auto in_tiles = [&](const auto& run) {
     configure_tiles(product.rows, kTile);
     run();
     _tile_release();
-  });
+  };
+  const auto with_groups_of = [&](auto group) {
+    constexpr int kGroup = decltype(group)::value;
+    for_panels(product, kTileBlockRows, kGroup, threads, [&](int64_t panel, int64_t first, int64_t stop) {
+      multiply_panel_in_tiles<kGroup>(product, panel, first, stop, store);
+    }, in_tiles);
+  };
+  if (product.blocks) return with_groups_of(std::integral_constant<int, kDecodedGroupRows>());
+  with_groups_of(std::integral_constant<int, kTileGroupRows>());
 }
 
 #endif

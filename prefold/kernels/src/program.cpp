@@ -22,11 +22,12 @@ using prefold::Bf16;
 #define PREFOLD_DECLARE_PRODUCTS(name, E)                                                                         \
   extern "C" prefold::ProductFunction<E, E> prefold_linear_##name, prefold_gated_linear_silu_##name,              \
       prefold_gated_linear_gelu_tanh_##name;                                                                      \
-  extern "C" int32_t prefold_greedy_##name(const E*, const uint32_t*, int64_t*, int64_t, int64_t, int64_t, int64_t, \
-                                           int32_t);
+  extern "C" int32_t prefold_greedy_##name(const E*, const uint32_t*, const prefold::BlockPanel*, int64_t*, int64_t, int64_t, int64_t, int64_t, \
+                                           int32_t);                                                               \
+  extern "C" void prefold_block_rows_##name(const prefold::BlockPanel*, const int64_t*, E*, int64_t, int64_t, int32_t);
 namespace prefold {
 template <class E, class Out>
-using ProductFunction = int32_t(const E*, int64_t, const uint32_t*, const E*, Out*, int64_t, int64_t, int64_t, int32_t,
+using ProductFunction = int32_t(const E*, int64_t, const uint32_t*, const BlockPanel*, const E*, Out*, int64_t, int64_t, int64_t, int32_t,
                                 const Epilogue*);
 }  // namespace prefold
 PREFOLD_DECLARE(float32, float, float)
@@ -67,6 +68,7 @@ struct Operation {
   int64_t columns;      // kEmbed, kHead: the vocabulary
   int64_t positions;    // kEmbed: how many of them are learned
   const void *weight, *bias;  // kNorm: with a bias it is a LayerNorm; kEmbed: the bias is what is learned of positions
+  const BlockPanel* blocks;   // kLinear, kGated, kEmbed, kHead: the matrix, where it is in blocks and `weight` is null
 };
 
 // The keys and values of the path above a row stream's step, of one plane, and room for those above the next step:
@@ -159,7 +161,7 @@ struct Pass {
                      ? pick_of<E>(prefold_gated_linear_silu_float32, prefold_gated_linear_silu_bfloat16)
                      : pick_of<E>(prefold_gated_linear_gelu_tanh_float32, prefold_gated_linear_gelu_tanh_bfloat16);
     }
-    return function(in, k, weight, bias, out, rows, columns, k, call.threads, &epilogue);
+    return function(in, k, weight, op.blocks, bias, out, rows, columns, k, call.threads, &epilogue);
   }
 
   // Multiplies rows that have an adapter with its A: neighbours with the same adapter together.
@@ -180,7 +182,7 @@ struct Pass {
         }
         if (!adapter) continue;
         auto* const function = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16_float32);
-        if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, low, next - first, adapter->ranks, k, 1,
+        if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, nullptr, low, next - first, adapter->ranks, k, 1,
                      nullptr)) {
           failed.store(1, std::memory_order_relaxed);
         }
@@ -208,10 +210,15 @@ struct Pass {
     }
     const int64_t width = call.widths[op.out];
     const auto *table = static_cast<const E*>(op.weight), *learned = static_cast<const E*>(op.bias);
+    if (op.blocks) {
+      pick_of<E>(prefold_block_rows_float32, prefold_block_rows_bfloat16)(op.blocks, call.tokens, buffer(op.out), rows,
+                                                                         width, call.threads);
+      if (op.eps == 1 && !learned) return 0;
+    }
     parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
-        const E* from = table + call.tokens[r] * width;
         E* to = buffer(op.out) + r * width;
+        const E* from = table ? table + call.tokens[r] * width : to;
         if (op.eps == 1 && !learned) {
           std::memcpy(to, from, width * sizeof(E));
           continue;
@@ -240,7 +247,7 @@ struct Pass {
 
   int32_t choose(const Operation& op) const {
     return pick_of<E>(prefold_greedy_float32, prefold_greedy_bfloat16)(
-        buffer(op.source), static_cast<const uint32_t*>(op.weight), call.ids, rows, op.columns, call.widths[op.source],
+        buffer(op.source), static_cast<const uint32_t*>(op.weight), op.blocks, call.ids, rows, op.columns, call.widths[op.source],
         call.none, call.threads);
   }
 
