@@ -15,7 +15,8 @@ namespace prefold {
 
 constexpr int kTileBlockRows = 2 * kTile;
 constexpr int kTileGroupRows = 192;              // that stay in the second-level cache, which two threads may share
-constexpr int kDecodedGroupRows = 1024;          // that a slab is decoded for: they stay there as well, that part of them
+// Where the matrix is decoded, more rows share that: as many as leave a slab's part of them in this cache.
+constexpr int64_t kMostDecodedRows = 1024, kDecodedBytes = 1280 << 10;
 
 constexpr int64_t kAheadBytes = 16384;
 
@@ -76,10 +77,10 @@ void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, i
   const int64_t lines = (kTileLines + blocks - 1) / blocks;
   alignas(64) float tiles[GROUP / kTileBlockRows][kTileBlockRows * kPanel];
   Decoded room;
-  const int64_t most = slab_steps<Bf16Words>(product);
+  const int64_t most = slab_steps<Bf16Words>(product, rows);
   for (int64_t step = 0, steps; step < product.steps; step += steps) {
     steps = step < whole ? std::min(most, whole - step) : product.steps - whole;
-    const uint32_t* slab = slab_of<Bf16Words>(product, p, step, steps, room);
+    const uint32_t* slab = slab_of<Bf16Words>(product, p, step, steps, room.words);
     const char* x = product.x + first * product.x_row + step * sizeof(uint32_t);
     // Few rows do nothing but read: what is fetched is a little ahead of them, and goes on in the next matrix.
     const char* ahead = rows <= kTile ? reinterpret_cast<const char*>(slab) + kAheadBytes
@@ -107,14 +108,14 @@ void multiply_all_in_tiles(const Product& product, int threads, const Store& sto
     run();
     _tile_release();
   };
-  const auto with_groups_of = [&](auto group) {
-    constexpr int kGroup = decltype(group)::value;
-    for_panels(product, kTileBlockRows, kGroup, threads, [&](int64_t panel, int64_t first, int64_t stop) {
-      multiply_panel_in_tiles<kGroup>(product, panel, first, stop, store);
+  const auto with = [&](auto most, int group_rows) {
+    for_panels(product, kTileBlockRows, group_rows, threads, [&](int64_t panel, int64_t first, int64_t stop) {
+      multiply_panel_in_tiles<decltype(most)::value>(product, panel, first, stop, store);
     }, in_tiles);
   };
-  if (product.blocks) return with_groups_of(std::integral_constant<int, kDecodedGroupRows>());
-  with_groups_of(std::integral_constant<int, kTileGroupRows>());
+  if (!product.blocks) return with(std::integral_constant<int, kTileGroupRows>(), kTileGroupRows);
+  const int64_t fit = kDecodedBytes / (std::min(product.steps, kSlabSteps) * sizeof(uint32_t));
+  with(std::integral_constant<int, kMostDecodedRows>(), std::clamp<int64_t>(fit, kTileGroupRows, kMostDecodedRows));
 }
 
 #endif

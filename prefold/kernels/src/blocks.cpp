@@ -7,11 +7,17 @@
 #include "parallel.h"
 #include "vectors.h"
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 namespace prefold {
 namespace {
 
 constexpr int kPanel = 32;  // columns
 constexpr int kRun = 32;    // numbers along k whose planes lie together
+// Bytes that are fetched ahead: decoding takes so long that the processor does not see the stream coming by itself.
+constexpr int kAhead = 8192;
 
 // What stands before the numbers of a unit, of each column: float16 numbers, then a byte or two for each group.
 //   kScale       d                     x = d * q
@@ -55,9 +61,15 @@ constexpr int kRunBytes = kRun * kPanel * B::kBits / 8;
 template <class B>
 constexpr int kUnitBytes = kHalves<B> + kGroupBytes<B> + B::kUnit / kRun * kRunBytes<B>;
 
-// Where, in a word of a plane of one or two bits, those of number i are: so that shifting them right by i times their
-// number of bits (or left, round the end) takes them behind the four low ones.
-constexpr int high_place(int bits, int i) { return (4 + bits * i) % 32; }
+// Where things lie in a run: a word of a plane holds numbers of one column whose places along k are all even, or all
+// odd. Its lane is twice the column, plus one where they are odd; so two neighbouring lanes give what a word of bfloat16
+// pairs has. Numbers come in turns of so many along k.
+template <class B>
+constexpr int kTurn = 2 * 32 / (B::kBits == 8 ? 8 : 4);
+
+// Of number i of a lane in its turn: the first bit in its word.
+template <class B>
+constexpr int low_place(int i) { return B::kBits == 8 ? 8 * i : i % 4 * 8 + i / 4 * 4; }
 
 // A block as it is in a file, taken apart.
 struct Apart {
@@ -110,17 +122,12 @@ void take_apart(const uint8_t* block, Apart& out) {
 // Puts the numbers of a run of one column into their planes, which are zeros before.
 template <class B>
 void put_run(const uint8_t* numbers, int column, uint8_t* run) {
-  for (int i = 0; i < kRun; ++i) {
-    if constexpr (B::kBits == 8) {
-      run[(i / 4 * kPanel + column) * 4 + i % 4] = numbers[i];
-      continue;
-    }
-    run[(i / 8 * kPanel + column) * 4 + i % 4] |= (numbers[i] & 15) << (i / 4 % 2 * 4);
-    if constexpr (B::kBits > 4 && B::kBits < 8) {
-      constexpr int kHigh = B::kBits - 4, kInWord = 32 / kHigh;
-      auto* words = reinterpret_cast<uint32_t*>(run + kLowBytes<B>) + i / kInWord * kPanel + column;
-      *words |= uint32_t{numbers[i]} >> 4 << high_place(kHigh, i % kInWord);
-    }
+  for (int k = 0; k < kRun; ++k) {
+    const int lane = 2 * column + k % 2, q = B::kBits == 8 ? numbers[k] ^ 128 : numbers[k];
+    auto* low = reinterpret_cast<uint32_t*>(run) + k / kTurn<B> * 2 * kPanel + lane;
+    *low |= uint32_t(B::kBits == 8 ? q : q & 15) << low_place<B>(k % kTurn<B> / 2);
+    if constexpr (B::kBits == 5) reinterpret_cast<uint16_t*>(run + kLowBytes<B>)[lane] |= q >> 4 << k / 2;
+    if constexpr (B::kBits == 6) reinterpret_cast<uint32_t*>(run + kLowBytes<B>)[lane] |= uint32_t(q) >> 4 << k / 2 * 2;
   }
 }
 
@@ -166,6 +173,9 @@ PREFOLD_INLINE Floats of_float16(const Words& halves) {
     const Part<uint32_t> bits = halves.part[p] & 0xffffu;
 #ifdef __AVX512F__
     return (Part<float>)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)bits));
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)bits, (__m256i)bits), 0x08);
+    return (Part<float>)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
 #else
     const Part<uint32_t> size = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
     const Part<uint32_t> finite = (Part<uint32_t>)((Part<float>)(size << 13) * 0x1p112f);  // subnormal ones as well
@@ -175,140 +185,230 @@ PREFOLD_INLINE Floats of_float16(const Words& halves) {
   });
 }
 
-// Sixteen whole numbers of memory, as words.
+// Sixteen whole numbers of memory, as words. GCC converts vectors of bytes one by one where it is not told how.
 template <class N>
 PREFOLD_INLINE Words load_words(const uint8_t* at) {
   typedef N Numbers __attribute__((vector_size(kPartLanes * sizeof(N)), may_alias));
   return Words::make([&](int p) {
     Numbers x;
     memcpy(&x, at + p * sizeof x, sizeof x);
+#if defined(__AVX512F__)
+    if constexpr (sizeof(N) == 2) return (Part<uint32_t>)_mm512_cvtepu16_epi32((__m256i)x);
+    else if constexpr (std::is_signed_v<N>) return (Part<uint32_t>)_mm512_cvtepi8_epi32((__m128i)x);
+    else return (Part<uint32_t>)_mm512_cvtepu8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+    if constexpr (sizeof(N) == 2) return (Part<uint32_t>)_mm256_cvtepu16_epi32((__m128i)x);
+    else if constexpr (std::is_signed_v<N>) return (Part<uint32_t>)_mm256_cvtepi8_epi32(_mm_loadl_epi64((__m128i*)(at + p * 8)));
+    else return (Part<uint32_t>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((__m128i*)(at + p * 8)));
+#else
     return (Part<uint32_t>)__builtin_convertvector(x, Part<int32_t>);
+#endif
   });
-}
-
-PREFOLD_INLINE Words load_words(const uint8_t* at) {
-  Words x;
-  memcpy(&x, at, sizeof x);
-  return x;
 }
 
 PREFOLD_INLINE Floats to_floats(const Words& x) {
   return Floats::make([&](int p) { return __builtin_convertvector((Part<int32_t>)x.part[p], Part<float>); });
 }
 
-template <int LEFT, int RIGHT>
+// Shifted to the left, or where BY is negative to the right.
+template <int BY>
 PREFOLD_INLINE Words shift(const Words& x) {
-  return Words::make([&](int p) { return LEFT ? x.part[p] << LEFT : x.part[p] >> RIGHT; });
+  return Words::make([&](int p) { return BY < 0 ? x.part[p] >> (BY < 0 ? -BY : 0) : x.part[p] << (BY < 0 ? 0 : BY); });
 }
 
-// Byte i of each word, with its sign.
-template <int I>
-PREFOLD_INLINE Words signed_byte(const Words& x) {
-  return Words::make([&](int p) { return (Part<uint32_t>)((Part<int32_t>)(x.part[p] << (24 - 8 * I)) >> 24); });
-}
-
-// Two vectors of floats as bfloat16 in one, the first in the lower halves.
-PREFOLD_INLINE Words pair_of(const Floats& first, const Floats& second) {
+// (x & mask) | y
+template <class Y>
+PREFOLD_INLINE Words masked_or(const Words& x, uint32_t mask, const Y& y) {
+#ifdef __AVX512F__
   return Words::make([&](int p) {
-#ifdef __AVX512BF16__
-    const __m512i order = (__m512i)((Part<uint32_t>)lane_numbers(0) * 0x10001u + 0x100000u);  // lane i: halves i, 16 + i
-    return (Part<uint32_t>)_mm512_permutexvar_epi16(
-        order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second.part[p], (__m512)first.part[p]));
+    return (Part<uint32_t>)_mm512_ternarylogic_epi32((__m512i)x.part[p], _mm512_set1_epi32(mask),
+                                                     (__m512i)Words(y).part[p], 0xea);
+  });
 #else
-    return __builtin_convertvector(narrow(first.part[p]), Part<uint32_t>) |
-           __builtin_convertvector(narrow(second.part[p]), Part<uint32_t>) << 16;
+  return (x & Words(mask)) | Words(y);
 #endif
+}
+
+// Lanes 2 c and 2 c + 1 of the result are lane FIRST + c of x.
+template <int FIRST>
+PREFOLD_INLINE Floats doubled(const Floats& x) {
+  return Floats::make([&](int p) {
+    const int first = FIRST + p * kPartLanes / 2;
+    const Part<float> from = x.part[first / kPartLanes];
+    return pick(from, from, lane_numbers(0) / 2 + first % kPartLanes);
   });
 }
 
-// Writes numbers 2 * PAIR and 2 * PAIR + 1 along k of sixteen columns.
-template <bool PAIRS>
-PREFOLD_INLINE void put(uint32_t* words, int64_t pair, const Floats& first, const Floats& second) {
-  if constexpr (PAIRS) {
-    const Words both = pair_of(first, second);
-    memcpy(words + pair * kPanel, &both, sizeof both);
-  } else {
-    memcpy(words + 2 * pair * kPanel, &first, sizeof first);
-    memcpy(words + (2 * pair + 1) * kPanel, &second, sizeof second);
-  }
+// The even lanes of two vectors, or the odd ones.
+PREFOLD_INLINE Part<float> every_other(Part<float> a, Part<float> b, int odd) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256 mixed = odd ? _mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd) : _mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
+  return (Part<float>)_mm256_permute4x64_epi64((__m256i)mixed, 0xd8);
+#else
+  return pick(a, b, 2 * lane_numbers(0) + odd);
+#endif
 }
 
-// Number I of a run, of sixteen columns. low: the word that it is in; high: likewise, of the plane of higher bits
-template <class B, int I>
-PREFOLD_INLINE Floats number(const Words& low, const Words* high, const Floats& scale, const Floats& least) {
-  Words q;
-  if constexpr (B::kBits == 8) {
-    q = signed_byte<I % 4>(low);
+// Writes a pair of numbers along k of sixteen columns: of the first eight, then of the others, the two of a column in
+// neighbouring lanes.
+template <bool PAIRS>
+PREFOLD_INLINE void put(uint32_t* words, int64_t pair, const Floats& left, const Floats& right) {
+  if constexpr (PAIRS) {
+#ifdef __AVX512BF16__
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)right.part[0], (__m512)left.part[0]);
+    memcpy(words + pair * kPanel, &both, sizeof both);
+#else
+    store(reinterpret_cast<Bf16*>(words + pair * kPanel), left);
+    store(reinterpret_cast<Bf16*>(words + pair * kPanel) + kLanes, right);
+#endif
   } else {
-    q = shift<0, I % 4 * 8 + I / 4 % 2 * 4>(low) & Words(15);
-    if constexpr (B::kBits > 4) {
-      constexpr int kHigh = B::kBits - 4, kInWord = 32 / kHigh, kPlace = high_place(kHigh, I % kInWord);
-      q |= shift<(kPlace < 4 ? 4 - kPlace : 0), (kPlace < 4 ? 0 : kPlace - 4)>(high[I / kInWord]) &
-           Words(((1 << kHigh) - 1) << 4);
+    for (int odd = 0; odd < 2; ++odd) {
+      const Floats numbers = Floats::make([&](int p) {
+        const auto part = [&](int i) { return i < kParts ? left.part[i] : right.part[i - kParts]; };
+        return every_other(part(2 * p), part(2 * p + 1), odd);
+      });
+      store_bits(words + (2 * pair + odd) * kPanel, numbers);
     }
   }
-  return to_floats(q) * scale + least;
 }
 
-template <class B, bool PAIRS, int... PAIR>
-PREFOLD_INLINE void decode_run(const uint8_t* run, const Floats* scales, const Floats* least, uint32_t* words,
-                               std::integer_sequence<int, PAIR...>) {
-  constexpr int kInWord = B::kBits == 8 ? 4 : 8;
-  Words high[2];
-  if constexpr (B::kBits == 5) high[0] = load_words(run + kLowBytes<B>);
-  if constexpr (B::kBits == 6) {
-    high[0] = load_words(run + kLowBytes<B>);
-    high[1] = load_words(run + kLowBytes<B> + kPanel * 4);
+#ifdef __AVX512F__
+// 16 * HALF, ... less ZERO.
+template <int HALF, int ZERO>
+PREFOLD_INLINE __m512 table() {
+  return (__m512)(__builtin_convertvector(lane_numbers(0), Part<float>) + float(16 * HALF - ZERO));
+}
+#endif
+
+template <class B>
+constexpr bool kHasMinima = B::kKind == kScaleMin || B::kKind == kScalesMins;
+
+// Whether a number is made by putting its bits behind those of a power of two, of which it has to be freed afterwards:
+// what is too much, times a scale, is exact, but is not where a minimum is added as well. Otherwise numbers are looked
+// up, or converted.
+template <class B>
+constexpr bool kBehindPower =
+#ifdef __AVX512F__
+    B::kBits == 8 || B::kBits == 6;
+#else
+    !kHasMinima<B>;
+#endif
+
+// What a number is too large by: the power that it was put behind, and the zero of its type.
+template <class B>
+constexpr int kExcess = kBehindPower<B> ? (1 << B::kBits) + (B::kBits == 8 ? 128 : B::kZero) : 0;
+
+// Number I of lanes, without its scale and plus kExcess. low: the word of its turn; high: of the plane of higher bits
+template <class B, int I>
+PREFOLD_INLINE Floats number(const Words& low, const Words& high) {
+  constexpr int kPlace = low_place<B>(I % (kTurn<B> / 2)), kLowBits = B::kBits == 8 ? 8 : 4;
+  constexpr int kHighBits = B::kBits - kLowBits;
+  if constexpr (kBehindPower<B>) {
+    constexpr int kUnit = 23 - B::kBits;  // the bit of a float that is one, behind this power
+    constexpr uint32_t kPower = uint32_t(127 + B::kBits) << 23;
+    Words bits = masked_or(shift<kUnit - kPlace>(low), ((1u << kLowBits) - 1) << kUnit, kPower);
+    if constexpr (kHighBits > 0) {
+      constexpr uint32_t kMask = ((1u << kHighBits) - 1) << (kUnit + 4);
+      bits = masked_or(shift<kUnit + 4 - I * kHighBits>(high), kMask, bits);
+    }
+    return as<float>(bits);
   }
+  const Words index = shift<-kPlace>(low);
+#ifdef __AVX512F__
+  if constexpr (kHighBits == 0) {
+    return Floats::make([&](int p) {
+      return (Part<float>)_mm512_permutexvar_ps((__m512i)index.part[p], table<0, B::kZero>());
+    });
+  }
+  const Words whole = masked_or(index, 15, shift<4 - I>(high) & Words(16));
+  return Floats::make([&](int p) {
+    return (Part<float>)_mm512_permutex2var_ps(table<0, B::kZero>(), (__m512i)whole.part[p], table<1, B::kZero>());
+  });
+#else
+  Words whole = index & Words(15);
+  if constexpr (kHighBits > 0) whole |= shift<4 - I>(high) & Words(16);
+  return to_floats(whole);
+#endif
+}
+
+// A run of sixteen columns, from `column` on. scales, least [groups of the run][2]: of the lanes on the left and on the
+// right
+template <class B, bool PAIRS, int... PAIR>
+PREFOLD_INLINE void decode_run(const uint8_t* run, int column, const Floats (*scales)[2], const Floats (*least)[2], uint32_t* words,
+                               std::integer_sequence<int, PAIR...>) {
+  Words high[2];
+  for (int side = 0; side < 2; ++side) {
+    const int lane = 2 * column + side * kLanes;
+    if constexpr (B::kBits == 5) high[side] = load_words<uint16_t>(run + kLowBytes<B> + lane * 2);
+    if constexpr (B::kBits == 6) high[side] = load_bits<uint32_t>(run + kLowBytes<B> + lane * 4);
+  }
+  run += 2 * column * 4;
   const auto pair = [&](auto number_of_pair) __attribute__((always_inline)) {
-    constexpr int kI = 2 * decltype(number_of_pair)::value, kScaleOf = kI / B::kGroup;
-    const Words low = load_words(run + kI / kInWord * kPanel * 4);
-    put<PAIRS>(words, kI / 2, number<B, kI>(low, high, scales[kScaleOf], least[kScaleOf]),
-               number<B, kI + 1>(low, high, scales[kScaleOf], least[kScaleOf]));
+    constexpr int kI = decltype(number_of_pair)::value, kOf = 2 * kI / B::kGroup;
+    const uint8_t* turn = run + 2 * kI / kTurn<B> * 2 * kPanel * 4;
+    const auto side = [&](int at) __attribute__((always_inline)) {
+      const Floats q = number<B, kI>(load_bits<uint32_t>(turn + at * kLanes * 4), high[at]);
+      if constexpr (kExcess<B> == 0 && B::kKind == kScale) return q * scales[kOf][at];
+      else return q * scales[kOf][at] + least[kOf][at];
+    };
+    put<PAIRS>(words, kI, side(0), side(1));
   };
   (pair(std::integral_constant<int, PAIR>()), ...);
 }
 
+// Decodes `count` numbers along k, from `first` on.
 template <int TYPE, bool PAIRS>
-void decode_units(const uint8_t* unit, int64_t count, uint32_t* words) {
+void decode_runs(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
   using B = Blocks<TYPE>;
   constexpr int kInRun = kRun / B::kGroup;  // scales
-  for (int64_t u = 0; u < count; ++u, unit += kUnitBytes<B>) {
-    for (int half = 0; half < 2; ++half) {
-      const int column = half * kLanes;
-      const uint8_t* groups = unit + kHalves<B> + column;
-      const Floats d = of_float16(load_words<uint16_t>(unit + column * 2));
-      Floats m = zeros();
-      if constexpr (kHalves<B> > kPanel * 2) m = of_float16(load_words<uint16_t>(unit + (kPanel + column) * 2));
-      const uint8_t* run = unit + kHalves<B> + kGroupBytes<B> + column * 4;
-      uint32_t* to = words + column;
+  for (int64_t k = first; k < first + count; k += kRun, words += kRun / (PAIRS ? 2 : 1) * kPanel) {
+    const uint8_t* unit = panel + k / B::kUnit * kUnitBytes<B>;
+    const int64_t number = k % B::kUnit / kRun;
+    const uint8_t* run = unit + kHalves<B> + kGroupBytes<B> + number * kRunBytes<B>;
+    constexpr int kRunLines = (kRunBytes<B> + (kHalves<B> + kGroupBytes<B>) * kRun / B::kUnit + 63) / 64;
+    for (int i = 0; i < kRunLines; ++i) __builtin_prefetch(run + kAhead + i * 64, 0, 2);
 #pragma GCC unroll 1
-      for (int r = 0; r < B::kUnit / kRun; ++r, run += kRunBytes<B>, to += kRun / (PAIRS ? 2 : 1) * kPanel) {
-        Floats scales[kInRun], least[kInRun];
-        for (int g = 0; g < kInRun; ++g) {
-          const uint8_t* group = groups + (r * kInRun + g) * kPanel;
-          if constexpr (B::kKind == kScalesMins) {
-            scales[g] = d * to_floats(load_words<uint8_t>(group));
-            least[g] = zeros() - m * to_floats(load_words<uint8_t>(group + kGroups<B> * kPanel));
-          } else {
-            scales[g] = B::kKind == kScales ? d * to_floats(load_words<int8_t>(group)) : d;
-            least[g] = B::kKind == kScaleMin ? m : scales[g] * Floats(-B::kZero);
-          }
+    for (int column = 0; column < kPanel; column += kLanes) {
+      const Floats d = of_float16(load_words<uint16_t>(unit + column * 2));
+      Floats m = zeros(), scales[kInRun][2], least[kInRun][2];
+      if constexpr (kHasMinima<B>) m = of_float16(load_words<uint16_t>(unit + (kPanel + column) * 2));
+      for (int g = 0; g < kInRun; ++g) {
+        const uint8_t* group = unit + kHalves<B> + (number * kInRun + g) * kPanel + column;
+        Floats scale = d, minimum = m;
+        if constexpr (B::kKind == kScales) scale = d * to_floats(load_words<int8_t>(group));
+        if constexpr (B::kKind == kScalesMins) {
+          scale = d * to_floats(load_words<uint8_t>(group));
+          minimum = zeros() - m * to_floats(load_words<uint8_t>(group + kGroups<B> * kPanel));
         }
-        decode_run<B, PAIRS>(run, scales, least, to, std::make_integer_sequence<int, kRun / 2>());
+        if constexpr (!kHasMinima<B>) minimum = scale * Floats(-kExcess<B>);
+        scales[g][0] = doubled<0>(scale), scales[g][1] = doubled<kLanes / 2>(scale);
+        least[g][0] = doubled<0>(minimum), least[g][1] = doubled<kLanes / 2>(minimum);
       }
+      decode_run<B, PAIRS>(run, column, scales, least, words + column, std::make_integer_sequence<int, kRun / 2>());
     }
-    words += B::kUnit / (PAIRS ? 2 : 1) * kPanel;
   }
 }
 
 template <int TYPE, bool PAIRS>
-void decode_16_bits(const uint8_t* unit, int64_t count, uint32_t* words) {
-  for (int64_t i = 0; i < count * kRun; ++i, unit += kLanes * 4) {  // sixteen columns of a pair
-    const Words both = load_words(unit);
-    const Floats first = TYPE == kF16 ? of_float16(both) : as<float>(shift<16, 0>(both));
-    const Floats second = TYPE == kF16 ? of_float16(shift<0, 16>(both)) : as<float>(both & Words(0xffff0000u));
-    put<PAIRS>(words + i % 2 * kLanes, i / 2, first, second);
+void decode_16_bits(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
+  const uint8_t* at = panel + first * kPanel * 2;
+  for (int64_t i = 0; i < count; ++i, at += kLanes * 4) {  // sixteen columns of a pair
+    const Words both = load_bits<uint32_t>(at);
+    if constexpr (TYPE == kBF16 && PAIRS) {
+      store_bits(words + i * kLanes, both);
+      continue;
+    }
+    const Floats first = TYPE == kF16 ? of_float16(both) : as<float>(shift<16>(both));
+    const Floats second = TYPE == kF16 ? of_float16(shift<-16>(both)) : as<float>(both & Words(0xffff0000u));
+    uint32_t* to = words + i % 2 * kLanes + i / 2 * (PAIRS ? 1 : 2) * kPanel;
+    if constexpr (PAIRS) {
+      const auto bits = [](const Floats& x, int p) { return __builtin_convertvector(narrow(x.part[p]), Part<uint32_t>); };
+      const Words pair = Words::make([&](int p) { return bits(first, p) | bits(second, p) << 16; });
+      store_bits(to, pair);
+    } else {
+      store_bits(to, first);
+      store_bits(to + kPanel, second);
+    }
   }
 }
 
@@ -316,14 +416,14 @@ void decode_16_bits(const uint8_t* unit, int64_t count, uint32_t* words) {
 struct Form {
   int type, unit, unit_bytes;
   void (*put)(const uint8_t* const*, int64_t, uint8_t*);
-  void (*floats)(const uint8_t*, int64_t, uint32_t*);
-  void (*pairs)(const uint8_t*, int64_t, uint32_t*);
+  void (*floats)(const uint8_t*, int64_t, int64_t, uint32_t*);
+  void (*pairs)(const uint8_t*, int64_t, int64_t, uint32_t*);
 };
 
 template <int TYPE>
 constexpr Form form() {
   using B = Blocks<TYPE>;
-  return {TYPE, B::kUnit, kUnitBytes<B>, put_unit<TYPE>, decode_units<TYPE, false>, decode_units<TYPE, true>};
+  return {TYPE, B::kUnit, kUnitBytes<B>, put_unit<TYPE>, decode_runs<TYPE, false>, decode_runs<TYPE, true>};
 }
 
 template <int TYPE>
@@ -346,8 +446,7 @@ const Form* form_of(int64_t type) {
 
 void decode(const BlockPanel& panel, int64_t first, int64_t count, bool pairs, uint32_t* words) {
   const Form& form = *form_of(panel.type);
-  const uint8_t* units = panel.data + first / form.unit * form.unit_bytes;
-  (pairs ? form.pairs : form.floats)(units, count / form.unit, words);
+  (pairs ? form.pairs : form.floats)(panel.data, first, count, words);
 }
 
 }  // namespace prefold
@@ -378,6 +477,7 @@ static void block_rows(const prefold::BlockPanel* panels, const int64_t* ids, E*
                        int32_t threads) {
   using namespace prefold;
   parallel_ranges(n, k * kPanel, threads, [&](int64_t first, int64_t stop) {
+    constexpr int64_t kDecoded = 256;  // numbers at a time
     alignas(64) uint32_t words[kDecoded * kPanel];
     for (int64_t row = first; row < stop; ++row) {
       for (int64_t at = 0; at < k; at += kDecoded) {

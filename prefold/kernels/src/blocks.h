@@ -25,11 +25,8 @@ struct BlockPanel {
   int64_t type;
 };
 
-// Numbers along k that are decoded at a time: a multiple of every unit.
-constexpr int64_t kDecoded = 256;
-
-// Decodes the numbers [first, first + count) along k, whole units, of a panel: to floats, words [count][32], or, where
-// `pairs` is true, to bfloat16 numbers in pairs, words [count / 2][32].
+// Decodes the numbers [first, first + count) along k, multiples of 32, of a panel: to floats, words [count][32], or,
+// where `pairs` is true, to bfloat16 numbers in pairs, words [count / 2][32].
 void decode(const BlockPanel& panel, int64_t first, int64_t count, bool pairs, uint32_t* words);
 
 }  // namespace prefold

@@ -147,22 +147,24 @@ struct Product {
 
 // Memory for the words of a slab that is decoded from blocks.
 struct alignas(64) Decoded {
-  uint32_t words[kDecoded * kPanel];
+  uint32_t words[kSlabSteps * kPanel];
 };
 
 // Steps [first, first + steps) of panel p; decoded into `room` where they are in blocks.
 template <class Format>
-const uint32_t* slab_of(const Product& product, int64_t p, int64_t first, int64_t steps, Decoded& room) {
+const uint32_t* slab_of(const Product& product, int64_t p, int64_t first, int64_t steps, uint32_t* room) {
   if (!product.blocks) return product.packed + (p * product.steps + first) * kPanel;
   constexpr int64_t kNumbers = sizeof(uint32_t) / sizeof(typename Format::Element);  // of a step
-  decode(product.blocks[p], first * kNumbers, steps * kNumbers, kNumbers == 2, room.words);
-  return room.words;
+  decode(product.blocks[p], first * kNumbers, steps * kNumbers, kNumbers == 2, room);
+  return room;
 }
 
-// The steps of a slab.
+// The steps of a slab that so many rows go through. What is decoded for few of them is short, so that decoding the next
+// slab begins while this one is still multiplied.
 template <class Format>
-int64_t slab_steps(const Product& product) {
-  return product.blocks ? kDecoded * sizeof(typename Format::Element) / sizeof(uint32_t) : kSlabSteps;
+int64_t slab_steps(const Product& product, int64_t rows) {
+  constexpr int64_t kFew = 64, kShort = 128, kNumbers = sizeof(uint32_t) / sizeof(typename Format::Element);
+  return product.blocks && rows <= kFew ? kShort / kNumbers : kSlabSteps;
 }
 
 // Rows [first, stop), at most kGroupRows, times panel p, in blocks as equal as can be; store(row, column, number
@@ -177,10 +179,10 @@ void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t st
   const int64_t stride = kStepBytes / passes;
   float tiles[kGroupRows * kPanel];
   Decoded room;
-  const int64_t most = slab_steps<Format>(product);
+  const int64_t most = slab_steps<Format>(product, rows);
   for (int64_t step = 0; step < product.steps; step += most) {
     const int64_t steps = std::min(most, product.steps - step);
-    const uint32_t* slab = slab_of<Format>(product, p, step, steps, room);
+    const uint32_t* slab = slab_of<Format>(product, p, step, steps, room.words);
     const char* x = product.x + first * product.x_row + step * Format::kParts * sizeof(typename Format::Stored);
     const bool done = step + steps == product.steps;
     const bool fetch = rows > kOnePassRows && !product.blocks && !(done && p + 1 == product.panels());
