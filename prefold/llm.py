@@ -86,7 +86,7 @@ class LLM(NumericTasks, Texts):
         try:
             ranks = ALONE if self._team is None else self._team.ranks
             place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": ranks}
-            self.model = load_model(self.checkpoint, **place, seed=o.seed, config=self.config)
+            self.model = load_model(self.checkpoint, **place, seed=o.seed, config=self.config, keep=o.weights)
             self.config = self.model.config
             parts = parts_of(self.model, self.checkpoint, o.seed)
             loaded = {

@@ -66,14 +66,15 @@ class BlockKernels(Family):
             held.append(memory)
             starts = memory.data_ptr() + size * np.arange(panels)
             table.append(np.stack([starts, np.full(panels, kind)], 1))
-        return Blocks(torch.from_numpy(np.concatenate(table)), inputs, tuple(held))
+        outputs = sum(len(part.rows) for part in parts)
+        return Blocks(torch.from_numpy(np.concatenate(table)), outputs, inputs, tuple(held))
 
     def block_rows(self, blocks: Blocks, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns rows of the matrix, [ids, inputs], float32 or bfloat16. Raises IndexError for a row that is not
         there."""
-        ids, columns = ids.contiguous().to(torch.int64), COLUMNS * len(blocks.table)
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < columns:
-            raise IndexError(f"a row is not one of {columns}")
+        ids = ids.contiguous().to(torch.int64)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < blocks.outputs:
+            raise IndexError(f"a row is not one of {blocks.outputs}")
         out = torch.empty((len(ids), blocks.inputs), dtype=dtype)
         assert dtype in DTYPES
         self._calls[("block_rows", dtype)](

@@ -57,12 +57,13 @@ class PanelPool:
 class Blocks:
     """A Blocks is a matrix in panels of blocks (`src/blocks.h`), which `linear` takes in place of packed words.
 
-    table   int64 [panels, 2]: where each panel begins, and its type
-    inputs  numbers along k
-    held    the memory that the table names by address
+    table            int64 [panels, 2]: where each panel begins, and its type
+    outputs, inputs  columns, and numbers along k
+    held             the memory that the table names by address
     """
 
     table: Tensor
+    outputs: int
     inputs: int
     held: tuple[Tensor, ...]
 
@@ -83,6 +84,11 @@ class ProductKernels(Family):
     def has_products(self, dtype: torch.dtype) -> bool:
         """Returns whether `linear` is as fast here as the processor's vectors allow."""
         return dtype in DTYPES and bool(self._calls["has_products"](dtype == torch.bfloat16))
+
+    @property
+    def has_tiles(self) -> bool:
+        """Returns whether products of bfloat16 run in AMX's tiles."""
+        return bool(self._calls["has_tiles"]())
 
     def linear(
         self, x: Tensor, packed: Tensor | Blocks, columns: int, bias: Tensor | None = None, *, out: Tensor | None = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from .. import kernels
 from .ops import ACTIVATIONS, Ops
-from .products import Product, pack
+from .products import LANES, GatePanels, Panels, Product, pack
 
 
 class Norm(nn.Module):
@@ -52,7 +53,10 @@ class Linear(nn.Module):
     weight   a parameter [outputs, inputs]; None once a product has it in a form of its own
     bias     a parameter [outputs], or None; or shorter: of the first outputs
     product  what multiplies in place of PyTorch, or None: put there by `use`
+    panels   the product that takes rows as a file stores them; None: there is none
     """
+
+    panels: ClassVar[type[Panels] | None] = Panels
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool | int, dtype: torch.dtype, device: torch.device):
         """Makes the parameters. bias: whether there is one, or of how many outputs."""
@@ -78,6 +82,17 @@ class Linear(nn.Module):
 
     def _packed(self, weight: Tensor, pool: kernels.PanelPool | None) -> Product | None:
         return pack(weight, pool)
+
+    def use_stored(
+        self, parts: Sequence[kernels.StoredRows], compiled: kernels.Kernels, pool: kernels.PanelPool
+    ) -> bool:
+        """Multiplies with rows as a file stores them from now on, where they can be packed so; returns whether."""
+        if self.panels is None or (self.panels is GatePanels and self.outputs % (2 * LANES)):
+            return False
+        blocks = compiled.pack_blocks(self.panels.side_by_side(parts), self.inputs, pool)
+        if blocks is not None:
+            self.use(self.panels(blocks, compiled))
+        return blocks is not None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.product is not None:
@@ -119,6 +134,7 @@ class GatedLinear(ActivatedLinear):
     width]."""
 
     parts = 2
+    panels = GatePanels
 
     def activate(self, gate_up: Tensor, ops: Ops) -> Tensor:
         """Returns activation(gate) * up of gate_up [rows, 2 * width]: [rows, width]."""

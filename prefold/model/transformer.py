@@ -25,7 +25,7 @@ from .logits import LogitShape
 from .lora import NO_ADAPTERS, RowAdapters
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
-from .products import Product, pack_head, wide_product
+from .products import Panels, Product, pack_head, wide_product
 from .rotary import RotaryTables
 
 
@@ -117,6 +117,7 @@ class CausalLM(nn.Module):
         # Who multiplies with the whole LM head in place of PyTorch; one of your own may be put here.
         self.head_product: Product | None = None
         self._rotary: RotaryTables | None = None
+        self._stored: dict[str, Panels] = {}  # what `keep_stored` was given
 
     def new_layer(self, number: int, **place: Any) -> nn.Module:
         """Returns a new layer of the model. place: its dtype and device"""
@@ -202,9 +203,14 @@ class CausalLM(nn.Module):
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
         weight: Tensor = self.embedding if self.lm_head is None else self.lm_head
         if ids is not None:
-            some = self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
+            if self._stored_head is None:
+                rows = self.ranks.pick(weight, ids, self.shard.vocab)
+            else:
+                rows = self._stored_head.rows(torch.as_tensor(ids), weight.dtype)
+            some = self.ranks.sum(wide_product(hidden, rows))
             return some if self.shape_logits is None else self.shape_logits(some)
-        fits = not torch.is_grad_enabled() and hidden.dtype == weight.dtype and hidden.device == weight.device
+        has_gradient = torch.is_grad_enabled() and self._stored_head is None
+        fits = not has_gradient and hidden.dtype == weight.dtype and hidden.device == weight.device
         product = self.product_of_head() if fits else None
         logits = wide_product(hidden, weight) if product is None else product.wide(hidden)
         logits = self.ranks.gather(logits, self.config.vocab_size)
@@ -215,6 +221,14 @@ class CausalLM(nn.Module):
         if self.score is None:
             raise InputError("this checkpoint has no classification head", field="model", code="no_head")
         return self.score(wide(hidden))
+
+    def keep_stored(self, name: str, panels: Panels) -> None:
+        """Reads the embedding or the LM head from panels in the blocks of a file from now on. The parameter `name` has
+        its shape and no numbers afterwards."""
+        parameter = getattr(self, name)
+        nothing = parameter.new_full((1, 1), torch.nan, device="cpu").expand(parameter.shape)
+        setattr(self, name, nn.Parameter(nothing, requires_grad=False))
+        self._stored[name] = panels
 
     @property
     def device(self) -> torch.device:
@@ -231,12 +245,27 @@ class CausalLM(nn.Module):
         The first time, the head is packed for it."""
         if self.may_pack:
             self.may_pack = False
-            self.head_product = self.head_product or pack_head(self.embedding if self.lm_head is None else self.lm_head)
+            weight = self.embedding if self.lm_head is None else self.lm_head
+            self.head_product = self.head_product or self._stored_head or pack_head(weight)
         return self.head_product
+
+    @property
+    def stored_embedding(self) -> Panels | None:
+        """Returns the embedding in the blocks of its file; None: it is a parameter."""
+        return self._stored.get("embedding")
+
+    @property
+    def _stored_head(self) -> Panels | None:
+        return self._stored.get("embedding" if self.lm_head is None else "lm_head")
 
     def embed(self, tokens: Tensor, positions: Tensor, media: MediaRows | None = None) -> Tensor:
         """Returns the residual stream before the first layer, [rows, hidden]; the arguments are those of `forward`."""
-        x = self.ranks.embed(tokens, self.embedding, self.shard.vocab)
+        table = self.stored_embedding
+        x = (
+            self.ranks.embed(tokens, self.embedding, self.shard.vocab)
+            if table is None
+            else table.rows(tokens, self.dtype)
+        )
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         if media is not None:

@@ -76,10 +76,11 @@ class Program:
         self._kept: list[Tensor] = []  # what operations name by address and the model does not hold
         self._linears: list[NamedLinear] = []
         self._operations: list[Operation] = []
-        embedding, vocab = model.embedding.data_ptr(), len(model.embedding)
+        vocab, table = len(model.embedding), model.stored_embedding
+        embedding = {"weight": model.embedding.data_ptr()} if table is None else _matrix(table)
         learned, scale = model.position_embedding, model.embedding_scale
         self._add(
-            Kind.EMBED, out=X, weight=embedding, bias=self._address(learned), columns=vocab, eps=scale,
+            Kind.EMBED, out=X, **embedding, bias=self._address(learned), columns=vocab, eps=scale,
             positions=0 if learned is None else len(learned),
         )  # fmt: skip
         delta, whole = -1, [(number, plane) for plane, number in enumerate(config.visited)]
@@ -132,8 +133,7 @@ class Program:
         head: Any = self._model.product_of_head()
         if head is not self._head and type(head) is Panels:
             del self._operations[self._layers_end :]
-            weight = head.packed.data_ptr()
-            self._add(Kind.HEAD, source=OUT, weight=weight, columns=head.outputs)
+            self._add(Kind.HEAD, source=OUT, **_matrix(head), columns=head.outputs)
             self._array = (Operation * len(self._operations))(*self._operations)
             self._head, self._last = head, None
         return head is not None and head is self._head
@@ -272,7 +272,7 @@ class Program:
         if isinstance(product, GatePanels):
             kind, bias = Kind.GATED, None if bias is None else in_turn(bias)
         self._add(
-            kind, source=source, out=out, weight=product.packed.data_ptr(), bias=self._address(bias),
+            kind, source=source, out=out, **_matrix(product), bias=self._address(bias),
             activation=activation, linear=len(self._linears),
         )  # fmt: skip
         self._linears.append(NamedLinear(layer.number, name, linear, product))
@@ -337,6 +337,11 @@ class Program:
             return None
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def _matrix(product: Panels) -> dict[str, int | None]:
+    """Returns what an operation says of the matrix that it multiplies with."""
+    return dict(zip(("weight", "blocks"), kernels.matrix_addresses(product.packed), strict=True))
 
 
 class PackedAdapter:
