@@ -232,9 +232,9 @@ class ModelOptions(StepOptions, SlotOptions):
     )  # fmt: skip
     weights: Literal["auto", "file", "dtype"] = option(
         "auto",
-        "How linears lie in the memory of a CPU. file: as the checkpoint stores them, GGUF's blocks or 16-bit numbers;"
+        "How weights lie in the memory of a CPU. file: as the checkpoint stores them, in GGUF's blocks or in 16 bits;"
         " dtype: in the dtype that is computed in; auto: as in the file where that is as fast, or where memory is short."
-        " Results are the same.",
+        " Results do not depend on it.",
         one_of=("auto", "file", "dtype"), on="machine",
     )  # fmt: skip
     device: str = option(

@@ -37,6 +37,10 @@ class TensorSource(Protocol):
     def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
         """Copies the tensor, or that part of it, into `target` (of its shape, contiguous, any dtype and device)."""
 
+
+class StoredSource(TensorSource, Protocol):
+    """A StoredSource has a model's tensors, and its matrices as they are stored."""
+
     def stored_type(self, name: str) -> tuple[str, int]:
         """Returns the type that a matrix is stored in, as `kernels.BLOCK_TYPES` names it, and the bytes of a row; "", 0
         where its rows cannot be had as they are stored."""
@@ -47,7 +51,7 @@ class TensorSource(Protocol):
 
 def open_source(
     checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], seed: int
-) -> TensorSource:
+) -> StoredSource:
     """Returns the source of a checkpoint's tensors. shapes: what the model wants, for random weights."""
     if checkpoint.format == "dummy":
         return RandomSource(shapes, seed, norm=1 - config.norm_offset)

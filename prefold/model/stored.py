@@ -1,5 +1,5 @@
-"""Matrices that stay as the checkpoint stores them while rows are multiplied with them, on a CPU: which do, and how they
-are packed. What is computed is the same to the bit; what changes is memory, and the time that reading it takes."""
+"""Matrices that stay as the checkpoint stores them while rows are multiplied with them, on a CPU: which do, and how
+they are packed. What is computed is the same to the bit; what changes is memory, and the time that reading it takes."""
 
 from __future__ import annotations
 
@@ -13,58 +13,68 @@ from ..errors import InputError
 from .layers import Linear, Weight
 from .parallel import Alone
 from .products import Panels, product_kernels
-from .sources import TensorSource
+from .sources import StoredSource
 from .transformer import CausalLM
 
-# Of the memory that is free, the part that weights may take before they stay as they are stored although that is slower.
+# Of the memory that is free, the part that weights may take before they stay as stored although that is slower.
 COMFORTABLE = 0.5
 # Bytes of a packed matrix to those of its file: scales of six bits have bytes of their own.
 PACKED = 1.03
 
 
 class Stored:
-    """A Stored says which weights of a model stay as they are stored, with their bytes, and packs them."""
+    """A Stored has the weights of a model that stay as they are stored.
 
-    def __init__(self, sizes: Mapping[int, int], compiled: kernels.Kernels | None):
-        """sizes: by the place of a weight among `model_weights`"""
-        self._sizes, self._compiled = sizes, compiled
+    sizes  their bytes, by their places among `model_weights`
+    """
+
+    def __init__(self, sizes: Mapping[int, int], source: StoredSource | None, compiled: kernels.Kernels | None):
+        self._sizes, self._source, self._compiled = sizes, source, compiled
+        self._types: set[str] = set()
 
     def size(self, number: int, weight: Weight) -> int:
         """Returns the bytes that a weight takes. number: its place among the model's weights"""
         return self._sizes.get(number, weight.parameter.nbytes)
 
-    def use(self, number: int, weight: Weight, source: TensorSource, pool: kernels.PanelPool) -> bool:
+    def use(self, number: int, weight: Weight, pool: kernels.PanelPool) -> bool:
         """Lets the model multiply with a weight as it is stored, and returns whether it does. Where a panel would have
         columns of two types it does not."""
         if number not in self._sizes:
             return False
-        assert self._compiled is not None
-        parts = [rows for name, _ in weight.parts if (rows := source.stored(name)) is not None]
-        owner, inputs = weight.owner, weight.parameter.shape[1]
+        assert self._source is not None and self._compiled is not None
+        parts = [rows for name, _ in weight.parts if (rows := self._source.stored(name)) is not None]
+        owner = weight.owner
         if isinstance(owner, Linear):
-            return owner.use_stored(parts, self._compiled, pool)
-        blocks = self._compiled.pack_blocks(parts, inputs, pool)
-        if blocks is None:
-            return False
-        assert isinstance(owner, CausalLM)
-        owner.keep_stored(weight.attribute, Panels(blocks, self._compiled))
-        return True
+            is_used = owner.use_stored(parts, self._compiled, pool)
+        else:
+            assert isinstance(owner, CausalLM)
+            blocks = self._compiled.pack_blocks(parts, weight.parameter.shape[1], pool)
+            if is_used := blocks is not None:
+                owner.keep_stored(weight.attribute, Panels(blocks, self._compiled))
+        if is_used:
+            self._types |= {part.type for part in parts}
+        return is_used
+
+    @property
+    def words(self) -> str:
+        """Returns a sentence about the weights that `use` has taken; "" where there are none."""
+        return f"weights lie in memory as stored ({', '.join(sorted(self._types))})" if self._types else ""
 
 
-NOTHING = Stored({}, None)
+NOTHING = Stored({}, None, None)
 
 
 def stored_weights(
-    wish: str, weights: Iterable[Weight], source: TensorSource, dtype: torch.dtype, device: torch.device, ranks: Alone
+    wish: str, weights: Iterable[Weight], source: StoredSource, dtype: torch.dtype, device: torch.device, ranks: Alone
 ) -> Stored:
     """Returns which weights stay as they are stored.
 
     wish  "dtype": none; "file": all that there is code for; "auto": these where that is as fast as weights of `dtype`
           are, or where the latter would take most of the memory
 
-    Measured beside packed weights of the dtype, 4096 x 2560: in float32 with AVX-512 1.9 to 3 times as fast at a row and
-    as fast at 512, with AVX2 1.5 to 2.1 times and as fast; in bfloat16 with AVX-512 1.7 to 2 times and as fast, with AMX
-    0.95 to 1.6 times and 0.85. Raises InputError where "file" is asked for and there is no code for it.
+    Measured beside packed weights of the dtype, 4096 x 2560: in float32 with AVX-512 1.9 to 3 times as fast at one row
+    and as fast at 512, with AVX2 1.5 to 2.1 times and as fast; in bfloat16 with AVX-512 1.7 to 2 times and as fast,
+    with AMX 0.95 to 1.6 times and 0.85 at 2,048. Raises InputError where there is no code for the "file" that is asked for.
     """
     compiled = product_kernels(torch.empty(1, 2, dtype=dtype, device=device))
     if wish == "dtype" or compiled is None or ranks.size > 1:
@@ -81,10 +91,10 @@ def stored_weights(
         total = sum(weight.parameter.nbytes for weight in every)
         if total <= COMFORTABLE * available_memory(device):
             return NOTHING
-    return Stored(sizes, compiled)
+    return Stored(sizes, source, compiled)
 
 
-def _stored_size(weight: Weight, source: TensorSource, dtype: torch.dtype, compiled: kernels.Kernels) -> int:
+def _stored_size(weight: Weight, source: StoredSource, dtype: torch.dtype, compiled: kernels.Kernels) -> int:
     """Returns the bytes of a weight as it is stored; 0 where it does not stay so."""
     owner, shape = weight.owner, weight.parameter.shape
     is_linear = isinstance(owner, Linear) and owner.panels is not None and weight.attribute == "weight"

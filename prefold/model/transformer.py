@@ -91,6 +91,7 @@ class CausalLM(nn.Module):
     """
 
     computed_by: ClassVar[str] = ""  # in words, where other modules than prefold's compute a pass
+    stored_as: str = ""  # in words, where weights lie in memory as the checkpoint stores them
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
         super().__init__()
@@ -260,12 +261,10 @@ class CausalLM(nn.Module):
 
     def embed(self, tokens: Tensor, positions: Tensor, media: MediaRows | None = None) -> Tensor:
         """Returns the residual stream before the first layer, [rows, hidden]; the arguments are those of `forward`."""
-        table = self.stored_embedding
-        x = (
-            self.ranks.embed(tokens, self.embedding, self.shard.vocab)
-            if table is None
-            else table.rows(tokens, self.dtype)
-        )
+        if self.stored_embedding is None:
+            x = self.ranks.embed(tokens, self.embedding, self.shard.vocab)
+        else:
+            x = self.stored_embedding.rows(tokens, self.dtype)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         if media is not None:

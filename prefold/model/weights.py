@@ -74,7 +74,7 @@ def load_model(
     stored = stored_weights(keep, weights, source, dtype, device, ranks)
     check_memory(checkpoint, weights, device, dtype, stored)
     fill_all(weights, source, device, pack=pack, stored=stored)
-    model.may_pack = pack
+    model.may_pack, model.stored_as = pack, stored.words
     return model.eval()
 
 
@@ -91,7 +91,7 @@ def fill_all(
     pool = kernels.PanelPool()
     with torch.no_grad():
         for number, weight in enumerate(weights):
-            if stored.use(number, weight, source, pool):
+            if stored.use(number, weight, pool):
                 continue
             fill(weight, source, device)
             if pack and isinstance(weight.owner, Linear) and weight.attribute == "weight":
