@@ -74,7 +74,8 @@ def stored_weights(
 
     Measured beside packed weights of the dtype, 4096 x 2560: in float32 with AVX-512 1.9 to 3 times as fast at one row
     and as fast at 512, with AVX2 1.5 to 2.1 times and as fast; in bfloat16 with AVX-512 1.7 to 2 times and as fast,
-    with AMX 0.95 to 1.6 times and 0.85 at 2,048. Raises InputError where there is no code for the "file" that is asked for.
+    with AMX 0.95 to 1.6 times and 0.85 at 2,048. Raises
+    InputError where "file" is asked for and there is no code for it.
     """
     compiled = product_kernels(torch.empty(1, 2, dtype=dtype, device=device))
     if wish == "dtype" or compiled is None or ranks.size > 1:
