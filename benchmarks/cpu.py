@@ -1,7 +1,8 @@
 """Times decoding side by side and prompts on a CPU: prefold, llama.cpp and vLLM's CPU build, beside the limit.
 
     python benchmarks/cpu.py [--model smollm2-135m | qwen3-0.6b] [--sequences 1,2,4,8,16,32,64,256] [--prompts 512,2000]
-        [--layers N] [--repeats 5] [--llama VENV] [--types BF16,Q8_0] [--stored] [--vllm VENV] [--json FILE]
+        [--layers N] [--repeats 5] [--llama VENV] [--types BF16,Q8_0] [--stored] [--vllm VENV]
+        [--json FILE]
 
 `smollm2-135m` is the built-in model; other names are those of random weights (`prefold models`). Every system runs the
 same weights, and those of llama.cpp's --types are made of them; with --stored prefold runs these files too, with weights

@@ -1,4 +1,4 @@
-"""Products with matrices in the blocks of a file give the same bits as with what these are when they are dequantised."""
+"""Products with matrices in the blocks of a file give the same bits as with the numbers that these stand for."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ constexpr bool kHasMinima = B::kKind == kScaleMin || B::kKind == kScalesMins;
 template <class B>
 constexpr bool kBehindPower =
 #ifdef __AVX512F__
-    B::kBits == 8 || B::kBits == 6;
+    B::kBits == 8 || B::kBits == 6 || (B::kBits == 5 && !kHasMinima<B>);
 #else
     !kHasMinima<B>;
 #endif
@@ -320,9 +320,11 @@ PREFOLD_INLINE Floats number(const Words& low, const Words& high) {
       return (Part<float>)_mm512_permutexvar_ps((__m512i)index.part[p], table<0, B::kZero>());
     });
   }
-  const Words whole = masked_or(index, 15, shift<4 - I>(high) & Words(16));
-  return Floats::make([&](int p) {
-    return (Part<float>)_mm512_permutex2var_ps(table<0, B::kZero>(), (__m512i)whole.part[p], table<1, B::kZero>());
+  const Words upper = shift<4 - I>(high);
+  return Floats::make([&](int p) {  // the lower bits of one, and one bit of the other
+    const __m512i whole =
+        _mm512_ternarylogic_epi32(_mm512_set1_epi32(16), (__m512i)upper.part[p], (__m512i)index.part[p], 0xca);
+    return (Part<float>)_mm512_permutex2var_ps(table<0, B::kZero>(), whole, table<1, B::kZero>());
   });
 #else
   Words whole = index & Words(15);
