@@ -5,9 +5,9 @@
         [--json FILE]
 
 `smollm2-135m` is the built-in model; other names are those of random weights (`prefold models`). Every system runs the
-same weights, and those of llama.cpp's --types are made of them; with --stored prefold runs these files too, with weights
-that stay as they are stored. Sequences share nothing: each has a prompt of its own,
-of 330 tokens where at most 8 run side by side and of 32 otherwise. All systems get the same token ids and generate
+same weights, and those of llama.cpp's --types are made of them; with --stored prefold runs these files too, its weights
+in memory as stored. Sequences share nothing: each has a prompt of its own, of 330 tokens where at most 8 run side by
+side and of 32 otherwise. All systems get the same token ids and generate
 greedily, past the end of text. The time of a decode step is that of a run with --tokens tokens less that of a run with
 the first one alone, over the steps between them, so that prompts are no part of it. The systems take turns within a
 round, with nothing left in their caches; they stay loaded, and are stopped while it is not their turn. Tables show

@@ -233,7 +233,7 @@ class ModelOptions(StepOptions, SlotOptions):
     weights: Literal["auto", "file", "dtype"] = option(
         "auto",
         "How weights lie in the memory of a CPU. file: as the checkpoint stores them, in GGUF's blocks or in 16 bits;"
-        " dtype: in the dtype that is computed in; auto: as in the file where that is as fast, or memory is short."
+        " dtype: in the dtype that is computed in; auto: as in the file in float32, and where memory is short."
         " Results do not depend on it.",
         one_of=("auto", "file", "dtype"), on="machine",
     )  # fmt: skip

@@ -138,7 +138,6 @@ FUNCTIONS = {
     "rope": (":pppqqqqqfi", MIXED),
     "gate_mul": (":ppqqqi", GATED),
     "has_products": ("i:i", ALONE),
-    "has_tiles": ("i:", ALONE),
     "linear": ("i:pqppppqqqip", MIXED),
     "gated_linear": ("i:pqppppqqqip", GATED),
     "block_panel_size": ("q:qq", ALONE),

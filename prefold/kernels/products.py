@@ -85,11 +85,6 @@ class ProductKernels(Family):
         """Returns whether `linear` is as fast here as the processor's vectors allow."""
         return dtype in DTYPES and bool(self._calls["has_products"](dtype == torch.bfloat16))
 
-    @property
-    def has_tiles(self) -> bool:
-        """Returns whether products of bfloat16 run in AMX's tiles."""
-        return bool(self._calls["has_tiles"]())
-
     def linear(
         self, x: Tensor, packed: Tensor | Blocks, columns: int, bias: Tensor | None = None, *, out: Tensor | None = None
     ) -> Tensor:

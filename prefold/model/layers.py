@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import kernels
+from .config import ModelConfig
 from .ops import ACTIVATIONS, Ops
 from .products import LANES, GatePanels, Panels, Product, pack
 
@@ -187,3 +188,13 @@ def linear_weights(
         biased = tuple(part for part, end in zip(parts, ends, strict=True) if end <= len(linear.bias))
         outputs = tuple(place[:1] for place in where[: len(biased)])
         yield Weight(linear, "bias", tuple((name + ".bias", rows) for name, rows in biased), places=outputs)
+
+
+def score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
+    """Returns the classification head, always in float32: it costs next to nothing, and scores are compared."""
+    place: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    assert config.num_labels is not None
+    if config.head_layers == 1:
+        return Linear(config.hidden, config.num_labels, bias=False, **place)
+    first = Linear(config.hidden, config.hidden, bias=True, **place)
+    return nn.Sequential(first, nn.ReLU(), Linear(config.hidden, config.num_labels, bias=True, **place))

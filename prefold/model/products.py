@@ -57,8 +57,10 @@ class Panels(Product):
     """A Panels has a copy of a weight in the layout of our compiled kernels: packed, as of `kernels.pack_words`, or in
     the blocks of its file. No gradients.
 
-    weight: [outputs, inputs], or blocks; pool: where memory comes from
+    weight: [outputs, inputs], or blocks; pool: where memory comes from; dtype: of rows that are read
     """
+
+    dtype = torch.float32
 
     def __init__(
         self, weight: Tensor | kernels.Blocks, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None
@@ -76,10 +78,10 @@ class Panels(Product):
         """Returns stored rows in the order that they are packed in."""
         return parts
 
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def rows(self, ids: Tensor) -> Tensor:
         """Returns rows of a matrix of blocks, [ids, inputs]."""
         assert isinstance(self.packed, kernels.Blocks)
-        return self._compiled.block_rows(self.packed, ids, dtype)
+        return self._compiled.block_rows(self.packed, ids, self.dtype)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._compiled.linear(x, self.packed, self.outputs, bias)

@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..schedule.steps import SlotStep, StreamStep
 from .config import ModelConfig
 from .decoder_layer import layer_of, norm_of
-from .layers import Linear
+from .layers import score_head
 from .logits import LogitShape
 from .lora import NO_ADAPTERS, RowAdapters
 from .ops import Ops, choose_ops, wide
@@ -111,7 +111,7 @@ class CausalLM(nn.Module):
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
         untied = config.lm_head and not config.tie_embeddings
         self.lm_head = nn.Parameter(torch.empty(vocab, config.hidden, **place)) if untied else None
-        self.score = _score_head(config, device=device) if config.num_labels else None
+        self.score = score_head(config, device=device) if config.num_labels else None
         self.shape_logits = LogitShape.of(config)
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
         self.may_pack = False  # the head, when logits of the whole vocabulary are first wanted; see `load_model`
@@ -202,17 +202,12 @@ class CausalLM(nn.Module):
         """
         if not self.config.lm_head:
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
-        weight: Tensor = self.embedding if self.lm_head is None else self.lm_head
+        weight = self.matrix(self._head_name)
         if ids is not None:
-            if self._stored_head is None:
-                rows = self.ranks.pick(weight, ids, self.shard.vocab)
-            else:
-                rows = self._stored_head.rows(torch.as_tensor(ids), weight.dtype)
-            some = self.ranks.sum(wide_product(hidden, rows))
+            some = self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
             return some if self.shape_logits is None else self.shape_logits(some)
-        has_gradient = torch.is_grad_enabled() and self._stored_head is None
-        fits = not has_gradient and hidden.dtype == weight.dtype and hidden.device == weight.device
-        product = self.product_of_head() if fits else None
+        fits = not torch.is_grad_enabled() and hidden.dtype == self.dtype and hidden.device == self.device
+        product = weight if isinstance(weight, Panels) else self.product_of_head() if fits else None
         logits = wide_product(hidden, weight) if product is None else product.wide(hidden)
         logits = self.ranks.gather(logits, self.config.vocab_size)
         return logits if self.shape_logits is None else self.shape_logits(logits)
@@ -229,7 +224,15 @@ class CausalLM(nn.Module):
         parameter = getattr(self, name)
         nothing = parameter.new_full((1, 1), torch.nan, device="cpu").expand(parameter.shape)
         setattr(self, name, nn.Parameter(nothing, requires_grad=False))
-        self._stored[name] = panels
+        self._stored[name], panels.dtype = panels, self.dtype
+
+    def matrix(self, name: str) -> Tensor | Panels:
+        """Returns the embedding or the LM head: the parameter `name`, or what `keep_stored` was given."""
+        return self._stored.get(name, getattr(self, name))
+
+    @property
+    def _head_name(self) -> str:
+        return "embedding" if self.lm_head is None else "lm_head"
 
     @property
     def device(self) -> torch.device:
@@ -246,25 +249,13 @@ class CausalLM(nn.Module):
         The first time, the head is packed for it."""
         if self.may_pack:
             self.may_pack = False
-            weight = self.embedding if self.lm_head is None else self.lm_head
-            self.head_product = self.head_product or self._stored_head or pack_head(weight)
+            weight = self.matrix(self._head_name)
+            self.head_product = self.head_product or (weight if isinstance(weight, Panels) else pack_head(weight))
         return self.head_product
-
-    @property
-    def stored_embedding(self) -> Panels | None:
-        """Returns the embedding in the blocks of its file; None: it is a parameter."""
-        return self._stored.get("embedding")
-
-    @property
-    def _stored_head(self) -> Panels | None:
-        return self._stored.get("embedding" if self.lm_head is None else "lm_head")
 
     def embed(self, tokens: Tensor, positions: Tensor, media: MediaRows | None = None) -> Tensor:
         """Returns the residual stream before the first layer, [rows, hidden]; the arguments are those of `forward`."""
-        if self.stored_embedding is None:
-            x = self.ranks.embed(tokens, self.embedding, self.shard.vocab)
-        else:
-            x = self.stored_embedding.rows(tokens, self.dtype)
+        x = self.ranks.embed(tokens, self.matrix("embedding"), self.shard.vocab)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         if media is not None:
@@ -283,16 +274,6 @@ class CausalLM(nn.Module):
         if self._rotary is None or self._rotary.device != device:
             self._rotary = RotaryTables(self.config.ropes, self.config.head_dim, device)
         return self._rotary
-
-
-def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
-    """Returns the classification head, always in float32: it costs next to nothing, and scores are compared."""
-    place: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    assert config.num_labels is not None
-    if config.head_layers == 1:
-        return Linear(config.hidden, config.num_labels, bias=False, **place)
-    first = Linear(config.hidden, config.hidden, bias=True, **place)
-    return nn.Sequential(first, nn.ReLU(), Linear(config.hidden, config.num_labels, bias=True, **place))
 
 
 def _again(visit: Callable[[Tensor, None], tuple[Tensor, Tensor | None]], x: Tensor) -> Tensor:

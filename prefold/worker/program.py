@@ -76,8 +76,8 @@ class Program:
         self._kept: list[Tensor] = []  # what operations name by address and the model does not hold
         self._linears: list[NamedLinear] = []
         self._operations: list[Operation] = []
-        vocab, table = len(model.embedding), model.stored_embedding
-        embedding = {"weight": model.embedding.data_ptr()} if table is None else _matrix(table)
+        vocab, table = len(model.embedding), model.matrix("embedding")
+        embedding = _matrix(table) if isinstance(table, Panels) else {"weight": table.data_ptr()}
         learned, scale = model.position_embedding, model.embedding_scale
         self._add(
             Kind.EMBED, out=X, **embedding, bias=self._address(learned), columns=vocab, eps=scale,

@@ -180,9 +180,6 @@ extern "C" int32_t prefold_has_products(int32_t is_bf16) {
 #endif
 }
 
-// Whether products of bfloat16 run in AMX's tiles.
-extern "C" int32_t prefold_has_tiles() { return prefold::may_use_tiles(); }
-
 // x [rows, k] with row stride x_row (in elements), where k is even in bfloat16; of packed and blocks one is null; bias [columns] or null; out [rows,
 // columns], of x's dtype or the sums as they are; epilogue null where there is none.
 #define PREFOLD_EXPORT_LINEAR(name, Format, E, Out)                                                                  \

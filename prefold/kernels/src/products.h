@@ -163,7 +163,7 @@ const uint32_t* slab_of(const Product& product, int64_t p, int64_t first, int64_
 // slab begins while this one is still multiplied.
 template <class Format>
 int64_t slab_steps(const Product& product, int64_t rows) {
-  constexpr int64_t kFew = 64, kShort = 128, kNumbers = sizeof(uint32_t) / sizeof(typename Format::Element);
+  constexpr int64_t kFew = 24, kShort = 128, kNumbers = sizeof(uint32_t) / sizeof(typename Format::Element);
   return product.blocks && rows <= kFew ? kShort / kNumbers : kSlabSteps;
 }
 
