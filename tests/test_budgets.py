@@ -24,7 +24,7 @@ BUDGETS = {
     "schedule": (2258, 2000),
     "kernels": (1259, 900),
     "attention": (2178, 2050),
-    "model": (4075, 2900),
+    "model": (4071, 2900),
     "worker": (2561, 1950),
     "engine": (3459, 2400),
     "experts": (407, 400),

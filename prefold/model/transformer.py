@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -101,10 +101,8 @@ class CausalLM(nn.Module):
         self.local = self.shard.local(config)
         vocab = self.shard.vocab.stop - self.shard.vocab.start
         self.embedding = nn.Parameter(torch.empty(vocab, config.hidden, **place))
-        learned = config.rope is None
-        self.position_embedding = (
-            nn.Parameter(torch.empty(config.max_positions, config.hidden, **place)) if learned else None
-        )
+        learned = (config.max_positions, config.hidden)
+        self.position_embedding = None if config.rope else nn.Parameter(torch.empty(learned, **place))
         self.layers = nn.ModuleList(self.new_layer(i, **place) for i in range(config.layers))
         self.norm = norm_of(config, **place)
         # Rounded as in transformers, which has it as a tensor.
@@ -202,7 +200,7 @@ class CausalLM(nn.Module):
         """
         if not self.config.lm_head:
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
-        weight = self.matrix(self._head_name)
+        weight = self.matrix("head")
         if ids is not None:
             some = self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
             return some if self.shape_logits is None else self.shape_logits(some)
@@ -226,13 +224,11 @@ class CausalLM(nn.Module):
         setattr(self, name, nn.Parameter(nothing, requires_grad=False))
         self._stored[name], panels.dtype = panels, self.dtype
 
-    def matrix(self, name: str) -> Tensor | Panels:
-        """Returns the embedding or the LM head: the parameter `name`, or what `keep_stored` was given."""
-        return self._stored.get(name, getattr(self, name))
-
-    @property
-    def _head_name(self) -> str:
-        return "embedding" if self.lm_head is None else "lm_head"
+    def matrix(self, name: Literal["embedding", "head"]) -> Tensor | Panels:
+        """Returns the embedding, or the LM head, which may be the embedding: a parameter, or what `keep_stored` was
+        given for it."""
+        parameter = "lm_head" if name == "head" and self.lm_head is not None else "embedding"
+        return self._stored.get(parameter, getattr(self, parameter))
 
     @property
     def device(self) -> torch.device:
@@ -249,7 +245,7 @@ class CausalLM(nn.Module):
         The first time, the head is packed for it."""
         if self.may_pack:
             self.may_pack = False
-            weight = self.matrix(self._head_name)
+            weight = self.matrix("head")
             self.head_product = self.head_product or (weight if isinstance(weight, Panels) else pack_head(weight))
         return self.head_product
 
