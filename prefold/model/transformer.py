@@ -99,8 +99,8 @@ class CausalLM(nn.Module):
         self.config, self.ranks = config, ranks
         self.shard = ranks.shard(config)
         self.local = self.shard.local(config)
-        vocab = self.shard.vocab.stop - self.shard.vocab.start
-        self.embedding = nn.Parameter(torch.empty(vocab, config.hidden, **place))
+        table = (self.shard.vocab.stop - self.shard.vocab.start, config.hidden)
+        self.embedding = nn.Parameter(torch.empty(table, **place))
         learned = (config.max_positions, config.hidden)
         self.position_embedding = None if config.rope else nn.Parameter(torch.empty(learned, **place))
         self.layers = nn.ModuleList(self.new_layer(i, **place) for i in range(config.layers))
@@ -108,7 +108,7 @@ class CausalLM(nn.Module):
         # Rounded as in transformers, which has it as a tensor.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
         untied = config.lm_head and not config.tie_embeddings
-        self.lm_head = nn.Parameter(torch.empty(vocab, config.hidden, **place)) if untied else None
+        self.lm_head = nn.Parameter(torch.empty(table, **place)) if untied else None
         self.score = score_head(config, device=device) if config.num_labels else None
         self.shape_logits = LogitShape.of(config)
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
@@ -219,8 +219,7 @@ class CausalLM(nn.Module):
     def keep_stored(self, name: str, panels: Panels) -> None:
         """Reads the embedding or the LM head from panels in the blocks of a file from now on. The parameter `name` has
         its shape and no numbers afterwards."""
-        parameter = getattr(self, name)
-        nothing = parameter.new_full((1, 1), torch.nan, device="cpu").expand(parameter.shape)
+        nothing = torch.full((1, 1), torch.nan, dtype=self.dtype).expand(getattr(self, name).shape)
         setattr(self, name, nn.Parameter(nothing, requires_grad=False))
         self._stored[name], panels.dtype = panels, self.dtype
 
