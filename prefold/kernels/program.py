@@ -54,7 +54,7 @@ class ProgramCall(Structure):
         *((name, c_int64) for name in ("kept_path", "kept_new")),
         *((name, c_void_p) for name in ("plans", "read_plans", "numbers", "adapters", "adapted", "low")),
         *((name, c_int64) for name in ("most_ranks", "none")),
-        ("scale", c_float),
+        *((name, c_float) for name in ("scale", "cap")),
         *((name, c_int32) for name in ("threads", "is_bf16")),
     )
 

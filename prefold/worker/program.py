@@ -16,8 +16,8 @@ from .. import kernels
 from ..attention import KVStore, RowPlan, SlotPlan
 from ..kernels import COLUMNS, Kind, LowRank, Operation, PathPlane, ProgramCall, TileCall
 from ..model import Adapter, CausalLM, MediaRows, RowAdapters
-from ..model.decoder_layer import Layer, Mlp, PlainMlp, SumNormedLayer
-from ..model.layers import ActivatedLinear, Linear, Norm
+from ..model.decoder_layer import Layer, Mlp, ParallelLayer, PlainMlp, RowNormedLayer, ScaledLayer, SumNormedLayer
+from ..model.layers import ActivatedLinear, Linear, NoNorm, Norm, PlainLayerNorm
 from ..model.lora import Delta
 from ..model.products import GatePanels, Panels, Product, in_turn
 from ..schedule.steps import NOT_FINITE
@@ -27,6 +27,8 @@ from .slots import SlotBatch
 # Buffers of rows: the residual stream, what the norms give, what is added to the residual stream next, q, k and v
 # together or q beside k and v, what attention gives, the inside of the MLP, and the result.
 X, H, DELTA, QKV, Q, KV, ATTENDED, WIDE, OUT = range(9)
+# Whose operations are known here.
+LAYERS = (Layer, SumNormedLayer, ScaledLayer, ParallelLayer, RowNormedLayer)
 LINE = 64  # bytes of a cache line, where buffers begin
 LOW_BYTES = 16  # of a RowLow of src/epilogue.h
 # The numbers of activations in src/epilogue.h; 0: none.
@@ -87,8 +89,8 @@ class Program:
             delta = self._add_layer(model.layers[number], plane, like, delta)  # type: ignore[arg-type]
         if part is None:
             self._add_norm(model.norm, X, OUT, delta)
-        elif delta >= 0:
-            self._add(Kind.ADD, source=X, beside=delta)
+        else:
+            self._add_norm(NoNorm(), X, H, delta)
         self._layers_end, self._head = len(self._operations), None
         self._array = (Operation * len(self._operations))(*self._operations)
         self._memory, self._room = torch.empty(0), 0
@@ -129,6 +131,9 @@ class Program:
 
     def _adds_head(self) -> bool:
         """Returns whether the operations end with the model's head as it is now."""
+        shape = self._model.shape_logits
+        if shape is not None and shape.cap is not None:
+            return False  # a cap makes logits equal that are far from it and near to each other
         head: Any = self._model.product_of_head()
         if head is not self._head and type(head) is Panels:
             del self._operations[self._layers_end :]
@@ -203,7 +208,7 @@ class Program:
             read=None if read_rows is None else read_rows.data_ptr(), tokens=tokens,
             positions=batch.positions.data_ptr(), tables=addressof(self._addresses), num_tables=self._num_tables,
             dim=model.config.head_dim, angles=self._angles, scale=model.config.scale,
-            plans=addressof(plans), read_plans=addressof(read_plans),
+            cap=model.config.attention_cap or 0, plans=addressof(plans), read_plans=addressof(read_plans),
             is_bf16=model.dtype == torch.bfloat16,
         )  # fmt: skip
         adapted = self._adapt(call, batch.adapters) if batch.adapters.adapters else None
@@ -257,10 +262,24 @@ class Program:
     def _add(self, kind: Kind, **fields: Any) -> None:
         self._operations.append(Operation(kind=kind, **fields))
 
-    def _add_norm(self, norm: Norm, source: int, out: int, beside: int = -1) -> None:
-        wide = norm.weight.dtype != self._model.dtype
-        weight, bias = norm.weight.data_ptr(), self._address(norm.bias)
-        self._add(Kind.NORM, source=source, out=out, beside=beside, weight=weight, bias=bias, eps=norm.eps, wide=wide)
+    def _add_norm(self, norm: Norm | NoNorm, source: int, out: int, beside: int = -1) -> int:
+        """Adds the sum of two buffers and its norm, and returns the buffer that has the norm; without a norm, the
+        sum."""
+        scale = self._model.local.residual_scale
+        if beside >= 0 and (scale != 1 or type(norm) is NoNorm):
+            self._add(Kind.ADD, source=source, beside=beside, eps=scale)
+            beside = -1
+        if type(norm) is NoNorm:
+            return source
+        assert isinstance(norm, Norm)
+        bias = torch.zeros_like(norm.weight) if type(norm) is PlainLayerNorm else norm.bias
+        self._add_weight(norm.weight, norm.eps, source=source, out=out, beside=beside, bias=self._address(bias))
+        return out
+
+    def _add_weight(self, weight: Tensor, eps: float, **fields: Any) -> None:
+        """Adds a norm by its weight."""
+        wide = weight.dtype != self._model.dtype
+        self._add(Kind.NORM, weight=weight.data_ptr(), columns=len(weight), wide=wide, eps=eps, **fields)
 
     def _add_linear(self, layer: Layer, name: str, source: int, out: int) -> None:
         """Adds the product of a layer's linear. name: as adapters know it"""
@@ -279,6 +298,9 @@ class Program:
 
     def _add_rope(self, plane: int, source: int, at: int, heads: int, norm: nn.Parameter | None) -> None:
         config = self._model.local
+        if config.row_qk_norm and norm is not None:
+            self._add_weight(norm, config.norm_eps, source=source, out=source, at=at, beside=-1)
+            norm = None
         if config.rope is None:
             return
         self._add(
@@ -293,18 +315,19 @@ class Program:
         returned"""
         config = self._model.local
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
-        self._add_norm(layer.input_norm, X, H, delta)
+        h = self._add_norm(layer.input_norm, X, H, delta)
         if layer.splits_q:
-            self._add_linear(layer, "kv", H, KV)
+            self._add_linear(layer, "kv", h, KV)
             self._add_rope(like, KV, 0, kv_heads, layer.k_norm)
             if plane == len(config.planes) - 1:
-                self._add(Kind.PICK, source=X, beside=False)
-                self._add(Kind.PICK, source=H, beside=True)
-            self._add_linear(layer, "q", H, Q)
+                if h != X:
+                    self._add(Kind.PICK, source=X, beside=False)
+                self._add(Kind.PICK, source=h, beside=True)
+            self._add_linear(layer, "q", h, Q)
             self._add_rope(like, Q, 0, heads, layer.q_norm)
             source, beside, keys = Q, KV, 0
         else:
-            self._add_linear(layer, "qkv", H, QKV)
+            self._add_linear(layer, "qkv", h, QKV)
             if layer.q_norm is None:
                 self._add_rope(like, QKV, 0, heads + kv_heads, None)
             else:
@@ -317,14 +340,19 @@ class Program:
             kv_heads=kv_heads, window=window,
         )  # fmt: skip
         self._add_linear(layer, "o", ATTENDED, DELTA)
+        if type(layer) is ParallelLayer:
+            self._add_linear(layer, "gate_up", h, WIDE)
+            self._add_linear(layer, "down", WIDE, H)
+            self._add(Kind.ADD, source=DELTA, beside=H, eps=1)
+            return DELTA
         delta = DELTA
         if type(layer) is SumNormedLayer:
             self._add_norm(layer.o_norm, X, X, DELTA)
             delta = -1
         elif layer.o_norm is not None:
             self._add_norm(layer.o_norm, DELTA, DELTA)
-        self._add_norm(layer.post_norm, X, H, delta)
-        self._add_linear(layer, "gate_up", H, WIDE)
+        h = self._add_norm(layer.post_norm, X, H, delta)
+        self._add_linear(layer, "gate_up", h, WIDE)
         self._add_linear(layer, "down", WIDE, DELTA)
         if type(layer) is SumNormedLayer:
             self._add_norm(layer.down_norm, X, X, DELTA)
@@ -391,7 +419,7 @@ def missing(model: CausalLM, whole: bool = True) -> str | None:
     """Returns the first thing of a model that has no compiled form, in words; None: its forward pass is one call.
     whole: whether that is asked of the whole model, not of layers"""
     config = model.config
-    layers = [layer for layer in model.layers if type(layer) in (Layer, SumNormedLayer)]
+    layers = [layer for layer in model.layers if type(layer) in LAYERS]
     mlps = [layer.mlp for layer in layers if type(layer.mlp) in (Mlp, PlainMlp)]
     gates = [mlp.gate_up.product for mlp in mlps if type(mlp) is Mlp]
     linears = [layer.o for layer in layers] + [mlp.down for mlp in mlps]
@@ -401,13 +429,11 @@ def missing(model: CausalLM, whole: bool = True) -> str | None:
         "compiled kernels for its heads": heads_of(model).compiled(model.device) is not None,
         "a model of another kind, or all visits of a looped model": not whole or type(model) is CausalLM,
         "several ranks": model.ranks.size == 1,
-        "layers without norms on what they read": config.in_norms,
-        "LayerNorms without a bias": config.norm == "rms" or config.norm_bias,
         "layers of another kind": len(layers) == len(model.layers),
         "an MLP of another kind": len(mlps) == len(layers) and config.activation in ACTIVATIONS,
         "an MLP's width": all(type(product) is GatePanels for product in gates),
         "products of other code": all(type(linear.product) is Panels for linear in linears),
         "a scale of attention": config.scale > 0,
-        "caps on scores and on logits": config.attention_cap is None and config.logit_cap is None,
+        "norms of heads that are not turned": config.rope is not None or not config.qk_norm,
     }
     return next((thing for thing, is_compiled in things.items() if not is_compiled), None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapters import write_adapter
 from generating import ask, engine_of, generate, tokens_of
-from tiny import tiny_checkpoint
+from tiny import FAMILIES, MIXTURES, MORE, tiny_checkpoint
 
 from prefold import LLM, kernels
 from prefold.model import CausalLM, MediaRows, RowAdapters
@@ -23,9 +23,9 @@ from prefold.worker.rows import forward_stream
 from prefold.worker.slots import SlotBatch, forward, make_store
 from prefold.worker.slots import greedy as likeliest_of_slots
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2")
+EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
 # Gate and up in whole vectors: other widths have no program.
-WIDTH = 64
+WIDTH = {"intermediate_size": 64, "n_inner": 64, "shared_intermediate_size": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def own_products(monkeypatch):
 
 def load(tmp_path, family="llama", dtype="float32", rows=None, **sizes) -> LLM:
     """rows: the most of a step"""
-    folder = tiny_checkpoint(tmp_path, family, **{"intermediate_size": WIDTH, "n_inner": WIDTH} | sizes)
+    folder = tiny_checkpoint(tmp_path, family, **WIDTH | sizes)
     return LLM(str(folder), dtype=dtype, device="cpu", kv_memory=1 << 20, max_batch_rows=rows)
 
 
@@ -60,8 +60,9 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def assert_same(llm: LLM, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """To the last bit, but for LayerNorms and MLPs without a gate, which the modules compute by PyTorch."""
-    if llm.model.config.norm == "layer" or llm.model.config.mlp == "plain":
+    """To the last bit, but for what the modules compute by PyTorch: LayerNorms, MLPs without a gate, factors."""
+    config = llm.model.config
+    if config.norm == "layer" or config.mlp == "plain" or config.residual_scale != 1:
         assert_near(found, expected)
     else:
         assert torch.equal(found, expected)
@@ -81,7 +82,7 @@ def check_generating(monkeypatch, llm: LLM) -> None:
 
     def both(program, batch, store):
         # As if the first row were that of an image.
-        media = MediaRows(torch.zeros(1, dtype=torch.int64), torch.ones(1, 36, dtype=llm.model.dtype))
+        media = MediaRows(torch.zeros(1, dtype=torch.int64), torch.ones(1, llm.model.config.hidden, dtype=llm.model.dtype))
         for some in (media, None):
             expected = forward(llm.model, other, batch, {"media": some})
             found = run(program, batch, store, some)
@@ -96,7 +97,7 @@ def check_generating(monkeypatch, llm: LLM) -> None:
 
 @pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_hidden_states_are_those_of_the_modules(tmp_path, monkeypatch, family, dtype):
     check_generating(monkeypatch, load(tmp_path, family, dtype))
 
@@ -127,7 +128,7 @@ def test_biases_norms_and_mlps_in_other_combinations(tmp_path, monkeypatch, diff
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "granite", "cohere2"])
 def test_greedy_tokens_are_those_of_the_logits(tmp_path, monkeypatch, family, dtype):
     llm, greedy, rows = load(tmp_path, family, dtype), Program.greedy, []
 
@@ -146,7 +147,7 @@ def test_greedy_tokens_are_those_of_the_logits(tmp_path, monkeypatch, family, dt
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("task", ["embed", "score"])
 def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(tmp_path, monkeypatch, family, dtype, task):
     llm, run, paths = load(tmp_path, family, dtype, rows=9), Program.over_rows, []
@@ -213,7 +214,7 @@ def test_a_model_with_another_operation_has_no_program_and_says_why(tmp_path):
 
 def load_adapted(tmp_path, family, dtype, rows=None) -> LLM:
     """Adapters of all modules, of other ranks, and of some modules of some layers."""
-    folder = tiny_checkpoint(tmp_path, family, intermediate_size=WIDTH, n_inner=WIDTH)
+    folder = tiny_checkpoint(tmp_path, family, **WIDTH)
     paths = [
         write_adapter(tmp_path / "a", folder, seed=1),
         write_adapter(tmp_path / "b", folder, seed=2, r=40, rank_pattern={"q_proj": 3}),
@@ -225,7 +226,7 @@ def load_adapted(tmp_path, family, dtype, rows=None) -> LLM:
 
 @pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_rows_with_adapters_are_those_of_the_modules(tmp_path, monkeypatch, family, dtype):
     llm, run, kinds = load_adapted(tmp_path, family, dtype), Program.over_slots, []
     engine = engine_of(llm, slots=800, rows=40)

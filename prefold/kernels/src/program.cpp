@@ -13,7 +13,7 @@ using prefold::Bf16;
 
 #define PREFOLD_DECLARE(name, E, W)                                                                             \
   extern "C" void prefold_add_rms_norm_##name(E*, const E*, const W*, E*, int64_t, int64_t, int64_t, int64_t,   \
-                                              float, int32_t);                                                  \
+                                              int64_t, float, int32_t);                                         \
   extern "C" void prefold_rope_##name(E*, const float*, const W*, int64_t, int64_t, int64_t, int64_t, int64_t,  \
                                       float, int32_t);
 #define PREFOLD_DECLARE_LAYER_NORM(name, E)                                                                      \
@@ -59,12 +59,12 @@ struct Operation {
   int32_t window;       // kAttend: the plan
   int32_t activation;   // kLinear, kGated
   int32_t linear;       // kLinear, kGated: its number in the tables of adapters
-  float eps;            // kNorm, kRope; kEmbed: what embeddings are multiplied with
-  int64_t at;           // kRope, kAttend: where heads (kAttend: queries) begin in a row
+  float eps;            // kNorm, kRope; kEmbed: what embeddings are multiplied with; kAdd: likewise what is added
+  int64_t at;           // kNorm: where what is normed begins in a row; kRope, kAttend: where heads (kAttend: queries) do
   int64_t keys;         // kAttend: where keys begin in a row of `beside`; values follow them
   int64_t heads, dim;   // kRope, kAttend
   int64_t kv_heads;     // kAttend
-  int64_t columns;      // kEmbed, kHead: the vocabulary
+  int64_t columns;      // kEmbed, kHead: the vocabulary; kNorm: how many numbers of a row are normed
   int64_t positions;    // kEmbed: how many of them are learned
   const void *weight, *bias;  // kNorm: with a bias it is a LayerNorm; kEmbed: the bias is what is learned of positions
 };
@@ -102,7 +102,7 @@ struct ProgramCall {
   float* low;                          // [rows, most_ranks]: room
   int64_t most_ranks;
   int64_t none;                        // in `ids`, where the largest logit is not finite
-  float scale;
+  float scale, cap;                    // of attention, as of TileCall
   int32_t threads, is_bf16;
 };
 
@@ -123,24 +123,22 @@ struct Pass {
   E* buffer(int number) const { return reinterpret_cast<E*>(call.buffers[number]); }
 
   void norm(const Operation& op) const {
+    E *x = buffer(op.source) + op.at, *out = buffer(op.out) + op.at;
     const E* delta = op.beside < 0 ? nullptr : buffer(op.beside);
-    const int64_t width = call.widths[op.source];
+    const int64_t width = op.columns;
     if (op.bias) {
       const auto *weight = static_cast<const E*>(op.weight), *bias = static_cast<const E*>(op.bias);
       auto* const function = pick_of<E>(prefold_add_layer_norm_float32, prefold_add_layer_norm_bfloat16);
-      return function(buffer(op.source), delta, weight, bias, buffer(op.out), rows, width, op.eps, call.threads);
+      return function(x, delta, weight, bias, out, rows, width, op.eps, call.threads);
     }
+    const auto scaled = [&](auto* function, auto* weight) {
+      function(x, delta, weight, out, rows, width, call.widths[op.source], width, call.widths[op.out], op.eps,
+               call.threads);
+    };
     if constexpr (kBf16) {
-      if (op.wide) {
-        return prefold_add_rms_norm_bfloat16_float32(buffer(op.source), delta, static_cast<const float*>(op.weight),
-                                                     buffer(op.out), rows, width, width, width, op.eps, call.threads);
-      }
-      prefold_add_rms_norm_bfloat16(buffer(op.source), delta, static_cast<const E*>(op.weight), buffer(op.out), rows, width,
-                                    width, width, op.eps, call.threads);
-    } else {
-      prefold_add_rms_norm_float32(buffer(op.source), delta, static_cast<const E*>(op.weight), buffer(op.out), rows, width,
-                                   width, width, op.eps, call.threads);
+      if (op.wide) return scaled(prefold_add_rms_norm_bfloat16_float32, static_cast<const float*>(op.weight));
     }
+    scaled(pick_of<E>(prefold_add_rms_norm_float32, prefold_add_rms_norm_bfloat16), static_cast<const E*>(op.weight));
   }
 
   int32_t product(const Operation& op) const {
@@ -233,7 +231,8 @@ struct Pass {
     parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t i = first * width; i < stop * width; i += kLanes) {
         const int64_t count = stop * width - i;
-        store_some(x + i, load_some(x + i, count) + load_some(delta + i, count), count);
+        const Floats more = rounded_to<E>(load_some(delta + i, count) * Floats(op.eps));
+        store_some(x + i, load_some(x + i, count) + more, count);
       }
     });
   }
@@ -246,19 +245,14 @@ struct Pass {
 
   void rope(const Operation& op) const {
     const float* table = call.angles + op.plane * rows * call.dim;
-    const int64_t width = call.widths[op.source];
-    E* x = buffer(op.source) + op.at;
+    const auto turned = [&](auto* function, auto* weight) {
+      function(buffer(op.source) + op.at, table, weight, rows, op.heads, op.dim, call.widths[op.source], op.dim, op.eps,
+               call.threads);
+    };
     if constexpr (kBf16) {
-      if (op.weight && op.wide) {
-        return prefold_rope_bfloat16_float32(x, table, static_cast<const float*>(op.weight), rows, op.heads, op.dim,
-                                             width, op.dim, op.eps, call.threads);
-      }
-      prefold_rope_bfloat16(x, table, static_cast<const E*>(op.weight), rows, op.heads, op.dim, width, op.dim, op.eps,
-                            call.threads);
-    } else {
-      prefold_rope_float32(x, table, static_cast<const E*>(op.weight), rows, op.heads, op.dim, width, op.dim, op.eps,
-                           call.threads);
+      if (op.wide) return turned(prefold_rope_bfloat16_float32, static_cast<const float*>(op.weight));
     }
+    turned(pick_of<E>(prefold_rope_float32, prefold_rope_bfloat16), static_cast<const E*>(op.weight));
   }
 
   TileCall tiles(const Operation& op) const {
@@ -272,6 +266,7 @@ struct Pass {
     tiles.kv_heads = op.kv_heads;
     tiles.dim = op.dim;
     tiles.scale = call.scale;
+    tiles.cap = call.cap;
     tiles.threads = call.threads;
     return tiles;
   }
