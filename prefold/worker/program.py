@@ -434,6 +434,7 @@ def missing(model: CausalLM, whole: bool = True) -> str | None:
         "an MLP's width": all(type(product) is GatePanels for product in gates),
         "products of other code": all(type(linear.product) is Panels for linear in linears),
         "a scale of attention": config.scale > 0,
+        "LayerNorms of another dtype": config.norm == "rms" or not config.norm_offset,
         "norms of heads that are not turned": config.rope is not None or not config.qk_norm,
     }
     return next((thing for thing, is_compiled in things.items() if not is_compiled), None)

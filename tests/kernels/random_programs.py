@@ -38,16 +38,23 @@ from prefold.worker.slots import make_store, prepare_slots
 def random_model(rng: np.random.Generator) -> CausalLM:
     kv_heads, dim = int(rng.integers(1, 4)), 2 * int(rng.integers(2, 40))
     layers, learned, plain = int(rng.integers(1, 4)), bool(rng.integers(2)), bool(rng.integers(2))
+    kind = str(rng.choice(["", "", "sum_norms", "parallel", "row_qk_norm", "residual_scale"]))
+    out_norms = kind not in ("sum_norms", "parallel") and bool(rng.integers(2))
+    norm = str(rng.choice(["rms", "layer"]))
+    kinds = {kind: 0.4 if kind == "residual_scale" else True} if kind else {}
     config = ModelConfig(
         vocab_size=int(rng.integers(40, 300)), hidden=2 * int(rng.integers(8, 90)), layers=layers,
         heads=kv_heads * int(rng.integers(1, 4)), kv_heads=kv_heads, head_dim=dim,
         intermediate=int(rng.integers(1, 9)) * 16 + 2 * plain * int(rng.integers(8)), norm_eps=1e-5,
         rope=None if learned else RopeConfig(theta=1e4), max_positions=400,
         planes=tuple(Plane(window) for window in rng.choice([None, 5, 40], layers)),
-        norm=str(rng.choice(["rms", "layer"])), mlp="plain" if plain else "gated",
-        activation=str(rng.choice(["silu", "gelu_tanh"])), qk_norm=bool(rng.integers(2)),
+        norm=norm, mlp="plain" if plain else "gated",
+        activation=str(rng.choice(["silu", "gelu_tanh"])), norm_bias=bool(rng.integers(2)),
+        qk_norm=not learned and kind != "row_qk_norm" and bool(rng.integers(2)), out_norms=out_norms,
+        in_norms=not out_norms or bool(rng.integers(2)), attention_cap=rng.choice([None, 2.0]),
+        norm_offset=float(norm == "rms" and rng.integers(2)),
         qkv_bias=bool(rng.integers(2)), o_bias=bool(rng.integers(2)), mlp_bias=bool(rng.integers(2)),
-        tie_embeddings=True,
+        tie_embeddings=True, **kinds,
     )  # fmt: skip
     dtype = torch.bfloat16 if rng.integers(2) else torch.float32
     model = CausalLM(config, dtype=dtype, device=torch.device("cpu")).requires_grad_(False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapters import write_adapter
 from generating import ask, engine_of, generate, tokens_of
-from tiny import FAMILIES, MIXTURES, MORE, tiny_checkpoint
+from tiny import FAMILIES, MIXTURES, MORE, reference, tiny_checkpoint
 
 from prefold import LLM, kernels
 from prefold.model import CausalLM, MediaRows, RowAdapters
@@ -170,6 +170,26 @@ def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(tmp_path, mo
     else:
         llm.score(texts, [" yes and no"] * 3)
     assert len(paths) > 4 and max(paths) > 9
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_scores_and_tokens_are_those_of_transformers(tmp_path, family):
+    llm = load(tmp_path, family, rows=9)
+    assert "one compiled call" in llm.passes
+    oracle, first = reference(llm.checkpoint.path), list(range(20, 34))
+    prompts = [[*first, *range(n, n + 5)] for n in (40, 60, 80)]
+
+    def expected(prompt: list[int], text: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return oracle(torch.tensor([prompt + text])).logits[0].log_softmax(-1)[len(prompt) - 1 :]
+
+    texts = [[1, 2, 7], [8], [9, 10]]
+    for prompt, text, found in zip(prompts, texts, llm.score(prompts, texts), strict=True):
+        own = expected(prompt, text)[range(len(text)), text]
+        np.testing.assert_allclose(found.logprobs, own.numpy(), atol=1e-4)
+    asked = [ask(prompt, max_tokens=3, ignore_eos=True) for prompt in prompts]
+    for prompt, made in zip(prompts, tokens_of(generate(engine_of(llm, slots=200), asked)), strict=True):
+        assert made == expected(prompt, made)[:-1].argmax(-1).tolist()
 
 
 def test_many_rows_after_few_and_few_after_many(tmp_path, monkeypatch):
