@@ -42,15 +42,16 @@ class Prepared:
 
     buffers   the addresses of the buffers, int64
     held      what the call names by address beside these
-    ids, out  memory for the most likely tokens and the hidden states that give them
+    store     of a step over slots
+    ids       memory for the most likely tokens, where these are wanted
     """
 
     batch: SlotBatch | Batch
     call: ProgramCall
     buffers: np.ndarray
     held: tuple[Any, ...]
+    store: KVStore | None = None
     ids: np.ndarray | None = None
-    out: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,27 +108,40 @@ class Program:
 
     def over_slots(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> Tensor:
         """Returns what `worker.slots.forward` returns."""
-        slots, planes = batch.slots.data_ptr(), addressof(store.structs)
-        return self._run(self._prepared(batch, self._embedded(batch, media), slots=slots, planes=planes, ids=None))
+        return self._run(self._over(batch, store, self._embedded(batch, media)))
 
     def through(self, x: Tensor, batch: SlotBatch, store: KVStore) -> Tensor:
         """Returns the residual stream x [rows, hidden] after a program's part of the layers, written into x."""
         x = x.contiguous()
-        self._run(self._prepared(batch, x, slots=batch.slots.data_ptr(), planes=addressof(store.structs)))
+        self._run(self._over(batch, store, x))
         return x
 
     def greedy(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> np.ndarray | None:
-        """Returns what `worker.slots.greedy` returns of the hidden states of a step, without making logits; None, and
-        nothing is computed, where the head is no product of the kernels."""
+        """Returns what `worker.slots.greedy` returns of the hidden states of a step, without making logits, in memory
+        that the next step may write into; None, and nothing is computed, where the head is no product of the
+        kernels."""
         if not self._adds_head():
             return None
-        slots, planes, x = batch.slots.data_ptr(), addressof(store.structs), self._embedded(batch, media)
-        step = self._prepared(batch, x, slots=slots, planes=planes, none=NOT_FINITE)
+        step = self._over(batch, store, self._embedded(batch, media))
         if step.ids is None:
-            step.ids, step.out = np.empty(step.call.picked, np.int64), self._empty(step.call.picked)
-        step.call.ids = step.ids.ctypes.data
-        self._run(step, step.out)
-        return step.ids.copy()
+            step.ids, out = np.empty(step.call.picked, np.int64), self._empty(step.call.picked)
+            step.call.ids, step.buffers[OUT] = step.ids.ctypes.data, out.data_ptr()
+            step.held = (*step.held, out)
+        self._call(step)
+        return step.ids
+
+    def _over(self, batch: SlotBatch, store: KVStore, x: Tensor | None) -> Prepared:
+        """Returns a step over slots, ready to run: that of its batch, where it was the last one. x: as of
+        `_prepared`"""
+        step = self._last
+        if step is None or step.batch is not batch or step.store is not store or x is not None:
+            slots, planes = batch.slots.data_ptr(), addressof(store.structs)
+            step = self._prepared(batch, x, slots=slots, planes=planes, none=NOT_FINITE)
+            step.store = store
+            self._last = step if x is None else None
+        elif batch.numbers is not None:
+            self._cover(batch.numbers[1])
+        return step
 
     def _adds_head(self) -> bool:
         """Returns whether the operations end with the model's head as it is now."""
@@ -168,12 +182,16 @@ class Program:
     def _empty(self, rows: int) -> Tensor:
         return torch.empty((rows, int(self._widths[OUT])), dtype=self._model.dtype)
 
-    def _run(self, step: Prepared, out: Tensor | None = None) -> Tensor:
-        """Returns the hidden states of the rows of a step that are read. out: memory for them; None: new memory"""
-        out = self._empty(step.call.picked) if out is None else out
-        step.buffers[OUT] = out.data_ptr()
-        self._compiled.run_program(step.call)
+    def _run(self, step: Prepared) -> Tensor:
+        """Returns the hidden states of the rows of a step that are read."""
+        out = self._empty(step.call.picked)
+        step.buffers[OUT], step.ids, step.call.ids = out.data_ptr(), None, None
+        self._call(step)
         return out
+
+    def _call(self, step: Prepared) -> None:
+        step.call.threads = torch.get_num_threads()
+        self._compiled.run_program(step.call)
 
     def _prepared(self, batch: SlotBatch | Batch, x: Tensor | None, **call_fields: Any) -> Prepared:
         """Returns a step, ready to run. x: what rows begin with, which is written into; None: their embeddings.
@@ -181,26 +199,11 @@ class Program:
         rows = len(batch.tokens)
         if rows > self._room:
             self._make_room(rows, self._model.dtype.itemsize)
-        if rows and self._num_tables:
-            numbers = getattr(batch, "numbers", None)
-            positions = batch.positions.numpy() if numbers is None else numbers[1]
-            if (last := int(positions.max())) >= self._positions:
-                self._cover(last + 1)
-        step = self._last
-        if step is None or step.batch is not batch or x is not None:
-            step = self._prepare(batch, x)
-            self._last = step if x is None and isinstance(batch, SlotBatch) else None
-        step.call.threads = torch.get_num_threads()
-        for name, value in call_fields.items():
-            setattr(step.call, name, value)
-        return step
-
-    def _prepare(self, batch: SlotBatch | Batch, x: Tensor | None) -> Prepared:
-        model, read_rows, rows = self._model, batch.read_rows, len(batch.tokens)
-        buffers, tokens = self._buffers, batch.tokens.data_ptr()
+        self._cover(batch.positions.numpy())
+        model, read_rows = self._model, batch.read_rows
+        buffers, tokens = self._buffers.copy(), batch.tokens.data_ptr()
         if x is not None:
-            buffers, tokens = buffers.copy(), None
-            buffers[X] = x.data_ptr()
+            buffers[X], tokens = x.data_ptr(), None
         plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
         call = ProgramCall(
             operations=addressof(self._array), count=len(self._array), buffers=buffers.ctypes.data,
@@ -209,7 +212,7 @@ class Program:
             positions=batch.positions.data_ptr(), tables=addressof(self._addresses), num_tables=self._num_tables,
             dim=model.config.head_dim, angles=self._angles, scale=model.config.scale,
             cap=model.config.attention_cap or 0, plans=addressof(plans), read_plans=addressof(read_plans),
-            is_bf16=model.dtype == torch.bfloat16,
+            is_bf16=model.dtype == torch.bfloat16, **call_fields,
         )  # fmt: skip
         adapted = self._adapt(call, batch.adapters) if batch.adapters.adapters else None
         return Prepared(batch, call, buffers, (x, plans, read_plans, adapted))
@@ -239,8 +242,11 @@ class Program:
                 calls[number] = plans[window].lists.call  # type: ignore[union-attr]
         return calls
 
-    def _cover(self, positions: int) -> None:
-        self._tables = self._model.rotary(self._model.device).covering(positions)
+    def _cover(self, positions: np.ndarray) -> None:
+        """Lets the tables reach all of these positions."""
+        if not self._num_tables or (last := positions.max(initial=-1)) < self._positions:
+            return
+        self._tables = self._model.rotary(self._model.device).covering(int(last) + 1)
         self._positions = min(map(len, self._tables))
         self._addresses[:] = [table.data_ptr() for table in self._tables]
 
