@@ -158,7 +158,7 @@ class Program:
         return head is not None and head is self._head
 
     def over_rows(self, batch: Batch, path: Path, media: MediaRows | None = None) -> tuple[Tensor, PathKV]:
-        """Returns what `worker.rows.forward_stream` returns of a step that is not folded."""
+        """Returns what `worker.rows.forward_stream` returns."""
         config, kept_path, kept_new = self._model.local, len(batch.keep_path), len(batch.keep_new)
         shape = (len(config.planes), 2, kept_path + kept_new, config.kv_heads, config.head_dim)
         kv = torch.empty(shape, dtype=self._model.dtype)
@@ -169,9 +169,15 @@ class Program:
             carried.append(before)
             places = [tensor.data_ptr() for tensor in before] or [None, None]
             paths[plane] = PathPlane(*places, keys.data_ptr(), values.data_ptr())
+        fold: dict[str, Any] = {}
+        if batch.scatter is not None and batch.gather is not None:
+            room = torch.empty((len(batch.scatter), 2 * config.q_size + 2 * config.kv_size), dtype=self._model.dtype)
+            fold = {"unfolded": len(room), "unfolded_room": room.data_ptr()}
+            fold |= {"scatter": batch.scatter.data_ptr(), "gather": batch.gather.data_ptr()}
+            fold["read_order"] = None if batch.read_order is None else batch.read_order.data_ptr()
         step = self._prepared(
             batch, self._embedded(batch, media), paths=addressof(paths), path=path.rows, kept_path=kept_path,
-            kept_new=kept_new, keep_path=batch.keep_path.data_ptr(), keep_new=batch.keep_new.data_ptr(),
+            kept_new=kept_new, keep_path=batch.keep_path.data_ptr(), keep_new=batch.keep_new.data_ptr(), **fold,
         )  # fmt: skip
         hidden = self._run(step)
         return hidden, {plane: (keys, values) for plane, (keys, values) in enumerate(kv)}

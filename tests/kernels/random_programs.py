@@ -1,16 +1,19 @@
 """Runs programs of random models on random steps with a compiled library: a process of its own for test_sanitizers.py.
 
-    python random_programs.py LIBRARY SEED MODELS [refused]
+    python random_programs.py LIBRARY SEED MODELS [refused | forked]
 
 Each step runs on one thread and on several, from several threads of Python at once, and gives the same bits every time.
-A digest of all results is printed. refused: the system refuses AMX's tiles to the process.
+A digest of all results is printed. refused: the system refuses AMX's tiles to the process; forked: each program also
+runs in a process that was forked from this one, and here again.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -169,8 +172,8 @@ def has_tiles() -> bool:
     return ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(permitted)) == 0 and bool(permitted.value >> 18 & 1)
 
 
-def main(library: str, seed: int, models: int, refused: str = "") -> None:
-    memory = refuse_tiles() if refused else None
+def main(library: str, seed: int, models: int, how: str = "") -> None:
+    memory = refuse_tiles() if how == "refused" else None
     loader._loaded = loader.Loaded(loader.Kernels(Path(library)), "sanitized")
     loader._loaded.kernels.use_own_threads(True)
     # Products by the library, also where it would leave them to PyTorch.
@@ -198,6 +201,8 @@ def main(library: str, seed: int, models: int, refused: str = "") -> None:
         caller = Thread(target=run)  # whose thread ends, and with it what the kernels keep for it
         caller.start()
         caller.join()
+        if how == "forked":
+            check_forked(run, expected)
         check(run(), expected)
     with ThreadPoolExecutor(3) as pool:  # each model has buffers of its own
         for found, (_, expected) in zip(pool.map(lambda one: one[0](), runs), runs, strict=True):
@@ -209,6 +214,17 @@ def main(library: str, seed: int, models: int, refused: str = "") -> None:
 
 def check(found: list[Tensor], expected: list[Tensor]) -> None:
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def check_forked(run: Callable[[], list[Tensor]], expected: list[Tensor]) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            check(run(), expected)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -39,10 +40,10 @@ def own_products(monkeypatch):
     )
 
 
-def load(tmp_path, family="llama", dtype="float32", rows=None, **sizes) -> LLM:
+def load(tmp_path, family="llama", dtype="float32", rows=None, sharing="full", **sizes) -> LLM:
     """rows: the most of a step"""
     folder = tiny_checkpoint(tmp_path, family, **WIDTH | sizes)
-    return LLM(str(folder), dtype=dtype, device="cpu", kv_memory=1 << 20, max_batch_rows=rows)
+    return LLM(str(folder), dtype=dtype, device="cpu", kv_memory=1 << 20, max_batch_rows=rows, sharing=sharing)
 
 
 def requests(seed: int) -> list[Request]:
@@ -82,7 +83,8 @@ def check_generating(monkeypatch, llm: LLM) -> None:
 
     def both(program, batch, store):
         # As if the first row were that of an image.
-        media = MediaRows(torch.zeros(1, dtype=torch.int64), torch.ones(1, llm.model.config.hidden, dtype=llm.model.dtype))
+        ones = torch.ones(1, llm.model.config.hidden, dtype=llm.model.dtype)
+        media = MediaRows(torch.zeros(1, dtype=torch.int64), ones)
         for some in (media, None):
             expected = forward(llm.model, other, batch, {"media": some})
             found = run(program, batch, store, some)
@@ -149,8 +151,12 @@ def test_greedy_tokens_are_those_of_the_logits(tmp_path, monkeypatch, family, dt
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("task", ["embed", "score"])
-def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(tmp_path, monkeypatch, family, dtype, task):
-    llm, run, paths = load(tmp_path, family, dtype, rows=9), Program.over_rows, []
+@pytest.mark.parametrize("sharing", ["full", "mlp"])
+def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(
+    tmp_path, monkeypatch, family, dtype, task, sharing
+):
+    rows = {"full": 9, "mlp": 150}[sharing]
+    llm, run, paths, folded = load(tmp_path, family, dtype, rows, sharing), Program.over_rows, [], []
 
     def both(program, batch, path):
         expected, kv = forward_stream(llm.model, batch, path, {})
@@ -161,6 +167,7 @@ def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(tmp_path, mo
             for pair in zip(kept[plane], tensors, strict=True):
                 assert_same(llm, *pair)
         paths.append(path.rows)
+        folded.append(0 if batch.scatter is None else len(batch.scatter) - len(batch.tokens))
         return found, kept
 
     monkeypatch.setattr(Program, "over_rows", both)
@@ -169,7 +176,7 @@ def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(tmp_path, mo
         llm.embed(texts, pooling="mean")
     else:
         llm.score(texts, [" yes and no"] * 3)
-    assert len(paths) > 4 and max(paths) > 9
+    assert max(folded) > 9 if sharing == "mlp" else len(paths) > 4 and max(paths) > 9
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -223,6 +230,32 @@ def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan
     assert len(grown) == len(hidden) and all(torch.equal(*pair) for pair in zip(grown, hidden, strict=True))
     # With few keys of its own a row has them in the list of its tile, and the plan is made anew; so is a window's.
     assert sum(kept) > 20 if family == "llama" else not any(kept)
+
+
+def test_memory_is_that_of_the_widest_place_of_a_layer_and_is_used_again(tmp_path):
+    """Three buffers of the residual stream's width, and the larger of attention's and the MLP's beside them."""
+    llm = load(tmp_path, "qwen3")
+    llm.embed(["a text of some tokens, which is longer than all others"])
+    program, config = llm.engine.worker._program, llm.model.config
+    memory, rows = program._memory, program._room
+    numbers = 3 * config.hidden + max(2 * (config.q_size + config.kv_size), config.intermediate) + config.head_dim
+    assert rows > 50 and 4 * rows * numbers <= memory.nbytes < 4 * rows * numbers + 1024
+    llm.embed(["a short text", "and two"])
+    llm.score(["a prompt"], [" yes"])
+    llm.generate(["a text"], max_tokens=3)
+    assert program._memory is memory
+
+
+def test_two_engines_of_one_process_give_what_each_gives_alone(tmp_path):
+    llms = [load(tmp_path, family, dtype) for family, dtype in (("qwen3", "bfloat16"), ("gemma2", "float32"))]
+    texts = ["some text", "some other text", "another"]
+
+    def made(llm: LLM) -> list[str]:
+        return [llm.generate(texts, max_tokens=24, ignore_eos=True) for _ in range(4)][-1]
+
+    alone = [made(llm) for llm in llms]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(made, llms)) == alone
 
 
 def test_a_model_with_another_operation_has_no_program_and_says_why(tmp_path):

@@ -95,6 +95,11 @@ struct ProgramCall {
   int64_t path;                        // rows of it that are carried
   const int64_t *keep_path, *keep_new; // which of these, and of the new rows, are carried on
   int64_t kept_path, kept_new;         // how many these are
+  // Where rows stand for several rows of a stream (sharing "mlp"): how many these are, the row that stands for each, one
+  // that each row stands for, the order of attention's rows that are read, and room for q, k and v, and the result.
+  int64_t unfolded;
+  const int64_t *scatter, *gather, *read_order;
+  char* unfolded_room;
   const TileCall *plans, *read_plans;  // by window
   const int64_t* numbers;              // [rows]: of each row's adapter, or -1; null: no row has an adapter
   const LowRank* const* adapters;      // by number: what the adapter adds to each linear
@@ -283,12 +288,42 @@ struct Pass {
       return prefold_slot_attention(&over, kBf16);
     }
     const PathPlane& path = call.paths[op.plane];
-    const RowCall over{tiles(op), keys, keys + size, path.keys, path.values, kv_width,  op.dim,   kv_width,
-                       op.dim,    size, op.dim,      size,      op.dim,      call.rows, call.path};
+    RowCall over{tiles(op), keys, keys + size, path.keys, path.values, kv_width,  op.dim,   kv_width,
+                 op.dim,    size, op.dim,      size,      op.dim,      call.rows, call.path};
+    if (call.scatter) unfold(over);
     if (const int32_t failed = prefold_row_attention(&over, kBf16)) return failed;
-    carry(path.next_keys, path.keys, keys, size, kv_width);
-    carry(path.next_values, path.values, keys + size, size, kv_width);
+    if (call.scatter) fold(static_cast<const E*>(over.tiles.out), buffer(op.out), op.heads * op.dim);
+    carry(path.next_keys, path.keys, static_cast<const E*>(over.k), size, over.k_row);
+    carry(path.next_values, path.values, static_cast<const E*>(over.v), size, over.v_row);
     return 0;
+  }
+
+  // Copies the rows [count, width] that stand at `from` to where they are wanted, or each to its place.
+  void copy_rows(const E* source, int64_t row, const int64_t* from, E* out, const int64_t* to, int64_t count,
+                 int64_t width) const {
+    parallel_ranges(count, width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t i = first; i < stop; ++i) {
+        std::memcpy(out + (to ? to[i] : i) * width, source + (from ? from[i] : i) * row, width * sizeof(E));
+      }
+    });
+  }
+
+  // Lets a call attend over all rows of the stream.
+  void unfold(RowCall& over) const {
+    TileCall& tiles = over.tiles;
+    const int64_t queries = tiles.heads * tiles.dim, keys = 2 * tiles.kv_heads * tiles.dim;
+    E *q = reinterpret_cast<E*>(call.unfolded_room), *kv = q + call.unfolded * queries;
+    tiles.queries = all ? call.unfolded : rows;
+    copy_rows(static_cast<const E*>(tiles.q), tiles.q_row, all ? call.scatter : call.read_order, q, nullptr, tiles.queries,
+              queries);
+    copy_rows(static_cast<const E*>(over.k), over.k_row, call.scatter, kv, nullptr, call.unfolded, keys);
+    tiles.q = q, tiles.q_row = queries, tiles.out = kv + call.unfolded * keys;
+    over.k = kv, over.v = kv + keys / 2, over.k_row = over.v_row = keys, over.rows = call.unfolded;
+  }
+
+  // Takes the result of attention to the rows.
+  void fold(const E* attended, E* out, int64_t width) const {
+    copy_rows(attended, width, all ? call.gather : nullptr, out, all ? nullptr : call.read_order, rows, width);
   }
 
   // Copies the rows that the next step needs, of the path and of the new ones.
