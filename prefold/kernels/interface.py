@@ -134,7 +134,7 @@ FUNCTIONS = {
     "slot_attention": ("i:pi", ALONE),
     "run_program": ("i:p", ALONE),
     "stores_bf16_pairs": ("i:", ALONE),
-    "add_rms_norm": (":ppppqqqqfi", MIXED),
+    "add_rms_norm": (":ppppqqqqqfi", MIXED),
     "rope": (":pppqqqqqfi", MIXED),
     "gate_mul": (":ppqqqi", GATED),
     "has_products": ("i:i", ALONE),
