@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
 from .config import ModelConfig
@@ -198,3 +199,14 @@ def score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
         return Linear(config.hidden, config.num_labels, bias=False, **place)
     first = Linear(config.hidden, config.hidden, bias=True, **place)
     return nn.Sequential(first, nn.ReLU(), Linear(config.hidden, config.num_labels, bias=True, **place))
+
+
+def recomputed(visit: Callable[[Tensor, None], tuple[Tensor, Tensor | None]], x: Tensor) -> Tensor:
+    """Returns the residual stream [rows, hidden] after a visit, which is computed again in the backward pass: only x is
+    kept for it (Chen et al. 2016)."""
+
+    def whole(x: Tensor) -> Tensor:
+        x, delta = visit(x, None)
+        return x if delta is None else x + delta
+
+    return checkpoint(whole, x, use_reentrant=False, preserve_rng_state=False)

@@ -6,7 +6,7 @@ rows are tokens or trie tokens, is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
@@ -14,13 +14,12 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
 from ..schedule.steps import SlotStep, StreamStep
 from .config import ModelConfig
 from .decoder_layer import layer_of, norm_of
-from .layers import score_head
+from .layers import recomputed, score_head
 from .logits import LogitShape
 from .lora import NO_ADAPTERS, RowAdapters
 from .ops import Ops, choose_ops, wide
@@ -174,7 +173,7 @@ class CausalLM(nn.Module):
                 ops=rows.ops,
             )
             if recompute:
-                rows.x, rows.delta = _again(visit, rows.stream), None
+                rows.x, rows.delta = recomputed(visit, rows.stream), None
             else:
                 rows.x, rows.delta = visit(rows.x, rows.delta)
             rows.plane = plane + 1
@@ -269,14 +268,3 @@ class CausalLM(nn.Module):
         if self._rotary is None or self._rotary.device != device:
             self._rotary = RotaryTables(self.config.ropes, self.config.head_dim, device)
         return self._rotary
-
-
-def _again(visit: Callable[[Tensor, None], tuple[Tensor, Tensor | None]], x: Tensor) -> Tensor:
-    """Returns the residual stream [rows, hidden] after a visit, which is computed again in the backward pass: only x is
-    kept for it (Chen et al. 2016)."""
-
-    def whole(x: Tensor) -> Tensor:
-        x, delta = visit(x, None)
-        return x if delta is None else x + delta
-
-    return checkpoint(whole, x, use_reentrant=False, preserve_rng_state=False)
