@@ -1,11 +1,13 @@
 """Times decoding side by side and prompts on a CPU: prefold, llama.cpp and vLLM's CPU build, beside the limit.
 
     python benchmarks/cpu.py [--model smollm2-135m | qwen3-0.6b] [--sequences 1,2,4,8,16,32,64,256] [--prompts 512,2000]
-        [--repeats 5] [--llama VENV] [--types BF16,Q8_0] [--vllm VENV] [--json FILE]
+        [--layers N] [--repeats 5] [--llama VENV] [--types BF16,Q8_0] [--stored] [--vllm VENV]
+        [--json FILE]
 
 `smollm2-135m` is the built-in model; other names are those of random weights (`prefold models`). Every system runs the
-same weights, and those of llama.cpp's --types are made of them. Sequences share nothing: each has a prompt of its own,
-of 330 tokens where at most 8 run side by side and of 32 otherwise. All systems get the same token ids and generate
+same weights, and those of llama.cpp's --types are made of them; with --stored prefold runs these files too, its weights
+in memory as stored. Sequences share nothing: each has a prompt of its own, of 330 tokens where at most 8 run side by
+side and of 32 otherwise. All systems get the same token ids and generate
 greedily, past the end of text. The time of a decode step is that of a run with --tokens tokens less that of a run with
 the first one alone, over the steps between them, so that prompts are no part of it. The systems take turns within a
 round, with nothing left in their caches; they stay loaded, and are stopped while it is not their turn. Tables show
@@ -24,6 +26,7 @@ import subprocess
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,8 +115,10 @@ def write_gguf(folder: Path, config, path: Path) -> None:
     writer.close()
 
 
-def open_peers(arguments, llm: LLM, cases: dict[str, Case], stack: ExitStack) -> dict[str, Peer]:
-    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+def open_peers(
+    arguments, llm: LLM, cases: dict[str, Case], scratch: Path, stack: ExitStack
+) -> tuple[dict[str, Peer], dict[str, Path]]:
+    """Returns the systems beside ours, and GGUF files by their types."""
     folder = export_folder(llm.checkpoint, scratch / "model", llm.dtype)
     prompts = {
         name: [prompt.tolist() for prompt in case.prompts(llm.config.vocab_size)] for name, case in cases.items()
@@ -126,7 +131,7 @@ def open_peers(arguments, llm: LLM, cases: dict[str, Case], stack: ExitStack) ->
         "max_model_len": max(case.context + case.max_tokens for case in cases.values()) + 1,
         "cases": {name: {"prompts": prompts[name], "max_tokens": case.max_tokens} for name, case in cases.items()},
     }
-    peers = {}
+    peers, files = {}, {}
     if arguments.llama:
         python = python_of(arguments.llama)
         whole = scratch / "whole.gguf"
@@ -135,14 +140,14 @@ def open_peers(arguments, llm: LLM, cases: dict[str, Case], stack: ExitStack) ->
         else:
             write_gguf(folder, llm.config, whole)
         for kind in arguments.types.split(","):
-            made = scratch / f"{kind}.gguf"
+            made = files[kind] = scratch / f"{kind}.gguf"
             subprocess.run([python, "-c", QUANTIZE, str(whole), str(made), kind], check=True, stderr=subprocess.DEVNULL)
             peer = stack.enter_context(Peer(python, "llama", job | {"gguf": str(made)}))
             peers[f"llama.cpp {kind} (llama-cpp-python {peer.version})"] = peer
     if arguments.vllm:
         peer = stack.enter_context(Peer(python_of(arguments.vllm), "vllm", job))
         peers[f"vLLM {peer.version}"] = peer
-    return peers
+    return peers, files
 
 
 def limit(config, case: Case, rates: dict[str, float], itemsize: int) -> float:
@@ -165,12 +170,13 @@ def run_ours(llm: LLM, case: Case) -> float:
     return time.perf_counter() - started
 
 
-def measure(llm: LLM, peers: dict[str, Peer], cases: dict[str, Case], arguments) -> tuple[dict, list[dict]]:
+def measure(ours: dict[str, LLM], peers: dict[str, Peer], cases: dict[str, Case], arguments) -> tuple[dict, list[dict]]:
     """Seconds of every round, by system and case; and the rates of every round."""
-    seconds: dict[str, dict[str, list[float]]] = {name: {case: [] for case in cases} for name in (OURS, *peers)}
-    rates = []
+    seconds: dict[str, dict[str, list[float]]] = {name: {case: [] for case in cases} for name in (*ours, *peers)}
+    rates, llm = [], ours[OURS]
     for case in cases.values():
-        run_ours(llm, case._replace(max_tokens=min(4, case.max_tokens)))  # warm-up
+        for own in ours.values():
+            run_ours(own, case._replace(max_tokens=min(4, case.max_tokens)))  # warm-up
     for _ in range(arguments.repeats):
         rates.append(
             {
@@ -180,7 +186,8 @@ def measure(llm: LLM, peers: dict[str, Peer], cases: dict[str, Case], arguments)
             }
         )
         for name, case in cases.items():
-            seconds[OURS][name].append(run_ours(llm, case))
+            for system, own in ours.items():
+                seconds[system][name].append(run_ours(own, case))
             for system, peer in peers.items():
                 seconds[system][name].append(peer.run(name)[0])
             print("  " + name, *(f"{by[name][-1]:.3f}" for by in seconds.values()), flush=True)
@@ -212,6 +219,7 @@ def report(model: str, llm: LLM, seconds: dict, rates: list[dict], cases: dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--layers", type=int, help="fewer layers of a model of random weights")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--sequences", default="1,2,4,8,16,32,64,256")
     parser.add_argument("--prompts", default="512,2000")
@@ -220,17 +228,25 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--llama", metavar="VENV")
     parser.add_argument("--types", default="BF16,Q8_0", help="types of llama.cpp's weights")
+    parser.add_argument("--stored", action="store_true", help="run the files of --types, too")
     parser.add_argument("--vllm", metavar="VENV")
     parser.add_argument("--json")
     arguments = parser.parse_args()
 
     random = arguments.model != "smollm2-135m"
     checkpoint = resolve(arguments.model, load_format="dummy" if random else "auto")
-    llm = LLM(checkpoint, dtype=arguments.dtype, threads=arguments.threads, max_running=256)
+    if arguments.layers:
+        checkpoint = replace(checkpoint, config=checkpoint.config | {"num_hidden_layers": arguments.layers})
+    how = {"dtype": arguments.dtype, "threads": arguments.threads, "max_running": 256}
+    llm = LLM(checkpoint, weights="dtype", **how)
     cases = cases_of(arguments)
     with ExitStack() as stack:
-        peers = open_peers(arguments, llm, cases, stack)
-        seconds, rates = measure(llm, peers, cases, arguments)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        peers, files = open_peers(arguments, llm, cases, scratch, stack)
+        ours = {OURS: llm}
+        for kind, file in files.items() if arguments.stored else ():
+            ours[f"{OURS}, {kind} as stored"] = LLM(str(file), weights="file", **how)
+        seconds, rates = measure(ours, peers, cases, arguments)
     write_json(arguments.json, benchmark="cpu", model=arguments.model, seconds=seconds, rates=rates)
     report(arguments.model, llm, seconds, rates, cases)
     print("\n" + ", ".join(f"{name} {value}" for name, value in machine().items()))

@@ -86,7 +86,7 @@ class LLM(NumericTasks, Texts):
         try:
             ranks = ALONE if self._team is None else self._team.ranks
             place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": ranks}
-            self.model = load_model(self.checkpoint, **place, seed=o.seed, config=self.config)
+            self.model = load_model(self.checkpoint, **place, seed=o.seed, config=self.config, keep=o.weights)
             self.config = self.model.config
             parts = parts_of(self.model, self.checkpoint, o.seed)
             loaded = {
@@ -94,8 +94,9 @@ class LLM(NumericTasks, Texts):
                 for name, folder in (o.adapters or {}).items()
             }
             worker = LocalWorker(self.model, loaded, graphs=o.decode_graphs, parts=parts)
-            # In words, what computes a forward pass, and how its positions are chosen.
-            self.passes = "; ".join(filter(None, (worker.passes, self.config.chosen_positions)))
+            # In words, what computes a forward pass, how weights lie in memory, and how positions are chosen.
+            words = (worker.passes, self.model.stored_as, self.config.chosen_positions)
+            self.passes = "; ".join(filter(None, words))
             if self._team is not None:
                 self._team.join(worker)
         except BaseException:

@@ -230,6 +230,13 @@ class ModelOptions(StepOptions, SlotOptions):
         " float32.",
         one_of=("auto", "float32", "bfloat16", "float16"), on="machine",
     )  # fmt: skip
+    weights: Literal["auto", "file", "dtype"] = option(
+        "auto",
+        "How weights lie in the memory of a CPU. file: as the checkpoint stores them, in GGUF's blocks or in 16 bits;"
+        " dtype: in the dtype that is computed in; auto: as in the file in float32, and where memory is short."
+        " Results do not depend on it.",
+        one_of=("auto", "file", "dtype"), on="machine",
+    )  # fmt: skip
     device: str = option(
         "auto", "auto (a GPU, if there is one), cpu, cuda, or cuda:1 for the second GPU.", on="machine", metavar="NAME"
     )

@@ -67,7 +67,7 @@ class SamplerState:
 
         ahead  how many tokens before it are still in flight
         """
-        return self._bare and not self.banned(ahead).size
+        return self._bare and (self.position + ahead >= self.sampling.min_tokens or not self.end_ids.size)
 
     @property
     def independent(self) -> bool:

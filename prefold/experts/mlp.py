@@ -38,6 +38,8 @@ class ExpertLinear(Linear):
     gated: the linear is gate and up
     """
 
+    panels = None
+
     def __init__(
         self, experts: int, inputs: int, outputs: int, *, gated: bool, dtype: torch.dtype, device: torch.device
     ):

@@ -135,6 +135,7 @@ class ModelKeywords(TypedDict, total=False):
     context_length: int | None
     seed: int
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    weights: Literal["auto", "file", "dtype"]
     device: str
     threads: int | None
     tensor_parallel: int

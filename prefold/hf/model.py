@@ -173,7 +173,7 @@ class TransformersLM(CausalLM):
         self.position_embedding = self.lm_head = self.score = None
         self.layers = nn.ModuleList()
         self.recompute = self.may_pack = False
-        self.head_product = None
+        self.head_product, self._stored = None, {}
         self.given: Given | None = None
         self.wide_head: Head | None = None
 

@@ -7,16 +7,19 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 from __future__ import annotations
 
 from .attention import MAX_HEAD_DIM
+from .blocks import BLOCK_TYPES, StoredRows
 from .experts import pack_experts
 from .interface import DTYPES, RowLists, SlotLists, SlotPlane, TileCall
 from .loader import Kernels, load, status
-from .products import COLUMNS, PanelPool, can_pack_words, pack_words
+from .products import COLUMNS, Blocks, PanelPool, can_pack_words, matrix_addresses, pack_words
 from .program import Kind, LowRank, Operation, PathPlane, ProgramCall
 
 __all__ = [
+    "BLOCK_TYPES",
     "COLUMNS",
     "DTYPES",
     "MAX_HEAD_DIM",
+    "Blocks",
     "Kernels",
     "Kind",
     "LowRank",
@@ -27,9 +30,11 @@ __all__ = [
     "RowLists",
     "SlotLists",
     "SlotPlane",
+    "StoredRows",
     "TileCall",
     "can_pack_words",
     "load",
+    "matrix_addresses",
     "pack_experts",
     "pack_words",
     "status",

@@ -29,6 +29,7 @@ class ElementwiseKernels(Family):
             width,
             x.stride()[0],
             0 if delta is None else delta.stride()[0],
+            width,
             eps,
             torch.get_num_threads(),
         )

@@ -113,6 +113,7 @@ MIXED: dict[tuple[Any, ...], str] = {
     (torch.bfloat16, torch.bfloat16): "_bfloat16",
     (torch.bfloat16, torch.float32): "_bfloat16_float32",
 }
+EACH: dict[tuple[Any, ...], str] = {(dtype,): f"_{suffix}" for dtype, suffix in DTYPES.items()}
 GATED: dict[tuple[Any, ...], str] = {
     (activation, dtype): f"_{activation}_{suffix}"
     for activation in ("silu", "gelu_tanh")
@@ -133,14 +134,17 @@ FUNCTIONS = {
     "slot_attention": ("i:pi", ALONE),
     "run_program": ("i:p", ALONE),
     "stores_bf16_pairs": ("i:", ALONE),
-    "add_rms_norm": (":ppppqqqqfi", MIXED),
+    "add_rms_norm": (":ppppqqqqqfi", MIXED),
     "rope": (":pppqqqqqfi", MIXED),
     "gate_mul": (":ppqqqi", GATED),
     "has_products": ("i:i", ALONE),
-    "linear": ("i:pqpppqqqip", MIXED),
-    "gated_linear": ("i:pqpppqqqip", GATED),
+    "linear": ("i:pqppppqqqip", MIXED),
+    "gated_linear": ("i:pqppppqqqip", GATED),
+    "block_panel_size": ("q:qq", ALONE),
+    "pack_blocks": (":qpqqpi", ALONE),
+    "block_rows": (":pppqqi", EACH),
     "experts": ("i:p", GATED),
-    "greedy": ("i:pppqqqqi", {(dtype,): f"_{suffix}" for dtype, suffix in DTYPES.items()}),
+    "greedy": ("i:ppppqqqqi", EACH),
     "log_sum_exp": (":pqqqppi", ALONE),
     "entropy": (":pqqqpppi", ALONE),
     "draw": (":pqqpppqpi", ALONE),

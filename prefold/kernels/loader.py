@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from .attention import AttentionKernels
+from .blocks import BlockKernels
 from .build import build, build_probe
 from .compile import HERE, NATIVE, BuildError, runnable, variants
 from .elementwise import ElementwiseKernels
@@ -23,7 +24,9 @@ from .products import ProductKernels
 from .program import ProgramKernels
 
 
-class Kernels(AttentionKernels, ElementwiseKernels, ProductKernels, LogitKernels, ProgramKernels, ExpertKernels):
+class Kernels(
+    AttentionKernels, BlockKernels, ElementwiseKernels, ExpertKernels, LogitKernels, ProductKernels, ProgramKernels
+):
     """It has the functions of one compiled library. Calls release the GIL and use torch's number of threads."""
 
     def __init__(self, path: Path):

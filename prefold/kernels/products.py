@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,6 +53,31 @@ class PanelPool:
         return taken.view(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A Blocks is a matrix in panels of blocks (`src/blocks.h`), which `linear` takes in place of packed words.
+
+    table            int64 [panels, 2]: where each panel begins, and its type
+    outputs, inputs  columns, and numbers along k
+    held             the memory that the table names by address
+    """
+
+    table: Tensor
+    outputs: int
+    inputs: int
+    held: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of the panels."""
+        return sum(tensor.nbytes for tensor in self.held)
+
+
+def matrix_addresses(packed: Tensor | Blocks) -> tuple[int | None, int | None]:
+    """Returns where a matrix's words are, or None, and where its panels of blocks are named, or None."""
+    return (None, packed.table.data_ptr()) if isinstance(packed, Blocks) else (packed.data_ptr(), None)
+
+
 class ProductKernels(Family):
     """Multiplies rows by packed matrices. What is multiplied is of one dtype, float32 or bfloat16, on the CPU."""
 
@@ -60,7 +86,7 @@ class ProductKernels(Family):
         return dtype in DTYPES and bool(self._calls["has_products"](dtype == torch.bfloat16))
 
     def linear(
-        self, x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None, *, out: Tensor | None = None
+        self, x: Tensor, packed: Tensor | Blocks, columns: int, bias: Tensor | None = None, *, out: Tensor | None = None
     ) -> Tensor:
         """Returns x [rows, k] times the packed matrix, plus bias [columns]: [rows, columns], of x's dtype.
 
@@ -71,7 +97,9 @@ class ProductKernels(Family):
             out = torch.empty((len(x), columns), dtype=x.dtype)
         return self._multiply(("linear", x.dtype, out.dtype), x, packed, columns, bias, out)
 
-    def gated_linear(self, x: Tensor, packed: Tensor, width: int, bias: Tensor | None, activation: str) -> Tensor:
+    def gated_linear(
+        self, x: Tensor, packed: Tensor | Blocks, width: int, bias: Tensor | None, activation: str
+    ) -> Tensor:
         """Returns activation(gate) * up [rows, width] of x [rows, k]; activation "silu" or "gelu_tanh".
 
         The matrix and bias [2 * width] hold sixteen columns of gate, sixteen of up, and so on. Raises ValueError where
@@ -81,18 +109,19 @@ class ProductKernels(Family):
         return self._multiply(("gated_linear", activation, x.dtype), x, packed, width, bias, out)
 
     def _multiply(
-        self, key: Hashable, x: Tensor, packed: Tensor, columns: int, bias: Tensor | None, out: Tensor
+        self, key: Hashable, x: Tensor, packed: Tensor | Blocks, columns: int, bias: Tensor | None, out: Tensor
     ) -> Tensor:
         """Calls a product and returns out [rows, columns]; columns: as the C function counts them."""
         function, (rows, size) = self._calls.get(key), x.shape
-        if function is None or not x.is_cpu or size * x.itemsize != packed.shape[1] * 4:
-            raise ValueError(f"no product of {x.dtype} {list(x.shape)} on {x.device} with {list(packed.shape)} words")
+        inputs = packed.inputs if isinstance(packed, Blocks) else packed.shape[1] * 4 // x.itemsize
+        if function is None or not x.is_cpu or size != inputs:
+            raise ValueError(f"no product of {x.dtype} {list(x.shape)} on {x.device} with {inputs} inputs")
         if x.stride()[1] != 1:
             x = x.contiguous()
         short = function(
             x.data_ptr(),
             x.stride()[0],
-            packed.data_ptr(),
+            *matrix_addresses(packed),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             rows,

@@ -22,7 +22,7 @@ class Operation(Structure):
         *((name, c_int32) for name in ("activation", "linear")),
         ("eps", c_float),
         *((name, c_int64) for name in ("at", "keys", "heads", "dim", "kv_heads", "columns", "positions")),
-        *((name, c_void_p) for name in ("weight", "bias")),
+        *((name, c_void_p) for name in ("weight", "bias", "blocks")),
     )
 
 
@@ -51,10 +51,11 @@ class ProgramCall(Structure):
         *((name, c_void_p) for name in ("angles", "ids", "planes", "paths")),
         ("path", c_int64),
         *((name, c_void_p) for name in ("keep_path", "keep_new")),
-        *((name, c_int64) for name in ("kept_path", "kept_new")),
-        *((name, c_void_p) for name in ("plans", "read_plans", "numbers", "adapters", "adapted", "low")),
+        *((name, c_int64) for name in ("kept_path", "kept_new", "unfolded")),
+        *((name, c_void_p) for name in ("scatter", "gather", "read_order", "unfolded_room", "plans", "read_plans")),
+        *((name, c_void_p) for name in ("numbers", "adapters", "adapted", "low")),
         *((name, c_int64) for name in ("most_ranks", "none")),
-        ("scale", c_float),
+        *((name, c_float) for name in ("scale", "cap")),
         *((name, c_int32) for name in ("threads", "is_bf16")),
     )
 
@@ -66,11 +67,9 @@ class ProgramKernels(Family):
         """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot, a token or a
         position that is not there."""
         failed = self._calls["run_program"](byref(call))
-        if failed == 2:
-            raise ValueError("a slot that is not there; pass slots of the store")
-        if failed == 3:
-            raise ValueError("a token that is not there; pass ids of the vocabulary")
-        if failed == 4:
-            raise ValueError("a position that is not there; pass positions that the model has learned")
+        wrong = {2: ("slot", "slots of the store"), 3: ("token", "ids of the vocabulary")}
+        wrong[4] = ("position", "positions that the model has learned")
+        if failed in wrong:
+            raise ValueError("a {} that is not there; pass {}".format(*wrong[failed]))
         if failed:
             raise MemoryError("program")

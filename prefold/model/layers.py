@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
+from .config import ModelConfig
 from .ops import ACTIVATIONS, Ops
-from .products import Product, pack
+from .products import LANES, GatePanels, Panels, Product, pack
 
 
 class Norm(nn.Module):
@@ -52,7 +55,10 @@ class Linear(nn.Module):
     weight   a parameter [outputs, inputs]; None once a product has it in a form of its own
     bias     a parameter [outputs], or None; or shorter: of the first outputs
     product  what multiplies in place of PyTorch, or None: put there by `use`
+    panels   the product that takes rows as a file stores them; None: there is none
     """
+
+    panels: ClassVar[type[Panels] | None] = Panels
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool | int, dtype: torch.dtype, device: torch.device):
         """Makes the parameters. bias: whether there is one, or of how many outputs."""
@@ -78,6 +84,17 @@ class Linear(nn.Module):
 
     def _packed(self, weight: Tensor, pool: kernels.PanelPool | None) -> Product | None:
         return pack(weight, pool)
+
+    def use_stored(
+        self, parts: Sequence[kernels.StoredRows], compiled: kernels.Kernels, pool: kernels.PanelPool
+    ) -> bool:
+        """Multiplies with rows as a file stores them from now on, where they can be packed so; returns whether."""
+        if self.panels is None or (self.panels is GatePanels and self.outputs % (2 * LANES)):
+            return False
+        blocks = compiled.pack_blocks(self.panels.side_by_side(parts), self.inputs, pool)
+        if blocks is not None:
+            self.use(self.panels(blocks, compiled))
+        return blocks is not None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.product is not None:
@@ -119,6 +136,7 @@ class GatedLinear(ActivatedLinear):
     width]."""
 
     parts = 2
+    panels = GatePanels
 
     def activate(self, gate_up: Tensor, ops: Ops) -> Tensor:
         """Returns activation(gate) * up of gate_up [rows, 2 * width]: [rows, width]."""
@@ -171,3 +189,24 @@ def linear_weights(
         biased = tuple(part for part, end in zip(parts, ends, strict=True) if end <= len(linear.bias))
         outputs = tuple(place[:1] for place in where[: len(biased)])
         yield Weight(linear, "bias", tuple((name + ".bias", rows) for name, rows in biased), places=outputs)
+
+
+def score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
+    """Returns the classification head, always in float32: it costs next to nothing, and scores are compared."""
+    place: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    assert config.num_labels is not None
+    if config.head_layers == 1:
+        return Linear(config.hidden, config.num_labels, bias=False, **place)
+    first = Linear(config.hidden, config.hidden, bias=True, **place)
+    return nn.Sequential(first, nn.ReLU(), Linear(config.hidden, config.num_labels, bias=True, **place))
+
+
+def recomputed(visit: Callable[[Tensor, None], tuple[Tensor, Tensor | None]], x: Tensor) -> Tensor:
+    """Returns the residual stream [rows, hidden] after a visit, which is computed again in the backward pass: only x is
+    kept for it (Chen et al. 2016)."""
+
+    def whole(x: Tensor) -> Tensor:
+        x, delta = visit(x, None)
+        return x if delta is None else x + delta
+
+    return checkpoint(whole, x, use_reentrant=False, preserve_rng_state=False)

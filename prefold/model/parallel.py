@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..device import send
 from ..errors import InputError
 from .config import ModelConfig
+from .products import Panels
 
 # Columns of an MLP that stay on one rank: kernels take so many at once.
 WIDTH_UNIT = 16
@@ -133,14 +134,14 @@ class Alone:
         """Returns the sum of every rank's x, on every rank; may be x itself."""
         return x
 
-    def embed(self, tokens: Tensor, weight: Tensor, vocab: slice) -> Tensor:
+    def embed(self, tokens: Tensor, weight: Tensor | Panels, vocab: slice) -> Tensor:
         """Returns rows of the whole embedding [tokens, hidden]; weight: this rank's, of the ids in `vocab`."""
-        return F.embedding(tokens, weight)
+        return weight.rows(tokens) if isinstance(weight, Panels) else F.embedding(tokens, weight)
 
-    def pick(self, weight: Tensor, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
+    def pick(self, weight: Tensor | Panels, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
         """Returns rows of the LM head, [ids, hidden]: those this rank holds, zeros for others; products are to be
         summed."""
-        return weight[_on(ids, weight.device)]
+        return weight.rows(torch.as_tensor(ids)) if isinstance(weight, Panels) else weight[_on(ids, weight.device)]
 
     def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Returns logits of the whole vocabulary [rows, vocab_size] on rank 0, and no rows on others; logits: this
@@ -171,11 +172,13 @@ class Ranks(Alone):
             dist.gather(piece, pieces, dst=0)
         return pieces
 
-    def embed(self, tokens: Tensor, weight: Tensor, vocab: slice) -> Tensor:
+    def embed(self, tokens: Tensor, weight: Tensor | Panels, vocab: slice) -> Tensor:
+        assert not isinstance(weight, Panels)  # as `stored_weights` says
         own, mine = _own(tokens, vocab)
         return self.sum(F.embedding(own, weight).masked_fill_(~mine[:, None], 0))
 
-    def pick(self, weight: Tensor, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
+    def pick(self, weight: Tensor | Panels, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
+        assert not isinstance(weight, Panels)
         own, mine = _own(_on(ids, weight.device), vocab)
         return weight[own].masked_fill_(~mine[:, None], 0)
 

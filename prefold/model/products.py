@@ -7,6 +7,7 @@ a form of its own. Packed forms are made here; others (quantised, merged, ...) c
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -53,17 +54,34 @@ class OneDNN(Product):
 
 
 class Panels(Product):
-    """A Panels has a copy of a weight in the layout of our compiled kernels: packed, as of `kernels.pack_words`. No
-    gradients.
+    """A Panels has a copy of a weight in the layout of our compiled kernels: packed, as of `kernels.pack_words`, or in
+    the blocks of its file. No gradients.
 
-    pool: where its memory comes from
+    weight: [outputs, inputs], or blocks; pool: where memory comes from; dtype: of rows that are read
     """
 
-    def __init__(self, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None):
-        self.outputs = len(weight)
+    dtype = torch.float32
+
+    def __init__(
+        self, weight: Tensor | kernels.Blocks, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None
+    ):
         self._compiled = compiled
-        self.packed = kernels.pack_words(weight.detach(), pool)
+        self.packed: Tensor | kernels.Blocks
+        if isinstance(weight, kernels.Blocks):
+            self.packed, self.outputs = weight, weight.outputs
+        else:
+            self.packed, self.outputs = kernels.pack_words(weight.detach(), pool), len(weight)
         self._memory = _Reused()
+
+    @staticmethod
+    def side_by_side(parts: Sequence[kernels.StoredRows]) -> Sequence[kernels.StoredRows]:
+        """Returns stored rows in the order that they are packed in."""
+        return parts
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Returns rows of a matrix of blocks, [ids, inputs]."""
+        assert isinstance(self.packed, kernels.Blocks)
+        return self._compiled.block_rows(self.packed, ids, self.dtype)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._compiled.linear(x, self.packed, self.outputs, bias)
@@ -77,8 +95,16 @@ class GatePanels(Panels):
     """A GatePanels has panels of gate and up, whose columns lie in turn, LANES of each: the kernel applies the gate to
     what it has just summed, and no copy of gate and up is made in memory."""
 
-    def __init__(self, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None):
-        super().__init__(in_turn(weight), compiled, pool)
+    def __init__(
+        self, weight: Tensor | kernels.Blocks, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None
+    ):
+        """Blocks have gate and up in turn already."""
+        super().__init__(weight if isinstance(weight, kernels.Blocks) else in_turn(weight), compiled, pool)
+
+    @staticmethod
+    def side_by_side(parts: Sequence[kernels.StoredRows]) -> Sequence[kernels.StoredRows]:
+        starts = range(0, len(parts[0].rows), LANES)
+        return [kernels.StoredRows(part.type, part.rows[at : at + LANES]) for at in starts for part in parts]
 
     @staticmethod
     def takes(weight: Tensor) -> bool:

@@ -22,6 +22,7 @@ from ..checkpoint import Checkpoint
 from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
+from ..kernels import StoredRows
 from .config import ModelConfig, head_order
 from .names import GGUF, GGUF_FUSED, GGUF_OUT_NORMS
 
@@ -37,9 +38,20 @@ class TensorSource(Protocol):
         """Copies the tensor, or that part of it, into `target` (of its shape, contiguous, any dtype and device)."""
 
 
+class StoredSource(TensorSource, Protocol):
+    """A StoredSource has a model's tensors, and its matrices as they are stored."""
+
+    def stored_type(self, name: str) -> tuple[str, int]:
+        """Returns the type that a matrix is stored in, as `kernels.BLOCK_TYPES` names it, and the bytes of a row; "", 0
+        where its rows cannot be had as they are stored."""
+
+    def stored(self, name: str) -> StoredRows | None:
+        """Returns the rows of a matrix as they are stored; None where `stored_type` has no type."""
+
+
 def open_source(
     checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], seed: int
-) -> TensorSource:
+) -> StoredSource:
     """Returns the source of a checkpoint's tensors. shapes: what the model wants, for random weights."""
     if checkpoint.format == "dummy":
         return RandomSource(shapes, seed, norm=1 - config.norm_offset)
@@ -180,6 +192,16 @@ class SafetensorsSource:
     def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
         target.copy_(self._where[name].read(where))
 
+    def stored_type(self, name: str) -> tuple[str, int]:
+        place, shape = self._where[name], self.shapes[name]
+        kind = place.file.get_slice(place.name).get_dtype()
+        return (kind, 2 * shape[1]) if kind in ("F16", "BF16") and len(shape) == 2 else ("", 0)
+
+    def stored(self, name: str) -> StoredRows | None:
+        kind, _ = self.stored_type(name)
+        rows = self._where[name].read(()).contiguous() if kind else None
+        return None if rows is None else StoredRows(kind, rows.view(torch.uint8).numpy())
+
 
 def in_stack(
     stored: str, shape: Sequence[int], templates: Sequence[str]
@@ -241,7 +263,7 @@ class GGUFSource:
 
     def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
         (stored, first_row), shape = self._stored[name], self.shapes[name]
-        order = self.order if name.split(".")[-2] in ("q_proj", "k_proj") else None
+        order = self._order_of(name)
         if len(shape) < 2:
             values = self.file.dequantize(stored)[first_row : first_row + shape[0]]
             target.copy_(self._values(name, values, order)[where])
@@ -257,6 +279,23 @@ class GGUFSource:
             first, last = max(start, begin), min(stop, end)
             target[first - begin : last - begin].copy_(block[(slice(first - start, last - start), *where[1:])])
             self.file.let_go()
+
+    def stored_type(self, name: str) -> tuple[str, int]:
+        stored, shape = self._stored[name][0], self.shapes[name]
+        return (self.file.type_name(stored), self.file.raw(stored).shape[-1]) if len(shape) == 2 else ("", 0)
+
+    def stored(self, name: str) -> StoredRows | None:
+        kind, row = self.stored_type(name)
+        if not kind:
+            return None
+        (stored, first), outputs = self._stored[name], self.shapes[name][0]
+        rows = self.file.raw(stored).reshape(-1, row)[first : first + outputs]
+        if (order := self._order_of(name)) is not None:
+            rows = rows.reshape(-1, len(order), row)[:, list(order)].reshape(-1, row)
+        return StoredRows(kind, rows)
+
+    def _order_of(self, name: str) -> Sequence[int] | None:
+        return self.order if name.split(".")[-2] in ("q_proj", "k_proj") else None
 
     def _values(self, name: str, array: NDArray[np.float32], order: Sequence[int] | None) -> Tensor:
         """Returns the tensor `name` or rows of it, out of what is stored. order: of the rows of each head."""
@@ -277,6 +316,12 @@ class RandomSource:
         self.shapes = shapes
         self.seed = seed
         self.norm = norm
+
+    def stored_type(self, name: str) -> tuple[str, int]:
+        return "", 0
+
+    def stored(self, name: str) -> StoredRows | None:
+        return None
 
     @cached_property
     def _pool(self) -> Tensor:

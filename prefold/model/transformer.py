@@ -6,26 +6,25 @@ rows are tokens or trie tokens, is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError
 from ..schedule.steps import SlotStep, StreamStep
 from .config import ModelConfig
 from .decoder_layer import layer_of, norm_of
-from .layers import Linear
+from .layers import recomputed, score_head
 from .logits import LogitShape
 from .lora import NO_ADAPTERS, RowAdapters
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
-from .products import Product, pack_head, wide_product
+from .products import Panels, Product, pack_head, wide_product
 from .rotary import RotaryTables
 
 
@@ -91,6 +90,7 @@ class CausalLM(nn.Module):
     """
 
     computed_by: ClassVar[str] = ""  # in words, where other modules than prefold's compute a pass
+    stored_as: str = ""  # in words, where weights lie in memory as the checkpoint stores them
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
         super().__init__()
@@ -98,25 +98,24 @@ class CausalLM(nn.Module):
         self.config, self.ranks = config, ranks
         self.shard = ranks.shard(config)
         self.local = self.shard.local(config)
-        vocab = self.shard.vocab.stop - self.shard.vocab.start
-        self.embedding = nn.Parameter(torch.empty(vocab, config.hidden, **place))
-        learned = config.rope is None
-        self.position_embedding = (
-            nn.Parameter(torch.empty(config.max_positions, config.hidden, **place)) if learned else None
-        )
+        table = (self.shard.vocab.stop - self.shard.vocab.start, config.hidden)
+        self.embedding = nn.Parameter(torch.empty(table, **place))
+        learned = (config.max_positions, config.hidden)
+        self.position_embedding = None if config.rope else nn.Parameter(torch.empty(learned, **place))
         self.layers = nn.ModuleList(self.new_layer(i, **place) for i in range(config.layers))
         self.norm = norm_of(config, **place)
         # Rounded as in transformers, which has it as a tensor.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
         untied = config.lm_head and not config.tie_embeddings
-        self.lm_head = nn.Parameter(torch.empty(vocab, config.hidden, **place)) if untied else None
-        self.score = _score_head(config, device=device) if config.num_labels else None
+        self.lm_head = nn.Parameter(torch.empty(table, **place)) if untied else None
+        self.score = score_head(config, device=device) if config.num_labels else None
         self.shape_logits = LogitShape.of(config)
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
         self.may_pack = False  # the head, when logits of the whole vocabulary are first wanted; see `load_model`
         # Who multiplies with the whole LM head in place of PyTorch; one of your own may be put here.
         self.head_product: Product | None = None
         self._rotary: RotaryTables | None = None
+        self._stored: dict[str, Panels] = {}  # what `keep_stored` was given
 
     def new_layer(self, number: int, **place: Any) -> nn.Module:
         """Returns a new layer of the model. place: its dtype and device"""
@@ -174,7 +173,7 @@ class CausalLM(nn.Module):
                 ops=rows.ops,
             )
             if recompute:
-                rows.x, rows.delta = _again(visit, rows.stream), None
+                rows.x, rows.delta = recomputed(visit, rows.stream), None
             else:
                 rows.x, rows.delta = visit(rows.x, rows.delta)
             rows.plane = plane + 1
@@ -200,12 +199,12 @@ class CausalLM(nn.Module):
         """
         if not self.config.lm_head:
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
-        weight: Tensor = self.embedding if self.lm_head is None else self.lm_head
+        weight = self.matrix("head")
         if ids is not None:
             some = self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
             return some if self.shape_logits is None else self.shape_logits(some)
-        fits = not torch.is_grad_enabled() and hidden.dtype == weight.dtype and hidden.device == weight.device
-        product = self.product_of_head() if fits else None
+        fits = not torch.is_grad_enabled() and hidden.dtype == self.dtype and hidden.device == self.device
+        product = weight if isinstance(weight, Panels) else self.product_of_head() if fits else None
         logits = wide_product(hidden, weight) if product is None else product.wide(hidden)
         logits = self.ranks.gather(logits, self.config.vocab_size)
         return logits if self.shape_logits is None else self.shape_logits(logits)
@@ -215,6 +214,19 @@ class CausalLM(nn.Module):
         if self.score is None:
             raise InputError("this checkpoint has no classification head", field="model", code="no_head")
         return self.score(wide(hidden))
+
+    def keep_stored(self, name: str, panels: Panels) -> None:
+        """Reads the embedding or the LM head from panels in the blocks of a file from now on. The parameter `name` has
+        its shape and no numbers afterwards."""
+        nothing = torch.full((1, 1), torch.nan, dtype=self.dtype).expand(getattr(self, name).shape)
+        setattr(self, name, nn.Parameter(nothing, requires_grad=False))
+        self._stored[name], panels.dtype = panels, self.dtype
+
+    def matrix(self, name: Literal["embedding", "head"]) -> Tensor | Panels:
+        """Returns the embedding, or the LM head, which may be the embedding: a parameter, or what `keep_stored` was
+        given for it."""
+        parameter = "lm_head" if name == "head" and self.lm_head is not None else "embedding"
+        return self._stored.get(parameter, getattr(self, parameter))
 
     @property
     def device(self) -> torch.device:
@@ -231,12 +243,13 @@ class CausalLM(nn.Module):
         The first time, the head is packed for it."""
         if self.may_pack:
             self.may_pack = False
-            self.head_product = self.head_product or pack_head(self.embedding if self.lm_head is None else self.lm_head)
+            weight = self.matrix("head")
+            self.head_product = self.head_product or (weight if isinstance(weight, Panels) else pack_head(weight))
         return self.head_product
 
     def embed(self, tokens: Tensor, positions: Tensor, media: MediaRows | None = None) -> Tensor:
         """Returns the residual stream before the first layer, [rows, hidden]; the arguments are those of `forward`."""
-        x = self.ranks.embed(tokens, self.embedding, self.shard.vocab)
+        x = self.ranks.embed(tokens, self.matrix("embedding"), self.shard.vocab)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         if media is not None:
@@ -255,24 +268,3 @@ class CausalLM(nn.Module):
         if self._rotary is None or self._rotary.device != device:
             self._rotary = RotaryTables(self.config.ropes, self.config.head_dim, device)
         return self._rotary
-
-
-def _score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
-    """Returns the classification head, always in float32: it costs next to nothing, and scores are compared."""
-    place: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    assert config.num_labels is not None
-    if config.head_layers == 1:
-        return Linear(config.hidden, config.num_labels, bias=False, **place)
-    first = Linear(config.hidden, config.hidden, bias=True, **place)
-    return nn.Sequential(first, nn.ReLU(), Linear(config.hidden, config.num_labels, bias=True, **place))
-
-
-def _again(visit: Callable[[Tensor, None], tuple[Tensor, Tensor | None]], x: Tensor) -> Tensor:
-    """Returns the residual stream [rows, hidden] after a visit, which is computed again in the backward pass: only x is
-    kept for it (Chen et al. 2016)."""
-
-    def whole(x: Tensor) -> Tensor:
-        x, delta = visit(x, None)
-        return x if delta is None else x + delta
-
-    return checkpoint(whole, x, use_reentrant=False, preserve_rng_state=False)

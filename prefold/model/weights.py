@@ -20,6 +20,7 @@ from .families import config_from
 from .layers import Linear, Norm, Weight, linear_weights
 from .parallel import ALONE, Alone
 from .sources import TensorSource, open_source
+from .stored import NOTHING, Stored, stored_weights
 from .transformer import CausalLM
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -34,6 +35,7 @@ def load_model(
     seed: int = 0,
     ranks: Alone = ALONE,
     config: ModelConfig | None = None,
+    keep: str = "dtype",
 ) -> CausalLM:
     """Returns the model of `checkpoint`, in evaluation mode.
 
@@ -43,6 +45,7 @@ def load_model(
     seed    of random weights
     ranks   those the model is split over: this one's share is read, and no more
     config  of the checkpoint, where it is known already
+    keep    which linears stay as the checkpoint stores them, as `stored_weights` says, where they are packed
 
     Raises UnsupportedModelError (architecture, settings), OutOfMemoryError (before anything is read),
     and CheckpointError, naming every tensor that is missing, unexpected or misshapen.
@@ -52,7 +55,9 @@ def load_model(
     if config.loading:
         how: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
         return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **how)
-    _check_size(checkpoint, config, dtype, device, ranks)
+    keep = keep if pack else "dtype"
+    if keep == "dtype" or checkpoint.gguf is None:
+        _check_size(checkpoint, config, dtype, device, ranks)
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = _shapes(config, dtype)
     source = open_source(checkpoint, config, wanted_shapes(model_weights(model)), seed)
@@ -66,17 +71,28 @@ def load_model(
             check_memory(checkpoint, weights, device, dtype)
         model = _shapes(settled, dtype, ranks)
         weights = list(model_weights(model))
-    check_memory(checkpoint, weights, device, dtype)
-    fill_all(weights, source, device, pack=pack)
-    model.may_pack = pack
+    stored = stored_weights(keep, weights, source, dtype, device, ranks)
+    check_memory(checkpoint, weights, device, dtype, stored)
+    fill_all(weights, source, device, pack=pack, stored=stored)
+    model.may_pack, model.stored_as = pack, stored.words
     return model.eval()
 
 
-def fill_all(weights: Iterable[Weight], source: TensorSource, device: torch.device, *, pack: bool) -> None:
-    """Fills all parameters; with `pack` those of linears are packed, each at once, so that only one is there twice."""
+def fill_all(
+    weights: Iterable[Weight],
+    source: TensorSource,
+    device: torch.device,
+    *,
+    pack: bool,
+    stored: Stored = NOTHING,
+) -> None:
+    """Fills all parameters but those that stay as they are stored; with `pack` those of linears are packed, each at
+    once, so that only one is there twice."""
     pool = kernels.PanelPool()
     with torch.no_grad():
-        for weight in weights:
+        for number, weight in enumerate(weights):
+            if stored.use(number, weight, pool):
+                continue
             fill(weight, source, device)
             if pack and isinstance(weight.owner, Linear) and weight.attribute == "weight":
                 weight.owner.pack(pool)
@@ -210,10 +226,16 @@ def _check_size(
     check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
 
 
-def check_memory(checkpoint: Checkpoint, weights: list[Weight], device: torch.device, dtype: torch.dtype) -> None:
-    size = sum(weight.parameter.nbytes for weight in weights)
+def check_memory(
+    checkpoint: Checkpoint,
+    weights: list[Weight],
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: Stored = NOTHING,
+) -> None:
+    size = sum(stored.size(number, weight) for number, weight in enumerate(weights))
     # While a parameter is packed it is there twice.
-    largest = max(weight.parameter.nbytes for weight in weights)
+    largest = max(stored.size(number, weight) for number, weight in enumerate(weights))
     remedy = "use a smaller model, or more memory"
     if dtype == torch.float32:
         remedy = f"use bfloat16 ({size / 2e9:.1f} GB), or a smaller model"

@@ -265,7 +265,8 @@ def tokenizer_or_none(checkpoint: Checkpoint) -> Tokenizer | None:
     Raises CheckpointError for a tokenizer that cannot be read, UnsupportedModelError for one of a kind that prefold
     lacks. A model of random weights (format "dummy") then has None.
     """
-    if checkpoint.gguf is None and checkpoint.file("tokenizer.json") is None:
+    in_gguf = checkpoint.gguf is not None
+    if checkpoint.metadata("tokenizer.ggml.model") == "no_vocab" if in_gguf else not checkpoint.file("tokenizer.json"):
         return None
     try:
         return load_tokenizer(checkpoint)

@@ -192,7 +192,7 @@ class LocalWorker(Worker):
         how = {**self.model.arguments(step), **more}
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             how["media"] = media
-        program = self._program_for(how) if batch.scatter is None else None
+        program = self._program_for(how)
         if program is None:
             hidden, kv = forward_stream(self.model, batch, path, how)
         else:

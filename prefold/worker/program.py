@@ -16,8 +16,8 @@ from .. import kernels
 from ..attention import KVStore, RowPlan, SlotPlan
 from ..kernels import COLUMNS, Kind, LowRank, Operation, PathPlane, ProgramCall, TileCall
 from ..model import Adapter, CausalLM, MediaRows, RowAdapters
-from ..model.decoder_layer import Layer, Mlp, PlainMlp, SumNormedLayer
-from ..model.layers import ActivatedLinear, Linear, Norm
+from ..model.decoder_layer import Layer, Mlp, ParallelLayer, PlainMlp, RowNormedLayer, ScaledLayer, SumNormedLayer
+from ..model.layers import ActivatedLinear, Linear, NoNorm, Norm, PlainLayerNorm
 from ..model.lora import Delta
 from ..model.products import GatePanels, Panels, Product, in_turn
 from ..schedule.steps import NOT_FINITE
@@ -27,6 +27,8 @@ from .slots import SlotBatch
 # Buffers of rows: the residual stream, what the norms give, what is added to the residual stream next, q, k and v
 # together or q beside k and v, what attention gives, the inside of the MLP, and the result.
 X, H, DELTA, QKV, Q, KV, ATTENDED, WIDE, OUT = range(9)
+# Whose operations are known here.
+LAYERS = (Layer, SumNormedLayer, ScaledLayer, ParallelLayer, RowNormedLayer)
 LINE = 64  # bytes of a cache line, where buffers begin
 LOW_BYTES = 16  # of a RowLow of src/epilogue.h
 # The numbers of activations in src/epilogue.h; 0: none.
@@ -40,15 +42,16 @@ class Prepared:
 
     buffers   the addresses of the buffers, int64
     held      what the call names by address beside these
-    ids, out  memory for the most likely tokens and the hidden states that give them
+    store     of a step over slots
+    ids       memory for the most likely tokens, where these are wanted
     """
 
     batch: SlotBatch | Batch
     call: ProgramCall
     buffers: np.ndarray
     held: tuple[Any, ...]
+    store: KVStore | None = None
     ids: np.ndarray | None = None
-    out: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,11 @@ class Program:
         self._kept: list[Tensor] = []  # what operations name by address and the model does not hold
         self._linears: list[NamedLinear] = []
         self._operations: list[Operation] = []
-        embedding, vocab = model.embedding.data_ptr(), len(model.embedding)
+        vocab, table = len(model.embedding), model.matrix("embedding")
+        embedding = _matrix(table) if isinstance(table, Panels) else {"weight": table.data_ptr()}
         learned, scale = model.position_embedding, model.embedding_scale
         self._add(
-            Kind.EMBED, out=X, weight=embedding, bias=self._address(learned), columns=vocab, eps=scale,
+            Kind.EMBED, out=X, **embedding, bias=self._address(learned), columns=vocab, eps=scale,
             positions=0 if learned is None else len(learned),
         )  # fmt: skip
         delta, whole = -1, [(number, plane) for plane, number in enumerate(config.visited)]
@@ -87,8 +91,8 @@ class Program:
             delta = self._add_layer(model.layers[number], plane, like, delta)  # type: ignore[arg-type]
         if part is None:
             self._add_norm(model.norm, X, OUT, delta)
-        elif delta >= 0:
-            self._add(Kind.ADD, source=X, beside=delta)
+        else:
+            self._add_norm(NoNorm(), X, H, delta)
         self._layers_end, self._head = len(self._operations), None
         self._array = (Operation * len(self._operations))(*self._operations)
         self._memory, self._room = torch.empty(0), 0
@@ -105,41 +109,56 @@ class Program:
 
     def over_slots(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> Tensor:
         """Returns what `worker.slots.forward` returns."""
-        slots, planes = batch.slots.data_ptr(), addressof(store.structs)
-        return self._run(self._prepared(batch, self._embedded(batch, media), slots=slots, planes=planes, ids=None))
+        return self._run(self._over(batch, store, self._embedded(batch, media)))
 
     def through(self, x: Tensor, batch: SlotBatch, store: KVStore) -> Tensor:
         """Returns the residual stream x [rows, hidden] after a program's part of the layers, written into x."""
         x = x.contiguous()
-        self._run(self._prepared(batch, x, slots=batch.slots.data_ptr(), planes=addressof(store.structs)))
+        self._run(self._over(batch, store, x))
         return x
 
     def greedy(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> np.ndarray | None:
-        """Returns what `worker.slots.greedy` returns of the hidden states of a step, without making logits; None, and
-        nothing is computed, where the head is no product of the kernels."""
+        """Returns what `worker.slots.greedy` returns of the hidden states of a step, without making logits, in memory
+        that the next step may write into; None, and nothing is computed, where the head is no product of the
+        kernels."""
         if not self._adds_head():
             return None
-        slots, planes, x = batch.slots.data_ptr(), addressof(store.structs), self._embedded(batch, media)
-        step = self._prepared(batch, x, slots=slots, planes=planes, none=NOT_FINITE)
+        step = self._over(batch, store, self._embedded(batch, media))
         if step.ids is None:
-            step.ids, step.out = np.empty(step.call.picked, np.int64), self._empty(step.call.picked)
-        step.call.ids = step.ids.ctypes.data
-        self._run(step, step.out)
-        return step.ids.copy()
+            step.ids, out = np.empty(step.call.picked, np.int64), self._empty(step.call.picked)
+            step.call.ids, step.buffers[OUT] = step.ids.ctypes.data, out.data_ptr()
+            step.held = (*step.held, out)
+        self._call(step)
+        return step.ids
+
+    def _over(self, batch: SlotBatch, store: KVStore, x: Tensor | None) -> Prepared:
+        """Returns a step over slots, ready to run: that of its batch, where it was the last one. x: as of
+        `_prepared`"""
+        step = self._last
+        if step is None or step.batch is not batch or step.store is not store or x is not None:
+            slots, planes = batch.slots.data_ptr(), addressof(store.structs)
+            step = self._prepared(batch, x, slots=slots, planes=planes, none=NOT_FINITE)
+            step.store = store
+            self._last = step if x is None else None
+        elif batch.numbers is not None:
+            self._cover(batch.numbers[1])
+        return step
 
     def _adds_head(self) -> bool:
         """Returns whether the operations end with the model's head as it is now."""
+        shape = self._model.shape_logits
+        if shape is not None and shape.cap is not None:
+            return False  # a cap makes logits equal that are far from it and near to each other
         head: Any = self._model.product_of_head()
         if head is not self._head and type(head) is Panels:
             del self._operations[self._layers_end :]
-            weight = head.packed.data_ptr()
-            self._add(Kind.HEAD, source=OUT, weight=weight, columns=head.outputs)
+            self._add(Kind.HEAD, source=OUT, **_matrix(head), columns=head.outputs)
             self._array = (Operation * len(self._operations))(*self._operations)
             self._head, self._last = head, None
         return head is not None and head is self._head
 
     def over_rows(self, batch: Batch, path: Path, media: MediaRows | None = None) -> tuple[Tensor, PathKV]:
-        """Returns what `worker.rows.forward_stream` returns of a step that is not folded."""
+        """Returns what `worker.rows.forward_stream` returns."""
         config, kept_path, kept_new = self._model.local, len(batch.keep_path), len(batch.keep_new)
         shape = (len(config.planes), 2, kept_path + kept_new, config.kv_heads, config.head_dim)
         kv = torch.empty(shape, dtype=self._model.dtype)
@@ -150,9 +169,15 @@ class Program:
             carried.append(before)
             places = [tensor.data_ptr() for tensor in before] or [None, None]
             paths[plane] = PathPlane(*places, keys.data_ptr(), values.data_ptr())
+        fold: dict[str, Any] = {}
+        if batch.scatter is not None and batch.gather is not None:
+            room = torch.empty((len(batch.scatter), 2 * config.q_size + 2 * config.kv_size), dtype=self._model.dtype)
+            fold = {"unfolded": len(room), "unfolded_room": room.data_ptr()}
+            fold |= {"scatter": batch.scatter.data_ptr(), "gather": batch.gather.data_ptr()}
+            fold["read_order"] = None if batch.read_order is None else batch.read_order.data_ptr()
         step = self._prepared(
             batch, self._embedded(batch, media), paths=addressof(paths), path=path.rows, kept_path=kept_path,
-            kept_new=kept_new, keep_path=batch.keep_path.data_ptr(), keep_new=batch.keep_new.data_ptr(),
+            kept_new=kept_new, keep_path=batch.keep_path.data_ptr(), keep_new=batch.keep_new.data_ptr(), **fold,
         )  # fmt: skip
         hidden = self._run(step)
         return hidden, {plane: (keys, values) for plane, (keys, values) in enumerate(kv)}
@@ -163,12 +188,16 @@ class Program:
     def _empty(self, rows: int) -> Tensor:
         return torch.empty((rows, int(self._widths[OUT])), dtype=self._model.dtype)
 
-    def _run(self, step: Prepared, out: Tensor | None = None) -> Tensor:
-        """Returns the hidden states of the rows of a step that are read. out: memory for them; None: new memory"""
-        out = self._empty(step.call.picked) if out is None else out
-        step.buffers[OUT] = out.data_ptr()
-        self._compiled.run_program(step.call)
+    def _run(self, step: Prepared) -> Tensor:
+        """Returns the hidden states of the rows of a step that are read."""
+        out = self._empty(step.call.picked)
+        step.buffers[OUT], step.ids, step.call.ids = out.data_ptr(), None, None
+        self._call(step)
         return out
+
+    def _call(self, step: Prepared) -> None:
+        step.call.threads = torch.get_num_threads()
+        self._compiled.run_program(step.call)
 
     def _prepared(self, batch: SlotBatch | Batch, x: Tensor | None, **call_fields: Any) -> Prepared:
         """Returns a step, ready to run. x: what rows begin with, which is written into; None: their embeddings.
@@ -176,26 +205,11 @@ class Program:
         rows = len(batch.tokens)
         if rows > self._room:
             self._make_room(rows, self._model.dtype.itemsize)
-        if rows and self._num_tables:
-            numbers = getattr(batch, "numbers", None)
-            positions = batch.positions.numpy() if numbers is None else numbers[1]
-            if (last := int(positions.max())) >= self._positions:
-                self._cover(last + 1)
-        step = self._last
-        if step is None or step.batch is not batch or x is not None:
-            step = self._prepare(batch, x)
-            self._last = step if x is None and isinstance(batch, SlotBatch) else None
-        step.call.threads = torch.get_num_threads()
-        for name, value in call_fields.items():
-            setattr(step.call, name, value)
-        return step
-
-    def _prepare(self, batch: SlotBatch | Batch, x: Tensor | None) -> Prepared:
-        model, read_rows, rows = self._model, batch.read_rows, len(batch.tokens)
-        buffers, tokens = self._buffers, batch.tokens.data_ptr()
+        self._cover(batch.positions.numpy())
+        model, read_rows = self._model, batch.read_rows
+        buffers, tokens = self._buffers.copy(), batch.tokens.data_ptr()
         if x is not None:
-            buffers, tokens = buffers.copy(), None
-            buffers[X] = x.data_ptr()
+            buffers[X], tokens = x.data_ptr(), None
         plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
         call = ProgramCall(
             operations=addressof(self._array), count=len(self._array), buffers=buffers.ctypes.data,
@@ -203,8 +217,8 @@ class Program:
             read=None if read_rows is None else read_rows.data_ptr(), tokens=tokens,
             positions=batch.positions.data_ptr(), tables=addressof(self._addresses), num_tables=self._num_tables,
             dim=model.config.head_dim, angles=self._angles, scale=model.config.scale,
-            plans=addressof(plans), read_plans=addressof(read_plans),
-            is_bf16=model.dtype == torch.bfloat16,
+            cap=model.config.attention_cap or 0, plans=addressof(plans), read_plans=addressof(read_plans),
+            is_bf16=model.dtype == torch.bfloat16, **call_fields,
         )  # fmt: skip
         adapted = self._adapt(call, batch.adapters) if batch.adapters.adapters else None
         return Prepared(batch, call, buffers, (x, plans, read_plans, adapted))
@@ -234,8 +248,11 @@ class Program:
                 calls[number] = plans[window].lists.call  # type: ignore[union-attr]
         return calls
 
-    def _cover(self, positions: int) -> None:
-        self._tables = self._model.rotary(self._model.device).covering(positions)
+    def _cover(self, positions: np.ndarray) -> None:
+        """Lets the tables reach all of these positions."""
+        if not self._num_tables or (last := positions.max(initial=-1)) < self._positions:
+            return
+        self._tables = self._model.rotary(self._model.device).covering(int(last) + 1)
         self._positions = min(map(len, self._tables))
         self._addresses[:] = [table.data_ptr() for table in self._tables]
 
@@ -257,10 +274,24 @@ class Program:
     def _add(self, kind: Kind, **fields: Any) -> None:
         self._operations.append(Operation(kind=kind, **fields))
 
-    def _add_norm(self, norm: Norm, source: int, out: int, beside: int = -1) -> None:
-        wide = norm.weight.dtype != self._model.dtype
-        weight, bias = norm.weight.data_ptr(), self._address(norm.bias)
-        self._add(Kind.NORM, source=source, out=out, beside=beside, weight=weight, bias=bias, eps=norm.eps, wide=wide)
+    def _add_norm(self, norm: Norm | NoNorm, source: int, out: int, beside: int = -1) -> int:
+        """Adds the sum of two buffers and its norm, and returns the buffer that has the norm; without a norm, the
+        sum."""
+        scale = self._model.local.residual_scale
+        if beside >= 0 and (scale != 1 or type(norm) is NoNorm):
+            self._add(Kind.ADD, source=source, beside=beside, eps=scale)
+            beside = -1
+        if type(norm) is NoNorm:
+            return source
+        assert isinstance(norm, Norm)
+        bias = torch.zeros_like(norm.weight) if type(norm) is PlainLayerNorm else norm.bias
+        self._add_weight(norm.weight, norm.eps, source=source, out=out, beside=beside, bias=self._address(bias))
+        return out
+
+    def _add_weight(self, weight: Tensor, eps: float, **fields: Any) -> None:
+        """Adds a norm by its weight."""
+        wide = weight.dtype != self._model.dtype
+        self._add(Kind.NORM, weight=weight.data_ptr(), columns=len(weight), wide=wide, eps=eps, **fields)
 
     def _add_linear(self, layer: Layer, name: str, source: int, out: int) -> None:
         """Adds the product of a layer's linear. name: as adapters know it"""
@@ -272,13 +303,16 @@ class Program:
         if isinstance(product, GatePanels):
             kind, bias = Kind.GATED, None if bias is None else in_turn(bias)
         self._add(
-            kind, source=source, out=out, weight=product.packed.data_ptr(), bias=self._address(bias),
+            kind, source=source, out=out, **_matrix(product), bias=self._address(bias),
             activation=activation, linear=len(self._linears),
         )  # fmt: skip
         self._linears.append(NamedLinear(layer.number, name, linear, product))
 
     def _add_rope(self, plane: int, source: int, at: int, heads: int, norm: nn.Parameter | None) -> None:
         config = self._model.local
+        if config.row_qk_norm and norm is not None:
+            self._add_weight(norm, config.norm_eps, source=source, out=source, at=at, beside=-1)
+            norm = None
         if config.rope is None:
             return
         self._add(
@@ -293,18 +327,19 @@ class Program:
         returned"""
         config = self._model.local
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
-        self._add_norm(layer.input_norm, X, H, delta)
+        h = self._add_norm(layer.input_norm, X, H, delta)
         if layer.splits_q:
-            self._add_linear(layer, "kv", H, KV)
+            self._add_linear(layer, "kv", h, KV)
             self._add_rope(like, KV, 0, kv_heads, layer.k_norm)
             if plane == len(config.planes) - 1:
-                self._add(Kind.PICK, source=X, beside=False)
-                self._add(Kind.PICK, source=H, beside=True)
-            self._add_linear(layer, "q", H, Q)
+                if h != X:
+                    self._add(Kind.PICK, source=X, beside=False)
+                self._add(Kind.PICK, source=h, beside=True)
+            self._add_linear(layer, "q", h, Q)
             self._add_rope(like, Q, 0, heads, layer.q_norm)
             source, beside, keys = Q, KV, 0
         else:
-            self._add_linear(layer, "qkv", H, QKV)
+            self._add_linear(layer, "qkv", h, QKV)
             if layer.q_norm is None:
                 self._add_rope(like, QKV, 0, heads + kv_heads, None)
             else:
@@ -317,14 +352,19 @@ class Program:
             kv_heads=kv_heads, window=window,
         )  # fmt: skip
         self._add_linear(layer, "o", ATTENDED, DELTA)
+        if type(layer) is ParallelLayer:
+            self._add_linear(layer, "gate_up", h, WIDE)
+            self._add_linear(layer, "down", WIDE, H)
+            self._add(Kind.ADD, source=DELTA, beside=H, eps=1)
+            return DELTA
         delta = DELTA
         if type(layer) is SumNormedLayer:
             self._add_norm(layer.o_norm, X, X, DELTA)
             delta = -1
         elif layer.o_norm is not None:
             self._add_norm(layer.o_norm, DELTA, DELTA)
-        self._add_norm(layer.post_norm, X, H, delta)
-        self._add_linear(layer, "gate_up", H, WIDE)
+        h = self._add_norm(layer.post_norm, X, H, delta)
+        self._add_linear(layer, "gate_up", h, WIDE)
         self._add_linear(layer, "down", WIDE, DELTA)
         if type(layer) is SumNormedLayer:
             self._add_norm(layer.down_norm, X, X, DELTA)
@@ -337,6 +377,11 @@ class Program:
             return None
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def _matrix(product: Panels) -> dict[str, int | None]:
+    """Returns what an operation says of the matrix that it multiplies with."""
+    return dict(zip(("weight", "blocks"), kernels.matrix_addresses(product.packed), strict=True))
 
 
 class PackedAdapter:
@@ -391,7 +436,7 @@ def missing(model: CausalLM, whole: bool = True) -> str | None:
     """Returns the first thing of a model that has no compiled form, in words; None: its forward pass is one call.
     whole: whether that is asked of the whole model, not of layers"""
     config = model.config
-    layers = [layer for layer in model.layers if type(layer) in (Layer, SumNormedLayer)]
+    layers = [layer for layer in model.layers if type(layer) in LAYERS]
     mlps = [layer.mlp for layer in layers if type(layer.mlp) in (Mlp, PlainMlp)]
     gates = [mlp.gate_up.product for mlp in mlps if type(mlp) is Mlp]
     linears = [layer.o for layer in layers] + [mlp.down for mlp in mlps]
@@ -401,13 +446,12 @@ def missing(model: CausalLM, whole: bool = True) -> str | None:
         "compiled kernels for its heads": heads_of(model).compiled(model.device) is not None,
         "a model of another kind, or all visits of a looped model": not whole or type(model) is CausalLM,
         "several ranks": model.ranks.size == 1,
-        "layers without norms on what they read": config.in_norms,
-        "LayerNorms without a bias": config.norm == "rms" or config.norm_bias,
         "layers of another kind": len(layers) == len(model.layers),
         "an MLP of another kind": len(mlps) == len(layers) and config.activation in ACTIVATIONS,
         "an MLP's width": all(type(product) is GatePanels for product in gates),
         "products of other code": all(type(linear.product) is Panels for linear in linears),
         "a scale of attention": config.scale > 0,
-        "caps on scores and on logits": config.attention_cap is None and config.logit_cap is None,
+        "LayerNorms of another dtype": config.norm == "rms" or not config.norm_offset,
+        "norms of heads that are not turned": config.rope is not None or not config.qk_norm,
     }
     return next((thing for thing, is_compiled in things.items() if not is_compiled), None)

@@ -1,16 +1,19 @@
 """Runs programs of random models on random steps with a compiled library: a process of its own for test_sanitizers.py.
 
-    python random_programs.py LIBRARY SEED MODELS [refused]
+    python random_programs.py LIBRARY SEED MODELS [refused | forked]
 
 Each step runs on one thread and on several, from several threads of Python at once, and gives the same bits every time.
-A digest of all results is printed. refused: the system refuses AMX's tiles to the process.
+A digest of all results is printed. refused: the system refuses AMX's tiles to the process; forked: each program also
+runs in a process that was forked from this one, and here again.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -38,16 +41,23 @@ from prefold.worker.slots import make_store, prepare_slots
 def random_model(rng: np.random.Generator) -> CausalLM:
     kv_heads, dim = int(rng.integers(1, 4)), 2 * int(rng.integers(2, 40))
     layers, learned, plain = int(rng.integers(1, 4)), bool(rng.integers(2)), bool(rng.integers(2))
+    kind = str(rng.choice(["", "", "sum_norms", "parallel", "row_qk_norm", "residual_scale"]))
+    out_norms = kind not in ("sum_norms", "parallel") and bool(rng.integers(2))
+    norm = str(rng.choice(["rms", "layer"]))
+    kinds = {kind: 0.4 if kind == "residual_scale" else True} if kind else {}
     config = ModelConfig(
         vocab_size=int(rng.integers(40, 300)), hidden=2 * int(rng.integers(8, 90)), layers=layers,
         heads=kv_heads * int(rng.integers(1, 4)), kv_heads=kv_heads, head_dim=dim,
         intermediate=int(rng.integers(1, 9)) * 16 + 2 * plain * int(rng.integers(8)), norm_eps=1e-5,
         rope=None if learned else RopeConfig(theta=1e4), max_positions=400,
         planes=tuple(Plane(window) for window in rng.choice([None, 5, 40], layers)),
-        norm=str(rng.choice(["rms", "layer"])), mlp="plain" if plain else "gated",
-        activation=str(rng.choice(["silu", "gelu_tanh"])), qk_norm=bool(rng.integers(2)),
+        norm=norm, mlp="plain" if plain else "gated",
+        activation=str(rng.choice(["silu", "gelu_tanh"])), norm_bias=bool(rng.integers(2)),
+        qk_norm=not learned and kind != "row_qk_norm" and bool(rng.integers(2)), out_norms=out_norms,
+        in_norms=not out_norms or bool(rng.integers(2)), attention_cap=rng.choice([None, 2.0]),
+        norm_offset=float(norm == "rms" and rng.integers(2)),
         qkv_bias=bool(rng.integers(2)), o_bias=bool(rng.integers(2)), mlp_bias=bool(rng.integers(2)),
-        tie_embeddings=True,
+        tie_embeddings=True, **kinds,
     )  # fmt: skip
     dtype = torch.bfloat16 if rng.integers(2) else torch.float32
     model = CausalLM(config, dtype=dtype, device=torch.device("cpu")).requires_grad_(False)
@@ -162,8 +172,8 @@ def has_tiles() -> bool:
     return ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(permitted)) == 0 and bool(permitted.value >> 18 & 1)
 
 
-def main(library: str, seed: int, models: int, refused: str = "") -> None:
-    memory = refuse_tiles() if refused else None
+def main(library: str, seed: int, models: int, how: str = "") -> None:
+    memory = refuse_tiles() if how == "refused" else None
     loader._loaded = loader.Loaded(loader.Kernels(Path(library)), "sanitized")
     loader._loaded.kernels.use_own_threads(True)
     # Products by the library, also where it would leave them to PyTorch.
@@ -191,6 +201,8 @@ def main(library: str, seed: int, models: int, refused: str = "") -> None:
         caller = Thread(target=run)  # whose thread ends, and with it what the kernels keep for it
         caller.start()
         caller.join()
+        if how == "forked":
+            check_forked(run, expected)
         check(run(), expected)
     with ThreadPoolExecutor(3) as pool:  # each model has buffers of its own
         for found, (_, expected) in zip(pool.map(lambda one: one[0](), runs), runs, strict=True):
@@ -202,6 +214,17 @@ def main(library: str, seed: int, models: int, refused: str = "") -> None:
 
 def check(found: list[Tensor], expected: list[Tensor]) -> None:
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def check_forked(run: Callable[[], list[Tensor]], expected: list[Tensor]) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            check(run(), expected)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 if __name__ == "__main__":

@@ -40,6 +40,11 @@ def test_programs_of_random_models_give_the_same_on_any_number_of_threads():
     assert len(run_programs(build(), 1, 6)) == 64
 
 
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_programs_run_in_a_fork():
+    assert len(run_programs(build(), 4, 3, "forked")) == 64
+
+
 @pytest.mark.slow
 @pytest.mark.skipif("amx_bf16" not in "".join(cpu()), reason="no AMX")
 def test_where_the_system_refuses_tiles_results_are_those_without_tiles(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from adapters import write_adapter
 from generating import ask, engine_of, generate, tokens_of
-from tiny import tiny_checkpoint
+from tiny import FAMILIES, MIXTURES, MORE, reference, tiny_checkpoint
 
 from prefold import LLM, kernels
 from prefold.model import CausalLM, MediaRows, RowAdapters
@@ -23,9 +24,9 @@ from prefold.worker.rows import forward_stream
 from prefold.worker.slots import SlotBatch, forward, make_store
 from prefold.worker.slots import greedy as likeliest_of_slots
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2")
+EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
 # Gate and up in whole vectors: other widths have no program.
-WIDTH = 64
+WIDTH = {"intermediate_size": 64, "n_inner": 64, "shared_intermediate_size": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +40,10 @@ def own_products(monkeypatch):
     )
 
 
-def load(tmp_path, family="llama", dtype="float32", rows=None, **sizes) -> LLM:
+def load(tmp_path, family="llama", dtype="float32", rows=None, sharing="full", **sizes) -> LLM:
     """rows: the most of a step"""
-    folder = tiny_checkpoint(tmp_path, family, **{"intermediate_size": WIDTH, "n_inner": WIDTH} | sizes)
-    return LLM(str(folder), dtype=dtype, device="cpu", kv_memory=1 << 20, max_batch_rows=rows)
+    folder = tiny_checkpoint(tmp_path, family, **WIDTH | sizes)
+    return LLM(str(folder), dtype=dtype, device="cpu", kv_memory=1 << 20, max_batch_rows=rows, sharing=sharing)
 
 
 def requests(seed: int) -> list[Request]:
@@ -60,8 +61,9 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def assert_same(llm: LLM, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """To the last bit, but for LayerNorms and MLPs without a gate, which the modules compute by PyTorch."""
-    if llm.model.config.norm == "layer" or llm.model.config.mlp == "plain":
+    """To the last bit, but for what the modules compute by PyTorch: LayerNorms, MLPs without a gate, factors."""
+    config = llm.model.config
+    if config.norm == "layer" or config.mlp == "plain" or config.residual_scale != 1:
         assert_near(found, expected)
     else:
         assert torch.equal(found, expected)
@@ -81,7 +83,8 @@ def check_generating(monkeypatch, llm: LLM) -> None:
 
     def both(program, batch, store):
         # As if the first row were that of an image.
-        media = MediaRows(torch.zeros(1, dtype=torch.int64), torch.ones(1, 36, dtype=llm.model.dtype))
+        ones = torch.ones(1, llm.model.config.hidden, dtype=llm.model.dtype)
+        media = MediaRows(torch.zeros(1, dtype=torch.int64), ones)
         for some in (media, None):
             expected = forward(llm.model, other, batch, {"media": some})
             found = run(program, batch, store, some)
@@ -96,7 +99,7 @@ def check_generating(monkeypatch, llm: LLM) -> None:
 
 @pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_hidden_states_are_those_of_the_modules(tmp_path, monkeypatch, family, dtype):
     check_generating(monkeypatch, load(tmp_path, family, dtype))
 
@@ -127,7 +130,7 @@ def test_biases_norms_and_mlps_in_other_combinations(tmp_path, monkeypatch, diff
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "granite", "cohere2"])
 def test_greedy_tokens_are_those_of_the_logits(tmp_path, monkeypatch, family, dtype):
     llm, greedy, rows = load(tmp_path, family, dtype), Program.greedy, []
 
@@ -146,10 +149,14 @@ def test_greedy_tokens_are_those_of_the_logits(tmp_path, monkeypatch, family, dt
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("task", ["embed", "score"])
-def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(tmp_path, monkeypatch, family, dtype, task):
-    llm, run, paths = load(tmp_path, family, dtype, rows=9), Program.over_rows, []
+@pytest.mark.parametrize("sharing", ["full", "mlp"])
+def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(
+    tmp_path, monkeypatch, family, dtype, task, sharing
+):
+    rows = {"full": 9, "mlp": 150}[sharing]
+    llm, run, paths, folded = load(tmp_path, family, dtype, rows, sharing), Program.over_rows, [], []
 
     def both(program, batch, path):
         expected, kv = forward_stream(llm.model, batch, path, {})
@@ -160,6 +167,7 @@ def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(tmp_path, mo
             for pair in zip(kept[plane], tensors, strict=True):
                 assert_same(llm, *pair)
         paths.append(path.rows)
+        folded.append(0 if batch.scatter is None else len(batch.scatter) - len(batch.tokens))
         return found, kept
 
     monkeypatch.setattr(Program, "over_rows", both)
@@ -168,7 +176,27 @@ def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(tmp_path, mo
         llm.embed(texts, pooling="mean")
     else:
         llm.score(texts, [" yes and no"] * 3)
-    assert len(paths) > 4 and max(paths) > 9
+    assert max(folded) > 9 if sharing == "mlp" else len(paths) > 4 and max(paths) > 9
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_scores_and_tokens_are_those_of_transformers(tmp_path, family):
+    llm = load(tmp_path, family, rows=9)
+    assert "one compiled call" in llm.passes
+    oracle, first = reference(llm.checkpoint.path), list(range(20, 34))
+    prompts = [[*first, *range(n, n + 5)] for n in (40, 60, 80)]
+
+    def expected(prompt: list[int], text: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return oracle(torch.tensor([prompt + text])).logits[0].log_softmax(-1)[len(prompt) - 1 :]
+
+    texts = [[1, 2, 7], [8], [9, 10]]
+    for prompt, text, found in zip(prompts, texts, llm.score(prompts, texts), strict=True):
+        own = expected(prompt, text)[range(len(text)), text]
+        np.testing.assert_allclose(found.logprobs, own.numpy(), atol=1e-4)
+    asked = [ask(prompt, max_tokens=3, ignore_eos=True) for prompt in prompts]
+    for prompt, made in zip(prompts, tokens_of(generate(engine_of(llm, slots=200), asked)), strict=True):
+        assert made == expected(prompt, made)[:-1].argmax(-1).tolist()
 
 
 def test_many_rows_after_few_and_few_after_many(tmp_path, monkeypatch):
@@ -204,6 +232,32 @@ def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan
     assert sum(kept) > 20 if family == "llama" else not any(kept)
 
 
+def test_memory_is_that_of_the_widest_place_of_a_layer_and_is_used_again(tmp_path):
+    """Three buffers of the residual stream's width, and the larger of attention's and the MLP's beside them."""
+    llm = load(tmp_path, "qwen3")
+    llm.embed(["a text of some tokens, which is longer than all others"])
+    program, config = llm.engine.worker._program, llm.model.config
+    memory, rows = program._memory, program._room
+    numbers = 3 * config.hidden + max(2 * (config.q_size + config.kv_size), config.intermediate) + config.head_dim
+    assert rows > 50 and 4 * rows * numbers <= memory.nbytes < 4 * rows * numbers + 1024
+    llm.embed(["a short text", "and two"])
+    llm.score(["a prompt"], [" yes"])
+    llm.generate(["a text"], max_tokens=3)
+    assert program._memory is memory
+
+
+def test_two_engines_of_one_process_give_what_each_gives_alone(tmp_path):
+    llms = [load(tmp_path, family, dtype) for family, dtype in (("qwen3", "bfloat16"), ("gemma2", "float32"))]
+    texts = ["some text", "some other text", "another"]
+
+    def made(llm: LLM) -> list[str]:
+        return [llm.generate(texts, max_tokens=24, ignore_eos=True) for _ in range(4)][-1]
+
+    alone = [made(llm) for llm in llms]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(made, llms)) == alone
+
+
 def test_a_model_with_another_operation_has_no_program_and_says_why(tmp_path):
     llm = load(tmp_path, intermediate_size=50)
     assert program_of(llm.model) is None and "an MLP's width" in llm.passes
@@ -213,7 +267,7 @@ def test_a_model_with_another_operation_has_no_program_and_says_why(tmp_path):
 
 def load_adapted(tmp_path, family, dtype, rows=None) -> LLM:
     """Adapters of all modules, of other ranks, and of some modules of some layers."""
-    folder = tiny_checkpoint(tmp_path, family, intermediate_size=WIDTH, n_inner=WIDTH)
+    folder = tiny_checkpoint(tmp_path, family, **WIDTH)
     paths = [
         write_adapter(tmp_path / "a", folder, seed=1),
         write_adapter(tmp_path / "b", folder, seed=2, r=40, rank_pattern={"q_proj": 3}),
@@ -225,7 +279,7 @@ def load_adapted(tmp_path, family, dtype, rows=None) -> LLM:
 
 @pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_rows_with_adapters_are_those_of_the_modules(tmp_path, monkeypatch, family, dtype):
     llm, run, kinds = load_adapted(tmp_path, family, dtype), Program.over_slots, []
     engine = engine_of(llm, slots=800, rows=40)

@@ -15,6 +15,8 @@ namespace prefold {
 
 constexpr int kTileBlockRows = 2 * kTile;
 constexpr int kTileGroupRows = 192;              // that stay in the second-level cache, which two threads may share
+// Where the matrix is decoded, more rows share that: as many as leave a slab's part of them in this cache.
+constexpr int64_t kMostDecodedRows = 1024, kDecodedBytes = 1280 << 10;
 
 constexpr int64_t kAheadBytes = 16384;
 
@@ -63,9 +65,9 @@ PREFOLD_APART void multiply_tiles(const char* x, int64_t x_row, int64_t second, 
   }
 }
 
-// Rows [first, stop), at most kTileGroupRows, times panel p; `store` as of `multiply_panel`. With fewer than sixteen rows,
+// Rows [first, stop), at most GROUP, times panel p; `store` as of `multiply_panel`. With fewer than sixteen rows,
 // these are all of the product's.
-template <class Store>
+template <int GROUP = kTileGroupRows, class Store>
 void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, int64_t stop,
                              const Store& store) {
   const int64_t rows = stop - first, blocks = (rows + kTileBlockRows - 1) / kTileBlockRows;
@@ -73,10 +75,12 @@ void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, i
   const int64_t whole = product.steps / kTile * kTile;
   constexpr int64_t kTileLines = kTile * kStepBytes / kLine;  // of a panel
   const int64_t lines = (kTileLines + blocks - 1) / blocks;
-  alignas(64) float tiles[kTileGroupRows / kTileBlockRows][kTileBlockRows * kPanel];
+  alignas(64) float tiles[GROUP / kTileBlockRows][kTileBlockRows * kPanel];
+  Decoded room;
+  const int64_t most = slab_steps<Bf16Words>(product, rows);
   for (int64_t step = 0, steps; step < product.steps; step += steps) {
-    steps = step < whole ? std::min(kSlabSteps, whole - step) : product.steps - whole;
-    const uint32_t* slab = product.packed + (p * product.steps + step) * kPanel;
+    steps = step < whole ? std::min(most, whole - step) : product.steps - whole;
+    const uint32_t* slab = slab_of<Bf16Words>(product, p, step, steps, room.words);
     const char* x = product.x + first * product.x_row + step * sizeof(uint32_t);
     // Few rows do nothing but read: what is fetched is a little ahead of them, and goes on in the next matrix.
     const char* ahead = rows <= kTile ? reinterpret_cast<const char*>(slab) + kAheadBytes
@@ -88,7 +92,7 @@ void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, i
       const int64_t count = std::min<int64_t>(rows, kTileBlockRows);
       const auto multiply = count > kTile ? multiply_tiles<true> : multiply_tiles<false>;
       multiply(x + row * product.x_row, product.x_row, std::max<int64_t>(0, count - kTile), slab, steps, ahead,
-               last ? 0 : lines, tiles[b], step > 0);
+               last || product.blocks ? 0 : lines, tiles[b], step > 0);
       ahead += lines * kLine * ((steps + kTile - 1) / kTile);
       if (done) store(first + row, p * kPanel, count, columns, tiles[b]);
     }
@@ -99,13 +103,19 @@ void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, i
 // The whole product, in parallel; `store` as above.
 template <class Store>
 void multiply_all_in_tiles(const Product& product, int threads, const Store& store) {
-  for_panels(product, kTileBlockRows, kTileGroupRows, threads, [&](int64_t panel, int64_t first, int64_t stop) {
-    multiply_panel_in_tiles(product, panel, first, stop, store);
-  }, [&](const auto& run) {
+  const auto in_tiles = [&](const auto& run) {
     configure_tiles(product.rows, kTile);
     run();
     _tile_release();
-  });
+  };
+  const auto with = [&](auto most, int group_rows) {
+    for_panels(product, kTileBlockRows, group_rows, threads, [&](int64_t panel, int64_t first, int64_t stop) {
+      multiply_panel_in_tiles<decltype(most)::value>(product, panel, first, stop, store);
+    }, in_tiles);
+  };
+  if (!product.blocks) return with(std::integral_constant<int, kTileGroupRows>(), kTileGroupRows);
+  const int64_t fit = kDecodedBytes / (std::min(product.steps, kSlabSteps) * sizeof(uint32_t));
+  with(std::integral_constant<int, kMostDecodedRows>(), std::clamp<int64_t>(fit, kTileGroupRows, kMostDecodedRows));
 }
 
 #endif

@@ -103,10 +103,10 @@ void gate_mul_row(const E* gate, const E* up, E* out, int64_t width) {
 
 template <class E, class W>
 void add_rms_norm(E* x, const E* delta, const W* weight, E* out, int64_t rows, int64_t width, int64_t x_row,
-                  int64_t delta_row, float eps, int threads) {
+                  int64_t delta_row, int64_t out_row, float eps, int threads) {
   parallel_ranges(rows, width, threads, [&](int64_t first, int64_t stop) {
     for (int64_t i = first; i < stop; ++i) {
-      add_norm_row(x + i * x_row, delta ? delta + i * delta_row : nullptr, weight, out + i * width, width, eps);
+      add_norm_row(x + i * x_row, delta ? delta + i * delta_row : nullptr, weight, out + i * out_row, width, eps);
     }
   });
 }
@@ -146,14 +146,15 @@ void gate_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row
 }  // namespace
 }  // namespace prefold
 
-// For each dtype: x [rows, width] with row stride x_row, delta likewise or null, weight [width], out [rows, width];
+// For each dtype: x [rows, width] with row stride x_row, delta likewise or null, weight [width], out [rows, width]
+// likewise, which may be x;
 // x [rows, heads, dim] in place with strides row and head, cos_sin float32 [rows, dim], weight [dim] or null;
 // gate_up [rows, 2 * width] with row stride row, out [rows, width]. Strides are in elements.
 #define PREFOLD_EXPORT_NORMED(name, E, W)                                                                          \
   extern "C" void prefold_add_rms_norm_##name(E* x, const E* delta, const W* weight, E* out, int64_t rows,         \
-                                              int64_t width, int64_t x_row, int64_t delta_row, float eps,          \
-                                              int32_t threads) {                                                   \
-    prefold::add_rms_norm(x, delta, weight, out, rows, width, x_row, delta_row, eps, threads);                     \
+                                              int64_t width, int64_t x_row, int64_t delta_row, int64_t out_row,    \
+                                              float eps, int32_t threads) {                                        \
+    prefold::add_rms_norm(x, delta, weight, out, rows, width, x_row, delta_row, out_row, eps, threads);            \
   }                                                                                                                \
   extern "C" void prefold_rope_##name(E* x, const float* cos_sin, const W* weight, int64_t rows, int64_t heads,    \
                                       int64_t dim, int64_t row, int64_t head, float eps, int32_t threads) {        \

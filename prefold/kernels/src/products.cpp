@@ -43,8 +43,8 @@ class Rows {
 // x [rows, k] times the matrix; store(row, column, number of rows, number of columns, sums [rows, kPanel]). Returns 0,
 // or 1 where memory is short.
 template <class Format, class Store>
-int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t* packed, int64_t rows,
-                int64_t columns, int64_t k, int threads, const Store& store) {
+int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t* packed, const BlockPanel* blocks,
+                int64_t rows, int64_t columns, int64_t k, int threads, const Store& store) {
   if (rows == 0 || columns == 0) return 0;
   try {
     const int64_t steps = k * sizeof(typename Format::Element) / sizeof(uint32_t);
@@ -52,13 +52,14 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
     if constexpr (Format::kWidth == 2) {
       if (may_use_tiles()) {  // which read whole cache lines of rows, at any distance
         const int64_t distance = x_row * sizeof(typename Format::Element);
-        multiply_all_in_tiles({reinterpret_cast<const char*>(x), distance, packed, rows, columns, steps}, threads, store);
+        multiply_all_in_tiles({reinterpret_cast<const char*>(x), distance, packed, rows, columns, steps, blocks}, threads,
+                              store);
         return 0;
       }
     }
 #endif
     const Rows<Format> given(x, x_row, rows, k);
-    multiply_all<Format>({given.data, given.row, packed, rows, columns, steps}, threads, store);
+    multiply_all<Format>({given.data, given.row, packed, rows, columns, steps, blocks}, threads, store);
     return 0;
   } catch (const std::bad_alloc&) {
     return 1;
@@ -68,12 +69,12 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
 // out [rows, columns] = x times the matrix, plus bias where there is one, activated.
 template <class Format, class Out>
 int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
-               const typename Format::Element* bias, Out* out, int64_t rows, int64_t columns, int64_t k, int threads,
+               const BlockPanel* blocks, const typename Format::Element* bias, Out* out, int64_t rows, int64_t columns, int64_t k, int threads,
                const Epilogue* epilogue) {
   constexpr bool kExact = std::is_same_v<Out, float>;
   const RowLow* adapted = epilogue ? epilogue->adapted : nullptr;
   const int32_t activation = epilogue ? epilogue->activation : kLinearly;
-  return product<Format>(x, x_row, packed, rows, columns, k, threads, [&](int64_t row, int64_t column, int64_t count,
+  return product<Format>(x, x_row, packed, blocks, rows, columns, k, threads, [&](int64_t row, int64_t column, int64_t count,
                                                                           int64_t width, float* tile) {
     if (adapted) add_low_rank<typename Format::Element>(adapted, row, column, count, tile);
     for (int64_t r = 0; r < count; ++r, tile += kPanel) {
@@ -90,12 +91,12 @@ int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t*
 // out [rows, width] = activation(gate) * up, where a panel's columns are sixteen of the gate and the same of up.
 template <class Format, class Activation>
 int32_t gated_linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
-                     const typename Format::Element* bias, typename Format::Element* out, int64_t rows, int64_t width,
+                     const BlockPanel* blocks, const typename Format::Element* bias, typename Format::Element* out, int64_t rows, int64_t width,
                      int64_t k, int threads, const Epilogue* epilogue) {
   static_assert(kPanel == 2 * kLanes);
   constexpr bool kExact = std::is_same_v<typename Format::Element, float>;
   const RowLow* adapted = epilogue ? epilogue->adapted : nullptr;
-  return product<Format>(x, x_row, packed, rows, 2 * width, k, threads, [&](int64_t row, int64_t column, int64_t count,
+  return product<Format>(x, x_row, packed, blocks, rows, 2 * width, k, threads, [&](int64_t row, int64_t column, int64_t count,
                                                                             int64_t, float* tile) {
     if (adapted) add_low_rank<typename Format::Element>(adapted, row, column, count, tile);
     for (int64_t r = 0; r < count; ++r, tile += kPanel) {
@@ -130,10 +131,10 @@ PREFOLD_INLINE Words not_below(const Floats& x, const Floats& y) {
 
 // best [rows] = the largest rank_of of each row of the product.
 template <class Format>
-int32_t largest(const typename Format::Element* x, const uint32_t* packed, std::atomic<uint64_t>* best, int64_t rows,
+int32_t largest(const typename Format::Element* x, const uint32_t* packed, const BlockPanel* blocks, std::atomic<uint64_t>* best, int64_t rows,
                 int64_t columns, int64_t k, int threads) {
   for (int64_t r = 0; r < rows; ++r) best[r].store(0, std::memory_order_relaxed);
-  return product<Format>(x, k, packed, rows, columns, k, threads, [&](int64_t row, int64_t column, int64_t count,
+  return product<Format>(x, k, packed, blocks, rows, columns, k, threads, [&](int64_t row, int64_t column, int64_t count,
                                                                      int64_t width, const float* tile) {
     for (int64_t r = 0; r < count; ++r, tile += kPanel) {
       uint64_t here = 0, before = best[row + r].load(std::memory_order_relaxed);
@@ -148,11 +149,11 @@ int32_t largest(const typename Format::Element* x, const uint32_t* packed, std::
 
 // ids [rows]: where the first of the largest numbers of each row of the product is; `none` where it is not finite.
 template <class Format>
-int32_t greedy(const typename Format::Element* x, const uint32_t* packed, int64_t* ids, int64_t rows, int64_t columns,
+int32_t greedy(const typename Format::Element* x, const uint32_t* packed, const BlockPanel* blocks, int64_t* ids, int64_t rows, int64_t columns,
                int64_t k, int64_t none, int threads) {
   static_assert(sizeof(std::atomic<uint64_t>) == sizeof(int64_t));
   auto* best = reinterpret_cast<std::atomic<uint64_t>*>(ids);
-  if (const int32_t failed = largest<Format>(x, packed, best, rows, columns, k, threads)) return failed;
+  if (const int32_t failed = largest<Format>(x, packed, blocks, best, rows, columns, k, threads)) return failed;
   constexpr uint64_t kInfinity = 0xff800000u, kLowest = 0x007fffffu;  // of the upper halves
   for (int64_t r = 0; r < rows; ++r) {
     const uint64_t rank = best[r].load(std::memory_order_relaxed), upper = rank >> 32;
@@ -179,13 +180,13 @@ extern "C" int32_t prefold_has_products(int32_t is_bf16) {
 #endif
 }
 
-// x [rows, k] with row stride x_row (in elements), where k is even in bfloat16; bias [columns] or null; out [rows,
+// x [rows, k] with row stride x_row (in elements), where k is even in bfloat16; of packed and blocks one is null; bias [columns] or null; out [rows,
 // columns], of x's dtype or the sums as they are; epilogue null where there is none.
 #define PREFOLD_EXPORT_LINEAR(name, Format, E, Out)                                                                  \
-  extern "C" int32_t prefold_linear_##name(const E* x, int64_t x_row, const uint32_t* packed, const E* bias,         \
+  extern "C" int32_t prefold_linear_##name(const E* x, int64_t x_row, const uint32_t* packed, const prefold::BlockPanel* blocks, const E* bias,         \
                                            Out* out, int64_t rows, int64_t columns, int64_t k, int32_t threads,      \
                                            const prefold::Epilogue* epilogue) {                                      \
-    return prefold::linear<prefold::Format>(x, x_row, packed, bias, out, rows, columns, k, threads, epilogue);       \
+    return prefold::linear<prefold::Format>(x, x_row, packed, blocks, bias, out, rows, columns, k, threads, epilogue);       \
   }
 PREFOLD_EXPORT_LINEAR(float32, FloatWords, float, float)
 PREFOLD_EXPORT_LINEAR(bfloat16, Bf16Words, Bf16, Bf16)
@@ -194,19 +195,19 @@ PREFOLD_EXPORT_LINEAR(bfloat16_float32, Bf16Words, Bf16, float)
 // x [rows, k]; ids [rows]: where the first of the largest numbers of each row of the product is; `none` where it is not
 // finite, as where one of them is NaN.
 #define PREFOLD_EXPORT_GREEDY(name, Format, E)                                                                        \
-  extern "C" int32_t prefold_greedy_##name(const E* x, const uint32_t* packed, int64_t* ids, int64_t rows,            \
+  extern "C" int32_t prefold_greedy_##name(const E* x, const uint32_t* packed, const prefold::BlockPanel* blocks, int64_t* ids, int64_t rows,            \
                                            int64_t columns, int64_t k, int64_t none, int32_t threads) {               \
-    return prefold::greedy<prefold::Format>(x, packed, ids, rows, columns, k, none, threads);                         \
+    return prefold::greedy<prefold::Format>(x, packed, blocks, ids, rows, columns, k, none, threads);                         \
   }
 PREFOLD_EXPORT_GREEDY(float32, FloatWords, float)
 PREFOLD_EXPORT_GREEDY(bfloat16, Bf16Words, Bf16)
 
 // x and packed as above; bias [2 * width] in the order of packed, or null; out [rows, width].
 #define PREFOLD_EXPORT_GATED(name, Format, Activation, E)                                                             \
-  extern "C" int32_t prefold_gated_linear_##name(const E* x, int64_t x_row, const uint32_t* packed, const E* bias,    \
+  extern "C" int32_t prefold_gated_linear_##name(const E* x, int64_t x_row, const uint32_t* packed, const prefold::BlockPanel* blocks, const E* bias,    \
                                                  E* out, int64_t rows, int64_t width, int64_t k, int32_t threads,     \
                                                  const prefold::Epilogue* epilogue) {                                 \
-    return prefold::gated_linear<prefold::Format, prefold::Activation>(x, x_row, packed, bias, out, rows, width, k,   \
+    return prefold::gated_linear<prefold::Format, prefold::Activation>(x, x_row, packed, blocks, bias, out, rows, width, k,   \
                                                                        threads, epilogue);                            \
   }
 

@@ -13,6 +13,7 @@
 #include <array>
 #include <utility>
 
+#include "blocks.h"
 #include "formats.h"
 #include "parallel.h"
 
@@ -133,15 +134,38 @@ constexpr std::array<Multiply<Format>, sizeof...(ROWS)> multiply_rows(std::integ
 template <class Format, int LINES>
 constexpr auto kMultiply = multiply_rows<Format, LINES>(std::make_integer_sequence<int, kBlockRows>());
 
-// Rows and a packed matrix. x as `multiply` takes it.
+// Rows and a packed matrix, in words or, where `blocks` is not null, in blocks. x as `multiply` takes it.
 struct Product {
   const char* x;
   int64_t x_row;
   const uint32_t* packed;
   int64_t rows, columns, steps;
+  const BlockPanel* blocks = nullptr;
 
   int64_t panels() const { return (columns + kPanel - 1) / kPanel; }
 };
+
+// Memory for the words of a slab that is decoded from blocks.
+struct alignas(64) Decoded {
+  uint32_t words[kSlabSteps * kPanel];
+};
+
+// Steps [first, first + steps) of panel p; decoded into `room` where they are in blocks.
+template <class Format>
+const uint32_t* slab_of(const Product& product, int64_t p, int64_t first, int64_t steps, uint32_t* room) {
+  if (!product.blocks) return product.packed + (p * product.steps + first) * kPanel;
+  constexpr int64_t kNumbers = sizeof(uint32_t) / sizeof(typename Format::Element);  // of a step
+  decode(product.blocks[p], first * kNumbers, steps * kNumbers, kNumbers == 2, room);
+  return room;
+}
+
+// The steps of a slab that so many rows go through. What is decoded for few of them is short, so that decoding the next
+// slab begins while this one is still multiplied.
+template <class Format>
+int64_t slab_steps(const Product& product, int64_t rows) {
+  constexpr int64_t kFew = 24, kShort = 128, kNumbers = sizeof(uint32_t) / sizeof(typename Format::Element);
+  return product.blocks && rows <= kFew ? kShort / kNumbers : kSlabSteps;
+}
 
 // Rows [first, stop), at most kGroupRows, times panel p, in blocks as equal as can be; store(row, column, number
 // of rows, number of columns, sums [rows, kPanel]) for each.
@@ -154,12 +178,14 @@ void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t st
   for (int64_t b = 0; b < blocks; ++b) passes += block_passes(block_row(b + 1) - block_row(b));
   const int64_t stride = kStepBytes / passes;
   float tiles[kGroupRows * kPanel];
-  for (int64_t step = 0; step < product.steps; step += kSlabSteps) {
-    const int64_t steps = std::min(kSlabSteps, product.steps - step);
-    const uint32_t* slab = product.packed + (p * product.steps + step) * kPanel;
+  Decoded room;
+  const int64_t most = slab_steps<Format>(product, rows);
+  for (int64_t step = 0; step < product.steps; step += most) {
+    const int64_t steps = std::min(most, product.steps - step);
+    const uint32_t* slab = slab_of<Format>(product, p, step, steps, room.words);
     const char* x = product.x + first * product.x_row + step * Format::kParts * sizeof(typename Format::Stored);
     const bool done = step + steps == product.steps;
-    const bool fetch = rows > kOnePassRows && !(done && p + 1 == product.panels());
+    const bool fetch = rows > kOnePassRows && !product.blocks && !(done && p + 1 == product.panels());
     const char* ahead = reinterpret_cast<const char*>(slab + steps * kPanel);
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t row = block_row(b);
@@ -168,7 +194,7 @@ void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t st
                                            : kMultiply<Format, 2>;
       const int64_t count = block_row(b + 1) - row;
       // Sums that no later slab adds to stay near.
-      float* tile = tiles + (product.steps > kSlabSteps ? row * kPanel : 0);
+      float* tile = tiles + (product.steps > most ? row * kPanel : 0);
       functions[count - 1](x + row * product.x_row, product.x_row, slab, steps, ahead, stride, tile,
                            step > 0);
       ahead += stride * steps * block_passes(count);

@@ -13,7 +13,7 @@ using prefold::Bf16;
 
 #define PREFOLD_DECLARE(name, E, W)                                                                             \
   extern "C" void prefold_add_rms_norm_##name(E*, const E*, const W*, E*, int64_t, int64_t, int64_t, int64_t,   \
-                                              float, int32_t);                                                  \
+                                              int64_t, float, int32_t);                                         \
   extern "C" void prefold_rope_##name(E*, const float*, const W*, int64_t, int64_t, int64_t, int64_t, int64_t,  \
                                       float, int32_t);
 #define PREFOLD_DECLARE_LAYER_NORM(name, E)                                                                      \
@@ -22,11 +22,12 @@ using prefold::Bf16;
 #define PREFOLD_DECLARE_PRODUCTS(name, E)                                                                         \
   extern "C" prefold::ProductFunction<E, E> prefold_linear_##name, prefold_gated_linear_silu_##name,              \
       prefold_gated_linear_gelu_tanh_##name;                                                                      \
-  extern "C" int32_t prefold_greedy_##name(const E*, const uint32_t*, int64_t*, int64_t, int64_t, int64_t, int64_t, \
-                                           int32_t);
+  extern "C" int32_t prefold_greedy_##name(const E*, const uint32_t*, const prefold::BlockPanel*, int64_t*, int64_t, int64_t, int64_t, int64_t, \
+                                           int32_t);                                                               \
+  extern "C" void prefold_block_rows_##name(const prefold::BlockPanel*, const int64_t*, E*, int64_t, int64_t, int32_t);
 namespace prefold {
 template <class E, class Out>
-using ProductFunction = int32_t(const E*, int64_t, const uint32_t*, const E*, Out*, int64_t, int64_t, int64_t, int32_t,
+using ProductFunction = int32_t(const E*, int64_t, const uint32_t*, const BlockPanel*, const E*, Out*, int64_t, int64_t, int64_t, int32_t,
                                 const Epilogue*);
 }  // namespace prefold
 PREFOLD_DECLARE(float32, float, float)
@@ -59,14 +60,15 @@ struct Operation {
   int32_t window;       // kAttend: the plan
   int32_t activation;   // kLinear, kGated
   int32_t linear;       // kLinear, kGated: its number in the tables of adapters
-  float eps;            // kNorm, kRope; kEmbed: what embeddings are multiplied with
-  int64_t at;           // kRope, kAttend: where heads (kAttend: queries) begin in a row
+  float eps;            // kNorm, kRope; kEmbed: what embeddings are multiplied with; kAdd: likewise what is added
+  int64_t at;           // kNorm: where what is normed begins in a row; kRope, kAttend: where heads (kAttend: queries) do
   int64_t keys;         // kAttend: where keys begin in a row of `beside`; values follow them
   int64_t heads, dim;   // kRope, kAttend
   int64_t kv_heads;     // kAttend
-  int64_t columns;      // kEmbed, kHead: the vocabulary
+  int64_t columns;      // kEmbed, kHead: the vocabulary; kNorm: how many numbers of a row are normed
   int64_t positions;    // kEmbed: how many of them are learned
   const void *weight, *bias;  // kNorm: with a bias it is a LayerNorm; kEmbed: the bias is what is learned of positions
+  const BlockPanel* blocks;   // kLinear, kGated, kEmbed, kHead: the matrix, where it is in blocks and `weight` is null
 };
 
 // The keys and values of the path above a row stream's step, of one plane, and room for those above the next step:
@@ -95,6 +97,11 @@ struct ProgramCall {
   int64_t path;                        // rows of it that are carried
   const int64_t *keep_path, *keep_new; // which of these, and of the new rows, are carried on
   int64_t kept_path, kept_new;         // how many these are
+  // Where rows stand for several rows of a stream (sharing "mlp"): how many these are, the row that stands for each, one
+  // that each row stands for, the order of attention's rows that are read, and room for q, k and v, and the result.
+  int64_t unfolded;
+  const int64_t *scatter, *gather, *read_order;
+  char* unfolded_room;
   const TileCall *plans, *read_plans;  // by window
   const int64_t* numbers;              // [rows]: of each row's adapter, or -1; null: no row has an adapter
   const LowRank* const* adapters;      // by number: what the adapter adds to each linear
@@ -102,7 +109,7 @@ struct ProgramCall {
   float* low;                          // [rows, most_ranks]: room
   int64_t most_ranks;
   int64_t none;                        // in `ids`, where the largest logit is not finite
-  float scale;
+  float scale, cap;                    // of attention, as of TileCall
   int32_t threads, is_bf16;
 };
 
@@ -123,24 +130,22 @@ struct Pass {
   E* buffer(int number) const { return reinterpret_cast<E*>(call.buffers[number]); }
 
   void norm(const Operation& op) const {
+    E *x = buffer(op.source) + op.at, *out = buffer(op.out) + op.at;
     const E* delta = op.beside < 0 ? nullptr : buffer(op.beside);
-    const int64_t width = call.widths[op.source];
+    const int64_t width = op.columns;
     if (op.bias) {
       const auto *weight = static_cast<const E*>(op.weight), *bias = static_cast<const E*>(op.bias);
       auto* const function = pick_of<E>(prefold_add_layer_norm_float32, prefold_add_layer_norm_bfloat16);
-      return function(buffer(op.source), delta, weight, bias, buffer(op.out), rows, width, op.eps, call.threads);
+      return function(x, delta, weight, bias, out, rows, width, op.eps, call.threads);
     }
+    const auto scaled = [&](auto* function, auto* weight) {
+      function(x, delta, weight, out, rows, width, call.widths[op.source], width, call.widths[op.out], op.eps,
+               call.threads);
+    };
     if constexpr (kBf16) {
-      if (op.wide) {
-        return prefold_add_rms_norm_bfloat16_float32(buffer(op.source), delta, static_cast<const float*>(op.weight),
-                                                     buffer(op.out), rows, width, width, width, op.eps, call.threads);
-      }
-      prefold_add_rms_norm_bfloat16(buffer(op.source), delta, static_cast<const E*>(op.weight), buffer(op.out), rows, width,
-                                    width, width, op.eps, call.threads);
-    } else {
-      prefold_add_rms_norm_float32(buffer(op.source), delta, static_cast<const E*>(op.weight), buffer(op.out), rows, width,
-                                   width, width, op.eps, call.threads);
+      if (op.wide) return scaled(prefold_add_rms_norm_bfloat16_float32, static_cast<const float*>(op.weight));
     }
+    scaled(pick_of<E>(prefold_add_rms_norm_float32, prefold_add_rms_norm_bfloat16), static_cast<const E*>(op.weight));
   }
 
   int32_t product(const Operation& op) const {
@@ -159,7 +164,7 @@ struct Pass {
                      ? pick_of<E>(prefold_gated_linear_silu_float32, prefold_gated_linear_silu_bfloat16)
                      : pick_of<E>(prefold_gated_linear_gelu_tanh_float32, prefold_gated_linear_gelu_tanh_bfloat16);
     }
-    return function(in, k, weight, bias, out, rows, columns, k, call.threads, &epilogue);
+    return function(in, k, weight, op.blocks, bias, out, rows, columns, k, call.threads, &epilogue);
   }
 
   // Multiplies rows that have an adapter with its A: neighbours with the same adapter together.
@@ -180,7 +185,7 @@ struct Pass {
         }
         if (!adapter) continue;
         auto* const function = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16_float32);
-        if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, low, next - first, adapter->ranks, k, 1,
+        if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, nullptr, low, next - first, adapter->ranks, k, 1,
                      nullptr)) {
           failed.store(1, std::memory_order_relaxed);
         }
@@ -208,10 +213,15 @@ struct Pass {
     }
     const int64_t width = call.widths[op.out];
     const auto *table = static_cast<const E*>(op.weight), *learned = static_cast<const E*>(op.bias);
+    if (op.blocks) {
+      pick_of<E>(prefold_block_rows_float32, prefold_block_rows_bfloat16)(op.blocks, call.tokens, buffer(op.out), rows,
+                                                                         width, call.threads);
+      if (op.eps == 1 && !learned) return 0;
+    }
     parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
-        const E* from = table + call.tokens[r] * width;
         E* to = buffer(op.out) + r * width;
+        const E* from = table ? table + call.tokens[r] * width : to;
         if (op.eps == 1 && !learned) {
           std::memcpy(to, from, width * sizeof(E));
           continue;
@@ -233,32 +243,28 @@ struct Pass {
     parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t i = first * width; i < stop * width; i += kLanes) {
         const int64_t count = stop * width - i;
-        store_some(x + i, load_some(x + i, count) + load_some(delta + i, count), count);
+        const Floats more = rounded_to<E>(load_some(delta + i, count) * Floats(op.eps));
+        store_some(x + i, load_some(x + i, count) + more, count);
       }
     });
   }
 
   int32_t choose(const Operation& op) const {
     return pick_of<E>(prefold_greedy_float32, prefold_greedy_bfloat16)(
-        buffer(op.source), static_cast<const uint32_t*>(op.weight), call.ids, rows, op.columns, call.widths[op.source],
+        buffer(op.source), static_cast<const uint32_t*>(op.weight), op.blocks, call.ids, rows, op.columns, call.widths[op.source],
         call.none, call.threads);
   }
 
   void rope(const Operation& op) const {
     const float* table = call.angles + op.plane * rows * call.dim;
-    const int64_t width = call.widths[op.source];
-    E* x = buffer(op.source) + op.at;
+    const auto turned = [&](auto* function, auto* weight) {
+      function(buffer(op.source) + op.at, table, weight, rows, op.heads, op.dim, call.widths[op.source], op.dim, op.eps,
+               call.threads);
+    };
     if constexpr (kBf16) {
-      if (op.weight && op.wide) {
-        return prefold_rope_bfloat16_float32(x, table, static_cast<const float*>(op.weight), rows, op.heads, op.dim,
-                                             width, op.dim, op.eps, call.threads);
-      }
-      prefold_rope_bfloat16(x, table, static_cast<const E*>(op.weight), rows, op.heads, op.dim, width, op.dim, op.eps,
-                            call.threads);
-    } else {
-      prefold_rope_float32(x, table, static_cast<const E*>(op.weight), rows, op.heads, op.dim, width, op.dim, op.eps,
-                           call.threads);
+      if (op.wide) return turned(prefold_rope_bfloat16_float32, static_cast<const float*>(op.weight));
     }
+    turned(pick_of<E>(prefold_rope_float32, prefold_rope_bfloat16), static_cast<const E*>(op.weight));
   }
 
   TileCall tiles(const Operation& op) const {
@@ -272,6 +278,7 @@ struct Pass {
     tiles.kv_heads = op.kv_heads;
     tiles.dim = op.dim;
     tiles.scale = call.scale;
+    tiles.cap = call.cap;
     tiles.threads = call.threads;
     return tiles;
   }
@@ -288,12 +295,42 @@ struct Pass {
       return prefold_slot_attention(&over, kBf16);
     }
     const PathPlane& path = call.paths[op.plane];
-    const RowCall over{tiles(op), keys, keys + size, path.keys, path.values, kv_width,  op.dim,   kv_width,
-                       op.dim,    size, op.dim,      size,      op.dim,      call.rows, call.path};
+    RowCall over{tiles(op), keys, keys + size, path.keys, path.values, kv_width,  op.dim,   kv_width,
+                 op.dim,    size, op.dim,      size,      op.dim,      call.rows, call.path};
+    if (call.scatter) unfold(over);
     if (const int32_t failed = prefold_row_attention(&over, kBf16)) return failed;
-    carry(path.next_keys, path.keys, keys, size, kv_width);
-    carry(path.next_values, path.values, keys + size, size, kv_width);
+    if (call.scatter) fold(static_cast<const E*>(over.tiles.out), buffer(op.out), op.heads * op.dim);
+    carry(path.next_keys, path.keys, static_cast<const E*>(over.k), size, over.k_row);
+    carry(path.next_values, path.values, static_cast<const E*>(over.v), size, over.v_row);
     return 0;
+  }
+
+  // Copies the rows [count, width] that stand at `from` to where they are wanted, or each to its place.
+  void copy_rows(const E* source, int64_t row, const int64_t* from, E* out, const int64_t* to, int64_t count,
+                 int64_t width) const {
+    parallel_ranges(count, width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t i = first; i < stop; ++i) {
+        std::memcpy(out + (to ? to[i] : i) * width, source + (from ? from[i] : i) * row, width * sizeof(E));
+      }
+    });
+  }
+
+  // Lets a call attend over all rows of the stream.
+  void unfold(RowCall& over) const {
+    TileCall& tiles = over.tiles;
+    const int64_t queries = tiles.heads * tiles.dim, keys = 2 * tiles.kv_heads * tiles.dim;
+    E *q = reinterpret_cast<E*>(call.unfolded_room), *kv = q + call.unfolded * queries;
+    tiles.queries = all ? call.unfolded : rows;
+    copy_rows(static_cast<const E*>(tiles.q), tiles.q_row, all ? call.scatter : call.read_order, q, nullptr, tiles.queries,
+              queries);
+    copy_rows(static_cast<const E*>(over.k), over.k_row, call.scatter, kv, nullptr, call.unfolded, keys);
+    tiles.q = q, tiles.q_row = queries, tiles.out = kv + call.unfolded * keys;
+    over.k = kv, over.v = kv + keys / 2, over.k_row = over.v_row = keys, over.rows = call.unfolded;
+  }
+
+  // Takes the result of attention to the rows.
+  void fold(const E* attended, E* out, int64_t width) const {
+    copy_rows(attended, width, all ? call.gather : nullptr, out, all ? nullptr : call.read_order, rows, width);
   }
 
   // Copies the rows that the next step needs, of the path and of the new ones.

@@ -92,13 +92,24 @@ PREFOLD_INLINE Vec<To> as(const Vec<From>& x) {
 
 PREFOLD_INLINE Floats zeros() { return Floats(0.0f); }
 
-PREFOLD_INLINE Floats load(const float* p) {
-  Floats x;
-  memcpy(&x, p, sizeof x);
-  return x;
+// Sixteen numbers of memory, and back: part by part, since GCC copies what is larger than a register through the stack.
+template <class T>
+PREFOLD_INLINE Vec<T> load_bits(const void* p) {
+  return Vec<T>::make([&](int i) {
+    Part<T> x;
+    memcpy(&x, static_cast<const char*>(p) + i * sizeof x, sizeof x);
+    return x;
+  });
 }
 
-PREFOLD_INLINE void store(float* p, const Floats& x) { memcpy(p, &x, sizeof x); }
+template <class T>
+PREFOLD_INLINE void store_bits(void* p, const Vec<T>& x) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) memcpy(static_cast<char*>(p) + i * sizeof x.part[i], &x.part[i], sizeof x.part[i]);
+}
+
+PREFOLD_INLINE Floats load(const float* p) { return load_bits<float>(p); }
+PREFOLD_INLINE void store(float* p, const Floats& x) { store_bits(p, x); }
 
 typedef uint16_t HalfPart __attribute__((vector_size(kPartBytes / 2)));
 

@@ -1,0 +1,87 @@
+"""Matrices that stay in the number format of their file: GGUF's blocks, and 16-bit numbers where the arithmetic is
+float32. `src/blocks.h` says how they lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .interface import DTYPES, Family
+from .products import COLUMNS, Blocks, PanelPool
+
+# The types that there are decoders for, by their names, with ggml's numbers.
+BLOCK_TYPES = {
+    "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """StoredRows are rows of a matrix, as the bytes that a file has of them.
+
+    type  a name of BLOCK_TYPES
+    rows  uint8 [outputs, bytes of a row], each row in one piece
+    """
+
+    type: str
+    rows: np.ndarray
+
+
+class BlockKernels(Family):
+    """Packs blocks, and reads rows of them."""
+
+    def has_blocks(self, kind: str, inputs: int) -> bool:
+        """Returns whether rows of so many numbers of this type can be packed."""
+        return kind in BLOCK_TYPES and self._calls["block_panel_size"](BLOCK_TYPES[kind], inputs) > 0
+
+    def pack_blocks(self, parts: Sequence[StoredRows], inputs: int, pool: PanelPool | None = None) -> Blocks | None:
+        """Returns rows that lie one behind the other as one matrix [outputs, inputs]; None where a panel of 32 of them
+        would have numbers of two types.
+
+        parts   rows of types that `has_blocks` takes; neighbours of one type share panels
+        pool    where the memory comes from
+        """
+        pool, table, held = pool or PanelPool(), [], []
+        stretches: list[list[StoredRows]] = []
+        for part in parts:
+            if stretches and stretches[-1][0].type == part.type:
+                stretches[-1].append(part)
+            else:
+                stretches.append([part])
+        for number, stretch in enumerate(stretches):
+            count, kind = sum(len(part.rows) for part in stretch), BLOCK_TYPES[stretch[0].type]
+            if count % COLUMNS and number < len(stretches) - 1:
+                return None
+            addresses = np.zeros(-(-count // COLUMNS) * COLUMNS, np.int64)
+            addresses[:count] = np.concatenate([_row_addresses(part.rows) for part in stretch])
+            panels, size = len(addresses) // COLUMNS, self._calls["block_panel_size"](kind, inputs)
+            memory = pool.take((panels, size // 4))
+            self._calls["pack_blocks"](
+                kind, addresses.ctypes.data, panels, inputs, memory.data_ptr(), torch.get_num_threads()
+            )
+            held.append(memory)
+            starts = memory.data_ptr() + size * np.arange(panels)
+            table.append(np.stack([starts, np.full(panels, kind)], 1))
+        outputs = sum(len(part.rows) for part in parts)
+        return Blocks(torch.from_numpy(np.concatenate(table)), outputs, inputs, tuple(held))
+
+    def block_rows(self, blocks: Blocks, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns rows of the matrix, [ids, inputs], float32 or bfloat16. Raises IndexError for a row that is not
+        there."""
+        ids = ids.contiguous().to(torch.int64)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < blocks.outputs:
+            raise IndexError(f"a row is not one of {blocks.outputs}")
+        out = torch.empty((len(ids), blocks.inputs), dtype=dtype)
+        assert dtype in DTYPES
+        self._calls[("block_rows", dtype)](
+            blocks.table.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), blocks.inputs, torch.get_num_threads()
+        )
+        return out
+
+
+def _row_addresses(rows: np.ndarray) -> np.ndarray:
+    return rows.ctypes.data + rows.strides[0] * np.arange(len(rows), dtype=np.int64)

@@ -1,0 +1,504 @@
+// Packs the blocks of a file into panels, and decodes panels: see blocks.h.
+#include "blocks.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "parallel.h"
+#include "vectors.h"
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace prefold {
+namespace {
+
+constexpr int kPanel = 32;  // columns
+constexpr int kRun = 32;    // numbers along k whose planes lie together
+// Bytes that are fetched ahead: decoding takes so long that the processor does not see the stream coming by itself.
+constexpr int kAhead = 8192;
+
+// What stands before the numbers of a unit, of each column: float16 numbers, then a byte or two for each group.
+//   kScale       d                     x = d * q
+//   kScaleMin    d, m                  x = d * q + m
+//   kScalesMins  d, m, scales, minima  x = d * scale * q - m * minimum
+//   kScales      d, signed scales      x = d * scale * q
+enum Scales { kScale, kScaleMin, kScalesMins, kScales };
+
+// A type: numbers of a block, which are those of a unit, and of a group that shares a scale; bits of a number;
+// what is taken from the unsigned q; and where its parts lie in a block of the file.
+template <int TYPE>
+struct Blocks;
+
+#define PREFOLD_BLOCKS(type, unit, group, bits, zero, scales, bytes)                             \
+  template <>                                                                                    \
+  struct Blocks<type> {                                                                          \
+    static constexpr int kUnit = unit, kGroup = group, kBits = bits, kZero = zero, kBytes = bytes; \
+    static constexpr Scales kKind = scales;                                                      \
+  };
+PREFOLD_BLOCKS(kQ4_0, 32, 32, 4, 8, kScale, 18)
+PREFOLD_BLOCKS(kQ4_1, 32, 32, 4, 0, kScaleMin, 20)
+PREFOLD_BLOCKS(kQ5_0, 32, 32, 5, 16, kScale, 22)
+PREFOLD_BLOCKS(kQ5_1, 32, 32, 5, 0, kScaleMin, 24)
+PREFOLD_BLOCKS(kQ8_0, 32, 32, 8, 0, kScale, 34)
+PREFOLD_BLOCKS(kQ4_K, 256, 32, 4, 0, kScalesMins, 144)
+PREFOLD_BLOCKS(kQ5_K, 256, 32, 5, 0, kScalesMins, 176)
+PREFOLD_BLOCKS(kQ6_K, 256, 16, 6, 32, kScales, 210)
+#undef PREFOLD_BLOCKS
+
+template <class B>
+constexpr int kGroups = B::kUnit / B::kGroup;
+// Of a unit, in bytes: its float16 numbers, the bytes of its groups, and a run of its numbers.
+template <class B>
+constexpr int kHalves = (B::kKind == kScale || B::kKind == kScales ? 1 : 2) * kPanel * 2;
+template <class B>
+constexpr int kGroupBytes = (B::kKind == kScalesMins ? 2 : B::kKind == kScales ? 1 : 0) * kGroups<B> * kPanel;
+template <class B>
+constexpr int kLowBytes = kRun * kPanel * (B::kBits == 8 ? 8 : 4) / 8;
+template <class B>
+constexpr int kRunBytes = kRun * kPanel * B::kBits / 8;
+template <class B>
+constexpr int kUnitBytes = kHalves<B> + kGroupBytes<B> + B::kUnit / kRun * kRunBytes<B>;
+
+// Where things lie in a run: a word of a plane holds numbers of one column whose places along k are all even, or all
+// odd. Its lane is twice the column, plus one where they are odd; so two neighbouring lanes give what a word of bfloat16
+// pairs has. Numbers come in turns of so many along k.
+template <class B>
+constexpr int kTurn = 2 * 32 / (B::kBits == 8 ? 8 : 4);
+
+// Of number i of a lane in its turn: the first bit in its word.
+template <class B>
+constexpr int low_place(int i) { return B::kBits == 8 ? 8 * i : i % 4 * 8 + i / 4 * 4; }
+
+// A block as it is in a file, taken apart.
+struct Apart {
+  uint16_t d, m;
+  uint8_t scales[16], minima[8], numbers[256];
+};
+
+// The six bits of scale and minimum j of twelve bytes.
+inline void scale_and_minimum(const uint8_t* bytes, int j, uint8_t* scale, uint8_t* minimum) {
+  if (j < 4) {
+    *scale = bytes[j] & 63, *minimum = bytes[j + 4] & 63;
+  } else {
+    *scale = (bytes[j + 4] & 15) | bytes[j - 4] >> 6 << 4;
+    *minimum = bytes[j + 4] >> 4 | bytes[j] >> 6 << 4;
+  }
+}
+
+// Takes a block apart, as https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h lays it out.
+template <int TYPE>
+void take_apart(const uint8_t* block, Apart& out) {
+  using B = Blocks<TYPE>;
+  if constexpr (B::kKind == kScale || B::kKind == kScaleMin) {
+    memcpy(&out.d, block, 2), block += 2;
+    if constexpr (B::kKind == kScaleMin) memcpy(&out.m, block, 2), block += 2;
+    uint32_t high = 0;
+    if constexpr (B::kBits == 5) memcpy(&high, block, 4), block += 4;
+    for (int i = 0; i < B::kUnit; ++i) {
+      if constexpr (B::kBits == 8) out.numbers[i] = block[i];
+      else out.numbers[i] = (i < 16 ? block[i] & 15 : block[i - 16] >> 4) | (high >> i & 1) << 4;
+    }
+  } else if constexpr (B::kKind == kScalesMins) {
+    memcpy(&out.d, block, 2), memcpy(&out.m, block + 2, 2);
+    for (int j = 0; j < kGroups<B>; ++j) scale_and_minimum(block + 4, j, &out.scales[j], &out.minima[j]);
+    const uint8_t *high = block + 16, *low = block + (B::kBits == 5 ? 48 : 16);
+    for (int i = 0; i < B::kUnit; ++i) {
+      const int group = i / 32, at = i % 32, byte = group / 2 * 32 + at;
+      out.numbers[i] = group % 2 ? low[byte] >> 4 : low[byte] & 15;
+      if constexpr (B::kBits == 5) out.numbers[i] |= (high[at] >> group & 1) << 4;
+    }
+  } else {
+    memcpy(out.scales, block + 192, 16), memcpy(&out.d, block + 208, 2);
+    for (int i = 0; i < B::kUnit; ++i) {
+      const int half = i / 128, quarter = i % 128 / 32, at = i % 32;
+      const uint8_t low = block[half * 64 + quarter % 2 * 32 + at], high = block[128 + half * 32 + at];
+      out.numbers[i] = (quarter < 2 ? low & 15 : low >> 4) | (high >> 2 * quarter & 3) << 4;
+    }
+  }
+}
+
+// Puts the numbers of a run of one column into their planes, which are zeros before.
+template <class B>
+void put_run(const uint8_t* numbers, int column, uint8_t* run) {
+  for (int k = 0; k < kRun; ++k) {
+    const int lane = 2 * column + k % 2, q = B::kBits == 8 ? numbers[k] ^ 128 : numbers[k];
+    auto* low = reinterpret_cast<uint32_t*>(run) + k / kTurn<B> * 2 * kPanel + lane;
+    *low |= uint32_t(B::kBits == 8 ? q : q & 15) << low_place<B>(k % kTurn<B> / 2);
+    if constexpr (B::kBits == 5) reinterpret_cast<uint16_t*>(run + kLowBytes<B>)[lane] |= q >> 4 << k / 2;
+    if constexpr (B::kBits == 6) reinterpret_cast<uint32_t*>(run + kLowBytes<B>)[lane] |= uint32_t(q) >> 4 << k / 2 * 2;
+  }
+}
+
+// A unit of a panel out of a block of each of its rows; a row that is null has zeros.
+template <int TYPE>
+void put_unit(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
+  using B = Blocks<TYPE>;
+  memset(unit, 0, kUnitBytes<B>);
+  for (int column = 0; column < kPanel; ++column) {
+    if (!rows[column]) continue;
+    Apart apart;
+    take_apart<TYPE>(rows[column] + number * B::kBytes, apart);
+    auto* halves = reinterpret_cast<uint16_t*>(unit);
+    halves[column] = apart.d;
+    if constexpr (B::kKind == kScaleMin || B::kKind == kScalesMins) halves[kPanel + column] = apart.m;
+    uint8_t* groups = unit + kHalves<B>;
+    if constexpr (kGroupBytes<B> > 0) {
+      for (int j = 0; j < kGroups<B>; ++j) {
+        groups[j * kPanel + column] = apart.scales[j];
+        if constexpr (B::kKind == kScalesMins) groups[(kGroups<B> + j) * kPanel + column] = apart.minima[j];
+      }
+    }
+    for (int run = 0; run < B::kUnit / kRun; ++run) {
+      put_run<B>(apart.numbers + run * kRun, column, groups + kGroupBytes<B> + run * kRunBytes<B>);
+    }
+  }
+}
+
+// 16-bit numbers lie in pairs along k, as bfloat16 words of products.h.
+void put_pairs(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
+  for (int pair = 0; pair < kRun / 2; ++pair) {
+    for (int column = 0; column < kPanel; ++column) {
+      uint32_t word = 0;
+      if (rows[column]) memcpy(&word, rows[column] + (number * kRun / 2 + pair) * 4, 4);
+      memcpy(unit + (pair * kPanel + column) * 4, &word, 4);
+    }
+  }
+}
+
+// The float16 numbers in the lower halves of words, as floats.
+PREFOLD_INLINE Floats of_float16(const Words& halves) {
+  return Floats::make([&](int p) {
+    const Part<uint32_t> bits = halves.part[p] & 0xffffu;
+#ifdef __AVX512F__
+    return (Part<float>)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)bits));
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)bits, (__m256i)bits), 0x08);
+    return (Part<float>)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+#else
+    const Part<uint32_t> size = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
+    const Part<uint32_t> finite = (Part<uint32_t>)((Part<float>)(size << 13) * 0x1p112f);  // subnormal ones as well
+    const Part<uint32_t> endless = size << 13 | 0x7f800000u;                               // infinity and NaN
+    return (Part<float>)(sign | (size > 0x7bffu ? endless : finite));
+#endif
+  });
+}
+
+// Sixteen whole numbers of memory, as words. GCC converts vectors of bytes one by one where it is not told how.
+template <class N>
+PREFOLD_INLINE Words load_words(const uint8_t* at) {
+  typedef N Numbers __attribute__((vector_size(kPartLanes * sizeof(N)), may_alias));
+  return Words::make([&](int p) {
+    Numbers x;
+    memcpy(&x, at + p * sizeof x, sizeof x);
+#if defined(__AVX512F__)
+    if constexpr (sizeof(N) == 2) return (Part<uint32_t>)_mm512_cvtepu16_epi32((__m256i)x);
+    else if constexpr (std::is_signed_v<N>) return (Part<uint32_t>)_mm512_cvtepi8_epi32((__m128i)x);
+    else return (Part<uint32_t>)_mm512_cvtepu8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+    if constexpr (sizeof(N) == 2) return (Part<uint32_t>)_mm256_cvtepu16_epi32((__m128i)x);
+    else if constexpr (std::is_signed_v<N>) return (Part<uint32_t>)_mm256_cvtepi8_epi32(_mm_loadl_epi64((__m128i*)(at + p * 8)));
+    else return (Part<uint32_t>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((__m128i*)(at + p * 8)));
+#else
+    return (Part<uint32_t>)__builtin_convertvector(x, Part<int32_t>);
+#endif
+  });
+}
+
+PREFOLD_INLINE Floats to_floats(const Words& x) {
+  return Floats::make([&](int p) { return __builtin_convertvector((Part<int32_t>)x.part[p], Part<float>); });
+}
+
+// Shifted to the left, or where BY is negative to the right.
+template <int BY>
+PREFOLD_INLINE Words shift(const Words& x) {
+  return Words::make([&](int p) { return BY < 0 ? x.part[p] >> (BY < 0 ? -BY : 0) : x.part[p] << (BY < 0 ? 0 : BY); });
+}
+
+// (x & mask) | y
+template <class Y>
+PREFOLD_INLINE Words masked_or(const Words& x, uint32_t mask, const Y& y) {
+#ifdef __AVX512F__
+  return Words::make([&](int p) {
+    return (Part<uint32_t>)_mm512_ternarylogic_epi32((__m512i)x.part[p], _mm512_set1_epi32(mask),
+                                                     (__m512i)Words(y).part[p], 0xea);
+  });
+#else
+  return (x & Words(mask)) | Words(y);
+#endif
+}
+
+// Lanes 2 c and 2 c + 1 of the result are lane FIRST + c of x.
+template <int FIRST>
+PREFOLD_INLINE Floats doubled(const Floats& x) {
+  return Floats::make([&](int p) {
+    const int first = FIRST + p * kPartLanes / 2;
+    const Part<float> from = x.part[first / kPartLanes];
+    return pick(from, from, lane_numbers(0) / 2 + first % kPartLanes);
+  });
+}
+
+// The even lanes of two vectors, or the odd ones.
+PREFOLD_INLINE Part<float> every_other(Part<float> a, Part<float> b, int odd) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256 mixed = odd ? _mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd) : _mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
+  return (Part<float>)_mm256_permute4x64_epi64((__m256i)mixed, 0xd8);
+#else
+  return pick(a, b, 2 * lane_numbers(0) + odd);
+#endif
+}
+
+// Writes a pair of numbers along k of sixteen columns: of the first eight, then of the others, the two of a column in
+// neighbouring lanes.
+template <bool PAIRS>
+PREFOLD_INLINE void put(uint32_t* words, int64_t pair, const Floats& left, const Floats& right) {
+  if constexpr (PAIRS) {
+#ifdef __AVX512BF16__
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)right.part[0], (__m512)left.part[0]);
+    memcpy(words + pair * kPanel, &both, sizeof both);
+#else
+    store(reinterpret_cast<Bf16*>(words + pair * kPanel), left);
+    store(reinterpret_cast<Bf16*>(words + pair * kPanel) + kLanes, right);
+#endif
+  } else {
+    for (int odd = 0; odd < 2; ++odd) {
+      const Floats numbers = Floats::make([&](int p) {
+        const auto part = [&](int i) { return i < kParts ? left.part[i] : right.part[i - kParts]; };
+        return every_other(part(2 * p), part(2 * p + 1), odd);
+      });
+      store_bits(words + (2 * pair + odd) * kPanel, numbers);
+    }
+  }
+}
+
+#ifdef __AVX512F__
+// 16 * HALF, ... less ZERO.
+template <int HALF, int ZERO>
+PREFOLD_INLINE __m512 table() {
+  return (__m512)(__builtin_convertvector(lane_numbers(0), Part<float>) + float(16 * HALF - ZERO));
+}
+#endif
+
+template <class B>
+constexpr bool kHasMinima = B::kKind == kScaleMin || B::kKind == kScalesMins;
+
+// Whether a number is made by putting its bits behind those of a power of two, of which it has to be freed afterwards:
+// what is too much, times a scale, is exact, but is not where a minimum is added as well. Otherwise numbers are looked
+// up, or converted.
+template <class B>
+constexpr bool kBehindPower =
+#ifdef __AVX512F__
+    B::kBits == 8 || B::kBits == 6 || (B::kBits == 5 && !kHasMinima<B>);
+#else
+    !kHasMinima<B>;
+#endif
+
+// What a number is too large by: the power that it was put behind, and the zero of its type.
+template <class B>
+constexpr int kExcess = kBehindPower<B> ? (1 << B::kBits) + (B::kBits == 8 ? 128 : B::kZero) : 0;
+
+// Number I of lanes, without its scale and plus kExcess. low: the word of its turn; high: of the plane of higher bits
+template <class B, int I>
+PREFOLD_INLINE Floats number(const Words& low, const Words& high) {
+  constexpr int kPlace = low_place<B>(I % (kTurn<B> / 2)), kLowBits = B::kBits == 8 ? 8 : 4;
+  constexpr int kHighBits = B::kBits - kLowBits;
+  if constexpr (kBehindPower<B>) {
+    constexpr int kUnit = 23 - B::kBits;  // the bit of a float that is one, behind this power
+    constexpr uint32_t kPower = uint32_t(127 + B::kBits) << 23;
+    Words bits = masked_or(shift<kUnit - kPlace>(low), ((1u << kLowBits) - 1) << kUnit, kPower);
+    if constexpr (kHighBits > 0) {
+      constexpr uint32_t kMask = ((1u << kHighBits) - 1) << (kUnit + 4);
+      bits = masked_or(shift<kUnit + 4 - I * kHighBits>(high), kMask, bits);
+    }
+    return as<float>(bits);
+  }
+  const Words index = shift<-kPlace>(low);
+#ifdef __AVX512F__
+  if constexpr (kHighBits == 0) {
+    return Floats::make([&](int p) {
+      return (Part<float>)_mm512_permutexvar_ps((__m512i)index.part[p], table<0, B::kZero>());
+    });
+  }
+  const Words upper = shift<4 - I>(high);
+  return Floats::make([&](int p) {  // the lower bits of one, and one bit of the other
+    const __m512i whole =
+        _mm512_ternarylogic_epi32(_mm512_set1_epi32(16), (__m512i)upper.part[p], (__m512i)index.part[p], 0xca);
+    return (Part<float>)_mm512_permutex2var_ps(table<0, B::kZero>(), whole, table<1, B::kZero>());
+  });
+#else
+  Words whole = index & Words(15);
+  if constexpr (kHighBits > 0) whole |= shift<4 - I>(high) & Words(16);
+  return to_floats(whole);
+#endif
+}
+
+// A run of sixteen columns, from `column` on. scales, least [groups of the run][2]: of the lanes on the left and on the
+// right
+template <class B, bool PAIRS, int... PAIR>
+PREFOLD_INLINE void decode_run(const uint8_t* run, int column, const Floats (*scales)[2], const Floats (*least)[2], uint32_t* words,
+                               std::integer_sequence<int, PAIR...>) {
+  Words high[2];
+  for (int side = 0; side < 2; ++side) {
+    const int lane = 2 * column + side * kLanes;
+    if constexpr (B::kBits == 5) high[side] = load_words<uint16_t>(run + kLowBytes<B> + lane * 2);
+    if constexpr (B::kBits == 6) high[side] = load_bits<uint32_t>(run + kLowBytes<B> + lane * 4);
+  }
+  run += 2 * column * 4;
+  const auto pair = [&](auto number_of_pair) __attribute__((always_inline)) {
+    constexpr int kI = decltype(number_of_pair)::value, kOf = 2 * kI / B::kGroup;
+    const uint8_t* turn = run + 2 * kI / kTurn<B> * 2 * kPanel * 4;
+    const auto side = [&](int at) __attribute__((always_inline)) {
+      const Floats q = number<B, kI>(load_bits<uint32_t>(turn + at * kLanes * 4), high[at]);
+      if constexpr (kExcess<B> == 0 && B::kKind == kScale) return q * scales[kOf][at];
+      else return q * scales[kOf][at] + least[kOf][at];
+    };
+    put<PAIRS>(words, kI, side(0), side(1));
+  };
+  (pair(std::integral_constant<int, PAIR>()), ...);
+}
+
+// Decodes `count` numbers along k, from `first` on.
+template <int TYPE, bool PAIRS>
+void decode_runs(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
+  using B = Blocks<TYPE>;
+  constexpr int kInRun = kRun / B::kGroup;  // scales
+  for (int64_t k = first; k < first + count; k += kRun, words += kRun / (PAIRS ? 2 : 1) * kPanel) {
+    const uint8_t* unit = panel + k / B::kUnit * kUnitBytes<B>;
+    const int64_t number = k % B::kUnit / kRun;
+    const uint8_t* run = unit + kHalves<B> + kGroupBytes<B> + number * kRunBytes<B>;
+    constexpr int kRunLines = (kRunBytes<B> + (kHalves<B> + kGroupBytes<B>) * kRun / B::kUnit + 63) / 64;
+    for (int i = 0; i < kRunLines; ++i) __builtin_prefetch(run + kAhead + i * 64, 0, 2);
+#pragma GCC unroll 1
+    for (int column = 0; column < kPanel; column += kLanes) {
+      const Floats d = of_float16(load_words<uint16_t>(unit + column * 2));
+      Floats m = zeros(), scales[kInRun][2], least[kInRun][2];
+      if constexpr (kHasMinima<B>) m = of_float16(load_words<uint16_t>(unit + (kPanel + column) * 2));
+      for (int g = 0; g < kInRun; ++g) {
+        const uint8_t* group = unit + kHalves<B> + (number * kInRun + g) * kPanel + column;
+        Floats scale = d, minimum = m;
+        if constexpr (B::kKind == kScales) scale = d * to_floats(load_words<int8_t>(group));
+        if constexpr (B::kKind == kScalesMins) {
+          scale = d * to_floats(load_words<uint8_t>(group));
+          minimum = zeros() - m * to_floats(load_words<uint8_t>(group + kGroups<B> * kPanel));
+        }
+        if constexpr (!kHasMinima<B>) minimum = scale * Floats(-kExcess<B>);
+        scales[g][0] = doubled<0>(scale), scales[g][1] = doubled<kLanes / 2>(scale);
+        least[g][0] = doubled<0>(minimum), least[g][1] = doubled<kLanes / 2>(minimum);
+      }
+      decode_run<B, PAIRS>(run, column, scales, least, words + column, std::make_integer_sequence<int, kRun / 2>());
+    }
+  }
+}
+
+template <int TYPE, bool PAIRS>
+void decode_16_bits(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
+  const uint8_t* at = panel + first * kPanel * 2;
+  for (int64_t i = 0; i < count; ++i, at += kLanes * 4) {  // sixteen columns of a pair
+    const Words both = load_bits<uint32_t>(at);
+    if constexpr (TYPE == kBF16 && PAIRS) {
+      store_bits(words + i * kLanes, both);
+      continue;
+    }
+    const Floats first = TYPE == kF16 ? of_float16(both) : as<float>(shift<16>(both));
+    const Floats second = TYPE == kF16 ? of_float16(shift<-16>(both)) : as<float>(both & Words(0xffff0000u));
+    uint32_t* to = words + i % 2 * kLanes + i / 2 * (PAIRS ? 1 : 2) * kPanel;
+    if constexpr (PAIRS) {
+      const auto bits = [](const Floats& x, int p) { return __builtin_convertvector(narrow(x.part[p]), Part<uint32_t>); };
+      const Words pair = Words::make([&](int p) { return bits(first, p) | bits(second, p) << 16; });
+      store_bits(to, pair);
+    } else {
+      store_bits(to, first);
+      store_bits(to + kPanel, second);
+    }
+  }
+}
+
+// What there is of a type: numbers of a unit, its bytes in a panel, and those of a block in a file.
+struct Form {
+  int type, unit, unit_bytes;
+  void (*put)(const uint8_t* const*, int64_t, uint8_t*);
+  void (*floats)(const uint8_t*, int64_t, int64_t, uint32_t*);
+  void (*pairs)(const uint8_t*, int64_t, int64_t, uint32_t*);
+};
+
+template <int TYPE>
+constexpr Form form() {
+  using B = Blocks<TYPE>;
+  return {TYPE, B::kUnit, kUnitBytes<B>, put_unit<TYPE>, decode_runs<TYPE, false>, decode_runs<TYPE, true>};
+}
+
+template <int TYPE>
+constexpr Form form_of_16_bits() {
+  return {TYPE, kRun, kRun * kPanel * 2, put_pairs, decode_16_bits<TYPE, false>, decode_16_bits<TYPE, true>};
+}
+
+constexpr Form kForms[] = {form<kQ4_0>(), form<kQ4_1>(), form<kQ5_0>(), form<kQ5_1>(), form<kQ8_0>(),
+                           form<kQ4_K>(), form<kQ5_K>(), form<kQ6_K>(), form_of_16_bits<kF16>(),
+                           form_of_16_bits<kBF16>()};
+
+const Form* form_of(int64_t type) {
+  for (const Form& form : kForms) {
+    if (form.type == type) return &form;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void decode(const BlockPanel& panel, int64_t first, int64_t count, bool pairs, uint32_t* words) {
+  const Form& form = *form_of(panel.type);
+  (pairs ? form.pairs : form.floats)(panel.data, first, count, words);
+}
+
+}  // namespace prefold
+
+// Bytes of a panel of this type with k numbers along k; 0: there is no decoder for the type, or k is not a whole number
+// of its blocks.
+extern "C" int64_t prefold_block_panel_size(int64_t type, int64_t k) {
+  const prefold::Form* form = prefold::form_of(type);
+  return form && k % form->unit == 0 ? k / form->unit * form->unit_bytes : 0;
+}
+
+// Packs panels of one type. rows [panels * 32]: where each column's row begins in the file, or null: zeros.
+extern "C" void prefold_pack_blocks(int64_t type, const uint8_t* const* rows, int64_t panels, int64_t k, uint8_t* out,
+                                    int32_t threads) {
+  using namespace prefold;
+  const Form& form = *form_of(type);
+  const int64_t units = k / form.unit;
+  parallel_ranges(panels, units * form.unit_bytes, threads, [&](int64_t first, int64_t stop) {
+    for (int64_t i = first * units; i < stop * units; ++i) {
+      form.put(rows + i / units * kPanel, i % units, out + i * form.unit_bytes);
+    }
+  });
+}
+
+// out [n, k] = columns `ids` of a matrix: rows of an embedding.
+template <class E>
+static void block_rows(const prefold::BlockPanel* panels, const int64_t* ids, E* out, int64_t n, int64_t k,
+                       int32_t threads) {
+  using namespace prefold;
+  parallel_ranges(n, k * kPanel, threads, [&](int64_t first, int64_t stop) {
+    constexpr int64_t kDecoded = 256;  // numbers at a time
+    alignas(64) uint32_t words[kDecoded * kPanel];
+    for (int64_t row = first; row < stop; ++row) {
+      for (int64_t at = 0; at < k; at += kDecoded) {
+        const int64_t count = std::min(kDecoded, k - at);
+        decode(panels[ids[row] / kPanel], at, count, false, words);
+        for (int64_t i = 0; i < count; i += kLanes) {
+          float numbers[kLanes];
+          for (int l = 0; l < kLanes; ++l) memcpy(numbers + l, words + (i + l) * kPanel + ids[row] % kPanel, 4);
+          store(out + row * k + at + i, load(numbers));
+        }
+      }
+    }
+  });
+}
+
+#define PREFOLD_EXPORT_BLOCK_ROWS(name, E)                                                                     \
+  extern "C" void prefold_block_rows_##name(const prefold::BlockPanel* panels, const int64_t* ids, E* out,     \
+                                            int64_t n, int64_t k, int32_t threads) {                           \
+    block_rows(panels, ids, out, n, k, threads);                                                               \
+  }
+PREFOLD_EXPORT_BLOCK_ROWS(float32, float)
+PREFOLD_EXPORT_BLOCK_ROWS(bfloat16, prefold::Bf16)

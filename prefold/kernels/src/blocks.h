@@ -1,0 +1,32 @@
+// Matrices that stay in the number format of their file while they are multiplied with: the blocks of GGUF, in which
+// some numbers that follow each other along k share a scale, and 16-bit numbers where the arithmetic is float32.
+//
+// As products.h has it, a matrix comes in panels of 32 columns. A panel is a row of units, one behind the other along
+// k; a unit holds, of each column, what is one or eight blocks of the file. No bit of the file's numbers is lost, they
+// only lie in another order: scales of all columns first, then the numbers, in planes of four bits (or eight), and one
+// or two bits more.
+//
+// A slab of a panel is decoded into the words that products.h multiplies, in memory that stays in the nearest cache,
+// once for all the rows that go through it. What is decoded is what dequantising the file gives, to the bit.
+#pragma once
+
+#include <cstdint>
+
+namespace prefold {
+
+// The types of ggml.h that there is a decoder for, with its numbers.
+enum BlockType : int32_t {
+  kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kBF16 = 30,
+};
+
+// The 32 columns of a panel are of one type. Filled in by Python (blocks.py): same fields, same order.
+struct BlockPanel {
+  const uint8_t* data;
+  int64_t type;
+};
+
+// Decodes the numbers [first, first + count) along k, multiples of 32, of a panel: to floats, words [count][32], or,
+// where `pairs` is true, to bfloat16 numbers in pairs, words [count / 2][32].
+void decode(const BlockPanel& panel, int64_t first, int64_t count, bool pairs, uint32_t* words);
+
+}  // namespace prefold

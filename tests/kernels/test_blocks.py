@@ -1,0 +1,122 @@
+"""Products with matrices in the blocks of a file give the same bits as with the numbers that these stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from blocks import dequantized, stored_bytes
+from torch import Tensor
+
+from prefold import kernels
+from prefold.kernels import BLOCK_TYPES, StoredRows
+
+pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def packed(kind: str, rows: int, inputs: int, loaded: kernels.Kernels | None = None) -> tuple[kernels.Blocks, Tensor]:
+    stored = stored_bytes(kind, rows, inputs)
+    blocks = (loaded or kernels.load()).pack_blocks([StoredRows(kind, stored)], inputs)
+    return blocks, dequantized(kind, stored)
+
+
+def check_products(loaded: kernels.Kernels, kind: str, rows: tuple[int, ...] = (1, 2, 5, 13, 40, 200)) -> None:
+    """Compares products of several numbers of rows, in both dtypes."""
+    for columns, inputs in ((70, 768), (96, 2304)):
+        blocks, weight = packed(kind, columns, inputs, loaded)
+        for dtype in DTYPES:
+            words = kernels.pack_words(weight.to(dtype))
+            for count in rows:
+                torch.manual_seed(count)
+                x, bias = torch.randn(count, inputs).to(dtype), torch.randn(columns).to(dtype)
+                expected = loaded.linear(x, words, columns, bias)
+                assert torch.equal(loaded.linear(x, blocks, columns, bias), expected), (kind, dtype, count)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_every_type(kind):
+    check_products(kernels.load(), kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_every_type_with_many_rows(kind):
+    check_products(kernels.load(), kind, (63, 64, 65, 384, 700, 1300, 2100))
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_an_embedding(kind, dtype):
+    blocks, weight = packed(kind, 70, 512)
+    ids = torch.tensor([69, 0, 31, 32, 5, 5])
+    assert torch.equal(kernels.load().block_rows(blocks, ids, dtype), weight[ids].to(dtype))
+    assert kernels.load().block_rows(blocks, ids[:0], dtype).shape == (0, 512)
+    for wrong in (-1, 70):  # a panel has columns beyond the last row
+        with pytest.raises(IndexError, match="one of 70"):
+            kernels.load().block_rows(blocks, torch.tensor([1, wrong]), dtype)
+
+
+def test_a_matrix_of_several_types():
+    """As queries, keys and values are in most files; a panel of two types cannot be."""
+    kinds, loaded = ("Q4_K", "Q4_K", "Q6_K"), kernels.load()
+    parts = [StoredRows(kind, stored_bytes(kind, rows, 256)) for kind, rows in zip(kinds, (48, 16, 40), strict=True)]
+    weight = torch.cat([dequantized(part.type, part.rows) for part in parts])
+    x, blocks = torch.randn(9, 256), loaded.pack_blocks(parts, 256)
+    assert torch.equal(loaded.linear(x, blocks, 104), loaded.linear(x, kernels.pack_words(weight), 104))
+    assert blocks.outputs == 104
+    assert loaded.pack_blocks(parts[1:], 256) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gates(dtype, activation):
+    loaded = kernels.load()
+    blocks, weight = packed("Q4_1", 128, 96)
+    x = torch.randn(21, 96).to(dtype)
+    expected = loaded.gated_linear(x, kernels.pack_words(weight.to(dtype)), 64, None, activation)
+    assert torch.equal(loaded.gated_linear(x, blocks, 64, None, activation), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_neither_threads_nor_other_rows_change_a_row(threads):
+    loaded, before = kernels.load(), torch.get_num_threads()
+    blocks, _ = packed("Q5_K", 640, 1024)
+    x = torch.randn(300, 1024).bfloat16()
+    whole = loaded.linear(x, blocks, 640)
+    try:
+        torch.set_num_threads(threads)
+        for start, stop in ((0, 1), (3, 20), (17, 90), (0, 299)):
+            assert torch.equal(loaded.linear(x[start:stop], blocks, 640), whole[start:stop])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_not_finite():
+    """Scales that are infinite, not a number or below the normal numbers of float16."""
+    stored = stored_bytes("Q8_0", 64, 64)
+    for row, scale in enumerate((np.inf, -np.inf, np.nan, 6e-8, -3e-5, 0)):
+        stored[row, :2] = np.array([scale], np.float16).view(np.uint8)
+    stored[:, 2:34] |= 1  # no infinity times zero
+    blocks = kernels.load().pack_blocks([StoredRows("Q8_0", stored)], 64)
+    expected = dequantized("Q8_0", stored)
+    torch.testing.assert_close(
+        kernels.load().block_rows(blocks, torch.arange(64), torch.float32)[3:], expected[3:], rtol=0, atol=0
+    )
+    assert not kernels.load().block_rows(blocks, torch.arange(3), torch.float32)[:, :32].isfinite().any()
+
+
+def test_which_rows_can_be_packed():
+    loaded = kernels.load()
+    assert loaded.has_blocks("Q8_0", 96)
+    assert not loaded.has_blocks("Q8_0", 80), "no whole number of blocks"
+    assert not loaded.has_blocks("Q4_K", 96)
+    assert not loaded.has_blocks("IQ4_XS", 256)
+
+
+def test_bytes_are_those_of_the_file():
+    """But for scales of six bits, which have a byte each."""
+    for kind in BLOCK_TYPES:
+        stored = stored_bytes(kind, 64, 1024)
+        blocks = kernels.load().pack_blocks([StoredRows(kind, stored)], 1024)
+        assert stored.nbytes <= blocks.nbytes <= 1.03 * stored.nbytes
