@@ -286,6 +286,7 @@ class GGUFSource:
 
     def stored(self, name: str) -> StoredRows | None:
         kind, row = self.stored_type(name)
+        self.file.let_go()  # what was read before
         if not kind:
             return None
         (stored, first), outputs = self._stored[name], self.shapes[name][0]
