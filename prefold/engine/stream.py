@@ -59,7 +59,8 @@ def run_stream(
     stopping  called after every step: once it returns True, no more steps are begun
     """
     run = _StreamRun(engine, worker, readout, sharing, choice, budget)
-    # Wherever Ctrl-C falls, the worker forgets the stream after the last of its steps.
+    # Wherever Ctrl-C falls, the worker forgets the stream after the last of its steps: if it falls into the last lines
+    # here, the finalizer is still there.
     end = weakref.finalize(run, engine.post, worker.forget, run.number)
     in_flight: deque[_Begun] = deque()
     try:
@@ -73,7 +74,8 @@ def run_stream(
         while in_flight:
             yield from run.finish(in_flight.popleft())
     finally:
-        end()
+        engine.post(worker.forget, run.number)
+        end.detach()
 
 
 @dataclass(frozen=True, slots=True)
