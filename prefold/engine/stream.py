@@ -59,7 +59,7 @@ def run_stream(
     stopping  called after every step: once it returns True, no more steps are begun
     """
     run = _StreamRun(engine, worker, readout, sharing, choice, budget)
-    # Wherever Ctrl-C falls, the worker forgets the stream after the last of its steps.
+    # Wherever Ctrl-C falls, even into the last lines here, the worker forgets the stream after the last of its steps.
     end = weakref.finalize(run, engine.post, worker.forget, run.number)
     in_flight: deque[_Begun] = deque()
     try:
@@ -73,7 +73,8 @@ def run_stream(
         while in_flight:
             yield from run.finish(in_flight.popleft())
     finally:
-        end()
+        engine.post(worker.forget, run.number)
+        end.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +155,17 @@ class _StreamRun:
         while pending:
             planned, prepared = pending.pop()
             started = time.perf_counter()
-            rows = planned.stop - planned.start
-            ticket = self.engine.call(partial(self._start, planned, rows, prepared))
+            ticket = self.engine.call(partial(self._start, planned, prepared))
             if ticket is None:
                 pending += [(half, None) for half in reversed(step.scheduler.halves(planned))]
             else:
                 yield _Begun(step.results, planned, ticket, started)
 
-    def _start(self, planned: PlannedStep, rows: int, prepared: Any) -> Ticket | None:
+    def _start(self, planned: PlannedStep, prepared: Any) -> Ticket | None:
         with ExitStack() as stack:
             for using in self._using:
                 stack.enter_context(using(planned.message.tokens))
-            return self.budget.start(self.worker, planned.message, rows, prepared)
+            return self.budget.start(self.worker, planned.message, planned.stop - planned.start, prepared)
 
     def finish(self, step: _Begun) -> Iterator[tuple[bytes, Result]]:
         """Waits for a step, counts it, and yields the results that it completes."""

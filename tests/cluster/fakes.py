@@ -89,14 +89,15 @@ class ThreadReplicas(Replicas):
 
     def begin(self, name, call):
         self.runs.append((name, []))
-        self.hosts[name].begin(call)
+        if (host := self.hosts.get(name)) is not None:  # it may be lost at any time
+            host.begin(call)
 
     def give(self, name, windows):
         self.given[name] += sum(window.num_requests for window in windows)
         self.windows += [(name, window) for window in windows]
         next(own for one, own in reversed(self.runs) if one == name).extend(windows)
-        if name in self.hosts:
-            self.hosts[name].give(windows)
+        if (host := self.hosts.get(name)) is not None:
+            host.give(windows)
 
     def hold(self, name, pictures, gone):
         self.held.append((name, pictures, gone))
@@ -104,8 +105,8 @@ class ThreadReplicas(Replicas):
             self.hosts[name].hold(pictures, gone)
 
     def end(self, name):
-        if name in self.hosts:
-            self.hosts[name].end()
+        if (host := self.hosts.get(name)) is not None:
+            host.end()
 
     def retell(self, name):
         if name in self.hosts:

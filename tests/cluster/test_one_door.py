@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
+import time
+from collections import Counter
 from contextlib import closing
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,9 +29,10 @@ from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
 from tests.job.fakes import digest
 
-from .fakes import ThreadReplicas
+from .fakes import SlowEngine, ThreadReplicas
 
 LAST, TEXT = Readout("last"), Readout("tokens")
+FACTS = ReplicaFacts({"prefold": "1"}, max_rows=64, max_running=4)
 PROMPTS = ["yes no the", "yes no a", "the yes", "yes no the yes", "no"]
 
 
@@ -217,3 +222,86 @@ def test_handles_may_submit_the_next_request_as_they_take_an_answer():
 
         fleet.submit([prompt("begin")], LAST, Next(5))
         assert float(done.get(timeout=100)[0].values[0]) == digest(b"1 left")
+
+
+def is_right(answer, text):
+    """Whether an answer is the text's; replicas that were lost one after the other may have been blamed on it."""
+    if isinstance(answer, Exception):
+        return isinstance(answer, InputError) and answer.code == "replicas_lost"
+    return float(answer[0].values[0]) == digest(text.encode())
+
+
+@pytest.mark.parametrize("events", [200, pytest.param(5000, marks=pytest.mark.slow)])
+def test_cancels_and_lost_replicas_leave_nobody_waiting(events):
+    """Three threads submit and cancel, while jobs run and replicas are lost and come back."""
+    replicas, wrong, counts = ThreadReplicas("ab", returns=True), [], Counter()
+
+    def ask(fleet, seed):
+        rng = random.Random(seed)
+        while counts.total() < events:
+            texts = [f"{rng.randrange(9)} is asked {rng.random()}" for _ in range(rng.randint(1, 6))]
+            handles = [Kept() for _ in texts]
+            for text, handle in zip(texts, handles, strict=True):
+                fleet.submit([prompt(text)], LAST, handle, share=rng.random() < 0.8)
+            time.sleep(rng.choice([0, 0.001, 0.01]))
+            left = rng.randrange(len(texts) + 1)
+            fleet.cancel(*handles[:left])
+            counts["cancelled"] += left
+            wrong.extend((text, handle.events) for text, handle in zip(texts[left:], handles[left:], strict=True)
+                         if not is_right(handle.answer(), text) or len(handle.events) != 1)  # fmt: skip
+
+    with closing(Fleet(replicas)) as fleet:
+        asking = [threading.Thread(target=ask, args=(fleet, seed)) for seed in range(3)]
+        for thread in asking:
+            thread.start()
+        rng = random.Random(3)
+        while any(thread.is_alive() for thread in asking):
+            time.sleep(rng.uniform(0, 0.05))
+            name = rng.choice("ab")
+            if name in replicas.hosts and counts["lost"] < events // 10:
+                replicas.lose(name, "made up", died=rng.random() < 0.5)
+                counts["lost"] += 1
+            if rng.random() < 0.1:
+                with Spool() as spool:
+                    spool.add(prompt("in a job"), b"job")
+                    assert [is_right([one], "in a job") for _, one in fleet.run(spool.windows(max_tokens=200), LAST)]
+        assert not wrong, wrong[:3]
+        assert counts["lost"] > events // 50
+        assert not fleet._lanes._groups and not fleet._lanes._open
+
+
+LEFT: dict[str, int] = {}  # how many more times a method of a FailingHost may be called, until it raises an error once
+
+
+class FailingHost(ReplicaHost):
+    def __getattribute__(self, name):
+        if name in LEFT:
+            LEFT[name] -= 1
+            if LEFT[name] == 0:
+                raise RuntimeError("made up")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("method", ["facts", "begin", "give", "end", "report", "_step", "_serve", "_complete"])
+def test_a_host_that_raises_at_any_call_leaves_no_caller_waiting(method, monkeypatch):
+    monkeypatch.setattr("prefold.cluster.lanes._TURN", 0.01)
+    monkeypatch.setattr("prefold.cluster.replicas.LONGEST_WAIT", 0.02)
+    texts = [f"{number % 3} is asked {number}" for number in range(12)]
+    for number in range(1, 10):  # there are reports as long as a host lives
+        LEFT[method] = number
+        made = {name: lambda: FailingHost(SimpleNamespace(engine=SlowEngine()), FACTS) for name in "ab"}
+        with closing(Fleet(Replicas(made))) as fleet:
+            handles = [Kept() for _ in texts]
+            for at, (text, handle) in enumerate(zip(texts, handles, strict=True)):
+                fleet.submit([prompt(text)], LAST, handle, share=at % 2 == 0)
+            answers = [handle.answer() for handle in handles]
+            for text, answer in zip(texts, answers, strict=True):
+                assert is_right(answer, text) or "made up" in str(answer)
+            left = LEFT.pop(method)
+            again = Kept()
+            fleet.submit([prompt("after it")], LAST, again)
+            assert is_right(again.answer(), "after it")
+            assert not fleet._lanes._groups
+        if left > 0:  # it was not called so often
+            break
+    assert number > 1

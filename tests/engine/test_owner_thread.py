@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -21,9 +22,10 @@ from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.calls import serve
+from prefold.engine.handles import Handle
 from prefold.errors import ForkedError, OutOfMemoryError, PrefoldError, RankError
 from prefold.schedule.steps import SlotStep
-from prefold.types import Request, Sampling
+from prefold.types import Readout, Request, Sampling
 
 
 class Raising(FakeWorker):
@@ -52,36 +54,57 @@ def engine_of(worker) -> ModelEngine:
     return ModelEngine(worker, EngineOptions(max_batch_rows=24, generation=generation))
 
 
+PROMPTS = [[0, 1, 2], [0, 1], [2], [2, 2]]
+SAMPLING = Sampling(max_tokens=6)
+
+
+def texts(engine):
+    """The tokens of all texts; the error of the steps that fail for one of them."""
+    windows = [[(n, Request(np.array(p, np.int32), sampling=SAMPLING)) for n, p in enumerate(PROMPTS)]]
+    answers = dict(serve(engine, windows, max_waiting=4))
+    return [answers[number][0].tokens for number in range(len(PROMPTS))]
+
+
+def numbers(engine):
+    """The numbers of prompts that are submitted together, and of one that is alone; the error of either."""
+    requests, answers = [Request(np.array(p, np.int32)) for p in PROMPTS], SimpleQueue()
+    for group in (requests, requests[:1]):
+        handle = Handle()
+        handle.put = lambda events, at=0.0: answers.put(events[-1])
+        engine.submit(group, Readout("last"), handle)
+    both = [answers.get(timeout=60) for _ in range(2)]
+    for answer in both:
+        if isinstance(answer, Exception):
+            raise answer
+    return sorted([result.values[0] for result in answer] for answer in both)
+
+
+@pytest.mark.parametrize("ask", [texts, numbers])
 @pytest.mark.parametrize("at_result", [False, True])
 @pytest.mark.parametrize(
     "error",
     [RuntimeError("made up"), RankError("made up"), OutOfMemoryError("made up"), SystemExit("made up")],
     ids=repr,
 )
-def test_a_worker_that_raises_at_any_call_leaves_no_caller_waiting_and_no_slot_in_use(error, at_result):
-    sampling = Sampling(max_tokens=6)
-    prompts = [[0, 1, 2], [0, 1], [2], [2, 2]]
-    windows = [[(n, Request(np.array(p, np.int32), sampling=sampling)) for n, p in enumerate(prompts)]]
+def test_a_worker_that_raises_at_any_call_leaves_no_caller_waiting_and_no_slot_in_use(error, at_result, ask):
+    alone = ask(engine_of(FakeWorker(random.Random(0), 2, 0.0)))
+    assert ask is numbers or alone == [expected(prompt, SAMPLING) for prompt in PROMPTS]
     for number in range(2, 100):  # the first call makes room
         engine = engine_of(worker := Raising(number, error, at_result=at_result))
-        answers = {}
         try:
-            for tag, answer in serve(engine, windows, max_waiting=4):
-                answers[tag] = answer[0].tokens
+            assert ask(engine) == alone
         except (RuntimeError, PrefoldError) as raised:
             assert raised is error or (isinstance(error, SystemExit) and repr(error) in str(raised))
-        for tag, tokens in answers.items():
-            assert tokens == expected(prompts[tag], sampling)
         if worker.left > 0:  # it was not called so often
-            assert number > 6
+            assert number > 6 or ask is numbers
             break
         while engine.generator.has_work:
             time.sleep(0.001)
         engine.call(engine.generator.scheduler.check)
         assert engine.snapshot().used_slots == engine.cache.rows
-        again = dict(serve(engine, windows, max_waiting=4))  # the next call works
-        assert [again[n][0].tokens for n in range(4)] == [expected(p, sampling) for p in prompts]
+        assert ask(engine) == alone  # the next call works
         engine.close()
+    assert number > 2
 
 
 def test_callers_of_an_engine_that_is_closed_get_an_error():

@@ -23,7 +23,7 @@ _PATTERNS = [
     (r"(127\.0\.0\.1|localhost):\d+", r"\1:<port>"),
     (rf"{_NUMBER} (records|rows|tokens|prompts)/s", r"<rate> \1/s"),
     (rf"{_NUMBER} a second", "<rate> a second"),
-    (rf"\b{_NUMBER} (ms|s|min|h)\b", "<seconds>"),
+    (rf"\b{_NUMBER} (ms|s|min|h)\b( \d\d (s|min)\b)?", "<seconds>"),
     (r"(?m)^(prefold:\w*(?:seconds|time|lag|bytes|memory|rss|steps)\w*(?:{[^}]*})?) .*$", r"\1 <number>"),
     # A batch that has just been created may have begun.
     (r'("status":"validating".*?"request_counts":)\{[^}]*\}', r'\1"<counts>"'),
