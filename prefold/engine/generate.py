@@ -180,9 +180,14 @@ class Generator:
         self.scheduler.clear()
         self._is_changing = False
 
-    def _change(self) -> _Change:
+    @contextmanager
+    def _change(self) -> Iterator[None]:
         """Returns a context for a change of the books. Books that an exception left half changed are rebuilt before."""
-        return _Change(self)
+        if self._is_changing:
+            self._rebuild_books()
+        self._is_changing = True
+        yield
+        self._is_changing = False
 
     def set_step_policy(self, policy: StepPolicy | None) -> None:
         """Admits requests and sizes steps by a policy from now on; None: requests run in the order they came, and a
@@ -392,24 +397,6 @@ class Generator:
             path_rows = sum(step.message.run_count.tolist()) - step.num_rows
             info = StepInfo(rows, path_rows, requests, tokens, started, seconds, step.decode_rows)
             self._meter.notify(info)
-
-
-class _Change:
-    """A _Change is a context that notes whether its block ended without an exception. As a class, it costs a third of
-    what a generator does."""
-
-    __slots__ = ("_generator",)
-
-    def __init__(self, generator: Generator):
-        self._generator = generator
-
-    def __enter__(self) -> None:
-        if self._generator._is_changing:
-            self._generator._rebuild_books()
-        self._generator._is_changing = True
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._generator._is_changing = kind is not None
 
 
 def check_sharing(sharing: Sharing) -> None:

@@ -67,8 +67,7 @@ class ProgramKernels(Family):
         """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot, a token or a
         position that is not there."""
         failed = self._calls["run_program"](byref(call))
-        wrong = {2: ("slot", "slots of the store"), 3: ("token", "ids of the vocabulary")}
-        wrong[4] = ("position", "positions that the model has learned")
+        wrong = {2: ("slot", "slots of the store"), 3: ("token", "known ids"), 4: ("position", "learned ones")}
         if failed in wrong:
             raise ValueError("a {} that is not there; pass {}".format(*wrong[failed]))
         if failed:

@@ -42,15 +42,13 @@ class Prepared:
 
     buffers   the addresses of the buffers, int64
     held      what the call names by address beside these
-    store     of a step over slots
-    ids       memory for the most likely tokens, where these are wanted
+    ids       memory for the most likely tokens, where they are wanted
     """
 
     batch: SlotBatch | Batch
     call: ProgramCall
     buffers: np.ndarray
     held: tuple[Any, ...]
-    store: KVStore | None = None
     ids: np.ndarray | None = None
 
 
@@ -134,11 +132,9 @@ class Program:
     def _over(self, batch: SlotBatch, store: KVStore, x: Tensor | None) -> Prepared:
         """Returns a step over slots, ready to run: that of its batch, where it was the last one. x: as of
         `_prepared`"""
-        step = self._last
-        if step is None or step.batch is not batch or step.store is not store or x is not None:
-            slots, planes = batch.slots.data_ptr(), addressof(store.structs)
-            step = self._prepared(batch, x, slots=slots, planes=planes, none=NOT_FINITE)
-            step.store = store
+        step, planes = self._last, addressof(store.structs)
+        if step is None or step.batch is not batch or step.call.planes != planes or x is not None:
+            step = self._prepared(batch, x, slots=batch.slots.data_ptr(), planes=planes, none=NOT_FINITE)
             self._last = step if x is None else None
         elif batch.numbers is not None:
             self._cover(batch.numbers[1])

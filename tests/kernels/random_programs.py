@@ -31,6 +31,7 @@ from prefold.model.config import Plane, RopeConfig
 from prefold.model.layers import Linear
 from prefold.model.lora import Delta, Part
 from prefold.model.products import Panels
+from prefold.prefix import PrefixMap
 from prefold.schedule.steps import SlotStep, StreamStep
 from prefold.worker.program import Program, program_of
 from prefold.worker.rows import Path as RowPath
@@ -142,7 +143,25 @@ def over_rows(program: Program, model: CausalLM, seed: int, adapters: list[Adapt
         hidden, kv = program.over_rows(batch, path)
         path, before = RowPath(kv), stop
         found += [hidden, *(tensor for pair in kv.values() for tensor in pair)]
-    return found
+    return [*found, *folded_rows(program, model, rng)]
+
+
+def folded_rows(program: Program, model: CausalLM, rng: np.random.Generator) -> list[Tensor]:
+    """Prompts that begin alike, whose tokens are folded; some rows are read, or all."""
+    sizes = rng.integers(1, 20, int(rng.integers(1, 9)))
+    begins, end = np.cumsum([0, *sizes]), np.repeat(np.cumsum(sizes), sizes)
+    positions = (np.arange(len(end)) - np.repeat(begins[:-1], sizes)).astype(np.int32)
+    alike = rng.integers(0, model.config.vocab_size, 20).astype(np.int32)[positions]
+    tokens = np.where(positions < rng.integers(20), alike, rng.integers(0, model.config.vocab_size, len(end)))
+    fold = PrefixMap.build(tokens, begins)
+    read = np.flatnonzero(rng.integers(0, 2, len(fold.gather))) if rng.integers(2) else None
+    step = StreamStep(
+        tokens[fold.gather].astype(np.int32), positions[fold.gather], 0, end, positions, np.arange(len(end)),
+        read_rows=read, fold=fold,
+    )  # fmt: skip
+    batch = prepare(step, model.config.planes, RowAttention(heads_of(model), model.device))
+    hidden, kv = program.over_rows(batch, RowPath())
+    return [hidden, *(tensor for pair in kv.values() for tensor in pair)]
 
 
 def run_all(
