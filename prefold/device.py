@@ -84,13 +84,12 @@ def available_memory(device: torch.device) -> int:
     return free if limit is None else min(free, limit)
 
 
-def check_fits(needed: int, device: torch.device, what: str, remedy: str) -> None:
+def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> None:
     """Raises OutOfMemoryError when `needed` bytes are more than is available. what, remedy: for its message."""
     free = available_memory(device)
     if needed > free:
-        raise OutOfMemoryError(
-            f"{what} needs {needed / 1e9:.1f} GB of memory on {device.type}, and {free / 1e9:.1f} GB are free; {remedy}"
-        )
+        message = f"{subject} needs {needed / 1e9:.1f} GB of memory on {device.type}, and {free / 1e9:.1f} GB are free"
+        raise OutOfMemoryError(f"{message}; {remedy}")
 
 
 def _container_free() -> int | None:

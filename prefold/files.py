@@ -17,7 +17,7 @@ _BLOCK = 1 << 16
 
 
 @contextmanager
-def writing(what: Path | str, state: str = "", remedy: str = "") -> Iterator[None]:
+def writing(subject: Path | str, state: str = "", remedy: str = "") -> Iterator[None]:
     """Turn an OSError into a JobError that says what could not be written.
 
     state   what is true all the same ("what is written is kept")
@@ -30,7 +30,7 @@ def writing(what: Path | str, state: str = "", remedy: str = "") -> Iterator[Non
     except BrokenPipeError:
         raise
     except OSError as error:
-        message = f"cannot write {what}: {error.strerror or error}"
+        message = f"cannot write {subject}: {error.strerror or error}"
         if state:
             message += f"; {state}"
         if remedy:
@@ -59,10 +59,10 @@ def sampled_digest(path: Path, size: int, blocks: int, whole: int) -> str:
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         if size <= whole:
-            left = size
-            while block := file.read(min(left, 1 << 20)):
+            remaining = size
+            while block := file.read(min(remaining, 1 << 20)):
                 digest.update(block)
-                left -= len(block)
+                remaining -= len(block)
         else:
             for i in range(blocks):
                 file.seek((size - _BLOCK) * i // (blocks - 1))

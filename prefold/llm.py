@@ -71,8 +71,8 @@ class LLM(NumericTasks, Texts):
         if o.threads is not None:
             torch.set_num_threads(o.threads)
         if not isinstance(model, Checkpoint):
-            how: dict[str, Any] = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
-            model = resolve(model, **how, notify=tell)
+            source: dict[str, Any] = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
+            model = resolve(model, **source, notify=tell)
         self.checkpoint = model.within(o.context_length)
         self.tokenizer = tokenizer_or_none(self.checkpoint) if tokenizer is None else tokenizer
         self.dtype = choose_dtype(o.dtype, self.checkpoint.config, self.device)
@@ -106,8 +106,8 @@ class LLM(NumericTasks, Texts):
         hosts = o.images.allow_media_host
         self.images = self.config.image_inputs(self.checkpoint, self.tokenizer, media, hosts=hosts)
         table = media if self.images is None else self.images.table
-        beside = () if table is None else (table,)
-        self.engine = ModelEngine(self._team or worker, EngineOptions.of(o, eos_ids), beside=beside)
+        resources = () if table is None else (table,)
+        self.engine = ModelEngine(self._team or worker, EngineOptions.of(o, eos_ids), resources=resources)
 
     def _start_ranks(self) -> TensorParallelWorker | None:
         """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""

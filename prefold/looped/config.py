@@ -386,22 +386,22 @@ def looped(hf: HFConfig) -> ModelConfig:
     return LoopedConfig.of(decoder(hf), _read(Loop, settings, blocks=blocks, order=tuple(order), router=router))
 
 
-def _read(kind: type[T], settings: Settings, **known: Any) -> T:
+def _read(kind: type[T], settings: Settings, **values: Any) -> T:
     """Returns a Loop or a Routing with the fields that are known, and the others as the settings say."""
     for entry in fields(kind):
-        if entry.name in known:
+        if entry.name in values:
             continue
         if isinstance(entry.default, str):
-            known[entry.name] = settings.text(entry.name, entry.default)
+            values[entry.name] = settings.text(entry.name, entry.default)
         elif isinstance(entry.default, bool):
-            known[entry.name] = settings.flag(entry.name, entry.default)
+            values[entry.name] = settings.flag(entry.name, entry.default)
         elif isinstance(entry.default, float):
-            known[entry.name] = float(settings.number(entry.name, entry.default, zero=True))
+            values[entry.name] = float(settings.number(entry.name, entry.default, zero=True))
         else:
             most = 2**63 if entry.name == "seed" else MOST_LAYERS
-            known[entry.name] = settings.size(entry.name, entry.default, least=0, most=most)
+            values[entry.name] = settings.size(entry.name, entry.default, least=0, most=most)
     try:
-        return kind(**known)
+        return kind(**values)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{settings.prefix}{error}") from None
 

@@ -117,9 +117,9 @@ def _depth_together(lengths: np.ndarray) -> int:
     """Returns up to which position it is cheaper to treat all sequences at once, one pass a length that occurs."""
     if len(lengths) <= _PASS_COST or int(lengths.sum()) * _TOKEN_COST >= len(lengths):
         return 0
-    found, count = np.unique(lengths, return_counts=True)
+    sizes, count = np.unique(lengths, return_counts=True)
     longer = len(lengths) - np.cumsum(count)
-    tokens = np.cumsum(np.diff(found, prepend=0) * (longer + count))
-    cost = np.arange(1, len(found) + 1) * _PASS_COST + tokens * _TOKEN_COST + longer
+    tokens = np.cumsum(np.diff(sizes, prepend=0) * (longer + count))
+    cost = np.arange(1, len(sizes) + 1) * _PASS_COST + tokens * _TOKEN_COST + longer
     best = int(np.argmin(cost))
-    return int(found[best]) if cost[best] < len(lengths) else 0
+    return int(sizes[best]) if cost[best] < len(lengths) else 0

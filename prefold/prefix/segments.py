@@ -133,21 +133,21 @@ class StreamCost:
         work = self.of(start, stop)
         low = 0.0
         high = min((work + wait) / speed for speed, wait in zip(speeds, waits, strict=True) if speed)
-        found = None
+        pieces = None
         for _ in range(_HALVINGS):
             limit = (low + high) / 2
             cuts = self._cuts(start, stop, [max(0.0, limit * v - w) for v, w in zip(speeds, waits, strict=True)])
             if cuts is None:
                 low = limit
             else:
-                high, found = limit, cuts
+                high, pieces = limit, cuts
             if high - low <= 1e-6 * high:
                 break
-        if found is None:  # nothing is better than one replica that takes all
+        if pieces is None:  # nothing is better than one replica that takes all
             limits = [max(0.0, high * (1 + 1e-9) * v - w) for v, w in zip(speeds, waits, strict=True)]
-            found = self._cuts(start, stop, limits)
-        assert found is not None
-        return [Segment(a, b) for a, b in pairwise(found)]
+            pieces = self._cuts(start, stop, limits)
+        assert pieces is not None
+        return [Segment(a, b) for a, b in pairwise(pieces)]
 
     def _cuts(self, start: int, stop: int, limits: Sequence[float]) -> list[int] | None:
         """Returns the bounds of segments that cost at most these limits; None where they do not reach `stop`."""

@@ -136,13 +136,13 @@ def icicle(shape: StreamShape, *, max_nodes: int = 2000) -> DrawnNode:
     tree = _Tree(lengths, shared)
     root = DrawnNode(0, 0, len(lengths), 0, shape.num_rows)
     least = 1 if len(lengths) <= max_nodes else max(2, len(lengths) // (8 * max_nodes))
-    made, todo = 1, _branches(tree, root, least)
+    count, todo = 1, _branches(tree, root, least)
     heapq.heapify(todo)
-    while todo and made < max_nodes:
+    while todo and count < max_nodes:
         _, first, stop, parent = heapq.heappop(todo)
         kid = tree.node(first, stop, parent.start + parent.length)
         parent.kids.append(kid)
-        made += 1
+        count += 1
         for branch in _branches(tree, kid, least):
             heapq.heappush(todo, branch)
     for _, first, stop, parent in sorted(todo, key=lambda branch: branch[1]):

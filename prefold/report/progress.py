@@ -137,11 +137,11 @@ class LiveProgress(Progress):
         self._bar.start()
 
     def tick(self, counts: Counts) -> None:
-        known = counts.phase == "computing" and counts.read_all and counts.tokens
+        is_known = counts.phase == "computing" and counts.read_all and counts.tokens
         self._bar.update(
             self._task,
             description=self.text(counts),
-            total=1 if known else None,
+            total=1 if is_known else None,
             completed=counts.share_done,
         )
 

@@ -80,7 +80,8 @@ class EnginePart:
 def add_engine_part(make: MakePart) -> None:
     """Adds a part to all engines that are made from now on.
 
-    make  takes the worker, the EngineOptions, the Meter, and the engine's `beside`; returns the part, or None if this
+    make  takes the worker, the EngineOptions, the Meter, and the engine's `resources`; returns the part, or None if
+    this
           engine does not have the feature. Raises InputError if the feature is wanted and impossible
     """
     _MAKERS.append(make)
@@ -95,10 +96,10 @@ def settled(options: Any, identity: Mapping[str, Any]) -> Any:
     return options
 
 
-def engine_parts(worker: Any, options: Any, meter: Any, beside: Sequence[object] = ()) -> tuple[EnginePart, ...]:
+def engine_parts(worker: Any, options: Any, meter: Any, resources: Sequence[object] = ()) -> tuple[EnginePart, ...]:
     """Returns the parts of an engine, made by the functions of `add_engine_part`."""
     load_plugins()
-    return tuple(part for make in _MAKERS if (part := make(worker, options, meter, beside)) is not None)
+    return tuple(part for make in _MAKERS if (part := make(worker, options, meter, resources)) is not None)
 
 
 def hooks(parts: Sequence[EnginePart], name: str) -> tuple[Callable[..., Any], ...]:

@@ -68,7 +68,7 @@ class SequenceScheduler(Generic[S]):
         reserve: bool = True,
         namespace: tuple[Hashable, ...] = (),
         priority: int = 0,
-        made: Mapping[int, Sequence[int]] | None = None,
+        outputs: Mapping[int, Sequence[int]] | None = None,
         owner: Owner = NO_OWNER,
         **options: Any,
     ) -> None:
@@ -98,7 +98,9 @@ class SequenceScheduler(Generic[S]):
         def make(sample: int, leaf: Node, tokens: list[int]) -> S:
             return kind(key, sample, leaf, tokens, limit, reserve, priority, owner)
 
-        self._enter(key, namespace, tokens, dict.fromkeys(range(samples), ()) if made is None else made, priority, make)
+        self._enter(
+            key, namespace, tokens, dict.fromkeys(range(samples), ()) if outputs is None else outputs, priority, make
+        )
 
     def _sequence_kind(
         self, namespace: tuple[Hashable, ...], **options: Any
@@ -112,7 +114,7 @@ class SequenceScheduler(Generic[S]):
         key: Hashable,
         namespace: tuple[Hashable, ...],
         tokens: np.ndarray,
-        made: Mapping[int, Sequence[int]],
+        outputs: Mapping[int, Sequence[int]],
         priority: int,
         make: Callable[[int, Node, list[int]], S],
     ) -> None:
@@ -127,7 +129,7 @@ class SequenceScheduler(Generic[S]):
         path = leaf.path()
         if self.cache is not None:
             self.cache.take(path)
-        sequences = [make(sample, leaf, list(made_tokens)) for sample, made_tokens in made.items()]
+        sequences = [make(sample, leaf, list(made_tokens)) for sample, made_tokens in outputs.items()]
         for node in path:
             node.users += len(sequences)
             node.priority = max(node.priority, priority)

@@ -128,17 +128,17 @@ def permitted(cache: CacheOptions | None, model: Mapping[str, Any]) -> CacheOpti
     return replace(cache, shifted=measured.settings)
 
 
-def _made(kind: type[T], given: Any) -> T:
+def _made(kind: type[T], values: Any) -> T:
     names = {field.name for field in fields(kind)} - {"trial"}
-    if not isinstance(given, dict) or set(given) != names:
+    if not isinstance(values, dict) or set(values) != names:
         raise TypeError(f"it must have {', '.join(sorted(names))}")
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in given.values()):
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values()):
         raise TypeError("it must have numbers")
-    return kind(**given)
+    return kind(**values)
 
 
-def _short(what: Any) -> str:
-    return json.dumps(what) if what else "none"
+def _short(value: Any) -> str:
+    return json.dumps(value) if value else "none"
 
 
 def _refused(message: str) -> InputError:

@@ -51,17 +51,17 @@ class ShiftingScheduler(GenerateScheduler):
     moves  what the worker has to be given before the next step, in this order; whoever gives it empties the list
     """
 
-    def __init__(self, pool: SlotPool, *, cache: CacheOptions, **how: Any):
-        super().__init__(pool, cache=cache, **how)
+    def __init__(self, pool: SlotPool, *, cache: CacheOptions, **options: Any):
+        super().__init__(pool, cache=cache, **options)
         assert isinstance(cache.shifted, ShiftedReuse) and self.cache is not None
         self.chunks = ChunkIndex(self.tree, cache.shifted)
         self.moves: list[Moved] = []
         self._may_shift: set[Hashable] = set()  # requests of which no sequence was admitted yet
         self._apart: dict[Node, None] = {}  # the nodes of prompts that are not in the trie
 
-    def submit(self, key: Hashable, tokens: np.ndarray, *, shifts: bool = False, **how: Any) -> None:
+    def submit(self, key: Hashable, tokens: np.ndarray, *, shifts: bool = False, **options: Any) -> None:
         """Takes a prompt, as a GenerateScheduler does. shifts: whether chunks are reused for it."""
-        super().submit(key, tokens, **how)
+        super().submit(key, tokens, **options)
         if shifts:
             self._may_shift.add(key)
 
