@@ -203,8 +203,8 @@ def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -
         replicas = backend.replicas(o, options, **inputs)
     sharing: Sharing = "full" if o["sharing"] == "auto" else o["sharing"]
     cost = RowCost() if backend.where else row_cost(config_from(checkpoint.config))
-    how = {"patience": o["patience"], "notify": notify, "media": media}
-    return FleetModel(Fleet(replicas, sharing=sharing, row_cost=cost, **how))
+    fleet = Fleet(replicas, sharing=sharing, row_cost=cost, patience=o["patience"], notify=notify, media=media)
+    return FleetModel(fleet)
 
 
 def _own_options(o: Options) -> dict[str, Any]:

@@ -254,8 +254,8 @@ class VllmHost(AsyncHost):
         assert output is not None
         cached = min(output.num_cached_tokens or 0, len(request.tokens))
         samples = [generated(sample, call.text, cached, params.logprobs or 0) for sample in output.outputs]
-        made = sum(len(sample.token_ids) for sample in output.outputs)
-        return [samples], generation_stats(len(request.tokens), made, cached)
+        num_generated = sum(len(sample.token_ids) for sample in output.outputs)
+        return [samples], generation_stats(len(request.tokens), num_generated, cached)
 
 
 class _EventSockets:

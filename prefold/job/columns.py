@@ -50,8 +50,8 @@ class TableForm:
         if not isinstance(adapter, TableAdapter):
             return cls(head=())
         repeated = adapter.columns_used.repeated()
-        known = {name: type_at(source.types, path) for name, path in repeated.items()}
-        types = {name: type for name, type in known.items() if type is not None}
+        types_or_none = {name: type_at(source.types, path) for name, path in repeated.items()}
+        types = {name: type for name, type in types_or_none.items() if type is not None}
         empty = adapter.line(0, {}, [dict(example)]) if example is not None else {}
         return cls(("record", *repeated), reserved_names(adapter.task), types, empty)
 

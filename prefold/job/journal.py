@@ -105,9 +105,8 @@ class Journal:
 
         output_bytes  the present size of the lines file. Commits beyond it, which the disk has lost, do not count
         limit         the present --limit
-        made          whether the file that is made of the lines is there; commits of an ended job then count anyway
-
-        Raises JobError, naming what differs, when the journal is of another job.
+        has_final     whether the final file, which is made of the lines, is there; commits of an ended job then count
+                      anyway
         """
         assert self.job is not None
         differing = differences(self.job, job)

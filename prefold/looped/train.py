@@ -159,7 +159,7 @@ class _Blocks:
         return now if delta is None else now + delta
 
     def _attend(self, number: int, start: Tensor, visits: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns attention where only the rows `there` go through the layer now; start: states before the block."""
+        """Returns attention where only the rows of `visits` go through the layer now; start: states before it."""
         rows, layer, plane = self.rows, self.model.layers[number], self.model.first[number]
         assert isinstance(layer, Layer)
         k_of_state, v_of_state = layer.keys_values(start.clone(), rows.cos_sin[plane], rows.ops)

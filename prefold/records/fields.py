@@ -63,9 +63,9 @@ def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
     if is_empty(value):
         if keep_empty:
             return ""
-        what, code = ("empty", "empty") if value == "" else ("null" if value is None else "NaN", "null")
+        kind, code = ("empty", "empty") if value == "" else ("null" if value is None else "NaN", "null")
         remedy = "give it a text, drop the record, or take it as an empty text with --empty keep"
-        raise InputError(f"{field!r} is {what}", field=field, remedy=remedy, code=code)
+        raise InputError(f"{field!r} is {kind}", field=field, remedy=remedy, code=code)
     if isinstance(value, str):
         return valid_text(value, field)
     if isinstance(value, (int, float, Decimal, date, time)) and not isinstance(value, bool):
@@ -104,7 +104,7 @@ def check_depth(value: Any, brackets: int, subject: str, field: str | None = Non
     """Returns `value`, which was read from JSON. Raises InputError where it nests deeper than MAX_DEPTH.
 
     brackets  opening brackets in the JSON: where they are few, the value need not be looked at
-    what      the name of the value in the message
+    subject   the name of the value in the message
     """
     if brackets <= MAX_DEPTH:
         return value

@@ -81,10 +81,11 @@ class Columns:
 
 
 def kept_name(task: str, column: str) -> str:
-    """Returns the name under which a line repeats a column: its own, or input_NAME where lines have that name too.
+    """Returns the name under which a line repeats a column: its own, or input_NAME where lines have a NAME of their
+    own.
 
-    It is the same whatever other columns there are, and no two columns have one: input_NAME is itself repeated as
-    input_input_NAME where lines have NAME.
+    The name does not depend on the other columns, and no two columns get one name: a column input_NAME is itself
+    repeated as input_input_NAME where lines have a NAME.
     """
     return f"input_{column}" if bare(column, "input_") in reserved_names(task) else column
 
@@ -333,9 +334,10 @@ class AnswerColumns(TableAdapter):
 def with_columns(result: dict[str, Any], repeated: Collection[str], *, every: bool = False) -> dict[str, Any]:
     """Returns a result of "generate" with the properties of the object in its `text` as further fields.
 
-    A property is called `answer_NAME` where a line has a NAME of its own, or NAME is in `kept`; so is one called
-    answer_NAME itself, that no two have one name. With names in `kept` that begin with answer_, one more is put before
-    it. A result whose text is no JSON object, such as one that max_tokens cut off, comes back as it is.
+    A property is called `answer_NAME` where a line has a NAME of its own, or NAME is in `repeated`; so is a property
+    called answer_NAME itself, that no two have one name. With names in `repeated` that begin with answer_, another
+    answer_ is put before it. A result whose text is no JSON object, such as one that max_tokens cut off, comes back as
+    it is.
 
     every  whether all properties are renamed
     """

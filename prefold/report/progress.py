@@ -82,9 +82,9 @@ class Progress:
             parts.append(f"{counts.saved:.1%} saved")
         if counts.errors:
             parts.append(f"{format_count(counts.errors)} errors")
-        left = self.seconds_left(counts)
-        if left is not None:
-            parts.append(f"{format_seconds(left)} left")
+        seconds_left = self.seconds_left(counts)
+        if seconds_left is not None:
+            parts.append(f"{format_seconds(seconds_left)} left")
         return ", ".join(parts)
 
     def seconds_left(self, counts: Counts) -> float | None:

@@ -78,7 +78,7 @@ class SequenceScheduler(Generic[S]):
                    takes room as it grows, and a sequence may be preempted
         namespace  rows are shared only between prompts of one namespace
         priority   the priority of its rows in the cache
-        made       for a request that was submitted before: {number of a sample that has not ended: its tokens}
+        outputs    for a request that was submitted before: {number of a sample that has not ended: its tokens}
         owner      the tenant and the class that it runs for
         options    further arguments of the scheduler's class
 
@@ -120,8 +120,8 @@ class SequenceScheduler(Generic[S]):
     ) -> None:
         """Enters a prompt into the trie, and its sequences into the queue.
 
-        made  {number of a sample: its tokens}
-        make  takes a sample's number, the node that ends with the prompt, and the sample's tokens; returns the sequence
+        outputs  {number of a sample: its tokens}
+        make     takes a sample's number, the node that ends with the prompt, and the sample's tokens; returns the sequence
         """
         if self.cache is not None:
             self.cache.expire()  # no step may have been made for long

@@ -231,31 +231,31 @@ def with_keywords(schema: Any, change: Callable[[str, str], str | None], *, name
     return changed
 
 
-def example_of(schema: Any, root: Any = None, seen: dict[str, Any] | None = None) -> Any:
+def example_of(schema: Any, root: Any = None, refs: dict[str, Any] | None = None) -> Any:
     """Returns a value that a schema describes: an object with all properties; for several types the first one that is
     not null. It is None if the schema has no type, or refers to itself.
 
-    root: where references begin. seen: {reference: its example}; of one within itself it is None
+    root: where references begin. refs: {reference: its example}; of one within itself it is None
     """
-    root, seen = schema if root is None else root, {} if seen is None else seen
+    root, refs = schema if root is None else root, {} if refs is None else refs
     if not isinstance(schema, Mapping):
         return None
     if isinstance(reference := schema.get("$ref"), str):
-        if reference in seen:
-            return seen[reference]
-        seen[reference], target = None, root
+        if reference in refs:
+            return refs[reference]
+        refs[reference], target = None, root
         for name in reference.split("/")[1:]:
             target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        seen[reference] = example_of(target, root, seen)
-        return seen[reference]
+        refs[reference] = example_of(target, root, refs)
+        return refs[reference]
     types = schema.get("type")
     kind = next((each for each in types if each != "null"), None) if isinstance(types, list) else types
     if properties := schema.get("properties"):
-        return {name: example_of(part, root, seen) for name, part in properties.items()}
+        return {name: example_of(part, root, refs) for name, part in properties.items()}
     if kind == "array":
-        item = example_of(schema.get("items"), root, seen)
+        item = example_of(schema.get("items"), root, refs)
         return [] if item is None else [item]
     branches = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or ()
     values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
-    examples = (_SIMPLE.get(kind), *values, *(example_of(part, root, seen) for part in branches))
+    examples = (_SIMPLE.get(kind), *values, *(example_of(part, root, refs) for part in branches))
     return next((value for value in examples if value is not None), None)
