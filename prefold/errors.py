@@ -1,4 +1,4 @@
-"""Every error prefold raises on purpose.
+"""The errors that prefold raises on purpose.
 
 PrefoldError
 ├── InputError          one record, prompt or argument is wrong; names the field and the remedy

@@ -1,6 +1,5 @@
-"""Writes files where a disk may be full or read-only: one error that says what to do, and nothing torn. And tells files
-apart by their content.
-"""
+"""Writes files so that a full or read-only disk leaves no torn file and gives one error that says what to do. And tells
+files apart by their content."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _BLOCK = 1 << 16
 
 @contextmanager
 def writing(subject: Path | str, state: str = "", remedy: str = "") -> Iterator[None]:
-    """Turn an OSError into a JobError that says what could not be written.
+    """Returns a context that turns an OSError into a JobError that says what could not be written.
 
     state   what is true all the same ("what is written is kept")
     remedy  what to do when there is room, or whatever else it was is mended
@@ -41,7 +40,8 @@ def writing(subject: Path | str, state: str = "", remedy: str = "") -> Iterator[
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; the file takes its place at the end, and is gone when that is not reached."""
+    """Returns a context with a name beside `path` to write to. At its end the new file takes the place of `path`; after
+    an exception it is removed."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary

@@ -110,7 +110,8 @@ class LLM(NumericTasks, Texts):
         self.engine = ModelEngine(self._team or worker, EngineOptions.of(o, eos_ids), resources=resources)
 
     def _start_ranks(self) -> TensorParallelWorker | None:
-        """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""
+        """Starts the processes of the other ranks, and returns them as one worker; None where one process has the
+        model."""
         o, threads = self.options, self.options.threads
         if o.tensor_parallel == 1:
             return None
@@ -170,7 +171,8 @@ class LLM(NumericTasks, Texts):
 
     @property
     def cache(self) -> RadixCache | None:
-        """Returns the cache of earlier calls, None when nothing is kept. Its `clear` forgets all that is not pinned."""
+        """Returns the cache of earlier calls; None where nothing is kept. Its `clear` removes all that is not
+        pinned."""
         return self.engine.cache
 
     def pin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
@@ -184,7 +186,7 @@ class LLM(NumericTasks, Texts):
         return self._cached().pin(*self._place(prompt, adapter, options))
 
     def unpin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
-        """Lets go of what `pin` with the same arguments keeps; returns how many leading tokens are in the cache."""
+        """Gives up what `pin` with these arguments keeps, and returns how many leading tokens are in the cache."""
         return self._cached().unpin(*self._place(prompt, adapter, options))
 
     def _cached(self) -> RadixCache:
@@ -207,5 +209,5 @@ if LLM.__doc__ is not None:  # Python leaves docstrings out with -OO
 
 
 def tell(line: str) -> None:
-    """Prints what takes long enough that a person wonders, such as a download, on standard error."""
+    """Prints a line on standard error before something that takes long, such as a download."""
     print(f"prefold: {line}", file=sys.stderr, flush=True)

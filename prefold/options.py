@@ -31,7 +31,7 @@ JsonSpace = Literal["compact", "free"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A Grammar says what generated text must look like.
+    """A Grammar is the form that generated text must have.
 
     kind     "json_schema" (text: the schema as JSON), "json" (any JSON object), "regex", "choice" (text: a JSON
              list of strings), "lark" (text: a grammar in Lark's syntax)

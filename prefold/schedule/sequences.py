@@ -121,7 +121,8 @@ class SequenceScheduler(Generic[S]):
         """Enters a prompt into the trie, and its sequences into the queue.
 
         outputs  {number of a sample: its tokens}
-        make     takes a sample's number, the node that ends with the prompt, and the sample's tokens; returns the sequence
+        make     takes a sample's number, the node that ends with the prompt, and the sample's tokens; returns the
+        sequence
         """
         if self.cache is not None:
             self.cache.expire()  # no step may have been made for long

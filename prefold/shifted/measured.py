@@ -1,4 +1,4 @@
-"""How far reuse at other positions moved results on somebody's prompts, the bound on that, and the file of both.
+"""The measured effect on results of reuse at other positions, the bound on it, and the file of both.
 
 `prefold verify --reuse shifted` writes the file, and a model starts with reuse at other positions by that file alone:
 it has the settings that were measured, and is refused where it is of another model or the bound was not met.
@@ -23,7 +23,7 @@ T = TypeVar("T", "Bound", "Drift", ShiftedReuse)
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A Bound says how far results may move.
+    """A Bound is how far results may move.
 
     logprob  the most that the log-probability of a likely first token may change by
     changed  the part (0 to 1) of prompts whose likeliest first token may be another one
@@ -35,7 +35,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A Drift says how far results have moved, on the prompts of which chunks were reused.
+    """A Drift is how far results have moved, on the prompts of which chunks were reused.
 
     prompts             how many were run
     shifted             how many of these had chunks that were met elsewhere
@@ -55,7 +55,8 @@ class Drift:
     changed: int
 
     def unmet(self, bound: Bound) -> str | None:
-        """Returns why a bound is not met, in words; None where it is. Where nothing was reused nothing was shown."""
+        """Returns why a bound is not met, in words; None where it is met. A run in which nothing was reused meets no
+        bound."""
         if not self.approximate_tokens:
             return f"no chunk of the {self.prompts:,} prompts was met elsewhere, so no drift was measured"
         if not self.logprob <= bound.logprob:
@@ -68,7 +69,7 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A Measured is what the file says.
+    """A Measured is the content of the file.
 
     model     which model was measured: its identity, dtype and adapters
     settings  which chunks were reused
@@ -106,7 +107,8 @@ class Measured:
 
 
 def permitted(cache: CacheOptions | None, model: Mapping[str, Any]) -> CacheOptions | None:
-    """Returns options with the settings of the file in `shifted.chunks`, if one is there. model: as of Measured.
+    """Returns the options with the settings of the file in `shifted.chunks`, where a file is named there. model: the
+    `model` of a Measured.
 
     Raises InputError where the file is of another model, its bound was not met, or there is no file for reuse that is
     not a trial.

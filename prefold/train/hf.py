@@ -148,8 +148,8 @@ def _attention(
     prefold: TrainBatch | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Returns the attention of query [1, heads, rows, dim] over key, value [1, kv_heads, rows, dim]: [1, rows,
-    heads, dim]."""
+    """Returns the attention of query [1, heads, rows, dim] over key and value [1, kv_heads, rows, dim], as
+    transformers' models call it: [1, rows, heads, dim]."""
     if prefold is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
