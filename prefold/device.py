@@ -146,8 +146,8 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:
-    """Returns a copy of an array as a tensor on `device`, without waiting for it. Integers become int64, except
-    bytes."""
+    """Returns a copy of an array as a tensor on `device`, without waiting for it; integers except bytes become
+    int64."""
     is_kept = array.dtype.kind in "bf" or array.dtype == np.uint8
     host = torch.from_numpy(array.astype(array.dtype if is_kept else np.int64))
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
@@ -183,8 +183,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 class _CompileClock:
-    """A _CompileClock adds up the seconds that Triton's compiler reports; kernels that are on disk take next to
-    none."""
+    """A _CompileClock adds up the seconds that Triton's compiler reports, next to none for kernels on disk."""
 
     def __init__(self) -> None:
         from triton import knobs
@@ -203,8 +202,7 @@ _clock = cache(_CompileClock)
 
 
 def compile_seconds() -> float:
-    """Returns the seconds that Triton has spent on compiling kernels since the last call. The first call starts the
-    clock."""
+    """Returns the seconds that Triton has compiled for since the last call; the first starts the clock."""
     if not has_triton():
         return 0.0
     clock = _clock()

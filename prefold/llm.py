@@ -110,8 +110,7 @@ class LLM(NumericTasks, Texts):
         self.engine = ModelEngine(self._team or worker, EngineOptions.of(o, eos_ids), resources=resources)
 
     def _start_ranks(self) -> TensorParallelWorker | None:
-        """Starts the processes of the other ranks, and returns them as one worker; None where one process has the
-        model."""
+        """Starts the processes of the other ranks, and returns them as one worker; None without others."""
         o, threads = self.options, self.options.threads
         if o.tensor_parallel == 1:
             return None
@@ -171,8 +170,7 @@ class LLM(NumericTasks, Texts):
 
     @property
     def cache(self) -> RadixCache | None:
-        """Returns the cache of earlier calls; None where nothing is kept. Its `clear` removes all that is not
-        pinned."""
+        """Returns the cache of earlier calls; None where nothing is kept. `clear` removes all that is not pinned."""
         return self.engine.cache
 
     def pin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:

@@ -134,8 +134,7 @@ class Texts(TaskRunner):
             first_error(outputs, call.argument, single=call.single)
         # An item may ask for several samples by itself.
         answers: list[Answer] = [
-            output if n is not None or isinstance(output, InputError) or len(output) > 1 else output[0]
-            for output in outputs
+            out if n is not None or isinstance(out, InputError) or len(out) > 1 else out[0] for out in outputs
         ]
         return answers[0] if call.single else answers
 

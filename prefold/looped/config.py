@@ -163,8 +163,7 @@ class Loop:
         return (*range(self.prelude), *visits, *range(layers - self.coda, layers))
 
     def check_route(self, route: Sequence[int], name: str = "the route") -> None:
-        """Raises InputError for a route that is empty, longer than the order, or names no block. name: what messages
-        call it."""
+        """Raises InputError for a route that is empty, longer than the order, or names no block. name: its name."""
         if not 1 <= len(route) <= len(self.order):
             raise InputError(
                 f"{name} has {len(route)} visits", field="route", remedy=f"give 1 to {len(self.order)} blocks"

@@ -193,8 +193,7 @@ class LoopedSequence(SequenceState):
         slots = np.zeros(rows.stop - rows.start, np.int64)
         for earlier in range(t - 1, -1, -1):
             own, left = node.visits[self.prefixes[earlier]], self.has_left(node, earlier, rows)
-            # A slot that was projected for a row that had left has K/V, and no state.
-            has_state = own.owned[rows] if left is None else own.owned[rows] & ~left
+            has_state = own.owned[rows] if left is None else own.owned[rows] & ~left  # one that was projected has none
             slots = np.where((slots == 0) & has_state, own.slots[rows], slots)
             if slots.all():
                 break

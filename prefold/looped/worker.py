@@ -137,13 +137,8 @@ class VisitStore:
         was_read = taken_slots[step.reads]
         reads = self._read(step, slots[taken_slots], taken_slots, was_read) if was_read.any() else None
         blocks = [self._route(routing) for routing in step.routings] or [NOTHING.reshape(0, 1)]
-        result = VisitResult(
-            np.full(len(was_read), -1, np.int64),
-            taken=was_read,
-            left=has_left,
-            blocks=np.concatenate(blocks),
-            num_visits=num_visits,
-        )
+        ids = np.full(len(was_read), -1, np.int64)
+        result = VisitResult(ids, taken=was_read, left=has_left, blocks=np.concatenate(blocks), num_visits=num_visits)
         return VisitTicket(result, reads)
 
     def _run_rounds(self, step: VisitStep, rounds: VisitRounds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -244,14 +239,12 @@ class VisitStore:
         fresh = self.model.noise(positions[at]) if begins else self.model.embed(tokens[at], positions[at])
         return fresh if first.all() else self.states[source].index_copy_(0, at, fresh)
 
-    def _gated(
-        self, gated: np.ndarray, step: VisitStep, source: Tensor, slots: Tensor, new_states: Tensor
-    ) -> np.ndarray:
+    def _gated(self, gated: np.ndarray, step: VisitStep, source: Tensor, slots: Tensor, states: Tensor) -> np.ndarray:
         """Returns which rows have left by the gate's sum, bool. A row whose gate gives no number leaves with a state
         of NaN, so that the request that reads it gets an error."""
         # A row comes from the prelude, or from nowhere, and so has made no visit to a block.
         is_first = (step.source == step.preludes)[gated]
-        hidden, before, first = self._hidden(new_states), None, send(is_first, slots.device) > 0
+        hidden, before, first = self._hidden(states), None, send(is_first, slots.device) > 0
         if self._reads_features and not is_first.all():
             before = VisitOutputs(self._hidden(self.states[source]), self.likely[source].long())
         logit, outputs = self.model.leaves(hidden, before, first if is_first.any() else None)

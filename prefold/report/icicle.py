@@ -55,8 +55,7 @@ class DrawnNode:
 
 
 class StreamShape:
-    """A StreamShape holds the lengths and shared prefixes of the prompts of consecutive windows, of one stream or of
-    several."""
+    """A StreamShape holds the lengths and shared prefixes of the prompts of consecutive windows of streams."""
 
     def __init__(self, *, samples: int = _SAMPLES) -> None:
         self._lengths: list[np.ndarray] = []
@@ -96,8 +95,7 @@ class StreamShape:
         self.num_rows += int((lengths - shared).sum())
 
     def see(self, window: Any) -> None:
-        """Adds a window's prompts, in the order in which rows are shared. A prompt that is read several times counts
-        once."""
+        """Adds a window's prompts, in the order in which rows are shared. Repeated reads of a prompt count once."""
         from ..prefix import lexsort_sequences
 
         prompts = window.without_twins()

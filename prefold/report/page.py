@@ -57,8 +57,7 @@ def merged(entries: np.ndarray, most: int) -> np.ndarray:
 
 @dataclass
 class Report:
-    """A Report holds the content of the page. tokens and rows are those of the whole run, seconds those of the model's
-    part."""
+    """A Report holds the content of the page. tokens, rows: of the whole run; seconds: of the model's part."""
 
     title: str
     when: str

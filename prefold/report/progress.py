@@ -51,8 +51,7 @@ class Counts:
 
 
 class Progress:
-    """A Progress takes the counts of a job and shows nothing; its subclasses show them. `tick` is called a few times a
-    second, by one thread."""
+    """A Progress takes the counts of a job and shows nothing. One thread calls `tick` a few times a second."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -98,8 +97,7 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """A PlainProgress prints a line every 5 seconds at first, and less often as the job goes on, up to a minute
-    apart."""
+    """A PlainProgress prints a line every 5 seconds at first, and less often later, up to a minute apart."""
 
     def __init__(self, stream: TextIO):
         super().__init__()

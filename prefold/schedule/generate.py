@@ -268,8 +268,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 return
 
     def _start(self, sequence: SequenceState, failed: list[tuple[Hashable, InputError]]) -> int | None:
-        """Lets a waiting sequence run, or fail if it never can. Returns how many rows that adds to a step; None if
-        it has to wait."""
+        """Lets a waiting sequence run, or fail if it never can. Returns how many rows it adds; None if it waits."""
         path = sequence.leaf.path()
         while True:
             scant = [] if self.cache is None else self.cache.scant(path)

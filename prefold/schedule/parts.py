@@ -41,8 +41,7 @@ class EnginePart:
         """Raises InputError for exits that the engine cannot follow with this sharing."""
 
     def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> Any:
-        """Returns the feature's own scheduler of generation; None: it has none. The arguments are those of
-        GenerateScheduler."""
+        """Returns the feature's own scheduler of generation, or None. Arguments: those of GenerateScheduler."""
 
     def stream_scheduler(self) -> Callable[..., PrefillScheduler] | None:
         """Returns what makes the scheduler of each window of a new row stream, in turn, with the arguments of

@@ -98,15 +98,13 @@ class SequenceScheduler(Generic[S]):
         def make(sample: int, leaf: Node, tokens: list[int]) -> S:
             return kind(key, sample, leaf, tokens, limit, reserve, priority, owner)
 
-        self._enter(
-            key, namespace, tokens, dict.fromkeys(range(samples), ()) if outputs is None else outputs, priority, make
-        )
+        outputs = dict.fromkeys(range(samples), ()) if outputs is None else outputs
+        self._enter(key, namespace, tokens, outputs, priority, make)
 
     def _sequence_kind(
         self, namespace: tuple[Hashable, ...], **options: Any
     ) -> tuple[int, tuple[Hashable, ...], Callable[..., S]]:
-        """Returns how many slots a row of a request needs, the namespace of its rows, and the class of its
-        sequences."""
+        """Returns how many slots a row of a request needs, its rows' namespace, and its sequences' class."""
         raise NotImplementedError
 
     def _enter(
@@ -121,8 +119,7 @@ class SequenceScheduler(Generic[S]):
         """Enters a prompt into the trie, and its sequences into the queue.
 
         outputs  {number of a sample: its tokens}
-        make     takes a sample's number, the node that ends with the prompt, and the sample's tokens; returns the
-        sequence
+        make     returns a sequence by a sample's number, the node that ends with the prompt, and the sample's tokens
         """
         if self.cache is not None:
             self.cache.expire()  # no step may have been made for long

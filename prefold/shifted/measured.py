@@ -55,8 +55,7 @@ class Drift:
     changed: int
 
     def unmet(self, bound: Bound) -> str | None:
-        """Returns why a bound is not met, in words; None where it is met. A run in which nothing was reused meets no
-        bound."""
+        """Returns why a bound is not met, in words; None where it is. A run without any reuse meets none."""
         if not self.approximate_tokens:
             return f"no chunk of the {self.prompts:,} prompts was met elsewhere, so no drift was measured"
         if not self.logprob <= bound.logprob:
@@ -107,8 +106,7 @@ class Measured:
 
 
 def permitted(cache: CacheOptions | None, model: Mapping[str, Any]) -> CacheOptions | None:
-    """Returns the options with the settings of the file in `shifted.chunks`, where a file is named there. model: the
-    `model` of a Measured.
+    """Returns the options, with the settings of a file that `shifted.chunks` names. model: that of a Measured.
 
     Raises InputError where the file is of another model, its bound was not met, or there is no file for reuse that is
     not a trial.

@@ -135,8 +135,7 @@ class ShiftingScheduler(GenerateScheduler):
         return above, np.concatenate(slots[::-1])
 
     def _hang(self, above: Node, tokens: np.ndarray, slots: np.ndarray, request: Collection[SequenceState]) -> Node:
-        """Returns a node below `above` for rows that no other request shares; `above` itself where there are no
-        rows."""
+        """Returns a node below `above` for rows that no other request shares; `above` itself without rows."""
         if not len(tokens):
             return above
         node = Node(above, tokens.tolist(), above.stop)  # a list, as of a tail

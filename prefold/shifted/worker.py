@@ -50,8 +50,7 @@ def between(before: Tensor, after: Tensor) -> Tensor:
 
 
 def turn(k: Tensor, cos_sin: Tensor) -> Tensor:
-    """Returns keys [rows, heads, dim] turned by angles, computed in float32, in the dtype of k. cos_sin: from
-    `between`."""
+    """Returns keys [rows, heads, dim] turned by the angles of `between`, computed in float32, in the dtype of k."""
     cos, sin = cos_sin[:, None, :].chunk(2, -1)
     a, b = k.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(k.dtype)

@@ -10,18 +10,10 @@ from ..cluster.router import policy_named
 from ..errors import InputError
 from .costs import Machine, ModelShape, StepCost
 from .engines import RowEngine
-from .fleet import (
-    IDLE_CAUSES,
-    Feeder,
-    FleetOutcome,
-    ListFeeder,
-    Replica,
-    RoutedFeeder,
-    StreamFeeder,
-    contiguous,
-    run_fleet,
-)
+from .fleet import IDLE_CAUSES, FleetOutcome, ListFeeder, Replica, RoutedFeeder, StreamFeeder, contiguous, run_fleet
 from .requests import SimRequest
+
+_Requests = Sequence[SimRequest]
 
 ENGINES: dict[str, Any] = {"prefold": RowEngine}
 
@@ -106,26 +98,19 @@ def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetOutcome:
     return run_fleet(replicas, feeder, requests if come else ())
 
 
-def streamed(
-    setup: Setup, cost: StepCost, requests: Sequence[SimRequest], initial: Sequence[SimRequest], **options: Any
-) -> StreamFeeder:
-    """Returns the feeder "stream" of a setup. initial: the requests from the start; options: further ones of
-    `StreamFeeder`"""
+def streamed(setup: Setup, cost: StepCost, requests: _Requests, initial: _Requests, **options: Any) -> StreamFeeder:
+    """Returns the feeder "stream" of a setup. options: further ones of `StreamFeeder`"""
     return StreamFeeder(
         cost, count=len(requests), policy=policy_named(setup.policy), reports=setup.reports, requests=initial,
         reserves=ENGINES[setup.engine].reserves, **options,
     )  # fmt: skip
 
 
-def _routed(
-    setup: Setup, cost: StepCost, requests: Sequence[SimRequest], initial: Sequence[SimRequest]
-) -> RoutedFeeder:
+def _routed(setup: Setup, cost: StepCost, requests: _Requests, initial: _Requests) -> RoutedFeeder:
     return RoutedFeeder(policy_named(setup.policy), cost, reports=setup.reports, requests=initial)
 
 
-def _segments(
-    setup: Setup, cost: StepCost, requests: Sequence[SimRequest], initial: Sequence[SimRequest]
-) -> ListFeeder:
+def _segments(setup: Setup, cost: StepCost, requests: _Requests, initial: _Requests) -> ListFeeder:
     in_order = sorted(requests, key=lambda request: request.path)
     return ListFeeder(contiguous(in_order, setup.replicas), in_flight=_in_flight(cost, requests), steal=setup.steal)
 
@@ -140,7 +125,7 @@ def _in_flight(cost: StepCost, requests: Sequence[SimRequest]) -> int:
 
 
 # {name: function(setup, costs of a step, all requests, the requests from the start) -> Feeder}
-FEEDERS: dict[str, Callable[..., Feeder]] = {"segments": _segments, "stream": streamed, "routed": _routed}
+FEEDERS: dict[str, Callable[..., Any]] = {"segments": _segments, "stream": streamed, "routed": _routed}
 
 
 _NAME = 48  # width of a system's name

@@ -24,8 +24,7 @@ WEIGHT_BYTES = 2  # of a number: bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A Machine describes a device. flops: operations a second; bandwidth: bytes a second; memory: bytes; overhead:
-    seconds of a step"""
+    """A Machine is a device. flops: operations a second; bandwidth: bytes a second; overhead: seconds of a step"""
 
     name: str
     flops: float

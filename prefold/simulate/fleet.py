@@ -1,5 +1,4 @@
-"""A discrete-event simulation of a fleet: replicas that load, step and end requests, and feeders that give them
-work."""
+"""Simulates the events of a fleet: replicas that load, step and end requests, and feeders that give them work."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class Feeder:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A Replica describes a replica. load: seconds until its model is loaded; slow: its steps take so many times as
-    long"""
+    """A Replica is a machine with a model. load: seconds until it is loaded; slow: a factor on its steps' times"""
 
     engine: Callable[[], Any]
     load: float = 0.0
@@ -166,8 +164,8 @@ class Simulation:
             self.push(request.arrival, "arrive", request)
 
     def handle(self, kind: str, subject: object, now: float, touched: set[int]) -> bool:
-        """Handles an event, and returns whether replicas may get work because of it. subject: the replica or request
-        of the event; touched: a set to which the event's replica is added"""
+        """Handles an event of a replica or request, and returns whether replicas may get work because of it. touched:
+        a set to which the event's replica is added"""
         if kind == "join":
             assert isinstance(subject, int)
             replica = self._replicas[subject]
