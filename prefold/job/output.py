@@ -188,7 +188,7 @@ class FileOutput(Output):
                 options.grown(before)
                 self.journal.job["input"] = self._job["input"]
                 self._grew = True
-            self.journal.resume(self._job, size, options.limit, made=has_final)
+            self.journal.resume(self._job, size, options.limit, has_final=has_final)
             if self._grew:
                 self._check_lines(size)
             return True
