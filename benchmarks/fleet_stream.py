@@ -26,7 +26,7 @@ from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, 
 from prefold.cluster.router import POLICIES, BestStart, LeastLoaded, Policy, Standing, policy_named
 from prefold.engine.meter import StepInfo
 from prefold.simulate.costs import StepCost, StepRows, machine_named, model_named
-from prefold.simulate.fleet import FleetOutcome, Replica, Streamed
+from prefold.simulate.fleet import FleetOutcome, Replica, StreamFeeder
 from prefold.simulate.requests import SimRequest, prefix_repetition
 from prefold.stream import Feed, LiveInput
 from prefold.types import Readout, Request, Sampling
@@ -240,7 +240,7 @@ class Simulated:
     def run(self, policy: Policy, requests: list[SimRequest]) -> FleetOutcome:
         window = {"max_tokens": 1 << 23} | ({} if isinstance(policy, BestStart) else IN_ORDER)
         known = {"slots": self._slots, "policy": policy, "requests": requests, "learns": True}
-        feeder = Streamed(self._cost, count=len(requests), window=window, **known)
+        feeder = StreamFeeder(self._cost, count=len(requests), window=window, **known)
         feeder.limits = self._limits
         replicas = [Replica(engine.begin) for engine in self._engines]
         return run_driven(replicas, feeder, driver=DRIVER, alone=self._alone)

@@ -20,9 +20,9 @@ from prefold.cache import CacheOptions
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.images.config import TowerConfig
 from prefold.images.decode import Image
-from prefold.images.desk import ImageDesk
 from prefold.images.families import tower_of
 from prefold.images.processor import Gemma3Processor, Idefics3Processor, Processor
+from prefold.images.scheduler import ImageScheduler
 from prefold.images.worker import image_part
 from prefold.model import config_from
 from prefold.prefix import Trie
@@ -80,7 +80,7 @@ class Bench:
         """A chat's one question, with the image before it."""
         tokenizer, processor = self.tokenizer, self.processor
         layout = processor.layout(image.height, image.width)
-        medium = engine.part(ImageDesk).media.medium(
+        medium = engine.part(ImageScheduler).media.medium(
             processor.key(image.digest), tiles=layout.tiles, rows_per_tile=processor.rows_per_tile, span=processor.span,
             load=lambda: processor.tiles(image),
         )  # fmt: skip
@@ -185,7 +185,7 @@ class Asker:
         rows = answer.tokens if answer.finish_reason == "stop" else answer.tokens[:-1]
         self.prompts.append((*self._request.tokens.tolist(), *rows))
         if self.variant == "no reuse":
-            self.engine.part(ImageDesk).clear()
+            self.engine.part(ImageScheduler).clear()
         return True
 
     def end(self) -> Run:

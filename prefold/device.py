@@ -1,4 +1,4 @@
-"""What a machine has: its devices, their memory, what they compute natively, and how arrays get there.
+"""The devices of a machine: their memory, the dtypes that they compute in, and copies of arrays to them.
 
 Knows nothing of models, plans or steps.
 """
@@ -84,13 +84,12 @@ def available_memory(device: torch.device) -> int:
     return free if limit is None else min(free, limit)
 
 
-def check_fits(needed: int, device: torch.device, what: str, remedy: str) -> None:
-    """Raises OutOfMemoryError when `needed` bytes are more than is available. what, remedy: for its message."""
+def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> None:
+    """Raises OutOfMemoryError when `needed` bytes are more than is available. subject, remedy: for its message."""
     free = available_memory(device)
     if needed > free:
-        raise OutOfMemoryError(
-            f"{what} needs {needed / 1e9:.1f} GB of memory on {device.type}, and {free / 1e9:.1f} GB are free; {remedy}"
-        )
+        message = f"{subject} needs {needed / 1e9:.1f} GB of memory on {device.type}, and {free / 1e9:.1f} GB are free"
+        raise OutOfMemoryError(f"{message}; {remedy}")
 
 
 def _container_free() -> int | None:
@@ -124,7 +123,7 @@ def keep_freed() -> None:
 
 
 def give_back() -> None:
-    """Gives memory that is free back to the system: glibc keeps what was freed in small pieces for later."""
+    """Returns free memory to the system; glibc itself keeps small freed pieces for later."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 
@@ -132,7 +131,7 @@ def give_back() -> None:
 @cache
 def block_memory(device: torch.device) -> int:
     """Returns how many bytes of shared memory a block of threads may have on a GPU: 227 KiB on an H100, 99 KiB on an
-    A10G or L4. Of another device the former, as nothing bounds it there."""
+    A10G or L4. For other devices it returns an H100's number, as nothing bounds it there."""
     if device.type != "cuda":
         return 227 << 10
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 227 << 10)
@@ -147,7 +146,8 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:
-    """Returns a copy of an array as a tensor on `device`, whole numbers but bytes as int64, without waiting for it."""
+    """Returns a copy of an array as a tensor on `device`, without waiting for it; integers except bytes become
+    int64."""
     is_kept = array.dtype.kind in "bf" or array.dtype == np.uint8
     host = torch.from_numpy(array.astype(array.dtype if is_kept else np.int64))
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
@@ -183,7 +183,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 class _CompileClock:
-    """Adds up the seconds that Triton's compiler reports; kernels that it finds on disk take it next to nothing."""
+    """A _CompileClock adds up the seconds that Triton's compiler reports, next to none for kernels on disk."""
 
     def __init__(self) -> None:
         from triton import knobs
@@ -202,8 +202,7 @@ _clock = cache(_CompileClock)
 
 
 def compile_seconds() -> float:
-    """Returns the seconds that Triton has spent on compiling kernels since this was asked last; the first call begins
-    to count."""
+    """Returns the seconds that Triton has compiled for since the last call; the first starts the clock."""
     if not has_triton():
         return 0.0
     clock = _clock()

@@ -1,4 +1,4 @@
-"""Every error prefold raises on purpose.
+"""The errors that prefold raises on purpose.
 
 PrefoldError
 ├── InputError          one record, prompt or argument is wrong; names the field and the remedy
@@ -71,10 +71,10 @@ class ForkedError(PrefoldError, RuntimeError):
 class MissingExtraError(PrefoldError, ImportError):
     """An optional dependency is not installed."""
 
-    def __init__(self, package: str, extra: str, what: str):
-        super().__init__(f"{what} needs the package {package!r}: pip install 'prefold[{extra}]'")
+    def __init__(self, package: str, extra: str, purpose: str):
+        super().__init__(f"{purpose} needs the package {package!r}: pip install 'prefold[{extra}]'")
         self.extra = extra
-        self._arguments = (package, extra, what)
+        self._arguments = (package, extra, purpose)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), self._arguments

@@ -1,6 +1,5 @@
-"""Writes files where a disk may be full or read-only: one error that says what to do, and nothing torn. And tells files
-apart by their content.
-"""
+"""Writes files so that a full or read-only disk leaves no torn file and gives one error that says what to do. And tells
+files apart by their content."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ _BLOCK = 1 << 16
 
 
 @contextmanager
-def writing(what: Path | str, state: str = "", remedy: str = "") -> Iterator[None]:
-    """Turn an OSError into a JobError that says what could not be written.
+def writing(subject: Path | str, state: str = "", remedy: str = "") -> Iterator[None]:
+    """Returns a context that turns an OSError into a JobError that says what could not be written.
 
     state   what is true all the same ("what is written is kept")
     remedy  what to do when there is room, or whatever else it was is mended
@@ -30,7 +29,7 @@ def writing(what: Path | str, state: str = "", remedy: str = "") -> Iterator[Non
     except BrokenPipeError:
         raise
     except OSError as error:
-        message = f"cannot write {what}: {error.strerror or error}"
+        message = f"cannot write {subject}: {error.strerror or error}"
         if state:
             message += f"; {state}"
         if remedy:
@@ -41,7 +40,8 @@ def writing(what: Path | str, state: str = "", remedy: str = "") -> Iterator[Non
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; the file takes its place at the end, and is gone when that is not reached."""
+    """Returns a context with a name beside `path` to write to. At its end the new file takes the place of `path`; after
+    an exception it is removed."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -59,10 +59,10 @@ def sampled_digest(path: Path, size: int, blocks: int, whole: int) -> str:
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         if size <= whole:
-            left = size
-            while block := file.read(min(left, 1 << 20)):
+            remaining = size
+            while block := file.read(min(remaining, 1 << 20)):
                 digest.update(block)
-                left -= len(block)
+                remaining -= len(block)
         else:
             for i in range(blocks):
                 file.seek((size - _BLOCK) * i // (blocks - 1))

@@ -71,8 +71,8 @@ class LLM(NumericTasks, Texts):
         if o.threads is not None:
             torch.set_num_threads(o.threads)
         if not isinstance(model, Checkpoint):
-            how: dict[str, Any] = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
-            model = resolve(model, **how, notify=tell)
+            source: dict[str, Any] = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
+            model = resolve(model, **source, notify=tell)
         self.checkpoint = model.within(o.context_length)
         self.tokenizer = tokenizer_or_none(self.checkpoint) if tokenizer is None else tokenizer
         self.dtype = choose_dtype(o.dtype, self.checkpoint.config, self.device)
@@ -107,11 +107,11 @@ class LLM(NumericTasks, Texts):
         hosts = o.images.allow_media_host
         self.images = self.config.image_inputs(self.checkpoint, self.tokenizer, media, hosts=hosts)
         table = media if self.images is None else self.images.table
-        beside = () if table is None else (table,)
-        self.engine = ModelEngine(self._team or worker, EngineOptions.of(o, eos_ids), beside=beside)
+        resources = () if table is None else (table,)
+        self.engine = ModelEngine(self._team or worker, EngineOptions.of(o, eos_ids), resources=resources)
 
     def _start_ranks(self) -> TensorParallelWorker | None:
-        """Starts the processes of the other ranks and returns them as a team; None where one process has the model."""
+        """Starts the processes of the other ranks, and returns them as one worker; None without others."""
         o, threads = self.options, self.options.threads
         if o.tensor_parallel == 1:
             return None
@@ -171,7 +171,7 @@ class LLM(NumericTasks, Texts):
 
     @property
     def cache(self) -> RadixCache | None:
-        """Returns the cache of earlier calls, None when nothing is kept. Its `clear` forgets all that is not pinned."""
+        """Returns the cache of earlier calls; None where nothing is kept. `clear` removes all that is not pinned."""
         return self.engine.cache
 
     def pin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
@@ -185,7 +185,7 @@ class LLM(NumericTasks, Texts):
         return self._cached().pin(*self._place(prompt, adapter, options))
 
     def unpin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
-        """Lets go of what `pin` with the same arguments keeps; returns how many leading tokens are in the cache."""
+        """Gives up what `pin` with these arguments keeps, and returns how many leading tokens are in the cache."""
         return self._cached().unpin(*self._place(prompt, adapter, options))
 
     def _cached(self) -> RadixCache:
@@ -208,5 +208,5 @@ if LLM.__doc__ is not None:  # Python leaves docstrings out with -OO
 
 
 def tell(line: str) -> None:
-    """Prints what takes long enough that a person wonders, such as a download, on standard error."""
+    """Prints a line on standard error before something that takes long, such as a download."""
     print(f"prefold: {line}", file=sys.stderr, flush=True)

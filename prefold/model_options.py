@@ -1,5 +1,4 @@
-"""Declares the options of a model, once: those of `LLM`, in the way in which `prefold.options` declares those of
-tasks."""
+"""The options of a model, declared once with `prefold.options`: those of `LLM` and of the command line."""
 
 # ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
 
@@ -18,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Checked:
-    """Checks the values of a model's options, and makes what they name of their groups."""
+    """A _Checked is a dataclass that checks the values of a model's options, and turns mappings into their groups."""
 
     def __post_init__(self) -> None:
         declared = fields(self)  # type: ignore[arg-type]
@@ -42,7 +41,8 @@ POLICIES: tuple[Policy, ...] = ("lru", "lfu", "priority")
 
 
 class Shifting(Protocol):
-    """A Shifting says which chunks of text are reused at other positions. min_tokens: the fewest tokens of a chunk."""
+    """A Shifting is the choice of the chunks of text that are reused at other positions. min_tokens: the fewest tokens
+    of a chunk."""
 
     @property
     def min_tokens(self) -> int: ...
@@ -50,7 +50,7 @@ class Shifting(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions(_Checked):
-    """A CacheOptions says what the cache keeps, and for how long. Raises InputError for values out of range."""
+    """A CacheOptions holds what the cache keeps, and for how long. Raises InputError for values out of range."""
 
     policy: Policy = option(
         "lru",
@@ -90,7 +90,7 @@ class CacheOptions(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopedSettings(_Checked):
-    """A LoopedSettings says how the rows of a looped model go through its blocks: `LLM(looped=)`."""
+    """A LoopedSettings holds how the rows of a looped model go through its blocks: `LLM(looped=)`."""
 
     exits: Literal["read", "save", "project"] = option(
         "read",
@@ -113,7 +113,7 @@ class LoopedSettings(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings(_Checked):
-    """An ImageSettings says what a model that sees images takes and keeps: `LLM(images=)`."""
+    """An ImageSettings holds what a model that sees images takes and keeps: `LLM(images=)`."""
 
     tower: bool = option(
         True, "Whether the model's tower is loaded. Without it the model takes text alone, and the tower's memory is"
@@ -145,7 +145,7 @@ GROUPS: dict[str, type[LoopedSettings] | type[ImageSettings]] = {"looped": Loope
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(_Checked):
-    """Holds those of a model's options that say how its steps are made."""
+    """A StepOptions holds the options of a model that say how its steps are made."""
 
     sharing: Literal["auto", "full", "mlp", "off"] = option(
         "auto",
@@ -184,7 +184,7 @@ class StepOptions(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SlotOptions(_Checked):
-    """Holds those of a model's options that say how K/V is held for what is generated."""
+    """A SlotOptions holds the options of a model that say how K/V is held for generated text."""
 
     kv_memory: int | None = option(
         None,
@@ -210,7 +210,7 @@ class SlotOptions(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(StepOptions, SlotOptions):
-    """Holds the options of `LLM`, which are settled when it is made. Raises InputError for a value that cannot be."""
+    """A ModelOptions holds the options of `LLM`, which are fixed when it is made. Raises InputError for a bad value."""
 
     load_format: Literal["auto", "dummy"] = option(
         "auto", "dummy: random weights of the model's shapes, for benchmarks.", one_of=("auto", "dummy"), on="model"
@@ -284,7 +284,7 @@ def model_options(values: Mapping[str, Any]) -> ModelOptions:
 
 
 def group_of(name: str) -> str | None:
-    """Returns the group that an option of a model is in; None for one that stands alone."""
+    """Returns the group of a model's option; None for an option without a group."""
     return next((group for group, kind in GROUPS.items() if name in kind.__dataclass_fields__), None)
 
 
@@ -298,13 +298,13 @@ def model_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part_of(kind: type[T], options: ModelOptions, **more: Any) -> T:
-    """Returns an object of a dataclass, with the values of those of its options that are a model's, and `more`."""
+    """Returns an object of a dataclass that has the values of the model's options of the same names, and `more`."""
     names = [entry.name for entry in fields(cast(Any, kind)) if hasattr(options, entry.name)]
     return kind(**{name: getattr(options, name) for name in names} | more)
 
 
 def model_fields(*kinds: type) -> dict[str, Field[Any]]:
-    """Returns {parameter of the command line: declaration} of a model's options, of those of these dataclasses alone;
-    by default of all, those of groups and of the cache too."""
+    """Returns {parameter of the command line: declaration} of a model's options. kinds: dataclasses whose options are
+    returned; by default all of them, with those of groups and of the cache."""
     every = [entry for kind in kinds or (ModelOptions, CacheOptions, *GROUPS.values()) for entry in fields(kind)]
     return {(entry.metadata["cli"] or (entry.name,))[0]: entry for entry in every if entry.metadata["on"] is not None}

@@ -31,7 +31,7 @@ JsonSpace = Literal["compact", "free"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A Grammar says what generated text must look like.
+    """A Grammar is the form that generated text must have.
 
     kind     "json_schema" (text: the schema as JSON), "json" (any JSON object), "regex", "choice" (text: a JSON
              list of strings), "lark" (text: a grammar in Lark's syntax)
@@ -300,22 +300,22 @@ def checked(
     A whole number may come as 5.0, as out of a table, and numbers may be NumPy's. above: `least` itself is not allowed.
     quoted: whether the message quotes the field, which may then be renamed.
     """
-    wanted = "give " + _WORDS[kind]
+    expected = "give " + _WORDS[kind]
     if least is not None:
-        wanted += f", more than {least}" if above else f", {least} or more"
-    wanted += "" if most is None else f", at most {most}"
+        expected += f", more than {least}" if above else f", {least} or more"
+    expected += "" if most is None else f", at most {most}"
     name, is_bool = repr(field) if quoted else field, type(value).__name__ in ("bool", "bool_")  # NumPy's too
     if kind is str or kind is bool:
         fits = isinstance(value, str) if kind is str else is_bool
     else:
         fits = isinstance(value, Real) and not is_bool and (kind is float or value == value // 1)
     if not fits:
-        raise InputError(f"{name} is {value!r:.200}", field=field, remedy=wanted, code="wrong_type")
+        raise InputError(f"{name} is {value!r:.200}", field=field, remedy=expected, code="wrong_type")
     value = value if kind is str else kind(value)  # a text may be more than a str
     # What is no number is within no bounds.
     low = least is None or (value > least if above else value >= least)
     if not low or not (most is None or value <= most) or (kind is float and not isfinite(value)):
-        raise InputError(f"{name} is {value!r:.200}", field=field, remedy=wanted, code="out_of_range")
+        raise InputError(f"{name} is {value!r:.200}", field=field, remedy=expected, code="out_of_range")
     return value
 
 
@@ -452,17 +452,17 @@ def options_of(task: str, values: Mapping[str, Any]) -> TaskOptions:
     return OPTIONS[task](**values)
 
 
-def check_options(owner: str, names: Iterable[str], known: Sequence[str]) -> None:
+def check_options(owner: str, names: Iterable[str], valid: Sequence[str]) -> None:
     """Raises InputError for an option that is not known, naming the nearest known name. owner: the task or class."""
     for name in names:
-        if name not in known:
-            remedy = f"{near(name, known)}it has: {', '.join(known)}"
+        if name not in valid:
+            remedy = f"{near(name, valid)}it has: {', '.join(valid)}"
             raise InputError(f"{owner} has no option {name!r}", field=name, remedy=remedy, code="unknown_option")
 
 
-def near(name: str, known: Iterable[str], then: str = " ") -> str:
+def near(name: str, candidates: Iterable[str], then: str = " ") -> str:
     """Returns "did you mean NAME?" and `then` for a name that is not known: the nearest known one; "" for none."""
-    return "".join(f"did you mean {close}?{then}" for close in get_close_matches(name, [*known], n=1))
+    return "".join(f"did you mean {close}?{then}" for close in get_close_matches(name, [*candidates], n=1))
 
 
 def described(*kinds: type) -> str:
@@ -494,10 +494,10 @@ def http_names(*kinds: type) -> dict[str, str]:
     return {parameter: name for name, own in names.items() for parameter in (own or name).split()}
 
 
-def sent_names(*how: str | None) -> tuple[str, ...]:
+def sent_names(*modes: str | None) -> tuple[str, ...]:
     """Returns the options of generation that other servers' requests set in one of these ways (`sent` of `option`)."""
     every = (*fields(SamplerOptions), *fields(LoopedOptions))
-    return tuple(entry.name for entry in every if entry.metadata["sent"] in how)
+    return tuple(entry.name for entry in every if entry.metadata["sent"] in modes)
 
 
 def not_sent(options: SamplerOptions) -> list[str]:
@@ -506,8 +506,8 @@ def not_sent(options: SamplerOptions) -> list[str]:
     return [name for name in sent_names(None) if getattr(options, name) != defaults[name]]
 
 
-def _drawn(how: str) -> tuple[str, ...]:
-    return tuple(entry.name for entry in fields(SamplerOptions) if entry.metadata["draws"] == how)
+def _drawn(mode: str) -> tuple[str, ...]:
+    return tuple(entry.name for entry in fields(SamplerOptions) if entry.metadata["draws"] == mode)
 
 
 # The columns of the sampler's arrays, in order, and what takes the values of a row from Sampling or SamplerOptions. The

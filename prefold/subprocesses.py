@@ -67,8 +67,8 @@ class Subprocess:
     def _started(self) -> subprocess.Popen[bytes]:
         """Returns the process. It imports nothing from the current folder (-P)."""
         root = str(Path(__file__).parents[1])
-        kept = ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH")
-        environment = {name: os.environ[name] for name in kept if name in os.environ}
+        variables = ("PATH", "SYSTEMROOT", "LD_LIBRARY_PATH")
+        environment = {name: os.environ[name] for name in variables if name in os.environ}
         environment |= {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._socket, theirs = socket.socketpair()
@@ -101,13 +101,13 @@ class Subprocess:
 
     def _receive(self, size: int, deadline: float) -> bytearray:
         data = bytearray(size)
-        left = memoryview(data)
-        while left:
+        rest = memoryview(data)
+        while rest:
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            count = self._socket.recv_into(left)
+            count = self._socket.recv_into(rest)
             if not count:
                 raise Ended
-            left = left[count:]
+            rest = rest[count:]
         return data
 
 

@@ -11,7 +11,7 @@ from prefold.cache import CacheEvents
 from prefold.cache.events import EventLog, Removed, RowsStored
 from prefold.errors import InputError
 from prefold.simulate.costs import StepCost, StepRows
-from prefold.simulate.engines import MOST_ROWS, Ended, Hits, Stretch
+from prefold.simulate.engines import MOST_ROWS, EndedRequest, Hits, Stretch
 from prefold.simulate.requests import SimRequest
 
 __all__ = ["BlockEngine", "BlockHits"]
@@ -33,7 +33,7 @@ class BlockHits(Hits):
 
     def rates(self) -> dict[str, float]:
         """Returns the shares of the tokens asked for, and the rate that vLLM would print."""
-        again, printed = self.recompute / max(1, self.asked), self.found / max(1, self.queries)
+        again, printed = self.recompute / max(1, self.tokens), self.found / max(1, self.queries)
         return Hits.rates(self) | {"recompute": again, "vllm": printed}
 
 
@@ -117,7 +117,7 @@ class BlockEngine:
                 field="prompt",
                 remedy="name a machine with more memory",
             )
-        self.hits.asked += request.rows
+        self.hits.tokens += request.rows
         self._waiting.append(sequence)
 
     def step(self) -> Stretch | None:
@@ -159,7 +159,7 @@ class BlockEngine:
             self._prefilling[sequence] = None
         return budget - rows, prefill + rows, pairs
 
-    def _finish(self, decode: int, ready: list[_BlockSequence]) -> list[Ended]:
+    def _finish(self, decode: int, ready: list[_BlockSequence]) -> list[EndedRequest]:
         """Everybody who decodes has made a token, and so have those whose prompts are done now."""
         self._context += decode
         for sequence in ready:
@@ -183,7 +183,7 @@ class BlockEngine:
             sequence.turn += 1
             del self._running[sequence]
             self._release(sequence)
-            ended.append(Ended(sequence.request, sequence.cached or 0))
+            ended.append(EndedRequest(sequence.request, sequence.cached or 0))
         return ended
 
     def _open_blocks(self) -> None:

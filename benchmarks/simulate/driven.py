@@ -62,7 +62,7 @@ class _Driven(Simulation):
             self.feeder.worked(*what, now)
             return True
         if kind == "given":
-            self._given = now
+            self._last_work = now
             self.submit(*what)
             touched.add(what[0])
             return False
@@ -75,10 +75,10 @@ class _Driven(Simulation):
         self.push(now + self._driver.delay, "heard", (number, stretch, events))
         return False
 
-    def given(self, now: float) -> Iterable[tuple[int, Sequence[SimRequest]]]:
+    def assignments(self, now: float) -> Iterable[tuple[int, Sequence[SimRequest]]]:
         """Yields the first of what replicas get; the rest comes later, one lease after the other."""
         late = 0.0
-        for number, requests in super().given(now):
+        for number, requests in super().assignments(now):
             self._open[number] += len(requests)
             if late:
                 self.push(now + late, "given", (number, requests))

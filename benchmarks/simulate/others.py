@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 
 from prefold.cluster.online import Assignment, Dispatcher
 from prefold.simulate.cases import ENGINES, FEEDERS, streamed
-from prefold.simulate.fleet import Feeder, Lists
+from prefold.simulate.fleet import Feeder, ListFeeder
 from prefold.simulate.requests import SimRequest
 from prefold.stream.live import Bucket
 
@@ -74,7 +74,7 @@ class SharedQueue(Feeder):
 def _static(setup, cost, requests, there):
     """Returns a feeder that gives each replica an equal part of the requests, as they come."""
     size, count = len(requests), setup.replicas
-    return Lists([requests[i * size // count : (i + 1) * size // count] for i in range(count)])
+    return ListFeeder([requests[i * size // count : (i + 1) * size // count] for i in range(count)])
 
 
 ENGINES.update({"prefold-steps": ScheduledEngine, "vllm": BlockEngine})

@@ -11,7 +11,7 @@ from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
 from prefold.schedule.admission import StepLimits
 from prefold.schedule.generate import GenerateScheduler
 from prefold.simulate.costs import TILE, StepRows
-from prefold.simulate.engines import Ended, Hits, RowEngine, Stretch
+from prefold.simulate.engines import EndedRequest, Hits, RowEngine, Stretch
 from prefold.simulate.requests import SimRequest
 from prefold.types import GenerationStats
 
@@ -42,7 +42,7 @@ class ScheduledEngine(RowEngine):
         return self
 
     def submit(self, request: SimRequest) -> None:
-        self.hits.asked += request.rows
+        self.hits.tokens += request.rows
         self._requests[request.key] = request
         self.scheduler.submit(request.key, request.tokens(), limit=request.limit)
 
@@ -81,7 +81,7 @@ class ScheduledEngine(RowEngine):
         tokens = [(1 << 31) - 2] * len(step.consumers)
         stops = [len(one.tokens) >= self._requests[one.key].output for one in step.consumers]  # type: ignore[index]
         done = scheduler.commit(step, tokens, stops)
-        ended = [Ended(self._requests.pop(one.key), one.cached_tokens or 0) for one in done]  # type: ignore[arg-type]
+        ended = [EndedRequest(self._requests.pop(one.key), one.cached_tokens or 0) for one in done]  # type: ignore[arg-type]
         self._count(rows.prefill)
         self._steps += 1
         return Stretch(self.cost.seconds(rows), rows.prefill, decode, 1, len(step.consumers), ended)

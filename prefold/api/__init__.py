@@ -1,8 +1,6 @@
-"""Reads and writes wire formats: the bodies of requests become items of tasks, and the tasks' results become responses.
-
-Each body is a struct (see `body.py`), which says what it asks of its task and how the response is made. Here is which
-URLs a line of a batch may name, and which body is sent there. Nothing imports torch, or knows of files or sockets.
-"""
+"""Reads and writes wire formats: the bodies of requests become items of tasks, and the tasks' answers become responses.
+Each body is a struct (see `body.py`), which makes an order for its task, and a response from its answers. This file
+lists the URLs of a batch's lines, with their bodies. Nothing here imports torch, or uses files or sockets."""
 
 from __future__ import annotations
 

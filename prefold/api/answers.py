@@ -1,9 +1,7 @@
-"""What the text of an answer holds beside the answer: function calls, which a request asks for, and reasoning.
-
-An answer that must be a call is enforced by a grammar. Where the model may choose, calls are found in its text: between
-<tool_call> and </tool_call>, as Qwen's and Hermes' templates ask for, or a JSON object that is the whole text, as
-Llama's do. Reasoning is between <think> and </think>.
-"""
+"""Finds function calls and reasoning in the text of an answer. An answer that must be a call is enforced by a grammar.
+If the model may choose, calls are found in its text: between <tool_call> and </tool_call>, as Qwen's and Hermes'
+templates write them, or as a JSON object that is the whole text, as Llama's do. Reasoning is between <think> and
+</think>."""
 
 from __future__ import annotations
 
@@ -25,13 +23,10 @@ Tools = list[Any]
 def read_tools(
     tools: Any, choice: Any, parallel: bool = True
 ) -> tuple[Tools | None, dict[str, Any] | None, dict[str, Any] | None]:
-    """Returns (what the template is told of tools, how calls are found in the answer, a grammar that enforces one).
-
-    How calls are found: {"names": those of the functions, "forced": whether the answer is nothing but a call, "most":
-    how many are taken, where not all are}. Raises InputError for a tool_choice that is wrong.
-
-    parallel  whether an answer may have several calls
-    """
+    """Returns (the tools for the chat template, the rules by which calls are found, a grammar that enforces a call).
+    The rules are {"names": the functions' names, "forced": whether the answer is only a call, "most": how many calls
+    are returned, unless all are}. parallel: whether an answer may have several calls. Raises InputError for a wrong
+    tool_choice."""
     tools, most = _filled(tools) or None, {} if parallel else {"most": 1}
     if choice in (None, "auto", "none") or not tools:
         if choice not in (None, "auto", "none"):
@@ -42,20 +37,20 @@ def read_tools(
         return tools, {"names": [tool["name"] for tool in _functions(tools)], "forced": False} | most, None
     functions = _functions(tools)
     if choice != "required":
-        wanted = choice.get("function", choice) if isinstance(choice, Mapping) else None
-        name = wanted.get("name") if isinstance(wanted, Mapping) else None
+        chosen = choice.get("function", choice) if isinstance(choice, Mapping) else None
+        name = chosen.get("name") if isinstance(chosen, Mapping) else None
         functions = [function for function in functions if function["name"] == name]
         if not functions:
             message = f"'tool_choice' is {choice!r:.100}"
             remedy = 'give auto, none, required, or {"type": "function", "function": {"name": ...}} of one of the tools'
             raise InputError(message, field="tool_choice", remedy=remedy, code="wrong_type")
-    how = {"names": [function["name"] for function in functions], "forced": True}
-    return tools, how, grammar_of_calls(functions)
+    calls = {"names": [function["name"] for function in functions], "forced": True}
+    return tools, calls, grammar_of_calls(functions)
 
 
 def _filled(tools: Any) -> Any:
-    """Returns tools whose functions have a description and parameters, null where they lack them: chat templates may
-    read both."""
+    """Returns tools whose functions all have a description and parameters, null if they lack them, because chat
+    templates may read both."""
     if not isinstance(tools, list):
         return tools
     fields = ("name", "description", "parameters")
@@ -93,21 +88,22 @@ def grammar_of_calls(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _moved(root: str, keyword: str, text: str) -> str:
-    """Returns the text of a keyword of a schema that is moved to `root` of a larger one: there its references begin."""
+    """Returns the text of a schema's keyword after the schema was moved to `root` of a larger one, which changes its
+    references."""
     return root + text[1:] if keyword == "$ref" and (text == "#" or text.startswith("#/")) else text
 
 
-def calls_in(text: str, how: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """Returns (the text without its calls, [(name of a function, its arguments as JSON), ...]). Calls beyond those that
-    are taken are in neither."""
-    if how["forced"] or text.lstrip()[:1] == "{":
-        call = _call(text, how["names"])
+def calls_in(text: str, rules: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    """Returns (the text without its calls, [(name of a function, its arguments as JSON), ...]). Calls beyond `most` are
+    in neither."""
+    if rules["forced"] or text.lstrip()[:1] == "{":
+        call = _call(text, rules["names"])
         return ("", [call]) if call is not None else (text, [])
-    parts = [_call(part, how["names"]) for part in _CALL.findall(text)]
+    parts = [_call(part, rules["names"]) for part in _CALL.findall(text)]
     calls = [call for call in parts if call is not None]
-    if not calls or len(calls) < len(parts):  # one that is none stays text, and all others with it
+    if not calls or len(calls) < len(parts):  # if one of them is no valid call, all stay text
         return text, []
-    return _CALL.sub("", text).rstrip(), calls[: how.get("most")]
+    return _CALL.sub("", text).rstrip(), calls[: rules.get("most")]
 
 
 def _call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
@@ -124,25 +120,25 @@ def _call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
 _THINK_OPEN, _THINK_CLOSE = THINK
 
 
-class Parting:
-    """A Parting parts a text that grows into reasoning and answer, without white space around the reasoning.
+class ReasoningSplitter:
+    """A ReasoningSplitter splits a growing text into reasoning and answer, without white space around the reasoning.
 
     A text holds reasoning where it begins with <think>, or its prompt ends with that.
     """
 
     def __init__(self, opened: bool):
         """opened: whether the prompt ends with <think>."""
-        self._held = ""  # what it cannot be said of yet whether, and where, it belongs
-        self._is_open: bool | None = opened or None  # None: the text has not said yet whether it holds reasoning
+        self._pending = ""  # text of which it is not certain yet where it belongs
+        self._is_open: bool | None = opened or None  # whether the text is inside reasoning; None: not certain yet
         self._has_thought = self._has_answer = False
 
     def add(self, text: str) -> tuple[str, str]:
-        """Returns the reasoning and the answer that can be given out now that the text goes on with `text`."""
-        held, thought = self._held + text, ""
+        """Returns the reasoning and the answer that are certain after `text` is appended."""
+        held, thought = self._pending + text, ""
         if self._is_open is None:
             begun = held.lstrip()
             if len(begun) < len(_THINK_OPEN) and _THINK_OPEN.startswith(begun):
-                self._held = held
+                self._pending = held
                 return "", ""
             self._is_open, self._has_answer = begun.startswith(_THINK_OPEN), not begun.startswith(_THINK_OPEN)
             held = begun[len(_THINK_OPEN) :] if self._is_open else held
@@ -157,97 +153,92 @@ class Parting:
             self._has_thought = self._has_thought or bool(thought)
             held = after
         if self._is_open:
-            self._held = held
+            self._pending = held
             return thought, ""
         held = held if self._has_answer else held.lstrip()
-        self._has_answer, self._held = self._has_answer or bool(held), ""
+        self._has_answer, self._pending = self._has_answer or bool(held), ""
         return thought, held
 
     def rest(self) -> tuple[str, str]:
-        """Returns what is left to give out of a text that has ended."""
+        """Returns the remaining reasoning and answer of a text that has ended."""
         if not self._is_open:
-            return "", self._held
-        return (self._held if self._has_thought else self._held.lstrip()).rstrip(), ""
+            return "", self._pending
+        return (self._pending if self._has_thought else self._pending.lstrip()).rstrip(), ""
 
 
-def parted(text: str, opened: bool) -> tuple[str, str]:
-    """Returns the reasoning and the answer of a whole text. opened: whether its prompt ends with <think>."""
-    parting = Parting(opened)
-    begun, rest = parting.add(text), parting.rest()
+def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
+    """Returns the reasoning and the answer of a whole text. opened: whether its prompt ends with <think>"""
+    splitter = ReasoningSplitter(opened)
+    begun, rest = splitter.add(text), splitter.rest()
     return begun[0] + rest[0], begun[1] + rest[1]
 
 
 class ChoiceText:
-    """A ChoiceText gives the text of one choice out as it grows: its reasoning, and what of the rest can be no call.
+    """A ChoiceText releases the text of a choice as it grows: its reasoning, and text that cannot be part of a call.
+    thinks: whether the prompt ends with <think>; None: there is no reasoning. calls: the rules by which calls are
+    found; None: there are none"""
 
-    thinks  whether the prompt ends with <think>; None: there is no reasoning
-    how     how calls are found; None: there are none
-    """
-
-    def __init__(self, thinks: bool | None, how: Mapping[str, Any] | None):
-        self._parting, self._how, self._text = None if thinks is None else Parting(thinks), how, ""
-        self._num_thought = self._num_sent = 0  # letters that were given out, of the reasoning and of the text
+    def __init__(self, thinks: bool | None, calls: Mapping[str, Any] | None):
+        self._splitter, self._calls, self._text = None if thinks is None else ReasoningSplitter(thinks), calls, ""
+        self._num_thought = self._num_sent = 0  # letters of the reasoning and of the text that were released
 
     def add(self, text: str) -> tuple[str, str]:
-        """Returns (reasoning, text) that can be given out now that the text goes on with `text`."""
+        """Returns the reasoning and the text that are certain after `text` is appended."""
         thought = ""
-        if self._parting is not None:
-            thought, text = self._parting.add(text)
+        if self._splitter is not None:
+            thought, text = self._splitter.add(text)
             self._num_thought += len(thought)
-        if self._how is not None:
+        if self._calls is not None:
             self._text += text
-            text = self._text[self._num_sent : self._settled(self._how)]
+            text = self._text[self._num_sent : self._settled(self._calls)]
         self._num_sent += len(text)
         return thought, text
 
     def rest(self, message: Mapping[str, Any]) -> tuple[str, str]:
-        """Returns (reasoning, text) that is left to give out of the whole message, as a chat has it."""
+        """Returns the reasoning and the text of the whole message, in a chat's form, that were not released yet."""
         return message.get("reasoning", "")[self._num_thought :], (message["content"] or "")[self._num_sent :]
 
-    def _settled(self, how: Mapping[str, Any]) -> int:
-        """Returns how many letters of the text so far can be no part of a call."""
+    def _settled(self, calls: Mapping[str, Any]) -> int:
+        """Returns how many letters of the text so far cannot be part of a call."""
         text = self._text
-        if how["forced"] or text.lstrip()[:1] in ("{", ""):
+        if calls["forced"] or text.lstrip()[:1] in ("{", ""):
             return 0
         start = text.find(_OPEN)
         if start >= 0:
             return len(text[:start].rstrip())
-        held = next((n for n in range(len(_OPEN), 0, -1) if text.endswith(_OPEN[:n])), 0)
-        return len(text[: len(text) - held].rstrip())
+        partial = next((n for n in range(len(_OPEN), 0, -1) if text.endswith(_OPEN[:n])), 0)
+        return len(text[: len(text) - partial].rstrip())
 
 
 class Events:
-    """Makes the events of one response, each of them a dict.
+    """An Events makes the events of a response, each of them a dict.
 
     is_named  whether an event is sent with its "type" as its name
-    mark      what is sent behind all events
+    mark      bytes that are sent after all events
     """
 
     is_named = True
     mark = b""
 
     def begin(self, prompts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yields what comes before any text. prompts: what the task notes of each."""
+        """Yields the events before any text. prompts: the notes of the prompts' Works"""
         raise NotImplementedError
 
     def piece(
         self, item: int, sample: int, text: str, tokens: list[dict[str, Any]], count: int
     ) -> Iterator[dict[str, Any]]:
-        """Yields what sends some more of a sample's text, with its tokens. What may be a function call is kept until
-        the end.
-
-        count  how many tokens the sample has so far
-        """
+        """Yields events with more text of a sample, and its tokens. Text that may be a function call is held back until
+        the end. count: tokens of the sample so far"""
         raise NotImplementedError
 
     def end(self, item: int, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields what ends the samples of an item, by its result."""
+        """Yields the events that end the samples of an item. result: the item's answer"""
         raise NotImplementedError
 
     def last(self) -> Iterator[dict[str, Any]]:
-        """Yields what comes after all items have ended."""
+        """Yields the events after all items have ended."""
         yield from ()
 
     def failed(self, status: int, message: str, code: str, param: str | None) -> dict[str, Any]:
-        """Returns the event that says that the response could not be ended."""
+        """Returns the event of an error that ends the response."""
         raise NotImplementedError

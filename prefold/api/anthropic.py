@@ -138,10 +138,10 @@ class CountTokens(RequestBody, kw_only=True):
         (item,), meta = Chat.of(chat).read({})
         is_format = meta.get("format") == "response_format"
         fields = {"stop": "stop_sequences", "grammar": "output_config.format" if is_format else "tools"}
-        how: dict[str, Any] = {"model": served.model, "id": served.id}
-        events = MessageEvents(meta, **how) if self.stream else None
+        names: dict[str, Any] = {"model": served.model, "id": served.id}
+        events = MessageEvents(meta, **names) if self.stream else None
         items = [item | {"with_reasoning": False}]
-        return TaskOrder("generate", items, partial(message_body, meta, **how), fields=fields, events=events)
+        return TaskOrder("generate", items, partial(message_body, meta, **names), fields=fields, events=events)
 
 
 class Message(CountTokens, kw_only=True):
@@ -155,7 +155,7 @@ def _text(content: str | list[TextBlock]) -> str:
 
 
 def _messages(message: UserMessage | AssistantMessage) -> Iterator[Body]:
-    """Yields the messages, as OpenAI has them, of one of Anthropic's: results of tools are messages of their own."""
+    """Yields OpenAI's messages for one of Anthropic's, in which results of tools are messages of their own."""
     role, content = "user" if isinstance(message, UserMessage) else "assistant", message.content
     if isinstance(content, str):
         yield {"role": role, "content": content}
@@ -179,7 +179,7 @@ def _messages(message: UserMessage | AssistantMessage) -> Iterator[Body]:
 
 
 def _address(source: Base64 | Url | File) -> str:
-    """Returns the address of an image: a data URL, where it lies, or the id of an uploaded file."""
+    """Returns the address of an image: a data URL, a URL, or the id of an uploaded file."""
     if isinstance(source, Base64):
         return f"data:{source.media_type};base64,{source.data}"
     return source.url if isinstance(source, Url) else source.file_id
@@ -194,7 +194,7 @@ def _tool(tool: Tool) -> Body:
 
 
 def message_body(meta: Body, results: Sequence[Body], *, model: str, id: str) -> Body:
-    """Returns the response to a request, by the result of its one item."""
+    """Returns the response to a request. results: the answer to its only item"""
     (choice,), (result,) = chat_body(meta, results)["choices"], results
     message = choice["message"]
     content: list[Body] = [{"type": "text", "text": message["content"]}] if message["content"] else []
@@ -223,7 +223,7 @@ def _usage(result: Mapping[str, Any]) -> Body:
 
 
 class MessageEvents(Events):
-    """Makes the events of one response; each is a dict whose "type" is its name."""
+    """A MessageEvents makes the events of a response; the "type" of an event is its name."""
 
     def __init__(self, meta: Body, *, model: str, id: str):
         self._meta, self._model, self._id = meta, model, id

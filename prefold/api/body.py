@@ -1,4 +1,5 @@
-"""Bodies of requests as structs: the declaration of a field says what is read, and how OpenAPI describes it."""
+"""Bodies of requests as structs: the declaration of a field defines how it is parsed, and its description in
+OpenAPI."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ _BOUNDS = {">=": ", {} or more", ">": ", more than {}", "<=": ", at most {}"}
 
 
 def doc(text: str, kind: str | None = None, **schema: Any) -> Meta:
-    """Returns the description of a field in OpenAPI, and where its type is Any, the schema of its values."""
+    """Returns the description of a field in OpenAPI, with the schema of its values if its type is Any."""
     return Meta(description=text, extra_json_schema=({"type": kind} if kind else {}) | schema or None)
 
 
 def doc_of_option(name: str, **schema: Any) -> Meta:
-    """Returns the description of an option of generation. schema: of an option that is no number."""
+    """Returns the description of an option of generation. schema: for options that are not numbers"""
     option = option_of("generate", name)
     least, most = option.metadata["least"], option.metadata["most"]
     bounds = {"exclusiveMinimum" if option.metadata["above"] else "minimum": least, "maximum": most}
@@ -57,7 +58,7 @@ METADATA_REMEDY = "give an object of at most 16 texts, of 512 letters each, with
 
 
 class Word(StrEnum):
-    """A Word is one of some words, in any case."""
+    """A Word is an enumeration of words that are matched in any case."""
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
@@ -67,15 +68,15 @@ class Word(StrEnum):
 class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     """A Body is the body of a request, whose fields are those of its class. A null stands for a field's default.
 
-    A value that is of type Any is checked by its task, as it is in a record, and not a second time.
+    A value of type Any is checked by its task, as in a record.
 
-    unsupported  {field that is refused: its values that ask for nothing}
-    batch        the same of fields that a line of a batch does not have, and what to do about them
-    remedies     {field: what to do about it where it is refused, missing or wrong}
-    missing      what is said of a field that must be there, and what to do about it
-    may_be_empty whether such a field may be an empty text or list
-    is_listed    whether the fields are listed where a field is not known
-    is_strict    whether numbers may not be texts
+    unsupported   {refused field: its values that change nothing, which are accepted}
+    batch         {field that is refused in a line of a batch: (values that change nothing, the remedy)}
+    remedies      {field: the remedy if it is refused, missing or wrong}
+    missing       (message, remedy) of a missing required field
+    may_be_empty  whether a required field may be an empty text or list
+    is_listed     whether the error of an unknown field lists all fields
+    is_strict     whether texts are refused as numbers
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -100,27 +101,27 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
             elif name in refused or name not in fields:
                 remedy = remedies.get(name, "leave it out")
                 if name in refused:
-                    what = f"{cls.missing[0].partition(' ')[0].format(name)} is not supported"
+                    message = f"{cls.missing[0].partition(' ')[0].format(name)} is not supported"
                 elif cls.is_listed:
-                    what, remedy = f"unknown field {name!r:.100}", f"the fields are {', '.join(fields)}"
+                    message, remedy = f"unknown field {name!r:.100}", f"the fields are {', '.join(fields)}"
                 else:
-                    what, remedy = f"unknown parameter {name!r:.100}", near(name, fields, " if not, ") + remedy
-                raise InputError(what, field=name[:100], remedy=remedy, code="unsupported")
+                    message, remedy = f"unknown parameter {name!r:.100}", near(name, fields, " if not, ") + remedy
+                raise InputError(message, field=name[:100], remedy=remedy, code="unsupported")
         required, nested = _parts(cls)
         for name in required:
             if name not in values:
-                what, remedy = (text.format(name) for text in cls.missing)
-                raise InputError(what, field=name, remedy=remedy, code="missing_field")
+                message, remedy = (text.format(name) for text in cls.missing)
+                raise InputError(message, field=name, remedy=remedy, code="missing_field")
             if not cls.may_be_empty and values[name] in ("", []):
-                what, remedy = f"{name!r} is empty", "give at least one text"
-                raise InputError(what, field=name, remedy=remedy, code="empty")
+                message, remedy = f"{name!r} is empty", "give at least one text"
+                raise InputError(message, field=name, remedy=remedy, code="empty")
         values |= {name: kind.of(values[name]) for name, kind in nested.items() if isinstance(values.get(name), dict)}
         return converted(values, cls, remedies=cls.remedies, strict=cls.is_strict)
 
 
 @cache
 def _parts(kind: type[Body]) -> tuple[list[str], dict[str, type[Body]]]:
-    """Returns (the fields that must be there, {field: the Body that it is})."""
+    """Returns (the required fields, {field: its type, if that is a Body})."""
     fields = msgspec.structs.fields(kind)
     kinds = {
         entry.name: [part for part in (entry.type, *get_args(entry.type)) if isinstance(part, type)] for entry in fields
@@ -131,20 +132,20 @@ def _parts(kind: type[Body]) -> tuple[list[str], dict[str, type[Body]]]:
 
 @dataclass(frozen=True)
 class TaskOrder:
-    """A TaskOrder is what one request asks of a task.
+    """A TaskOrder describes the work of a request for a task.
 
     task       the task's name
     items      its items
-    make       (the task's result of each item) -> the body of the response
+    make       make(the task's answer to each item) -> the body of the response
     options    of the task, for this request
-    fields     {name of a field of the task's items: what the request calls it}, where they differ
-    share      whether prompts may be shared with others', now or later
-    echo       what is read of prompts that are scored beside their continuations
-    readout    what is read in place of what the task reads; None: what the task reads
-    events     makes the events in which the response is sent; None: it is sent whole
+    fields     {name of a field of the task's items: its name in the request}, where they differ
+    share      whether prompts may share rows with other requests, now or later
+    echo       the Echo of prompts that are scored beside their continuations
+    readout    replaces the task's read-out; None: the task's
+    events     makes the events of a streamed response; None: it is sent whole
 
-    What a server adds: the `owner` for whom it is, the size of the body in `num_bytes`, the `namespace` within which
-    alone a prefix is shared, and whether the engine `computes` it, or only its prompts are wanted.
+    A server adds the `owner`, the size of the body in `num_bytes`, the `namespace` outside of which no prefix is
+    shared, and whether the engine `computes` the order, or only its prompts are needed.
     """
 
     task: str
@@ -164,12 +165,12 @@ class TaskOrder:
 
 @dataclass(frozen=True)
 class Served:
-    """Served is what an order depends on besides its body.
+    """Served holds what an order depends on besides its body.
 
-    llm           that answers
-    model, id     the model's name in the response, and what makes the response's id different from all others
+    llm           the served LLM
+    model, id     the model's name in the response, and a unique text for the response's id
     fingerprint   the system_fingerprint of texts
-    max_logprobs  how many of the most likely tokens may be listed at most
+    max_logprobs  the most likely tokens that may be listed, at most
     """
 
     llm: Any
@@ -180,7 +181,7 @@ class Served:
 
 
 class Settings(Body, kw_only=True):
-    """Settings are the fields that all requests to OpenAI's and vLLM's paths have."""
+    """Settings are the fields of all requests to OpenAI's and vLLM's paths."""
 
     model: Model = None
     truncate_prompt_tokens: (
@@ -202,8 +203,7 @@ class Settings(Body, kw_only=True):
     is_listed = False
 
     def options(self, task: str) -> dict[str, Any]:
-        """Returns the options of the task that `truncate_prompt_tokens`, which is vLLM's, asks for. Raises
-        InputError."""
+        """Returns the options of the task for `truncate_prompt_tokens`, which is vLLM's. Raises InputError."""
         limit = self.truncate_prompt_tokens
         if limit is None:
             return {}
@@ -216,11 +216,11 @@ class Settings(Body, kw_only=True):
 
 
 class Batchable(Settings, kw_only=True):
-    """A Batchable is the body of a request that may be a line of a batch too.
+    """A Batchable is the body of a request that may also be a line of a batch.
 
-    task    the name of the task that answers it
-    fields  {name of a field of the task's items: what the request calls it}, where they differ
-    prefix  what the response's id begins with; None: it has neither id nor time
+    task    the name of its task
+    fields  {name of a field of the task's items: its name in the request}, where they differ
+    prefix  the beginning of the response's id; None: it has neither id nor time
     """
 
     task: ClassVar[str]
@@ -228,20 +228,18 @@ class Batchable(Settings, kw_only=True):
     prefix: ClassVar[str | None] = None
 
     def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns (items of the task, what the response needs, which JSON can hold). Raises InputError.
-
-        defaults  {field of Sampling: value}, in place of OpenAI's own
-        """
+        """Returns (items of the task, a meta for the response, which JSON can hold). defaults: {field of Sampling:
+        value} in place of OpenAI's. Raises InputError."""
         raise NotImplementedError
 
     @classmethod
-    def made(cls, meta: Mapping[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def body(cls, meta: Mapping[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns the response without its id, time, model and usage."""
         raise NotImplementedError
 
     @classmethod
     def usage(cls, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Returns how many tokens were read and made, by the result of each item."""
+        """Returns the numbers of tokens. results: the answer to each item"""
         tokens = sum(result["num_tokens"] for result in results)
         return {"prompt_tokens": tokens, "total_tokens": tokens}
 
@@ -249,21 +247,21 @@ class Batchable(Settings, kw_only=True):
     def response(
         cls, meta: Mapping[str, Any], results: Sequence[dict[str, Any]], *, model: str, id: str
     ) -> dict[str, Any]:
-        """Returns the response. model: its name there; id: what is put behind the prefix of the response's id."""
+        """Returns the response. model: its name there; id: follows the prefix of the response's id"""
         head = {} if cls.prefix is None else {"id": cls.prefix + id, "created": int(time.time())}
-        return head | cls.made(meta, results) | {"model": model, "usage": cls.usage(results)}
+        return head | cls.body(meta, results) | {"model": model, "usage": cls.usage(results)}
 
     @classmethod
     def fields_of(cls, meta: Mapping[str, Any]) -> Mapping[str, str]:
-        """Returns {name of a field of the task's items: its name in the request}. meta: what the response needs."""
+        """Returns {name of a field of the task's items: its name in the request}."""
         return {**cls.fields, **({"grammar": meta["format"]} if "format" in meta else {})}
 
     def order(self, served: Served) -> TaskOrder:
-        """Returns the order of the request: the items of its task, and how the response is made. Raises InputError."""
+        """Returns the order of the request. Raises InputError."""
         return self.ordered(served, *self.read({}))
 
     def ordered(self, served: Served, items: Sequence[Any], meta: dict[str, Any], **more: Any) -> TaskOrder:
-        """Returns the order of these items. meta: what the response needs; more: of the order."""
+        """Returns the order of these items. meta: as `read` returns it; more: fields of the order"""
         make = partial(self.response, meta, model=served.model, id=served.id)
         options, fields = self.options(self.task), self.fields_of(meta)
         return TaskOrder(self.task, items, make, options, fields, self.cache_prompt, **more)
@@ -272,12 +270,9 @@ class Batchable(Settings, kw_only=True):
 def converted(
     value: Any, kind: type[T], field: str = "", *, remedies: Mapping[str, str] | None = None, strict: bool = True
 ) -> T:
-    """Returns a value as one of a type. Raises InputError, which names the place that is wrong.
-
-    field     where the value stands
-    remedies  {field: what to do about it}, where the type does not say it
-    strict    whether numbers may not be texts; nulls in fields that are not known say nothing
-    """
+    """Returns a value converted to a type. Raises InputError, which names the wrong field. field: the value's own
+    field; remedies: {field: remedy}; strict: whether texts are refused as numbers. Nulls in unknown fields are
+    ignored."""
     try:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -305,14 +300,14 @@ def converted(
 
 
 def _at(value: Any, path: str) -> Any:
-    """Returns the part of a value at a path of msgspec's; None where there is none."""
+    """Returns the part of a value at a path of msgspec, or None."""
     for step in re.findall(r"\w+", path):
         value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
     return value
 
 
 def _remedy(fault: str, kind: Any, name: str) -> str:
-    """Returns the remedy for a field of a struct that is wrong. fault: the words of msgspec."""
+    """Returns the remedy for a wrong field of a struct. fault: msgspec's message"""
     types = [entry.type for entry in msgspec.structs.fields(kind) if entry.name == name]
     for word in (part for each in types for part in (each, *get_args(each))):
         if isinstance(word, type) and issubclass(word, Word):
@@ -325,8 +320,8 @@ def _remedy(fault: str, kind: Any, name: str) -> str:
 
 
 def renamed(field: str | None, names: Mapping[str, str]) -> str | None:
-    """Returns the name that a field of a task's items has in the request: "text[3]" is "inputs[3]" of a request to TEI,
-    and any part of a grammar is the parameter that asks for it."""
+    """Returns a request's name for a field of a task's items: "text[3]" is "inputs[3]" in a request to TEI, and any
+    part of a grammar is the parameter that sets it."""
     name, bracket, index = (field or "").partition("[")
     if name.partition(".")[0] == "grammar":
         return names.get("grammar", name)

@@ -1,8 +1,6 @@
-"""/v1/chat/completions and /v1/completions: requests become items of the task "generate", results become responses.
-
-The parameters are OpenAI's, and those that vLLM adds. A parameter that cannot be honoured is an error, unless its
-value asks for nothing.
-"""
+"""/v1/chat/completions and /v1/completions: requests become items of the task "generate", answers become responses. The
+parameters are OpenAI's, and those that vLLM adds. An unsupported parameter is an error, unless its value changes
+nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ import msgspec
 from ..errors import InputError
 from ..options import checked, http_names
 from ..tasks.sampling import format_grammar
-from .answers import ChoiceText, Events, calls_in, parted, read_tools
+from .answers import ChoiceText, Events, calls_in, read_tools, split_reasoning
 from .body import IDS, OBJECTS, TEXT_OR_TEXTS, Batchable, Body, Ignored, Served, TaskOrder, Word, doc, doc_of_option
 from .numbers import Prompts
 
@@ -33,10 +31,10 @@ _SCHEMAS: dict[str, Any] = {
     "max_tokens": {"type": "integer", "minimum": 1}, "stop": TEXT_OR_TEXTS, "stop_ids": IDS, "route": IDS,
     "logit_bias": {"type": "object"},
 }  # fmt: skip
-# {parameter that asks for a form of the answer: the name of that form in `grammar_from`}
+# {parameter of a grammar: the grammar's name in `grammar_from`}
 _GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "lark"}
 _STRUCTURED = {"json": "json_schema", "json_object": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}
-# How much a model that thinks is to think, in OpenAI's words and vLLM's.
+# OpenAI's and vLLM's values of reasoning_effort.
 Effort = Word("Effort", {name: name for name in ("none", "minimal", "low", "medium", "high", "xhigh", "max")})
 Tools = Annotated[Any, doc("Functions that the model may call.", **OBJECTS)]
 ToolChoice = Annotated[Any, doc("auto, none, required, or a function.", "string")]
@@ -63,7 +61,7 @@ class StreamOptions(Body):
 
 
 class Streamed(Batchable, kw_only=True):
-    """Streamed is a body whose answer may be sent piece by piece."""
+    """A Streamed is the body of a request whose response may be streamed."""
 
     stream: Annotated[bool, doc("Whether the answer is sent as server-sent events.")] = False
     stream_options: StreamOptions | None = None
@@ -86,14 +84,14 @@ class Streamed(Batchable, kw_only=True):
         return usage_of(results)
 
     def check_stream_options(self) -> None:
-        """Raises InputError for options of a stream where none is asked for."""
+        """Raises InputError for options of a stream without "stream": true."""
         if self.stream_options is not None and not self.stream:
             message, remedy = "'stream_options' is given without 'stream'", 'give "stream": true'
             raise InputError(message, field="stream_options", remedy=remedy)
 
 
 def sampled(parameters: Iterable[str]) -> Any:
-    """Returns the class of bodies with these parameters of sampling, which are declared as options."""
+    """Returns a class of bodies with these sampling parameters, which are declared as options."""
     fields = [
         (name, Annotated[Any, doc_of_option(_SAMPLING[name], **_SCHEMAS.get(_SAMPLING[name], {}))], None)
         for name in parameters
@@ -107,7 +105,7 @@ def sampling_of(body: Any, parameters: Iterable[str] = _SAMPLING) -> dict[str, A
 
 
 class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
-    """Generating is the body of a request for text."""
+    """A Generating is the body of a request for text."""
 
     prompt_logprobs: Annotated[Any, doc("So many likely tokens at each of the prompt.", "integer", minimum=0)] = None
     response_format: Annotated[Any, doc("OpenAI's: text, json_object or json_schema.", "object")] = None
@@ -157,7 +155,7 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         return self.ordered(served, items, meta, echo=echo if is_scored else None, events=events)
 
     def sampling(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Returns the sampling options, and notes in `meta` which parameter asks for a form of the answer."""
+        """Returns the sampling options, and puts the name of the parameter with the grammar into `meta`."""
         sampling = sampling_of(self)
         forms = {
             "response_format": _response_format(self.response_format),
@@ -173,8 +171,8 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         return sampling
 
     @property
-    def beside(self) -> dict[str, Any]:
-        """Returns the fields of an item beside its prompt and its sampling."""
+    def item_fields(self) -> dict[str, Any]:
+        """Returns the fields of an item besides its prompt and its sampling."""
         values = {"salt": self.cache_salt, "priority": self.priority, "with_ids": self.return_token_ids or None}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -208,14 +206,14 @@ class Chat(Generating):
         )  # fmt: skip
         item |= {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.reasoning_effort is not None:
-            # What is wrong with the object itself, the task says.
+            # The task checks whether it is an object.
             own, effort = item.get("chat_template_kwargs", {}), self.reasoning_effort.value
             item["chat_template_kwargs"] = {"reasoning_effort": effort, **own} if isinstance(own, Mapping) else own
         meta: dict[str, Any] = {} if self.include_reasoning else {"hides_reasoning": True}
         sampling = {**CHAT_DEFAULTS, **defaults, **self.sampling(meta)}
         if calls is not None:
             meta["calls"] = calls
-        # A response_format is of the message's text, and an answer that must be a call has none.
+        # A response_format is for the message's text, which an answer that must be a call does not have.
         if grammar is not None:
             if meta.get("format", "response_format") != "response_format":
                 message = f"{meta['format']} and tool_choice exclude each other"
@@ -225,12 +223,12 @@ class Chat(Generating):
             sampling["logprobs"] = self.top_logprobs or 0
         elif self.top_logprobs:
             raise InputError("top_logprobs needs logprobs", field="top_logprobs", remedy='give "logprobs": true')
-        # An answer that a grammar makes is of that form from its beginning on.
+        # An answer with a grammar has no reasoning: it follows the grammar from its beginning.
         item["with_reasoning"] = "grammar" not in sampling
-        return [item | {"sampling": sampling} | self.beside], meta
+        return [item | {"sampling": sampling} | self.item_fields], meta
 
     @classmethod
-    def made(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
+    def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
         return chat_body(meta, results)
 
 
@@ -253,11 +251,11 @@ class Completion(Generating, kw_only=True):
         sampling = {**COMPLETION_DEFAULTS, **defaults, **self.sampling(meta)}
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
-        return [{"prompt": each, "sampling": sampling, **self.beside} for each in prompts], meta
+        return [{"prompt": each, "sampling": sampling, **self.item_fields} for each in prompts], meta
 
     @classmethod
-    def made(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
-        """Returns the response to a request with one prompt or several; the samples of each follow each other."""
+    def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
+        """Returns the response to a request with one prompt or several; the samples of a prompt follow each other."""
         choices: list[Result] = []
         for place, result in enumerate(results):
             for choice in choices_of(result):
@@ -293,7 +291,7 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    """Returns the grammar of a response_format: OpenAI's, or huggingface_hub's, which is a json_object with a value."""
+    """Returns the grammar of a response_format: OpenAI's, or huggingface_hub's, a json_object with a value."""
     if isinstance(value, dict) and value.get("type") == "json_object" and value.get("value") is not None:
         return {"json_schema": value["value"]}
     return format_grammar(value)
@@ -309,17 +307,17 @@ def chat_body(meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
         logprobs = chat_logprobs(choice["logprobs"]) if "logprobs" in choice else None
         content, thought, ending = choice.get("text"), "", _ending(choice)
         if "thinks" in result and content:
-            thought, content = parted(content, result["thinks"])
+            thought, content = split_reasoning(content, result["thinks"])
         message = {"role": "assistant", "content": content or None if thought else content, "refusal": None}
         if thought and "hides_reasoning" not in meta:
             message |= reasoning_of(thought)
         text, calls = calls_in(content or "", meta["calls"]) if "calls" in meta else ("", [])
         if calls:
             functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-            made = [
+            tool_calls = [
                 {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function} for function in functions
             ]
-            message |= {"content": text or None, "tool_calls": made}
+            message |= {"content": text or None, "tool_calls": tool_calls}
             ending["finish_reason"] = "tool_calls"
         choices.append({"index": index, "message": message, "logprobs": logprobs} | ending)
     body = _fingerprint(meta)
@@ -327,13 +325,13 @@ def chat_body(meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
         body["prompt_logprobs"] = prompt_logprobs(result["prompt"], meta["prompt_logprobs"])
     if "prompt_ids" in result:
         body["prompt_token_ids"] = result["prompt_ids"]
-        for made, choice in zip(choices, choices_of(result), strict=True):
-            made["token_ids"] = choice["tokens"]
+        for tool_calls, choice in zip(choices, choices_of(result), strict=True):
+            tool_calls["token_ids"] = choice["tokens"]
     return {"object": "chat.completion", "choices": choices} | body
 
 
 def reasoning_of(thought: str) -> dict[str, str]:
-    """Returns the fields of a message, or of a piece of it, that hold reasoning: DeepSeek's name for it, and vLLM's."""
+    """Returns the fields of a message, or of a piece of it, with reasoning: under DeepSeek's name, and under vLLM's."""
     return {"reasoning_content": thought, "reasoning": thought}
 
 
@@ -342,7 +340,7 @@ def _fingerprint(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def usage_of(results: Sequence[Result]) -> Result:
-    """Returns how many tokens the prompts have, and how many were generated."""
+    """Returns the usage of a response: tokens of prompts, and of outputs."""
     prompt, generated, cached = (
         sum(result[name] for result in results) for name in ("num_tokens", "num_generated", "cached_tokens")
     )
@@ -351,8 +349,8 @@ def usage_of(results: Sequence[Result]) -> Result:
         details["approximate_tokens"] = approximate
     choices = [choice for result in results if "thinks" in result for choice in choices_of(result)]
     thought = sum(choice["reasoning_tokens"] for choice in choices)
-    made = {"completion_tokens_details": {"reasoning_tokens": thought}} if choices else {}
-    return made | {
+    reasoning = {"completion_tokens_details": {"reasoning_tokens": thought}} if choices else {}
+    return reasoning | {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
@@ -361,7 +359,7 @@ def usage_of(results: Sequence[Result]) -> Result:
 
 
 def choices_of(result: Result) -> list[Result]:
-    """Returns the samples of a result: itself where there is one."""
+    """Returns the samples of an answer; the answer itself if it has one."""
     return result.get("choices") or [result]
 
 
@@ -371,22 +369,21 @@ def _ending(choice: dict[str, Any]) -> dict[str, Any]:
 
 def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:
     token = entry.get("token", "")
-    # A token that is only a part of a letter is decoded to U+FFFD, from which its bytes cannot be known.
+    # A token that is a part of a letter is decoded to U+FFFD, which does not tell its bytes.
     whole = None if "\ufffd" in token else list(token.encode())
     return {"token": token, "logprob": entry["logprob"], "bytes": whole}
 
 
 def chat_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the log-probabilities of tokens as a chat response has them."""
+    """Returns the log-probabilities of tokens in the form of a chat response."""
     content = [_chat_token(e) | {"top_logprobs": [_chat_token(t) for t in e["top"]]} for e in entries]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[str, Any]:
-    """Returns the log-probabilities of tokens as a completion has them. start: where the first token begins."""
+    """Returns the log-probabilities of tokens in the form of a completion. start: the offset of the first token"""
     tokens = [entry.get("token", "") for entry in entries]
-    # OpenAI lists the chosen token among the most likely ones, even where it is none of them. Of tokens that have the
-    # same text the most likely one counts.
+    # OpenAI always lists the chosen token among the most likely ones. The most likely of tokens with one text counts.
     every = ([*entry["top"], entry] for entry in entries)
     top = [
         None
@@ -404,12 +401,12 @@ def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[s
 
 @dataclass(frozen=True)
 class Echo:
-    """An Echo is what a request wants of its prompts.
+    """An Echo says which parts of its prompts a request wants in the response.
 
     text      whether each choice begins with the prompt
-    logprobs  how many of the most likely tokens are listed for each token of the prompt, where a choice has
-              log-probabilities; None: it has none
-    listed    the same of `prompt_logprobs`, which is a field of its own
+    logprobs  how many of the most likely tokens a choice's log-probabilities list for each token of the prompt; None:
+              there are no log-probabilities
+    listed    how many of the most likely tokens `prompt_logprobs` lists for each token of the prompt; None: none
     is_all    whether nothing is generated
     """
 
@@ -420,17 +417,15 @@ class Echo:
 
     @property
     def top(self) -> int | None:
-        """Returns how many of the most likely tokens are read at each token; None: the prompts are not scored."""
+        """Returns how many of the most likely tokens are computed for each token; None: the prompts are not scored."""
         counts = [count for count in (self.logprobs, self.listed) if count is not None]
         return max([1, *counts]) if counts or self.is_all else None
 
 
 def read_echo(body: Any, *, most: int) -> Echo | None:
-    """Returns the Echo of a request; None where it wants nothing of its prompts. Raises InputError.
-
-    body  a Chat or a Completion; where nothing is to be generated, one token is, which is not made
-    most  the most likely tokens that may be asked for
-    """
+    """Returns the Echo of a Chat or a Completion; None if the response has nothing of its prompts. If nothing is to be
+    generated, max_tokens becomes 1, and that token is dropped. most: the likely tokens that may be listed. Raises
+    InputError."""
     text = getattr(body, "echo", False)
     counts = {"prompt_logprobs": body.prompt_logprobs, "logprobs": body.logprobs if text else None}
     listed, logprobs = (
@@ -453,8 +448,8 @@ def read_echo(body: Any, *, most: int) -> Echo | None:
 
 
 def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[Result | None]:
-    """Returns the log-probabilities of a prompt's tokens as vLLM has them: those of each token and of the most likely
-    ones, by their ids; null for the first token, before which there is nothing."""
+    """Returns the log-probabilities of a prompt's tokens in vLLM's form: for each token those of itself and of the most
+    likely ones, by id; null for the first."""
 
     def likely(entry: Mapping[str, Any]) -> Result:
         ranked = [*enumerate(entry["top"][:count], 1), (entry["rank"], entry)]
@@ -470,17 +465,18 @@ def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[Re
 
 
 class _Choice:
-    """What was sent of one choice. prompt: what the task notes of its prompt; how: how calls are found."""
+    """A _Choice counts what was sent of a choice. prompt: the note of its prompt; calls: the rules by which calls are
+    found"""
 
-    def __init__(self, prompt: Result, how: Mapping[str, Any] | None):
-        self.prompt, self.text = prompt, ChoiceText(prompt.get("thinks"), how)
+    def __init__(self, prompt: Result, calls: Mapping[str, Any] | None):
+        self.prompt, self.text = prompt, ChoiceText(prompt.get("thinks"), calls)
         self.ids: list[int] = []  # of its tokens so far
-        self.num_ids: int | None = None  # those that were sent
+        self.num_ids: int | None = None  # how many of them were sent
         self.num_logprobs = self.num_letters = 0  # tokens whose log-probabilities were sent, and their letters
 
 
 class Chunks(Events):
-    """Makes the chunks of one response.
+    """A Chunks makes the chunks of a streamed response.
 
     kind     Chat or Completion
     options  whether a last chunk says how many tokens there were, and whether every chunk how many there are so far
@@ -500,18 +496,18 @@ class Chunks(Events):
         self._choices: list[_Choice] = []
         self._results: dict[int, Result] = {}
         self._input_tokens = 0
-        self._made: dict[int, dict[int, int]] = {}  # {item: {sample: tokens}}
+        self._counts: dict[int, dict[int, int]] = {}  # {item: {sample: tokens}}
 
     def begin(self, prompts: list[Result]) -> Iterator[Result]:
         self._input_tokens = sum(prompt["tokens"] for prompt in prompts)
-        how = self._meta.get("calls")
-        self._choices = [_Choice(prompt, how) for prompt in prompts for _ in range(self._samples)]
+        calls = self._meta.get("calls")
+        self._choices = [_Choice(prompt, calls) for prompt in prompts for _ in range(self._samples)]
         for index, choice in enumerate(self._choices if self._chat else ()):
             ids = {"prompt_token_ids": choice.prompt["ids"]} if "ids" in choice.prompt else {}
             yield self._chunk(index, {"role": "assistant", "content": ""}) | ids
 
     def piece(self, item: int, sample: int, text: str, tokens: list[Result], count: int) -> Iterator[Result]:
-        self._made.setdefault(item, {})[sample] = count
+        self._counts.setdefault(item, {})[sample] = count
         index = item * self._samples + sample
         choice = self._choices[index]
         if "ids" in choice.prompt:
@@ -521,20 +517,20 @@ class Chunks(Events):
             yield self._with_ids(self._chunk(index, reasoning_of(thought)), choice)
         if text:
             chunk = self._chunk(index, {"content": text} if self._chat else text)
-            # Where text was kept back, it is not known which tokens are in it.
+            # If text was held back, it is not known which tokens are in it.
             if tokens and "logprob" in tokens[0] and "calls" not in self._meta and "thinks" not in choice.prompt:
                 chunk["choices"][0]["logprobs"] = self._logprobs(choice, tokens)
             yield self._with_ids(chunk, choice)
 
     def end(self, item: int, result: Result) -> Iterator[Result]:
         self._results[item] = result
-        self._made[item] = {0: result["num_generated"]}
-        # Log-probabilities have been told with their tokens, but for the last.
-        for sample, made in enumerate(self._kind.made(self._meta, [_bare(result)])["choices"]):
+        self._counts[item] = {0: result["num_generated"]}
+        # The log-probabilities of all tokens but the last ones were sent with their text.
+        for sample, whole in enumerate(self._kind.body(self._meta, [_bare(result)])["choices"]):
             index = item * self._samples + sample
-            choice, message = self._choices[index], made["message"] if self._chat else {"content": made["text"]}
+            choice, message = self._choices[index], whole["message"] if self._chat else {"content": whole["text"]}
             thought, rest = choice.text.rest(message)
-            choice.ids = made.get("token_ids", [])
+            choice.ids = whole.get("token_ids", [])
             delta: Any = ({"content": rest} if rest else {}) if self._chat else rest
             chunk = self._with_ids(self._chunk(index, delta), choice)
             (ended,) = chunk["choices"]
@@ -542,7 +538,7 @@ class Chunks(Events):
                 ended["delta"] |= reasoning_of(thought)
             if "tool_calls" in message:
                 ended["delta"]["tool_calls"] = [{"index": i} | call for i, call in enumerate(message["tool_calls"])]
-            ended |= {name: made[name] for name in ("finish_reason", "stop_reason")}
+            ended |= {name: whole[name] for name in ("finish_reason", "stop_reason")}
             if tokens := choices_of(result)[sample].get("logprobs", ())[choice.num_logprobs :]:
                 ended["logprobs"] = self._logprobs(choice, list(tokens))
             yield chunk
@@ -556,8 +552,8 @@ class Chunks(Events):
         return openai_error(status, message, code, param)[1]
 
     def _with_ids(self, chunk: Result, choice: _Choice) -> Result:
-        """Returns a chunk, with the ids of a choice's tokens that have not been sent, where they are asked for. A
-        chat's prompt stands in the chunk that begins it, that of a text in its first."""
+        """Returns a chunk, with the ids of a choice's tokens that have not been sent, if the request wants them. The
+        ids of a chat's prompt are in the first chunk of all, those of a completion's in its first chunk."""
         if "ids" in choice.prompt:
             if not self._chat and choice.num_ids is None:
                 chunk["choices"][0]["prompt_token_ids"] = choice.prompt["ids"]
@@ -566,7 +562,7 @@ class Chunks(Events):
         return chunk
 
     def _logprobs(self, choice: _Choice, tokens: list[Result]) -> Result:
-        """Returns the log-probabilities of tokens that follow those that were sent."""
+        """Returns the log-probabilities of the tokens after those that were sent."""
         letters = choice.num_letters
         choice.num_logprobs += len(tokens)
         choice.num_letters += sum(len(token.get("token", "")) for token in tokens)
@@ -576,13 +572,13 @@ class Chunks(Events):
         choice = {"index": index, "delta" if self._chat else "text": content, "logprobs": None, "finish_reason": None}
         chunk = self._head | {"choices": [choice]}
         if self._options.continuous_usage_stats:
-            made = sum(count for samples in self._made.values() for count in samples.values())
-            counts = {"prompt_tokens": self._input_tokens, "completion_tokens": made}
-            return chunk | {"usage": counts | {"total_tokens": self._input_tokens + made}}
+            generated = sum(count for samples in self._counts.values() for count in samples.values())
+            counts = {"prompt_tokens": self._input_tokens, "completion_tokens": generated}
+            return chunk | {"usage": counts | {"total_tokens": self._input_tokens + generated}}
         return chunk | ({"usage": None} if self._options.include_usage else {})
 
 
 def _bare(result: Result) -> Result:
-    """Returns a result without the log-probabilities of its tokens."""
+    """Returns an answer without the log-probabilities of its tokens."""
     bare = {name: value for name, value in result.items() if name != "logprobs"}
     return bare | {"choices": [_bare(choice) for choice in bare["choices"]]} if "choices" in bare else bare

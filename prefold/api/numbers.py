@@ -1,5 +1,5 @@
-"""Requests for numbers: OpenAI's embeddings, /rerank and /v1/score as Cohere and vLLM have them, and vLLM's /classify
-and /pooling. They become items of tasks, and results become responses."""
+"""Requests for embeddings and scores: OpenAI's embeddings, /rerank and /v1/score of Cohere and vLLM, and vLLM's
+/classify and /pooling. They become items of tasks, and answers become responses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Embeddings(Batchable):
         return [{"text": self.input, "dimensions": self.dimensions}], {"encoding": self.encoding_format.value}
 
     @classmethod
-    def made(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
+    def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
         vectors = vectors_in(results[0])
         vectors = in_base64(vectors) if meta["encoding"] == "base64" else vectors
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
@@ -45,12 +45,12 @@ class Embeddings(Batchable):
 
 
 def vectors_in(result: Result) -> Any:
-    """Returns the vectors of an item's texts: of one text, or of several."""
+    """Returns the vectors of an answer to one text or several."""
     return result["embeddings"] if "embeddings" in result else [result["embedding"]]
 
 
 def in_base64(vectors: Any) -> list[str]:
-    """Returns vectors as the text of their numbers in float32."""
+    """Returns vectors as base64 texts of their float32 numbers."""
     return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
 
 
@@ -82,7 +82,7 @@ class Rerank(Batchable):
         return [{name: value for name in names if (value := getattr(self, name)) is not None}], {}
 
     @classmethod
-    def made(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
+    def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
         (result,) = results
         entries: list[Result] = [{"index": i, "relevance_score": result["scores"][i]} for i in result["order"]]
         for entry, document in zip(entries, result.get("documents", []), strict=False):
@@ -126,7 +126,7 @@ class Scoring(Batchable):
         return [{"query": a, "document": b, **fixed} for a, b in zip(first, second, strict=True)], {}
 
     @classmethod
-    def made(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
+    def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
         scores = [score for result in results for score in result.get("scores", [result.get("score")])]
         return {"object": "list", "data": [{"object": "score", "index": i, "score": s} for i, s in enumerate(scores)]}
 
@@ -164,8 +164,8 @@ class Classify(Settings):
         options: Mapping[str, Any],
         **more: Any,
     ) -> TaskOrder:
-        """Returns the order of an item for each text. entry: (result of an item) -> its part of the response; id: of
-        the response; more: fields of each item."""
+        """Returns the order of an item for each text. entry: entry(answer to an item) -> its part of the response; id:
+        of the response; more: further fields of each item"""
 
         def make(results: Sequence[Result]) -> Result:
             head = {"id": id, "object": "list", "created": int(time.time()), "model": served.model}
@@ -185,7 +185,8 @@ class Pooling(Classify, kw_only=True):
     encoding_format: Encoding = Encoding.float
 
     def order(self, served: Served) -> TaskOrder:
-        """Returns the order for vectors, or of a model with a classification head for its values. Raises InputError."""
+        """Returns the order for vectors, or for the values of a classification head if the model has one. Raises
+        InputError."""
         task, id = "embed" if served.llm.config.num_labels is None else "classify", f"pool-{served.id}"
         if self.task is not None and str(self.task).lower() != task:
             message, remedy = f"'task' is {self.task!r:.100}", f"give one of {task}"
@@ -247,11 +248,9 @@ class CohereEmbed(Body, kw_only=True):
     remedies: ClassVar = {"texts": "give a list of texts", "embedding_types": f"give some of {', '.join(_FORMS)}"}
 
     def order(self, served: Served, default: Sequence[str] | None = None) -> TaskOrder:
-        """Returns the order for a vector of each text, in one form or several. Raises InputError: also for int8 and
-        uint8, as their scale is that of a model which was made for them.
-
-        default  embedding_types of a body without; None: the vectors are a bare list, as those of /v1/embed are
-        """
+        """Returns the order for a vector of each text, in one form or several. default: embedding_types of a body
+        without them; None: the vectors are a bare list, as in /v1/embed. Raises InputError for unknown forms, and for
+        int8 and uint8, whose scale belongs to models that were trained for them."""
         types = default if self.embedding_types is None else self.embedding_types
         for each in types or ():
             if each not in _FORMS:

@@ -1,5 +1,5 @@
-"""/v1/responses, OpenAI's: a request becomes an item of the task "generate" by way of a chat request, and the result a
-response with its output items, whole or in events."""
+"""OpenAI's /v1/responses: a request becomes an item of the task "generate" by way of a chat request, and the answer
+becomes a response with output items, whole or in events."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .completions import Chat, Effort, Streamed, ToolChoice, Tools, chat_body, s
 
 Body = dict[str, Any]
 
-# There is one answer, and `max_output_tokens`.
+# A response has one answer, and `max_output_tokens` in place of max_tokens.
 _SAMPLING = [name for name in http_names(SamplerOptions) if name not in ("n", "max_tokens", "max_completion_tokens")]
 # Parameters that a chat request has too; those of vLLM beside OpenAI's.
 _SAME = [*_SAMPLING, "cache_salt", "priority", "chat_template_kwargs", "parallel_tool_calls"]
-# {what a chat request calls it: what it is here}
+# {name of a field in a chat request: its name here}
 _NAMES = {
     "reasoning_effort": "reasoning.effort", "response_format": "text.format", "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -31,7 +31,7 @@ _SAID = (
     "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls", "text",
     "top_logprobs", "reasoning",
 )  # fmt: skip
-_LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"  # the latter there is none of
+_LOGPROBS = "message.output_text.logprobs"
 
 
 # ------------------------------------------------------------------------------------------------------- requests
@@ -169,8 +169,8 @@ _REMEDIES = {
 
 
 def _messages(value: Any) -> Iterator[Body]:
-    """Yields the messages of a chat request. Function calls that follow each other belong to one message, and so does
-    the reasoning before them, or before a text."""
+    """Yields the messages of a chat request. Consecutive function calls belong to one message, and so does the
+    reasoning before them, or before a text."""
     calls: list[Body] = []
     thought: Body = {}
     if isinstance(value, str):
@@ -203,7 +203,7 @@ def _messages(value: Any) -> Iterator[Body]:
 
 
 def _parts(content: str | list[Part], field: str) -> Any:
-    """Returns the content of a message: its text, or where it has images its parts, as a chat request has them."""
+    """Returns the content of a message in the form of a chat request: its text, or its parts if it has images."""
     if isinstance(content, str) or not any(part.type == "input_image" for part in content):
         return _text(content, field)
     parts: list[Body] = []
@@ -219,7 +219,7 @@ def _parts(content: str | list[Part], field: str) -> Any:
 
 
 def _text(content: str | list[Part], field: str) -> str:
-    """Returns the text of a content: of a text, or of a list of parts that are texts."""
+    """Returns the text of a content, which is a text or a list of texts."""
     if isinstance(content, str):
         return content
     for i, part in enumerate(content):
@@ -235,7 +235,7 @@ def _tool(tool: Function) -> Body:
 
 
 def _format(format: Format | None) -> Body | None:
-    """Returns a format as a chat request has it. Raises InputError."""
+    """Returns a format in the form of a chat request. Raises InputError."""
     if format is None or format.type != "json_schema":
         return None if format is None else {"type": format.type}
     if format.schema is None:
@@ -249,7 +249,7 @@ def _format(format: Format | None) -> Body | None:
 
 
 def responses_body(meta: Body, results: Sequence[Body]) -> Body:
-    """Returns the response, but for the model; `meta["id"]` makes its id, and those of its output items."""
+    """Returns the response, without the model. `meta["id"]` makes its id, and those of its output items."""
     (choice,) = chat_body(meta, results)["choices"]
     message, id = choice["message"], meta["id"]
     calls = message.get("tool_calls", [])
@@ -283,7 +283,7 @@ def responses_body(meta: Body, results: Sequence[Body]) -> Body:
 
 
 def _head(meta: Body) -> Body:
-    """Returns the fields that a response has from its beginning on."""
+    """Returns the fields that a response has from the beginning."""
     repeated = meta["asked"]
     return {
         "id": f"resp_{meta['id']}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
@@ -316,7 +316,7 @@ def _reasoning(id: str, status: str, content: list[Body]) -> Body:
 
 
 class ResponseEvents(Events):
-    """Makes the events of one response; each is a dict whose "type" is its name."""
+    """A ResponseEvents makes the events of a response; the "type" of an event is its name."""
 
     def __init__(self, meta: Body, *, model: str, id: str):
         self._meta, self._model = meta | {"id": id}, model
@@ -364,7 +364,7 @@ class ResponseEvents(Events):
         return self._event("error", message=message, code=code, param=param)
 
     def _think(self, thought: str) -> Iterator[Body]:
-        """Yields what sends some more of the reasoning."""
+        """Yields events with more of the reasoning."""
         if not thought:
             return
         if not self._thought:
@@ -376,7 +376,7 @@ class ResponseEvents(Events):
         yield self._event("response.reasoning_text.delta", **self._thinking, delta=thought)
 
     def _end_thinking(self, status: str = "completed") -> Iterator[Body]:
-        """Yields what ends the reasoning, if it has not ended."""
+        """Yields the events that end the reasoning, if it has not ended."""
         if self._is_thinking:
             self._is_thinking, part = False, _thought(self._thought)
             yield self._event("response.reasoning_text.done", **self._thinking, text=self._thought)

@@ -41,7 +41,7 @@ class Truncation(Body, kw_only=True):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Returns the task's options for it, and for the prompt of the checkpoint that the body names."""
+        """Returns the task's options for truncation, and for the checkpoint's prompt that the body names."""
         name = getattr(self, "prompt_name", None)
         cut = {"truncate": self.truncation_direction.lower()} if self.truncate else {}
         return cut if name is None else cut | {"prompt_name": name}
@@ -117,12 +117,12 @@ class TeiPredict(Truncation):
         With "parameters", as huggingface_hub sends it, a text is answered as a list of one.
         """
         inputs, parameters = self.inputs, self.parameters or Parameters()
-        many = isinstance(inputs, list) and all(isinstance(each, list) for each in inputs)
+        is_list = isinstance(inputs, list) and all(isinstance(each, list) for each in inputs)
         texts: list[Any] = []
-        for i, each in enumerate(inputs if many else [inputs]):
+        for i, each in enumerate(inputs if is_list else [inputs]):
             pair = [each] if isinstance(each, str) else each
             if not isinstance(pair, list) or len(pair) not in (1, 2) or not all(isinstance(text, str) for text in pair):
-                name = f"inputs[{i}]" if many else "inputs"
+                name = f"inputs[{i}]" if is_list else "inputs"
                 message = f"{name!r} is neither a text nor a pair of texts"
                 remedy = "give a text, [text, text], or a list of [text] and [text, text]"
                 raise InputError(message, field=name, remedy=remedy, code="wrong_type")
@@ -142,7 +142,7 @@ class TeiPredict(Truncation):
 
         def make(results: Results) -> Any:
             lists = [labels(result) for result in results]
-            return lists if many or self.parameters is not None else lists[0]
+            return lists if is_list or self.parameters is not None else lists[0]
 
         items = [{"text": text} for text in texts]
         return labels_of(TaskOrder("classify", items, make, self.options, {"text": "inputs"}), served)
@@ -193,7 +193,7 @@ class TeiDecode(Body):
 
 
 def vectors_of(order: TaskOrder, served: Served) -> TaskOrder:
-    """Returns an order for vectors. Raises UnsupportedModelError for a model that by TEI's rule makes none."""
+    """Returns an order for vectors. Raises UnsupportedModelError for a model with a classification head."""
     if served.llm.config.num_labels is not None:
         raise UnsupportedModelError("the model has a classification head and is no embedding model; use /predict")
     return order

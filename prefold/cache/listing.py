@@ -43,7 +43,7 @@ class TreePath(NamedTuple):
 
 def held_rows(tree: RadixTree) -> dict[Hashable, HeldRows]:
     """Returns the rows of each namespace."""
-    held = {}
+    rows = {}
     for namespace, root in tree.roots.items():
         counts = {"kept": 0, "pinned": 0, "in_use": 0, "nodes": 0}
         nodes = list(root.children.values())
@@ -52,8 +52,8 @@ def held_rows(tree: RadixTree) -> dict[Hashable, HeldRows]:
             nodes.extend(node.children.values())
             counts["nodes"] += 1
             counts["pinned" if node.pins else "kept" if node.kept else "in_use"] += node.computed
-        held[namespace] = HeldRows(**counts)
-    return held
+        rows[namespace] = HeldRows(**counts)
+    return rows
 
 
 def paths_of(

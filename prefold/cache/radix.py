@@ -340,16 +340,16 @@ class RadixCache:
 
     def check(self) -> None:
         """Raises AssertionError if the cache's counts and the tree disagree; for tests."""
-        kept = [node for node in self._tree.nodes() if node.kept]
-        assert set(kept) == set(self._kept)
-        assert self.rows == sum(node.computed for node in kept if not node.pins)
-        assert all(node.users == 0 and node.pending == 0 for node in kept)
-        evictable = {node for node in kept if not node.children and not node.pins}
+        cached = [node for node in self._tree.nodes() if node.kept]
+        assert set(cached) == set(self._kept)
+        assert self.rows == sum(node.computed for node in cached if not node.pins)
+        assert all(node.users == 0 and node.pending == 0 for node in cached)
+        evictable = {node for node in cached if not node.children and not node.pins}
         leaves = [entry for account in self.accounts for entry in account.leaves if self._is_evictable(entry)]
         assert {entry[2] for entry in leaves} == evictable
         assert all(entry[0] == self._worth(entry[2]) for entry in leaves)
         nodes: dict[Account | None, list[Node]] = {}
-        for node in kept:
+        for node in cached:
             nodes.setdefault(node.account, []).append(node)
         held = Counter[Account | None]()
         for node in self._tree.nodes():

@@ -1,4 +1,4 @@
-"""Holds the command line. It imports nothing heavy: every command imports what it needs when it runs."""
+"""The command line. It imports nothing heavy: every command imports its modules when it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .verify import verify
 
 
 class _Group(click.Group):
-    """Runs the commands. It keeps the arguments, for the command that resumes, and reports errors in one message."""
+    """A _Group runs the commands, keeps the arguments for the command that resumes, and prints errors as one
+    message."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         with guarded():
@@ -82,7 +83,7 @@ def models() -> None:
 
 
 def sections() -> list[tuple[str, list[str]]]:
-    """Returns (heading, lines) of each section of the list."""
+    """Returns (heading, lines) of each section of `prefold models`."""
     from ..checkpoint import BUILT_IN, GEOMETRIES
     from ..kernels import status
     from ..model import fallbacks, supported_architectures

@@ -1,4 +1,4 @@
-"""Answers texts that are given on the command line, for a person to read or, with --json, for a program."""
+"""Answers texts of the command line, for a person to read or, with --json, for a program."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ _CUT = click.style("(ended by --max-tokens, or by the model's context)", dim=Tru
 
 
 def job_options_of(o: dict[str, Any]) -> list[str]:
-    """Returns the flags of the options that were given and that only jobs have."""
+    """Returns the flags of the options on the command line that only jobs have."""
     names = [name for name in _JOB_ONLY if o.get(name) not in (None, False, ())]
     return [f"--{name.removesuffix('_column').removeprefix('input_').replace('_', '-')}" for name in names]
 
 
 def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: Iterable[bytes] | None = None) -> None:
-    """Runs a task on the texts of the arguments and prints the results.
-
-    piped: the lines of standard input, where they are not to be read from there.
-    """
+    """Runs a task on the texts of the arguments, and prints the results. piped: the lines of standard input, if they
+    were read already"""
     for option in job_options_of(o)[:1]:
         raise click.UsageError(f"{option} is for jobs; give an input file, or leave it out")
     if task != "generate":
@@ -50,15 +48,15 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     check_tokenizer(checkpoint, tokenizer, "texts")
     items, shown = make_items(task, texts, chat=task == "generate" and uses_chat(o, tokenizer))
     tasks = LazyTasks((task,), o, checkpoint, tokenizer, paths=True)
-    made = tasks[task]
+    task_object = tasks[task]
     items = [with_image(task, item, o["image"]) for item in items] if o.get("image") else items
-    (works,) = checked([made.prepare(items)])  # before the weights are loaded
+    (works,) = checked([task_object.prepare(items)])  # before the weights are loaded
     engine = load_llm(o, checkpoint, tokenizer, media=tasks.media).engine
-    made = calibrated(engine, made)
+    task_object = calibrated(engine, task_object)
     if task == "generate" and not o["as_json"]:
-        _show_live(texts, engine, made, works, o.get("seed"))
+        _show_live(texts, engine, task_object, works, o.get("seed"))
         return _summary(engine, o)
-    (results,) = checked([finish_items(made, works, run_works(engine, made, works, seed=o.get("seed")))])
+    (results,) = checked([finish_items(task_object, works, run_works(engine, task_object, works, seed=o.get("seed")))])
     if o["as_json"] or (task == "embed" and len(texts) == 1):
         for text, result in zip(shown, results, strict=True):
             click.echo(dumps({**text, **result}))
@@ -68,7 +66,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
 
 
 def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns an item with an image before its text. Raises click.UsageError for tasks that have none."""
+    """Returns an item with an image before its text. Raises click.UsageError for tasks without images."""
     from ..text.media import Pictured
 
     if task == "generate":
@@ -94,10 +92,8 @@ def _summary(engine: Any, o: dict[str, Any]) -> None:
 
 
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
-    """Returns the texts of an argument: itself, or for @FILE and - the lines of a file or of standard input.
-
-    piped: the lines of standard input, where they have been read already.
-    """
+    """Returns the texts of an argument: itself, or for @FILE and - the lines of a file or of standard input. piped: the
+    lines of standard input, if they were read already"""
     if argument != "-" and not argument.startswith("@"):
         return [argument]
     # A line ends where editors and other tools end it. str.splitlines parts texts at form feeds and U+2028, too.
@@ -106,7 +102,7 @@ def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
 
 
 def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
-    """Returns the text of a file, or of standard input (`-`; the lines `piped`, if given). Raises JobError."""
+    """Returns the text of a file, or of standard input (`-`, or the lines `piped`). Raises JobError."""
     from ..records.source import standard_input
 
     if name != "-":
@@ -115,10 +111,8 @@ def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
 
 
 def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns (items of the task, the fields that JSON output has beside each result).
-
-    chat: each text is a user's message.
-    """
+    """Returns (items of the task, further fields of JSON output for each). chat: whether each text is a user's
+    message"""
     if task == "generate":
         prompts = [{"prompt": text} for text in texts]
         return [{"messages": [{"role": "user", "content": text}]} for text in texts] if chat else prompts, prompts
@@ -168,7 +162,7 @@ def _show_score(texts: list[str], results: list[dict[str, Any]]) -> None:
 
 
 def _show_live(texts: list[str], engine: Any, task: Any, works: list[Any], seed: int | None) -> None:
-    """Generates, and shows each text as it comes, in the order of the prompts. Raises the first error."""
+    """Generates texts, and prints them as they come, in the order of the prompts. Raises the first error."""
     samples = [work.requests[0].sampling.n for work in works]
     first = [sum(samples[:number]) for number in range(len(works))]
     prompts = [text for text, count in zip(texts, samples, strict=True) for _ in range(count)]
@@ -199,7 +193,7 @@ def _show_live(texts: list[str], engine: Any, task: Any, works: list[Any], seed:
 
 
 def in_order(events: Iterable[tuple[int, Any]], count: int) -> Iterator[tuple[int, Any]]:
-    """Yields the events of `count` answers, which are made at the same time, as if one had been made after the other.
+    """Yields the events of `count` answers that are made at the same time, in the order of the answers.
 
     events  (place of an answer, some of its text or at its end its result). Those of the first answer that is not done
             are yielded as they come, and those of later answers when it is their turn
@@ -215,11 +209,9 @@ def in_order(events: Iterable[tuple[int, Any]], count: int) -> Iterator[tuple[in
 
 
 def generate_live(engine: Any, task: Any, works: Sequence[Any], seed: int | None) -> Iterator[tuple[int, Any]]:
-    """Yields (number of the work, (sample, piece of its text)) as pieces come, and (number, answer) at its end.
-
-    An answer is a list of Generated, or the InputError that says what is wrong. Seeds are those of `run_works`, so the
-    texts are those that it gives. Where the generator is closed early, what is not done is cancelled.
-    """
+    """Yields (number of the work, (sample, piece of its text)) as pieces come, and (number, answer) at its end. An
+    answer is a list of Generated, or an InputError. Seeds are those of `run_works`, so the texts are the same. If the
+    generator is closed early, the remaining requests are cancelled."""
     from ..engine.streamed import stream
     from ..tasks.run import draw_seed, with_seed
 

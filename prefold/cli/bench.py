@@ -1,5 +1,5 @@
 """Runs `prefold bench`, which times the three ways of sharing against each other, and `prefold demo`, which reranks a
-few passages and shows what sharing saved."""
+few passages and shows what sharing saves."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, int, tu
 
 
 def _repeated(prepared: dict[str, list[Any]]) -> tuple[int, int]:
-    """Returns (prompts, how many of them are equal to an earlier one)."""
+    """Returns (the number of prompts, how many of them repeat an earlier one)."""
     prompts = [
         (task, request.adapter, request.tokens.tobytes())
         for task, works in prepared.items()
@@ -83,10 +83,8 @@ def _repeated(prepared: dict[str, list[Any]]) -> tuple[int, int]:
 def measure(
     engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int, window: int
 ) -> dict[str, dict[str, Any]]:
-    """Returns the seconds of each run, tokens and rows, by mode. window: how many tokens a window may have.
-
-    The modes take turns, so that a busy moment of the machine affects all of them.
-    """
+    """Returns {mode: seconds of each run, tokens and rows}. window: tokens of a window. The modes take turns, so that a
+    busy moment of the machine affects all of them."""
     from ..tasks.run import checked, run_works
 
     modes = [mode for mode in MODES if mode != "mlp" or "generate" not in prepared]
@@ -105,7 +103,7 @@ def measure(
 
 
 def table(runs: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns the numbers of `measure` as the lines of a table."""
+    """Returns the lines of a table of the numbers of `measure`."""
     base = statistics.median(runs["off"]["seconds"])
     head = ("tokens", 10), ("rows", 10), ("saved", 8), ("seconds", 10), ("spread", 16), ("rows/s", 10), ("speed", 8)
     lines = [f"{'sharing':<9}" + "".join(f"{name:>{width}}" for name, width in head)]

@@ -1,4 +1,4 @@
-"""Opens a command's input, and makes the adapter that reads its records, out of the options."""
+"""Opens a command's input, and makes the adapter of its records, by the options."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ COLUMN_OPTIONS = (
 
 @dataclass(frozen=True)
 class Input:
-    """Holds what a command works on: records, how they are read, and the model and tasks they are for.
-
-    names: the input's files, patterns and folders, as the user wrote them.
-    """
+    """An Input holds a command's records, their adapter, and the model and tasks for them. names: the input's files,
+    patterns and folders, as the user wrote them"""
 
     names: Sequence[str]
     source: Any
@@ -45,7 +43,7 @@ class Input:
     tokenizer: Any
 
     def load(self, o: Options) -> Any:
-        """Returns the LLM of these options, which knows the images of the tasks."""
+        """Returns the LLM of these options, with the image table of the tasks."""
         return load_llm(o, self.checkpoint, self.tokenizer, media=self.tasks.media)
 
 

@@ -1,4 +1,4 @@
-"""Runs a job from the shell: opens it, runs it, and says what was done."""
+"""Runs a job from the shell, and prints its summary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAILED_RECORDS = 3
 def run_command(
     task: str | None, names: Sequence[str], o: dict[str, Any], *, stdin: Iterable[bytes] | None = None
 ) -> None:
-    """Runs the job that the options describe, and ends the process with the exit status that the help documents.
+    """Runs the job of these options, and ends the process with the exit status that the help documents.
 
     names   files, patterns and folders
     stdin   the lines of standard input, where they have been read already
@@ -106,7 +106,7 @@ def make_job(task: str | None, o: dict[str, Any], input: Input) -> Any:
 
 
 def _seed(o: dict[str, Any], path: Path | None) -> int:
-    """Returns the job's seed: the one given, else the one drawn when the job was started, else one drawn now."""
+    """Returns the job's seed: that of the options, else the one in the journal, else a new one."""
     from ..job.journal import recorded_job
     from ..tasks.run import draw_seed
 
@@ -137,20 +137,20 @@ def _check_paths(path: Path | None, input: Input, o: dict[str, Any]) -> None:
 
 
 def _matches(path: Path, pattern: str) -> bool:
-    """Returns whether the file of this path would be one of those that a pattern stands for."""
+    """Returns whether a pattern would match the file of this path."""
 
-    def match(parts: Sequence[str], wanted: Sequence[str]) -> bool:
-        if not wanted:
+    def match(parts: Sequence[str], parts_of_pattern: Sequence[str]) -> bool:
+        if not parts_of_pattern:
             return not parts
-        if wanted[0] == "**":
-            return any(match(parts[at:], wanted[1:]) for at in range(len(parts) + 1))
-        return bool(parts) and fnmatch.fnmatch(parts[0], wanted[0]) and match(parts[1:], wanted[1:])
+        if parts_of_pattern[0] == "**":
+            return any(match(parts[at:], parts_of_pattern[1:]) for at in range(len(parts) + 1))
+        return bool(parts) and fnmatch.fnmatch(parts[0], parts_of_pattern[0]) and match(parts[1:], parts_of_pattern[1:])
 
     return match(*(Path(os.path.abspath(name)).parts for name in (path, pattern)))
 
 
 def _check_place(path: Path) -> None:
-    """Raises JobError where a file could not be written, before anything is computed for it."""
+    """Raises JobError if a file could not be written, before anything is computed for it."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise JobError(f"there is no folder {path.parent} for {path}; make it first")
@@ -175,10 +175,8 @@ def _say_how_to_resume(end: str, o: dict[str, Any], job: Any) -> None:
 
 
 def fingerprint(task: str | None, o: Options, input: Input, seed: int | None) -> dict[str, Any]:
-    """Returns the fingerprint of a job: its input, its model, its task, and the options that change a result.
-
-    seed: the seed of sampling; None where nothing is sampled.
-    """
+    """Returns the fingerprint of a job: its input, its model, its task, and the options that change a result. seed: the
+    seed of sampling; None without sampling"""
     from ..records.fields import read_argument
 
     options: dict[str, Any] = {}
@@ -211,7 +209,7 @@ FILES = ("examples", "labels_file", "cache_reuse_shifted")
 
 
 def _journal_names() -> tuple[str, ...]:
-    """Returns the parameters, but for adapters, with which a job of a task is another job when they differ."""
+    """Returns the parameters, except adapters, whose values distinguish jobs of a task."""
     names = [
         name
         for task, kind in OPTIONS.items()
@@ -242,7 +240,7 @@ RESULT_OPTIONS = (
 
 
 def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "") -> list[str]:
-    """Returns the summary of a job in a few lines: what was done, what it took, what was saved."""
+    """Returns the summary of a job in a few lines: its counts, its costs, and what sharing saved."""
     from ..report.progress import format_bytes, format_seconds
 
     stats, where = summary.stats, o["output"] or "standard output"
@@ -318,7 +316,7 @@ def _generation_lines(generation: Any, summary: Any) -> list[str]:
 
 
 def _failure(line: dict[str, Any]) -> str:
-    """Returns the error in a failed record's line, in words. line: of a table, or of a batch."""
+    """Returns the error in a failed record's line as a message. line: of a table, or of a batch"""
     error = line.get("error") or line["response"]["body"]["error"]
     name = f"record {line['record']}" if "record" in line else line["custom_id"]
     return (f"{name}: " if name else "") + f"{error['message']}" + (f"; {error['remedy']}" if "remedy" in error else "")
@@ -378,7 +376,7 @@ def report(summary: Any, task: str | None, input: Input, o: dict[str, Any]) -> N
 
 
 def _generation_table(generation: Any) -> list[tuple[str, str]]:
-    """Returns everything that was counted while generating, as rows of the report."""
+    """Returns all counters of generation, as rows of the report."""
     from ..report.progress import format_bytes
 
     numbers = [

@@ -1,4 +1,4 @@
-"""Makes what computes out of a command's options: the files of a model, its LLM, or the fleet of a job."""
+"""Makes a checkpoint, an LLM, or the fleet of a job from a command's options."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Options = dict[str, Any]
 
 
 def backend_name(o: Options) -> str:
-    """Returns the name of what computes a job."""
+    """Returns the name of a job's backend."""
     return "url" if o.get("url") else o.get("backend") or "prefold"
 
 
 def backend_of(o: Options) -> Backend:
-    """Returns the backend that computes a job. Raises UsageError where there is no such backend."""
+    """Returns the backend of a job. Raises UsageError for an unknown one."""
     try:
         return backend_named(backend_name(o))
     except InputError as error:
@@ -35,10 +35,8 @@ def backend_of(o: Options) -> Backend:
 
 
 def open_model(o: Options, *, weights: bool = True) -> tuple[Any, Any]:
-    """Returns (checkpoint, tokenizer or None) of --model. Reads no weights.
-
-    weights  whether those of a hub id are downloaded, as they are going to be read
-    """
+    """Returns (checkpoint, tokenizer or None) of --model, without reading weights. weights: whether the weights of a
+    hub id are downloaded"""
     if (backend := backend_of(o)).where:
         from ..cluster.http_bodies import remote_model
 
@@ -51,7 +49,7 @@ def open_model(o: Options, *, weights: bool = True) -> tuple[Any, Any]:
 
 
 def find_model(o: Options, *, weights: bool) -> Any:
-    """Returns the checkpoint of --model, after a look at its config: a model that is not supported is refused before
+    """Returns the checkpoint of --model, and checks its config first, so that an unsupported model is refused before
     anything is read."""
     from ..checkpoint import resolve
     from ..model import config_from
@@ -69,14 +67,14 @@ def find_model(o: Options, *, weights: bool) -> Any:
 
 
 def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
-    """Raises JobError where the model has no tokenizer for `texts` (what they are, in words)."""
+    """Raises JobError if the model has no tokenizer. texts: what needs it, for the error"""
     if tokenizer is None:
-        beside = "save its tokenizer.json beside it (transformers: AutoTokenizer.from_pretrained(...).save_pretrained("
-        beside += "folder))"
+        advice = "save its tokenizer.json beside it (transformers: AutoTokenizer.from_pretrained(...).save_pretrained("
+        advice += "folder))"
         if checkpoint.path is None:  # a shape, which is no folder
-            beside = "with --load-format dummy, --model may also be the folder or the hub id of a model that has one"
+            advice = "with --load-format dummy, --model may also be the folder or the hub id of a model that has one"
         ids = "or give OpenAI batch lines of token ids"
-        raise JobError(f"{checkpoint.name} has no tokenizer, which {texts} need; {beside}, {ids}")
+        raise JobError(f"{checkpoint.name} has no tokenizer, which {texts} need; {advice}, {ids}")
 
 
 def load_llm(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -> Any:
@@ -87,7 +85,7 @@ def load_llm(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -> 
 
 
 def image_reading(o: Options) -> dict[str, Any]:
-    """Returns how images are read, as of `ModelConfig.image_inputs`. Paths are read in --media-folder alone."""
+    """Returns options of `ModelConfig.image_inputs`. Paths are read in --media-folder only."""
     folder = o.get("media_folder")
     if folder is not None and not Path(folder).is_dir():
         raise JobError(f"--media-folder {folder}: there is no such folder")
@@ -98,7 +96,7 @@ def image_reading(o: Options) -> dict[str, Any]:
 
 
 def llm_options(o: Options) -> dict[str, Any]:
-    """Returns the keywords for `LLM`, but its checkpoint and tokenizer, out of the options that were given."""
+    """Returns the keywords for `LLM`, except checkpoint and tokenizer, from the options on the command line."""
     keywords: dict[str, Any] = {}
     for name, option in model_fields(ModelOptions, *GROUPS.values()).items():
         value = o.get(name)
@@ -134,7 +132,7 @@ def adapter_folders(o: Options) -> dict[str, str]:
 
 
 class FleetModel:
-    """Stands for the LLM of a job that runs on a fleet."""
+    """A FleetModel takes the place of the LLM in a job on a fleet."""
 
     def __init__(self, engine: Any):
         self.engine = engine
@@ -150,7 +148,7 @@ class FleetModel:
 
 
 def has_fleet(o: Options) -> bool:
-    """Returns whether the options ask for a fleet. Raises UsageError for those that make no sense together."""
+    """Returns whether the options need a fleet. Raises UsageError for options that contradict each other."""
     backend, on_ray = backend_of(o), o.get("ray") is not None
     is_fleet = on_ray or bool(backend.where)
     if on_ray and not backend.on_ray:
@@ -176,13 +174,13 @@ def has_fleet(o: Options) -> bool:
 
 
 def _asking_for(name: str) -> str:
-    """Returns the option that asks for a backend."""
+    """Returns the flag that selects a backend."""
     return "--url" if name == "url" else f"--backend {name}"
 
 
 def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -> FleetModel:
-    """Returns the fleet that the options ask for; its replicas load their models meanwhile. media: the MediaTable of
-    the job's tasks."""
+    """Returns the fleet of the options, whose replicas load their models meanwhile. media: the MediaTable of the job's
+    tasks"""
     from ..cluster.fleet import Fleet
     from ..job.plan import row_cost
     from ..model import config_from
@@ -201,12 +199,12 @@ def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -
         model = str(Path(o["model"]).absolute()) if Path(o["model"]).exists() else o["model"]
         replicas: Any = RayReplicas(model, options, **where, notify=notify)
     else:
-        known = {"checkpoint": checkpoint, "tokenizer": tokenizer, "notify": notify}
-        replicas = backend.replicas(o, options, **known)
+        inputs = {"checkpoint": checkpoint, "tokenizer": tokenizer, "notify": notify}
+        replicas = backend.replicas(o, options, **inputs)
     sharing: Sharing = "full" if o["sharing"] == "auto" else o["sharing"]
     cost = RowCost() if backend.where else row_cost(config_from(checkpoint.config))
-    how = {"patience": o["patience"], "notify": notify, "media": media}
-    return FleetModel(Fleet(replicas, sharing=sharing, row_cost=cost, **how))
+    fleet = Fleet(replicas, sharing=sharing, row_cost=cost, patience=o["patience"], notify=notify, media=media)
+    return FleetModel(fleet)
 
 
 def _own_options(o: Options) -> dict[str, Any]:
@@ -227,17 +225,18 @@ def _own_options(o: Options) -> dict[str, Any]:
 
 
 class LazyTasks(Mapping[str, Any]):
-    """Holds the tasks of a batch, each of which is made when the first record asks for it."""
+    """A LazyTasks holds the tasks of a batch, each of which is made when the first record needs it."""
 
     def __init__(self, names: tuple[str, ...], o: Options, checkpoint: Any, tokenizer: Any, **reading: Any):
-        """Keeps what tasks are made of. reading: how images are read, where it is not as the options say."""
+        """Keeps the arguments of the tasks. reading: options of reading images that replace those of the command"""
         self._names, self._options = names, o
         self._checkpoint, self._tokenizer = checkpoint, tokenizer
         self._tasks: dict[str, Any] = {}
         self._reading = reading
 
     def __contains__(self, name: object) -> bool:
-        """Returns whether the batch has a task of this name, and makes no task: the model may not be made for it."""
+        """Returns whether the batch may have a task of this name, without making it: the model may not be able to do
+        it."""
         return name in self._names
 
     def __getitem__(self, name: str) -> Any:
@@ -248,21 +247,21 @@ class LazyTasks(Mapping[str, Any]):
 
             settings = task_settings(name, self._options, self._checkpoint, self._tokenizer)
             adapters = tuple(adapter_folders(self._options))
-            beside = {"adapters": adapters, "images": self.images}
-            self._tasks[name] = make_task(name, self._checkpoint, self._tokenizer, settings, **beside)
+            further = {"adapters": adapters, "images": self.images}
+            self._tasks[name] = make_task(name, self._checkpoint, self._tokenizer, settings, **further)
         return self._tasks[name]
 
     @cached_property
     def images(self) -> Any:
-        """Returns the reader of the images of all tasks; None for a model that takes text alone."""
+        """Returns the ImageInputs of all tasks; None for a model that takes text alone."""
         from ..model import config_from
 
-        config, how = config_from(self._checkpoint.config), image_reading(self._options) | self._reading
-        return config.image_inputs(self._checkpoint, self._tokenizer, **how)
+        config, reading = config_from(self._checkpoint.config), image_reading(self._options) | self._reading
+        return config.image_inputs(self._checkpoint, self._tokenizer, **reading)
 
     @property
     def media(self) -> Any:
-        """Returns the MediaTable with the ids of rows of images, for the LLM that runs these tasks; or None."""
+        """Returns the MediaTable of the images, for the LLM that runs these tasks; or None."""
         return None if self.images is None else self.images.table
 
     def replace(self, name: str, task: Any) -> None:
@@ -276,8 +275,8 @@ class LazyTasks(Mapping[str, Any]):
 
 
 def given_options(task: str, o: Options, *kinds: type) -> dict[str, Any]:
-    """Returns {option: value} of those options of some dataclasses that were given and that the command line has as
-    they are: numbers, flags, words, routes, and texts, which @FILE reads."""
+    """Returns {option: value} of those options of some dataclasses that are on the command line and need no conversion:
+    numbers, flags, words, routes, and texts, which @FILE reads."""
     from ..records.fields import read_argument
 
     parameters, settings = cli_names(task), {}
@@ -291,7 +290,7 @@ def given_options(task: str, o: Options, *kinds: type) -> dict[str, Any]:
 
 
 def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
-    """Returns the keyword arguments for `make_task` out of the options that were given."""
+    """Returns the keyword arguments of `make_task`, from the options on the command line."""
     from ..records.fields import read_argument
 
     settings = given_options(task, o, OPTIONS[task])
@@ -363,7 +362,8 @@ FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 def conversation_settings(o: Options) -> dict[str, Any]:
-    """Returns {field of Conversations: value} of the options that were given, but tools, which only generation has."""
+    """Returns {field of Conversations: value} of the options on the command line, except tools, which only generation
+    has."""
     settings = given_options("generate", o, ConversationOptions)
     if o.get("chat_template_kwargs"):
         settings["chat_template_kwargs"] = _json_option(o["chat_template_kwargs"], "--chat-template-kwargs", dict)
@@ -371,7 +371,7 @@ def conversation_settings(o: Options) -> dict[str, Any]:
 
 
 def sampling_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, Any]:
-    """Returns {field of Sampling: value} of the options that were given, but the seed, which belongs to the job.
+    """Returns {field of Sampling: value} of the options on the command line, except the seed, which belongs to the job.
 
     With --recommended the checkpoint's own settings fill in for options that were not given.
     """
@@ -430,7 +430,7 @@ def _json_option(text: str, option: str, kind: type | None = None) -> Any:
 
 
 def uses_chat(o: Options, tokenizer: Any) -> bool:
-    """Returns whether a prompt is put into the chat template. Raises JobError where --chat or --system lack one."""
+    """Returns whether a prompt is put into the chat template. Raises JobError for --chat or --system without one."""
     has = tokenizer is not None and bool(tokenizer.chat_templates or o.get("chat_template"))
     if o.get("chat") and not has:
         raise JobError("--chat needs a chat template, and the model has none; leave it out, or give --chat-template")

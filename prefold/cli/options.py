@@ -1,4 +1,4 @@
-"""Defines the options that commands have in common."""
+"""Defines the options of commands."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 click.IntRange.name, click.FloatRange.name = "whole number", "number"
 
 
-def _written(read: Callable[[Any], Any], wanted: str) -> Callable[[Any], Any]:
-    """Returns the type of a value that is written in a form of its own. read: returns the value, or raises ValueError;
-    wanted: what a wrong value is not, and how to write it."""
+def _written(read: Callable[[Any], Any], expected: str) -> Callable[[Any], Any]:
+    """Returns the click type of a value with a syntax of its own. read: returns the value, or raises ValueError;
+    expected: what a wrong value is not, and how to write it"""
 
     def convert(value: Any) -> Any:
         try:
             return read(value)
         except ValueError:
-            raise click.BadParameter(f"{value!r} is {wanted}") from None
+            raise click.BadParameter(f"{value!r} is {expected}") from None
 
     return convert
 
@@ -152,14 +152,14 @@ def _plugins(ctx: click.Context, param: click.Parameter, names: tuple[str, ...])
 
 
 def declared(parameter: str, option: Field[Any], *flags: str) -> Decorator:
-    """Returns the command line's option for an option with its default: of a model, or of a server."""
+    """Returns the command line's option, with its default, for an option of a model or a server."""
     shown = kind_of(option) is not bool and option.default not in (None, ())
     default = {"default": option.default, "show_default": True} if shown else {}
     return click_option(option, parameter, *flags, **default)
 
 
 def model_group(*groups: str) -> Decorator:
-    """Returns a decorator that adds the options of a model which these groups of commands have."""
+    """Returns a decorator that adds the options of a model that belong to these groups of commands."""
     on = {name: entry for name, entry in model_fields().items() if entry.metadata["on"] in groups}
     return all_of(*(declared(name, entry) for name, entry in on.items()))
 
@@ -278,8 +278,8 @@ _BESIDE = {
 
 
 def _declared_by(tasks: Collection[str]) -> dict[str, Decorator]:
-    """Returns {parameter: its option} of all that these tasks declare. Where what an option means depends on the task,
-    its help says so for each. What all tasks have comes last."""
+    """Returns {parameter: its option} of all options of these tasks. If the meaning of an option depends on the task,
+    its help says so for each. Options of all tasks come last."""
     common = {entry.name for entry in fields(TaskOptions)}
     declarations: dict[str, dict[str, Field[Any]]] = {}
     for task, kind in [(task, kind) for task, kind in OPTIONS.items() if task in tasks]:
@@ -300,7 +300,7 @@ def _declared_by(tasks: Collection[str]) -> dict[str, Decorator]:
 
 
 def task_options(*tasks: str) -> Decorator:
-    """Returns a decorator that adds the options which tasks have."""
+    """Returns a decorator that adds the options of tasks."""
     return all_of(*(option for task in tasks for option in _BESIDE.get(task, ())), *_declared_by(tasks).values())
 
 
@@ -318,7 +318,7 @@ _IMAGES = (
 
 
 def column_options(*tasks: str) -> Decorator:
-    """Returns a decorator that adds the options which say where in a record the tasks find their texts."""
+    """Returns a decorator that adds the options which name the columns of tasks."""
     options = list(dict.fromkeys(option for task in tasks for option in _COLUMNS[task]))
     if set(tasks) != {"rerank"}:
         options.append(_MESSAGES)
@@ -343,7 +343,7 @@ def column_options(*tasks: str) -> Decorator:
 
 
 def options_for(task: str) -> dict[str, click.Option]:
-    """Returns {parameter: option} of the options that say what a task does, and where it finds its texts."""
+    """Returns {parameter: option} of a task's options, and of those that name its columns."""
 
     def command() -> None: ...
 
@@ -351,30 +351,26 @@ def options_for(task: str) -> dict[str, click.Option]:
     return {option.name: option for option in parameters}
 
 
-def refuse_other_tasks_options(tasks: Collection[str], what: str) -> None:
-    """Raises UsageError where an option was given to the command that runs now which is for other tasks than these.
-
-    what    in words what has these tasks, for the error
-    """
+def refuse_other_tasks_options(tasks: Collection[str], subject: str) -> None:
+    """Raises UsageError if an option of the present command is for other tasks than these. subject: the tasks in words,
+    for the error"""
     context = click.get_current_context()
     of_task = {task: options_for(task) for task in TASKS}
     for option in context.command.params:
         if not isinstance(option, click.Option) or option.name is None:
             continue
         # Helps tell options apart (`verify --seed` is not that of sampling); one of several tasks holds that of each.
-        known = {task: options.get(option.name) for task, options in of_task.items()}
-        of = [task for task, same in known.items() if same is not None and str(same.help) in str(option.help)]
+        values = {task: options.get(option.name) for task, options in of_task.items()}
+        of = [task for task, same in values.items() if same is not None and str(same.help) in str(option.help)]
         if of and not {*of} & {*tasks} and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
             written = "/".join((*option.opts, *option.secondary_opts))
             tasks_of = " and ".join(filter(None, (", ".join(of[:-1]), of[-1])))
-            raise click.UsageError(f"{written} is for {tasks_of}, and not for {what}")
+            raise click.UsageError(f"{written} is for {tasks_of}, and not for {subject}")
 
 
 def refuse_conversation_options(o: dict[str, Any], remedy: str) -> None:
-    """Raises UsageError where an option was given that says how conversations are written, though there are none.
-
-    remedy  in words how there would be some, for the error
-    """
+    """Raises UsageError if an option of rendering conversations is given without conversations. remedy: how to have
+    some, for the error"""
     for entry in fields(ConversationOptions):
         if (name := entry.name) != "tools" and o.get(name) not in (None, False):  # these are a column
             raise click.UsageError(f"--{name.replace('_', '-')} is for conversations; {remedy}")
@@ -400,10 +396,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Answers, or 
 
 
 def sample_options(*more: Decorator, tasks: Sequence[str] = NUMERIC_TASKS, needs_input: bool = True) -> Decorator:
-    """Returns a decorator that adds the options of commands that look at a job, or run a part of it. more: their own.
-
-    tasks: those that have all of their options. Of generation others have what a comparison of runs needs.
-    """
+    """Returns a decorator that adds the options of commands that inspect a job, or run a part of it. more: further
+    options of the command; tasks: those whose options it has in full. Of generation the other commands have only
+    options that comparisons of runs need."""
     metavar = "INPUT..." if needs_input else "[INPUT]..."
     return all_of(
         click.argument("input", metavar=metavar, nargs=-1, required=needs_input),

@@ -1,4 +1,4 @@
-"""Handles what surrounds a command: standard streams that are closed or full, signals, what the machine refuses."""
+"""Handles the environment of a command: closed or full standard streams, signals, and errors of the system."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import click
 
 
 class Stopped(SystemExit):
-    """Ends the process because of a signal; its code is 128 and the signal's number."""
+    """A Stopped ends the process after a signal; its code is 128 plus the signal's number."""
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Runs a command so that what the machine refuses is one message and status 1, and signals end it in order."""
+    """Runs a command so that an error of the system is one message and status 1, and signals end it in order."""
     _open_missing()
     with _ending_on_signals():
         try:
@@ -36,7 +36,7 @@ def guarded() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Writes a line to standard error; where that is closed or full, it is dropped."""
+    """Writes a line to standard error, or drops it if that is closed or full."""
     with contextlib.suppress(OSError):
         click.echo(text, err=True)
 
@@ -47,7 +47,7 @@ def _describe(error: OSError) -> str:
 
 
 def _open_missing() -> None:
-    """Gives a process that was started without standard streams something in their place.
+    """Opens replacements for standard streams that are missing.
 
     Otherwise the next files that are opened would get the descriptors of the streams, and whatever is printed.
     """

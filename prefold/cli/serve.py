@@ -23,17 +23,17 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
         settings = tomllib.loads(Path(value).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise JobError(f"--config {value} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    known = {flag.removeprefix("--"): option for option in ctx.command.params for flag in option.opts}
+    options = {flag.removeprefix("--"): option for option in ctx.command.params for flag in option.opts}
     for name, setting in settings.items():
-        if name not in known or name in ("config", "help"):
-            raise JobError(f"--config {value}: there is no option {name!r}; {near(name, known)}look up serve --help")
-        if known[name].multiple and not isinstance(setting, list):
+        if name not in options or name in ("config", "help"):
+            raise JobError(f"--config {value}: there is no option {name!r}; {near(name, options)}look up serve --help")
+        if options[name].multiple and not isinstance(setting, list):
             setting = settings[name] = [setting]
         try:
-            known[name].type_cast_value(ctx, setting)
+            options[name].type_cast_value(ctx, setting)
         except click.BadParameter as error:
             raise JobError(f"--config {value}: {name} = {setting!r}: {error.message}") from None
-    ctx.default_map = {known[name].name: setting for name, setting in settings.items()}
+    ctx.default_map = {options[name].name: setting for name, setting in settings.items()}
 
 
 _SERVER = all_of(
@@ -79,7 +79,7 @@ def serve(**o: Any) -> None:
     def load() -> Any:
         llm = load_llm(o, *open_model(o))
         if llm.images is not None:
-            llm.images = llm.images.read_by(**image_reading(o))
+            llm.images = llm.images.with_reader(**image_reading(o))
         return llm
 
     run(load, options)

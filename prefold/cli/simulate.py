@@ -71,15 +71,15 @@ def simulate(**o: Any) -> None:
 _SET = frozenset(("prompts", "prefixes", "prefix", "suffix", "output", "skew", "seed"))
 
 
-def _check_given(what: str) -> None:
+def _check_given(mode: str) -> None:
     """Raises UsageError for an option that was given and that does not go with the requests: the numbers would not be
     those that were asked for."""
     context = click.get_current_context()
-    whose, others = ("`simulate repetition`", {"limit"}) if what == "repetition" else ("a trace", _SET)
+    owner, others = ("`simulate repetition`", {"limit"}) if mode == "repetition" else ("a trace", _SET)
     for parameter in context.command.params:
         name = parameter.name or ""
         if name in others and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{parameter.opts[-1]} is no option of {whose}; leave it out")
+            raise click.UsageError(f"{parameter.opts[-1]} is no option of {owner}; leave it out")
 
 
 def _outcomes(o: dict[str, Any]) -> Iterator[Any]:

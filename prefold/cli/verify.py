@@ -110,9 +110,12 @@ def _run(engine: Any, tasks: Any, works: dict[str, list[Any]], o: dict[str, Any]
     from ..tasks.run import calibrated, checked, run_works
 
     # Batch lines may sample: with one seed for all runs only what the runs compute differs.
-    how: dict[str, Any] = {"window": o["window"], "sharing": sharing, "seed": 0}
-    made = {name: calibrated(engine, tasks[name], **how) for name in works}
-    return {name: Run(made[name], checked(run_works(engine, made[name], works[name], **how))) for name in works}
+    options: dict[str, Any] = {"window": o["window"], "sharing": sharing, "seed": 0}
+    calibrated_tasks = {name: calibrated(engine, tasks[name], **options) for name in works}
+    return {
+        name: Run(calibrated_tasks[name], checked(run_works(engine, calibrated_tasks[name], works[name], **options)))
+        for name in works
+    }
 
 
 def _lines(differences: list[dict[str, Any]]) -> list[str]:

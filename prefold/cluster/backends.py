@@ -25,7 +25,7 @@ Options = Mapping[str, Any]  # of the command line, by the names of its paramete
 
 
 class Backend:
-    """What computes for a job. An object is the backend of prefold itself, which runs in one process or on Ray.
+    """A Backend computes a job. The base class is the backend of prefold itself, in one process or on Ray.
 
     where    where its models are, in words, such as "in vLLM"; "": prefold reads the weights itself
     takes    the options of the command line that not every backend has
@@ -37,7 +37,7 @@ class Backend:
     on_ray = True
 
     def refusal(self, o: Options) -> str:
-        """Returns what of a job's options it cannot do, in words that name the option; "" where it can do all."""
+        """Returns why the backend cannot do a job with these options, naming the option; "" if it can."""
         return ""
 
     def tokenizer(self, o: Options) -> str | None:
@@ -85,7 +85,7 @@ def backend_names() -> list[str]:
 
 
 def backend_named(name: str) -> Backend:
-    """Returns a backend. Raises InputError for a name that is not in the table."""
+    """Returns a backend. Raises InputError for an unknown name."""
     backend: Any = BACKENDS.get(name)
     if backend is None:
         backend = next((entry.load() for entry in entry_points(group="prefold.backends") if entry.name == name), None)

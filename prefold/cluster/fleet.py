@@ -68,13 +68,13 @@ class Fleet:
         self.row_cost = row_cost
         self.stats = Stats()
         self.steals = self.moved = self.losses = 0
-        self.retold = 0  # how often events of a cache were missing, so that the replica reported anew
+        self.re_reported = 0  # how often events of a cache were missing, so that the replica reported anew
         self.estimated: set[str] = set()  # replicas whose caches are estimated, because they do not report
         self.counted_apart = False  # whether each replica counted its own unique tokens
         self.policy, self.window = policy, dict(window or {})
         self.patience, self.notify = patience, notify
         self.ready: dict[str, ReplicaFacts] = {}
-        self._gone: dict[str, str] = {}
+        self._absent_reasons: dict[str, str] = {}
         self._identity: dict[str, str] | None = None
         self._events: SimpleQueue[tuple[str, ReplicaEvent] | None] = SimpleQueue()
         self.numbers = itertools.count(1)
@@ -105,7 +105,7 @@ class Fleet:
             number = "all" if len(self.estimated) == len(self.replicas.names) else f"{len(self.estimated)}"
             words += f"; what the caches of {number} hold was estimated"
         words += "; unique tokens are those of each by itself, added up" if self.counted_apart else ""
-        words += f"; events of caches were missing {self.retold:,} times" if self.retold else ""
+        words += f"; events of caches were missing {self.re_reported:,} times" if self.re_reported else ""
         return words
 
     def reset_stats(self) -> Stats:
@@ -197,7 +197,7 @@ class Fleet:
             self.leave(name, f"refused, for it has {words}", returns=False)
             self.replicas.kill(name)
             return False
-        self._gone.pop(name, None)
+        self._absent_reasons.pop(name, None)
         self.ready[name] = facts
         return True
 
@@ -207,20 +207,20 @@ class Fleet:
         self.losses += self.ready.pop(name, None) is not None and not is_back
         if is_back:
             self.notify(f"{name} runs, but what passed between was lost: {reason}; what it had is sent again")
-        elif self._gone.get(name) != reason:
+        elif self._absent_reasons.get(name) != reason:
             again = "; it is started anew" if returns else ""
             self.notify(f"{name} is lost: {reason}{again}")
         if not returns:
-            self._gone[name] = reason
+            self._absent_reasons[name] = reason
 
     @property
     def expected(self) -> list[str]:
         """Returns the replicas that are ready or may become so."""
-        return [name for name in self.replicas.names if name not in self._gone]
+        return [name for name in self.replicas.names if name not in self._absent_reasons]
 
     def check_alive(self) -> None:
         if not self.expected:
-            reasons = "\n".join(f"  {name}: {reason}" for name, reason in self._gone.items())
+            reasons = "\n".join(f"  {name}: {reason}" for name, reason in self._absent_reasons.items())
             raise FleetError(f"no replica is left\n{reasons}")
 
 
@@ -336,9 +336,9 @@ class FleetRun:
         for lease in self.book.send(time.monotonic()):
             windows = lease.source.windows(lease)
             if self._pictures is not None:
-                windows, fresh, gone = self._pictures.send(lease.replica, windows)
-                if fresh or gone:
-                    order(lease.replica, "hold", fresh, gone)
+                windows, fresh, dropped = self._pictures.send(lease.replica, windows)
+                if fresh or dropped:
+                    order(lease.replica, "hold", fresh, dropped)
             order(lease.replica, "give", windows)
 
     def _take_in(self, source: LiveInput) -> None:
@@ -409,8 +409,8 @@ class FleetRun:
         if self.online is None:
             return
         if report.events is not None and not self.online.router.take(name, report.events):
-            self.fleet.retold += 1
-            self.fleet.replicas.order(name, "retell")
+            self.fleet.re_reported += 1
+            self.fleet.replicas.order(name, "report_anew")
         if not report.steps:
             return
         rows, decode = sum(step.rows for step in report.steps), sum(step.running for step in report.steps)
@@ -472,8 +472,8 @@ class FleetRun:
             stats.tokens += tokens
             work.answered += 0 if self._counts_rows else tokens
             return
-        made = sum(max(0, len(sample.tokens) - 1) for sample in answer)
-        stats.tokens += len(answer) * tokens + made
+        generated = sum(max(0, len(sample.tokens) - 1) for sample in answer)
+        stats.tokens += len(answer) * tokens + generated
         work.kept += sum(len(sample.tokens) for sample in answer)
         work.answered += sum(map(_output_rows, answer))
         work.answered += 0 if self._counts_rows else tokens - (answer[0].cached_tokens or 0)

@@ -32,7 +32,7 @@ _DEFAULTS = {f.name: f.default for f in fields(Sampling)}
 
 
 class RowError(InputError):
-    """A server refused a request, or failed on it."""
+    """A RowError is raised when a server refuses a request, or fails on it."""
 
     def __init__(self, server: str, status: int, words: str):
         message = f"{server} answered {status}: {words}" if status else f"{server}: {words}"
@@ -41,7 +41,7 @@ class RowError(InputError):
 
     @property
     def is_about_form(self) -> bool:
-        """Returns whether the server may have refused how it was asked: token ids as such, or a field."""
+        """Returns whether the server may have refused the form of the request: token ids, or a field."""
         return self.status in (400, 422)
 
     def __reduce__(self) -> Any:
@@ -95,8 +95,7 @@ def generation_body(
 
 
 def _room(request: Request, context: int | None) -> int:
-    """Returns how many tokens fit behind a prompt: the server's own limit, where none is sent, is 16. Raises
-    InputError."""
+    """Returns how many tokens fit behind a prompt; without a limit a server would generate 16. Raises InputError."""
     if context is None:
         message = "how many tokens fit behind the prompt is not known here, and a server would stop after 16"
         remedy = "give max_tokens (--max-tokens), or the model's tokenizer (--tokenizer) beside its config.json"
@@ -108,8 +107,8 @@ def _room(request: Request, context: int | None) -> int:
 
 
 def _conversation(text: str) -> dict[str, Any]:
-    """Returns the fields of a text that stands for a conversation. Raises InputError for another that only begins like
-    it: what a record holds must not become other fields of the body."""
+    """Returns the fields of a text that stands for a conversation. Raises InputError for another text with the same
+    beginning, whose content must not become fields of the body."""
     try:
         conversation = json.loads(text.removeprefix(MESSAGES))
     except (ValueError, RecursionError):
@@ -121,8 +120,7 @@ def _conversation(text: str) -> dict[str, Any]:
 
 
 def _check(requests: Sequence[Request], asks: Sampling | Readout, with_text: bool = True) -> None:
-    """Raises InputError for what is asked and no server gives: images, and what `asks` says of exits, routes and
-    tokens."""
+    """Raises InputError for options that no server has: images, and exits, routes and tokens of `asks`."""
     for request in requests:
         if len(request.tokens) and int(request.tokens.max()) >= MEDIA_BASE:
             raise _lacks("image")
@@ -143,12 +141,12 @@ def _lacks(what: str) -> InputError:
 
 
 def generated_of(answer: Any) -> tuple[list[Generated], Stats]:
-    """Returns (the samples of an answer, in order, what its `usage` says)."""
+    """Returns (the samples of a response, in order, its `usage`)."""
     usage = answer.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))
-    made = usage.get("completion_tokens") or 0
-    unnamed = [_NOT_KNOWN] * (made // max(1, len(choices)))
+    generated = usage.get("completion_tokens") or 0
+    unnamed = [_NOT_KNOWN] * (generated // max(1, len(choices)))
     out = []
     for choice in choices:
         text = _text_of(choice["message"]) if "message" in choice else choice["text"]
@@ -156,12 +154,12 @@ def generated_of(answer: Any) -> tuple[list[Generated], Stats]:
         reason: Literal["stop", "length"] = "length" if choice.get("finish_reason") == "length" else "stop"
         stop = choice.get("stop_reason")
         out.append(Generated(tokens, text, reason, stop if isinstance(stop, (str, int)) else None, cached))
-    return out, generation_stats(usage.get("prompt_tokens") or 0, made, cached or 0)
+    return out, generation_stats(usage.get("prompt_tokens") or 0, generated, cached or 0)
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
-    """Returns the text of a message, with the function calls that a server has taken out of it put back in, as Qwen's
-    and Hermes' templates have them: a reader of the text finds them there, whichever server it came from."""
+    """Returns the text of a message. Function calls that the server has taken out of it are put back, in the form of
+    Qwen's and Hermes' templates, so that readers find them there for any server."""
     parts = [message["content"]] if message.get("content") else []
     for call in message.get("tool_calls") or ():
         function = call["function"]
@@ -177,8 +175,8 @@ def _text_of(message: Mapping[str, Any]) -> str:
 def embedding_bodies(
     requests: Sequence[Request], readout: Readout, model: str, text_of: Callable[[np.ndarray], str] | None
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Returns (path, body) for the vectors of some prompts of one adapter: OpenAI's, and TEI's, which knows no
-    adapters, for a server that lacks that."""
+    """Returns (path, body) for the vectors of prompts of one adapter: OpenAI's, and TEI's for a server without it,
+    which has no adapters."""
     _check(requests, readout)
     adapter = requests[0].adapter
     assert all(request.adapter == adapter for request in requests)
@@ -192,7 +190,7 @@ def embedding_bodies(
 
 
 def embeddings_of(answer: Any, count: int) -> list[Result]:
-    """Returns the vectors of an answer, in order."""
+    """Returns the vectors of a response, in order."""
     if isinstance(answer, dict):
         answer = [entry["embedding"] for entry in sorted(answer["data"], key=lambda entry: entry["index"])]
     if len(answer) != count:
@@ -201,8 +199,8 @@ def embeddings_of(answer: Any, count: int) -> list[Result]:
 
 
 def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple[str, dict[str, Any]]]:
-    """Returns (path, body) of the completions whose prompts' log-probabilities hold what is read of a request, as vLLM
-    gives them: of its targets one, whose prompt ends with the last target; of logits one for each of the ids."""
+    """Returns (path, body) of completions in vLLM's form whose prompts' log-probabilities answer a request: one
+    completion for targets, whose prompt ends with the last target; for logits one for each id."""
     _check([request], readout)
     if readout.kind == "logits":
         ends: Sequence[int] = readout.ids
@@ -223,7 +221,7 @@ def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple
 
 
 def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> Result:
-    """Returns what is read of a request out of the answers to its `logprob_bodies`.
+    """Returns the Result of a request from the answers to its `logprob_bodies`.
 
     In place of logits these are log-probabilities, which differ from them by the same number for all ids. Raises
     RowError where a server does not give log-probabilities of prompts.
@@ -244,12 +242,12 @@ def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> R
 
 
 def contexts_of(response: Any) -> dict[str, int | None]:
-    """Returns {name: tokens of its context, None where it is not said} of the models in the answer of /v1/models; none
-    where a server does not have it."""
+    """Returns {name: tokens of its context, or None} of the models in the response of /v1/models; an empty dict if a
+    server lacks that path."""
     try:
         models = response.json()["data"] if response.status_code < 300 else []
-        known = ((str(model["id"]), model.get("max_model_len")) for model in models)
-        return {name: length if isinstance(length, int) and length > 0 else None for name, length in known}
+        lengths = ((str(model["id"]), model.get("max_model_len")) for model in models)
+        return {name: length if isinstance(length, int) and length > 0 else None for name, length in lengths}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -280,18 +278,18 @@ def remote_model(
         return Checkpoint.dummy(_ANY, name=f"{model} {over}", path=None), _bytes()
     checkpoint = resolve(where, load_format="dummy", notify=notify)
     own = tokenizer_or_none(checkpoint)
-    known = {name: checkpoint.config[name] for name in ("max_position_embeddings",) if checkpoint.config.get(name)}
-    return Checkpoint.dummy(_ANY | known, name=f"{model} {over}", path=checkpoint.path), own or _bytes()
+    values = {name: checkpoint.config[name] for name in ("max_position_embeddings",) if checkpoint.config.get(name)}
+    return Checkpoint.dummy(_ANY | values, name=f"{model} {over}", path=checkpoint.path), own or _bytes()
 
 
 def context_of(checkpoint: Checkpoint) -> int | None:
-    """Returns the tokens of the context of a remote model's checkpoint, None where its files do not say."""
+    """Returns the tokens of the context of a remote model's checkpoint, or None."""
     length: int = checkpoint.config["max_position_embeddings"]
     return None if length == _ANY["max_position_embeddings"] else length
 
 
 def is_of_bytes(tokenizer: Tokenizer) -> bool:
-    """Returns whether a tokenizer's ids are bytes, and not those of the model."""
+    """Returns whether a tokenizer's ids are bytes instead of the model's tokens."""
     return tokenizer.chat_templates.templates.get("default") == _TEMPLATE
 
 

@@ -1,9 +1,7 @@
-"""Replicas that are servers: any that speaks OpenAI's API (vLLM, SGLang, prefold serve, ...), or TEI.
-
-Generated text comes from /v1/completions or /v1/chat/completions, embeddings from /v1/embeddings or TEI's /embed, and
-log-probabilities of targets from /v1/completions as vLLM has it. Here is how a server is met, how much it can take, and
-what is posted to it, again where that may help.
-"""
+"""Replicas that are servers: any that speaks OpenAI's API (vLLM, SGLang, prefold serve, ...), or TEI. Generated text
+comes from /v1/completions or /v1/chat/completions, embeddings from /v1/embeddings or TEI's /embed, and
+log-probabilities of targets from /v1/completions in vLLM's form. This module connects to a server, bounds the load, and
+retries."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ TextOf = Callable[[Any], str]
 
 @dataclass(slots=True)
 class ServedModel:
-    """What a job asks of its servers, and what is known of all of them.
+    """A ServedModel holds the options of a job's servers, and the facts that all of them share.
 
     model         its name there
     tokenizer     turns token ids into text for a server that takes no ids
@@ -93,8 +91,8 @@ class ServedModel:
 
 
 class HttpHost(AsyncHost):
-    """An HttpHost asks one server, which makes progress when it answers, and while what it counts of tokens at /metrics
-    changes.
+    """An HttpHost sends requests to one server. The server makes progress when it answers, and when its token counters
+    at /metrics grow.
 
     stopping  whether the replica is not wanted any more
 
@@ -148,8 +146,8 @@ class HttpHost(AsyncHost):
             name = served_name(name)
         if contexts and name not in contexts:
             raise ReplicaDown(f"it has no model {name!r}; those it has: {', '.join(contexts)}", returns=False)
-        known = [length for length in (self._o.context, contexts.get(name)) if length is not None]
-        return name, min(known, default=None) if self._o.takes_ids else None
+        lengths = [length for length in (self._o.context, contexts.get(name)) if length is not None]
+        return name, min(lengths, default=None) if self._o.takes_ids else None
 
     async def _first_answer(self) -> httpx.Response:
         started, pause, is_told = time.monotonic(), _FIRST_PAUSE, False
@@ -166,8 +164,8 @@ class HttpHost(AsyncHost):
             except httpx.HTTPError as error:
                 reason = f"it cannot be reached ({_why(error)})"
             longest = self._o.patience if self._o.has_answered else min(self._o.patience, _UNANSWERED)
-            left = longest - (time.monotonic() - started)
-            if left < 0:
+            seconds_left = longest - (time.monotonic() - started)
+            if seconds_left < 0:
                 raise ReplicaDown(reason, returns=False)
             if not is_told:
                 self._o.notify(f"{self._url}: {reason}; it is asked again for {longest:.0f} s")
@@ -324,8 +322,8 @@ class HttpHost(AsyncHost):
         (request,) = requests
 
         async def post(knows_all: bool) -> Any:
-            known: dict[str, Any] = {"context": self._context, "knows_all": knows_all}
-            return await self._post([generation_body(request, self._model, text_of, call.text, **known)])
+            facts: dict[str, Any] = {"context": self._context, "knows_all": knows_all}
+            return await self._post([generation_body(request, self._model, text_of, call.text, **facts)])
 
         try:
             answer = await post(knows_all := self._knows_all)
@@ -342,7 +340,7 @@ class HttpHost(AsyncHost):
         return [samples], stats
 
     def _text_of(self) -> TextOf:
-        """Returns what makes text of token ids."""
+        """Returns a function that turns token ids into text."""
         tokenizer = self._o.tokenizer
         if tokenizer is None:
             message = f"{self._url} takes no token ids, and without a tokenizer there is no text"
@@ -360,8 +358,8 @@ class HttpHost(AsyncHost):
 
 
 def _why(error: Exception) -> str:
-    """Returns in words why a server was not reached: what the system says, such as "connection refused", is at the
-    bottom of what the client makes of it."""
+    """Returns the reason why a server was not reached: the system's message, such as "connection refused", is the
+    innermost cause of the client's exception."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
@@ -372,7 +370,8 @@ def _why(error: Exception) -> str:
 
 @contextmanager
 def reading(url: str) -> Iterator[None]:
-    """Makes the error of the requests out of whatever an answer lacks: a gateway may say 200 and mean an error."""
+    """Returns a context that turns any error of reading a response into an error of its requests: a gateway may answer
+    200 with an error."""
     try:
         yield
     except InputError:
@@ -382,7 +381,7 @@ def reading(url: str) -> Iterator[None]:
 
 
 def _message_of(response: httpx.Response) -> str:
-    """Returns the message of an error."""
+    """Returns the message of an error response."""
     try:
         body = response.json()
         error = body.get("error", body)
@@ -393,7 +392,7 @@ def _message_of(response: httpx.Response) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """Returns the seconds of Retry-After, None where there are none. (A date is not understood.)"""
+    """Returns the seconds of Retry-After, or None. (Dates are ignored.)"""
     try:
         return min(_LONGEST_PAUSE * 4, max(0.0, float(response.headers["retry-after"])))
     except (KeyError, ValueError):
@@ -408,7 +407,7 @@ _HUNG = "it has answered nothing for too long; where an answer takes longer, giv
 
 
 class HttpReplicas(Replicas):
-    """Servers, each a replica.
+    """A HttpReplicas starts a replica for each server.
 
     urls     of the servers, with or without /v1
     options  further ones of `ServedModel`
@@ -429,8 +428,8 @@ class HttpReplicas(Replicas):
 
 
 def _check(url: str) -> None:
-    """Raises InputError for what is not the URL of a server, and for a key that no header can hold, which it does not
-    say."""
+    """Raises InputError for an invalid URL of a server, and for a key that no header can hold, without naming the
+    key."""
     name: str | None = None
     try:
         parts = urlsplit(url)
@@ -449,7 +448,7 @@ def _check(url: str) -> None:
 
 
 class _Servers(Backend):
-    """The backend whose replicas are the servers of --url."""
+    """A _Servers is the backend of --url, whose replicas are servers."""
 
     where = "over HTTP"
     takes = frozenset({"tokenizer"})
@@ -465,8 +464,8 @@ class _Servers(Backend):
     def replicas(
         self, o: Options, options: Options, *, checkpoint: Any, tokenizer: Any, notify: Callable[[str], None]
     ) -> HttpReplicas:
-        known = {"takes_ids": not is_of_bytes(tokenizer), "context": context_of(checkpoint), "patience": o["patience"]}
-        return HttpReplicas(o["url"], o["model"], tokenizer, notify=notify, **known, **options)
+        facts = {"takes_ids": not is_of_bytes(tokenizer), "context": context_of(checkpoint), "patience": o["patience"]}
+        return HttpReplicas(o["url"], o["model"], tokenizer, notify=notify, **facts, **options)
 
 
 SERVERS = _Servers()

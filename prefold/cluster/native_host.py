@@ -1,4 +1,4 @@
-"""The replica whose engine is prefold's own: it runs what it is given on an LLM, and reports what came of it."""
+"""A replica whose engine is prefold's own: it runs windows on an LLM, and reports the answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IDLE_SECONDS = 0.05
 
 
 class _HostRun:
-    """One run on its way: its call, the windows that wait, and how many requests are under way."""
+    """A _HostRun is the current run of a replica: its call, the waiting windows, and the number of open requests."""
 
     def __init__(self, call: RunCall):
         self.call = call
@@ -34,7 +34,7 @@ class _HostRun:
         self._last: tuple[Any, bytes] = (None, b"")  # adapter and salt, and tokens, of the last request
 
     def give(self, window: Window) -> None:
-        """Takes in a window, which goes on with the path that the one before leaves as far as they share it."""
+        """Takes a window, which continues the path of the window before it, as far as both share it."""
         (before, last), namespace = self._last, (window.adapter, window.salt)
         common = shared_by(last, window.tokens[: window.offsets[1]].tobytes()) if before == namespace else 0
         self._last = namespace, window.tokens[window.offsets[-2] :].tobytes()
@@ -45,8 +45,8 @@ class _HostRun:
         self.windows.put(None)
 
     def taken(self, *, in_slots: bool, timeout: float | None) -> Iterator[Window | None]:
-        """Yields windows as they come, until the run ends. In slots it yields None where no window is there while
-        requests are running; a row stream ends when no window has come for `timeout` seconds."""
+        """Yields windows as they come, until the run ends. In slots it yields None if no window waits while requests
+        are running; a row stream ends if no window comes for `timeout` seconds."""
         while not self.has_ended:
             try:
                 window = self.windows.get(block=not (in_slots and self.open), timeout=None if in_slots else timeout)
@@ -62,7 +62,7 @@ class _HostRun:
 
 
 class ReplicaHost(Host):
-    """A ReplicaHost runs what it is given on the engine of an LLM (or of another object with an `engine`)."""
+    """A ReplicaHost runs windows on the engine of an LLM (or of another object with an `engine`)."""
 
     def __init__(self, llm: Any, facts: ReplicaFacts):
         super().__init__()
@@ -83,9 +83,9 @@ class ReplicaHost(Host):
         self._run = _HostRun(call)
         self._runs.put(self._run)
 
-    def hold(self, pictures: list[Any], gone: list[int]) -> None:
+    def hold(self, pictures: list[Any], dropped: list[int]) -> None:
         assert self._pictures is not None, "the model takes text alone"
-        self._pictures.hold(pictures, gone)
+        self._pictures.hold(pictures, dropped)
 
     def give(self, windows: list[Window]) -> None:
         if self._run is not None:
@@ -97,7 +97,7 @@ class ReplicaHost(Host):
             self._run.end()
             self._run = None
 
-    def retell(self) -> None:
+    def report_anew(self) -> None:
         self._tells_anew = True
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class ReplicaHost(Host):
 
     @contextmanager
     def _cache_watched(self, wanted: bool) -> Iterator[None]:
-        """Returns a context within which reports tell what the cache holds, where that is wanted."""
+        """Returns a context in which reports have the events of the cache, if `wanted`."""
         if not (wanted and self.facts.reports_cache):
             yield
             return
@@ -153,7 +153,7 @@ class ReplicaHost(Host):
         if events is None:
             return
         if self._pictures is not None:
-            events = self._pictures.told(events)
+            events = self._pictures.translated(events)
         with self._changed:
             self._report.events = _joined(self._report.events, events)
 
@@ -164,14 +164,15 @@ class ReplicaHost(Host):
 
 
 def _joined(before: CacheEvents | None, events: CacheEvents) -> CacheEvents:
-    """Returns all events, where the later ones follow; otherwise the later ones, which begin anew."""
+    """Returns the events of both reports if the later ones follow the earlier ones; else the later ones, which start
+    anew."""
     if before is None or events.first != before.first + len(before.events):
         return events
     return replace(before, events=before.events + events.events)
 
 
 def _since(now: Stats, before: Stats) -> Stats:
-    """Returns what was counted between two times; of peaks those until now."""
+    """Returns the counts between two snapshots; peaks are those of the later one."""
     counts = _difference(now, before, fields(now)[:-2])
     seconds = {part: spent - before.seconds.get(part, 0.0) for part, spent in now.seconds.items()}
     generation = now.generation
@@ -186,7 +187,7 @@ def _difference(now: object, before: object, of: Sequence[Field[Any]]) -> dict[s
 
 
 def facts_of(llm: Any) -> ReplicaFacts:
-    """Returns what a replica says of an LLM."""
+    """Returns the facts of a replica with an LLM."""
     import torch
 
     from .. import __version__

@@ -143,13 +143,13 @@ class OfflineSource(Source):
         assert victim.segment is not None
         speeds = [self._speed(victim, mean), self._speed(own, mean)]
         busy = [self._open_cost(slowest), self._open_cost(thief)]
-        kept, stolen = self.cost.cut(*victim.segment, speeds, busy=busy)
+        rest, stolen = self.cost.cut(*victim.segment, speeds, busy=busy)
         if stolen.start == stolen.stop or self.cost.of(*stolen) < self._options.least:
             if slowest or self._open(thief):
                 return
             # The victim is the segment of absent replicas, which may join late: take it whole.
-            kept, stolen = Segment(0, 0), victim.segment
-        victim.segment, own.segment = _or_none(kept), stolen
+            rest, stolen = Segment(0, 0), victim.segment
+        victim.segment, own.segment = _or_none(rest), stolen
         self.steals += 1
 
     def windows(self, lease: Lease) -> list[Window]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..stream import Window
-from ..stream.live import Bucket, LiveWindow, Waiting
+from ..stream.live import Bucket, LiveWindow, WaitingRequest
 from ..stream.live_windows import window_of
 from ..stream.order import SpooledRequest
 from ..types import Generated
@@ -36,7 +36,7 @@ class Assignment:
     """An Assignment is a list of requests for a replica. prefix: how many leading tokens they all share."""
 
     replica: Hashable
-    requests: list[Waiting]
+    requests: list[WaitingRequest]
     prefix: int
 
 
@@ -131,7 +131,7 @@ class Dispatcher:
                     continue
             else:
                 is_idle = any(not self._is_busy(replica) for replica in free)
-                bucket = self.window.pressed(now) or self.window.largest(grown=not is_idle)
+                bucket = self.window.overdue(now) or self.window.largest(grown=not is_idle)
                 if bucket is None:
                     break
                 replica = self.router.choose(self._prompt(bucket), free)
@@ -150,17 +150,17 @@ class Dispatcher:
         """Returns the bucket that a replica should go on with; None if it should wait for more requests."""
         window, run = self.window, self._runs.get(replica)
         if run is not None:
-            bucket = window.now(run.bucket) if run.remaining > 0 else None
+            bucket = window.current(run.bucket) if run.remaining > 0 else None
             if bucket is not None:
                 return bucket
             del self._runs[replica]
-        pressed = None if window.is_closed else window.pressed(now)
-        if pressed is not None and window.pressed(now - (_OVERDUE - 1) * window.max_age) is not None:
-            homes = self.router.holders(pressed.namespace, pressed.prefix)
+        overdue = None if window.is_closed else window.overdue(now)
+        if overdue is not None and window.overdue(now - (_OVERDUE - 1) * window.max_age) is not None:
+            homes = self.router.holders(overdue.namespace, overdue.prefix)
             if not homes or replica in homes:
-                return pressed
+                return overdue
         grown = self._is_busy(replica)
-        bucket = window.largest(replica, grown=grown) or window.largest(grown=grown) or pressed
+        bucket = window.largest(replica, grown=grown) or window.largest(grown=grown) or overdue
         if bucket is not None:
             return bucket
         if self.room(replica) < _SHORT * self.limits[replica].backlog:
@@ -287,10 +287,10 @@ class OnlineSource(Source):
         self.router = Router(policy)
         self.dispatcher = Dispatcher(self.router, limit_of=_limit_of, max_tokens=max_tokens, **window)
         self.window = self.dispatcher.window
-        self._call, self._warm_start, self._see, self._wants = call, warm_start, see, wants
+        self._call, self._warm_start, self._on_window, self._wants = call, warm_start, see, wants
         self._limits: dict[str, Limits] = {}
         self._is_closed = False
-        self._late: deque[_Prompt] = deque()  # prompts for which the window was full, or that lost replicas had
+        self._queued: deque[_Prompt] = deque()  # prompts for which the window was full, or that lost replicas had
         self._prompts: dict[int, _Prompt] = {}  # by the numbers of their open reads
 
     @property
@@ -314,7 +314,7 @@ class OnlineSource(Source):
         """Adds the reads of a new prompt."""
         prompt = _Prompt(reads[0].number, {read.number: read for read in reads})
         self._prompts.update(dict.fromkeys(prompt.unanswered, prompt))
-        self._late.append(prompt)
+        self._queued.append(prompt)
         self._fill_window(now)
 
     def close(self) -> None:
@@ -325,12 +325,12 @@ class OnlineSource(Source):
     @property
     def is_full(self) -> bool:
         """Returns whether no more prompts should be put."""
-        return self.window.is_full or len(self._late) > 0
+        return self.window.is_full or len(self._queued) > 0
 
     @property
     def num_waiting(self) -> int:
         """Returns how many prompts wait to be sent."""
-        return len(self.window) + len(self._late)
+        return len(self.window) + len(self._queued)
 
     def room(self) -> int:
         """Returns how many rows replicas could be sent beside those that wait; each replica counts at most one step."""
@@ -345,8 +345,8 @@ class OnlineSource(Source):
         return replicas
 
     def _fill_window(self, now: float) -> None:
-        while self._late and not self.window.is_full:
-            prompt = self._late.popleft()
+        while self._queued and not self.window.is_full:
+            prompt = self._queued.popleft()
             options = {"now": now, "payload": prompt, "returns": self._is_closed}
             self.window.put(prompt.key, prompt.first.tokens, namespace=prompt.namespace, **options)
 
@@ -363,10 +363,10 @@ class OnlineSource(Source):
                 numbers = [number for waiting in assigned.requests for number in waiting.payload.unanswered]
                 if numbers:
                     yield str(assigned.replica), numbers
-            if not assignments or not self._late:
+            if not assignments or not self._queued:
                 return
 
-    def _drop_unwanted(self, requests: Iterable[Waiting], wants: Callable[[bytes], bool]) -> None:
+    def _drop_unwanted(self, requests: Iterable[WaitingRequest], wants: Callable[[bytes], bool]) -> None:
         """Forgets those of the requests that nobody wants any more."""
         for prompt in (waiting.payload for waiting in requests):
             for number, request in list(prompt.unanswered.items()):
@@ -388,8 +388,8 @@ class OnlineSource(Source):
         windows = []
         for window in window_of(requests, share=self._call.sharing == "full"):
             windows.append(replace(window, tags=[tag_of(lease.number, place) for place in window.numbers.tolist()]))
-            if self._see is not None:
-                self._see(windows[-1])
+            if self._on_window is not None:
+                self._on_window(windows[-1])
         return windows
 
     # ----------------------------------------------------------------------------------------------- answers
@@ -411,7 +411,7 @@ class OnlineSource(Source):
         return 2 * facts.max_running if self._call.readout.kind == "tokens" else len(prompts)
 
     def put_back(self, prompts: Sequence[Places]) -> None:
-        self._late += [self._prompts[number] for number, *_ in prompts]
+        self._queued += [self._prompts[number] for number, *_ in prompts]
 
     def give_up(self, places: Places) -> list[bytes]:
         return [self._prompts.pop(number).unanswered.pop(number).tag for number in places]

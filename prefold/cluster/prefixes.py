@@ -262,10 +262,10 @@ class EstimatedCache:
         """Evicts all rows that were used before the rows behind the first `cached` ones, which the answer shows to be
         gone.
         """
-        gone = [node for node, same in self._tree.match(namespace, tokens)[0] if node.start + same > cached]
-        if not gone:
+        evicted = [node for node, same in self._tree.match(namespace, tokens)[0] if node.start + same > cached]
+        if not evicted:
             return
-        used = gone[0].used
+        used = evicted[0].used
         old = sum(node.computed for node in self._tree.nodes() if node.used <= used)
         self._limit(max(1, self._cache.rows - old))
         self._cache.evict(old)

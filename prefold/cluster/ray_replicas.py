@@ -28,15 +28,15 @@ _DOUBT = 15.0  # seconds after which a replica that does not answer is taken for
 
 
 class _Actor:
-    """A replica's process. Orders have a thread of their own, so they come in the order of sending; so do reports,
-    which are asked for while the engine runs."""
+    """An _Actor is a replica's process. Orders run in a thread of their own, in the order of sending; so do reports,
+    which are made while the engine runs."""
 
     def __init__(self) -> None:
         self._host: Any = None
         self._reporting = threading.Lock()
 
     def load(self, model: str, options: dict[str, Any], backend: str, own: list[str]) -> ReplicaFacts:
-        """Loads the model, if it is not there, and ends what runs on it."""
+        """Loads the model, if it is not loaded, and ends its run."""
         add_plugins(own)
         if self._host is None:
             self._host = backend_named(backend).host(model, options)
@@ -53,7 +53,7 @@ class _Actor:
 
 
 class _ActorHost:
-    """An _ActorHost asks a replica's actor, as its host here.
+    """An _ActorHost is the driver's proxy of a replica's actor.
 
     load      what `_Actor.load` takes
     stopping  whether the replica is not wanted any more
@@ -65,14 +65,14 @@ class _ActorHost:
 
     @property
     def facts(self) -> ReplicaFacts:
-        """Returns what the replica says of itself, when its model is there."""
+        """Returns the replica's facts, after its model is loaded."""
         return self._loaded()
 
     def order(self, method: str, *arguments: Any) -> None:
         self._actor.order.options(concurrency_group="orders").remote(method, *arguments)
 
     def report(self, wait: float) -> ReplicaReport:
-        """Returns what the actor reports; an empty report where it takes longer."""
+        """Returns the actor's report; an empty one if it takes longer."""
         if self._pending is None:
             self._pending = self._actor.report.options(concurrency_group="reports").remote(wait)
         if not ray.wait([self._pending], timeout=2 * wait)[0]:
@@ -105,9 +105,9 @@ class _ActorHost:
                 time.sleep(_POLL)
         raise ReplicaDown("it is not wanted any more")
 
-    def _get(self, what: str, reference: Any) -> Any:
-        """Returns what a method of the actor has returned. Raises ActorUnavailableError where it is not known whether
-        its process lives, ReplicaDown where it does not, or the method has failed."""
+    def _get(self, action: str, reference: Any) -> Any:
+        """Returns the result of a method of the actor. Raises ActorUnavailableError if its process may or may not live,
+        ReplicaDown if it does not, or if the method has failed."""
         try:
             return ray.get(reference)
         except ActorUnavailableError:
@@ -116,11 +116,11 @@ class _ActorHost:
             raise ReplicaDown(_first_lines(error)) from None
         except (RayError, PrefoldError) as error:
             cause = getattr(error, "cause", None) or error
-            raise ReplicaDown(f"it cannot {what}: {_first_lines(cause)}", returns=False) from None
+            raise ReplicaDown(f"it cannot {action}: {_first_lines(cause)}", returns=False) from None
 
 
 class RayReplicas(Replicas):
-    """Actors of a Ray cluster.
+    """A RayReplicas holds replicas that are actors of a Ray cluster.
 
     model     what the LLM of each is made of: a name or path that every node can resolve
     backend   the name of a backend (see `backends.py`)
@@ -181,7 +181,7 @@ class RayReplicas(Replicas):
             self._connection = None
 
     def _needs(self, count: int | None) -> dict[str, int]:
-        """Returns the CPUs and GPUs of a replica, and sets its threads."""
+        """Returns the CPUs and GPUs of a replica, and sets its number of threads."""
         nodes, device = _nodes(), self._options.get("device", "auto")
         ranks, threads = self._options.get("tensor_parallel", 1), self._options.get("threads")
         if ":" in device:
@@ -195,7 +195,7 @@ class RayReplicas(Replicas):
         return {"CPU": threads * ranks, "GPU": 0}
 
     def _check_room(self, count: int | None, needs: Mapping[str, int], notify: Callable[[str], None]) -> int:
-        """Returns how many replicas there shall be; says so where the cluster has no room for all of them now."""
+        """Returns how many replicas to start, and notifies the user if the cluster has no room for all of them now."""
         nodes = _nodes()
         fits = _num_that_fit(nodes, needs)
         each = " and ".join(f"{need} {kind}" for kind, need in needs.items() if need)
@@ -241,13 +241,13 @@ def _connect(address: str | None) -> threading.Event:
 
 
 def _first_lines(error: BaseException) -> str:
-    """Returns the first lines of what Ray says, which goes on with where logs are."""
+    """Returns the first lines of an error of Ray, without its advice about logs."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])[:400]
 
 
 def _nodes() -> list[dict[str, float]]:
-    """Returns what each node of the cluster has. A replica is an actor, and lies on one of them."""
+    """Returns the free resources of each node of the cluster. A replica, an actor, lies on one node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 

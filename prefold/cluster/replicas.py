@@ -1,6 +1,5 @@
-"""Replicas of a fleet, and the messages between both: a host runs requests and reports answers, and a thread listens to
-each host.
-"""
+"""The replicas of a fleet, and the messages between them: a host runs requests and reports answers, and a thread
+listens to each host."""
 
 from __future__ import annotations
 
@@ -138,7 +137,7 @@ class ReplicaDown(Exception):
 
 
 def in_words(error: BaseException) -> str:
-    """Returns the text of an error for a person: of a foreign error with its type."""
+    """Returns the text of an error for a person; a foreign error has its type before it."""
     is_plain = isinstance(error, (PrefoldError, ReplicaDown))
     return str(error) if is_plain else f"{type(error).__name__}: {error}"
 
@@ -152,18 +151,18 @@ def cannot_ask(backend: str, option: str, without: str) -> InputError:
     return InputError(f"{backend} cannot be asked for {option}", field=option, remedy=remedy, code="unsupported")
 
 
-def generation_stats(prompt: int, made: int, cached: int) -> Stats:
+def generation_stats(prompt: int, generated: int, cached: int) -> Stats:
     """Returns the Stats of one answer. prompt, made, cached: how many tokens the prompt has, were made, and were
     cached."""
     rows = prompt - cached
     generation = GenerationStats(
-        generated_tokens=made, prefill_rows=rows, decode_rows=made, first_admission_hits=cached
+        generated_tokens=generated, prefill_rows=rows, decode_rows=generated, first_admission_hits=cached
     )
-    return Stats(tokens=prompt + made, rows_computed=rows + made, requests=1, steps=1, generation=generation)
+    return Stats(tokens=prompt + generated, rows_computed=rows + generated, requests=1, steps=1, generation=generation)
 
 
 def expected_limit(request: SpooledRequest) -> int:
-    """Returns the most tokens that a request generates: a guess without max_tokens, 0 for a request for numbers."""
+    """Returns the most tokens that a request generates: a guess without max_tokens, 0 for embeddings and scores."""
     sampling, _ = decode_options(request.options)
     if sampling is None:
         return 0
@@ -202,7 +201,7 @@ class Host(ABC):
     def begin(self, call: RunCall) -> None:
         """Begins a run; the one before it ends."""
 
-    def hold(self, pictures: list[Any], gone: list[int]) -> None:
+    def hold(self, pictures: list[Any], dropped: list[int]) -> None:
         """Takes the images of later windows, and drops others, by their first ids. Raises JobError if the model
         takes only text."""
         raise JobError("these replicas take text alone; leave out the images")
@@ -215,7 +214,7 @@ class Host(ABC):
     def end(self) -> None:
         """Ends the run; requests without an answer are dropped."""
 
-    def retell(self) -> None:  # noqa: B027  # most hosts report no cache
+    def report_anew(self) -> None:  # noqa: B027  # most hosts report no cache
         """Makes the next report contain all rows of the cache anew."""
 
     @abstractmethod
@@ -382,7 +381,7 @@ class Replicas:
             self._threads[-1].start()
 
     def order(self, name: str, method: str, *arguments: Any) -> None:
-        """Calls `begin`, `hold`, `give`, `end` or `retell` of a replica's host, if it is ready."""
+        """Calls `begin`, `hold`, `give`, `end` or `report_anew` of a replica's host, if it is ready."""
         if (host := self._hosts.get(name)) is not None:
             getattr(host, method)(*arguments)
 

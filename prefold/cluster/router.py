@@ -78,16 +78,16 @@ class BestStart(Forgetful):
     before, when it has room, and after the rows of this prompt that it does not hold. So a prefix is computed a second
     time only if waiting for its holder takes longer.
 
-    dear    the weight of a row that is computed again, since it delays later requests too
-    beside  the weight of the time of outputs: they make steps longer, but keep no request waiting
+    recompute_weight  the weight of a row that is computed again, since it delays later requests too
+    output_weight     the weight of the time of outputs: they make steps longer, but keep no request waiting
     """
 
-    dear, beside = 3.0, 0.05
+    recompute_weight, output_weight = 3.0, 0.05
 
     def choose(self, standing: Standing) -> int:
         s = standing
         again = (s.rows - s.matched) * s.prefill_seconds
-        return s.least(s.starts + self.beside * s.waits + self.dear * again)
+        return s.least(s.starts + self.output_weight * s.waits + self.recompute_weight * again)
 
 
 class RoundRobin:

@@ -1,8 +1,5 @@
-"""A replica from the inside whose engine is vLLM's `AsyncLLM`: token ids go in, what is generated comes out.
-
-vLLM runs in processes of its own, and is handed requests in the order in which they come. What its cache holds is told
-by its events, over ZMQ.
-"""
+"""A replica whose engine is vLLM's `AsyncLLM`, which gets token ids and generates tokens. If the installed vLLM can, it
+publishes the events of its prefix cache, which the router follows."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ _GRAMMARS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
 
 
 def import_vllm() -> Any:
-    """Returns the module. Raises MissingExtraError where it is not there."""
+    """Returns the module vllm. Raises MissingExtraError if it is not installed."""
     # Threads are not bound to cores: several replicas, or this process, would be bound to the same ones.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -89,7 +86,7 @@ def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
 
 
 def generated(sample: Any, with_text: bool, cached: int, num_logprobs: int) -> Generated:
-    """Returns a sample of vLLM's as ours: without the token that ended it."""
+    """Returns a sample of vLLM as a Generated, without the token that ended it."""
     tokens = tuple(int(token) for token in sample.token_ids)
     ended = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
     logprobs = None
@@ -103,20 +100,20 @@ def generated(sample: Any, with_text: bool, cached: int, num_logprobs: int) -> G
 
 
 def _logprobs(token: int, candidates: Mapping[int, Any], count: int) -> TokenLogprobs:
-    """Returns them as ours. candidates: those of the `count` most likely tokens, and of the chosen token."""
+    """Returns the TokenLogprobs of vLLM's candidates: the `count` most likely tokens, and the chosen token."""
     best = sorted((entry.rank, other, entry.logprob) for other, entry in candidates.items() if entry.rank <= count)
     top = tuple((int(other), float(value)) for _, other, value in best)
     return TokenLogprobs(float(candidates[token].logprob), top)
 
 
-def refused(what: str, field: str, error: Exception) -> InputError:
-    """Returns the error of a request of which vLLM refuses a part."""
-    message = f"vLLM refused {what} ({type(error).__name__}: {error!s:.300})"
+def refused(part: str, field: str, error: Exception) -> InputError:
+    """Returns the error of a request if vLLM refuses a part of it."""
+    message = f"vLLM refused {part} ({type(error).__name__}: {error!s:.300})"
     return InputError(message, field=field, remedy="see what vLLM says", code="vllm")
 
 
-def lacks(what: str) -> InputError:
-    return cannot_ask("vLLM", what, "with prefold (without --backend vllm)")
+def lacks(feature: str) -> InputError:
+    return cannot_ask("vLLM", feature, "with prefold (without --backend vllm)")
 
 
 _SECONDS_TO_REPLAY = 2.0
@@ -134,7 +131,7 @@ for pid in map(int, sys.argv[1].split()):
 
 
 class VllmHost(AsyncHost):
-    """A VllmHost runs what it is given on vLLM.
+    """A VllmHost runs windows on vLLM.
 
     model    a folder, or a name that vLLM knows
     options  fields of vLLM's AsyncEngineArgs; `max_num_seqs` is also what bounds the backlog
@@ -184,9 +181,9 @@ class VllmHost(AsyncHost):
             )  # fmt: skip
         if not _has_tokenizer(model):
             arguments["skip_tokenizer_init"] = True
-        known = self._vllm.AsyncEngineArgs.__dataclass_fields__
+        fields = self._vllm.AsyncEngineArgs.__dataclass_fields__
         for name in options:
-            if name not in known:
+            if name not in fields:
                 raise JobError(f"vLLM {self._vllm.__version__} knows no option {name!r}; see its AsyncEngineArgs")
         return self._vllm.AsyncEngineArgs(**arguments | dict(options))
 
@@ -195,7 +192,7 @@ class VllmHost(AsyncHost):
 
         return AsyncLLM.from_engine_args(arguments)
 
-    def retell(self) -> None:
+    def report_anew(self) -> None:
         if self._events is not None:
             self._events.is_new = True
 
@@ -257,12 +254,13 @@ class VllmHost(AsyncHost):
         assert output is not None
         cached = min(output.num_cached_tokens or 0, len(request.tokens))
         samples = [generated(sample, call.text, cached, params.logprobs or 0) for sample in output.outputs]
-        made = sum(len(sample.token_ids) for sample in output.outputs)
-        return [samples], generation_stats(len(request.tokens), made, cached)
+        num_generated = sum(len(sample.token_ids) for sample in output.outputs)
+        return [samples], generation_stats(len(request.tokens), num_generated, cached)
 
 
 class _EventSockets:
-    """Our ends of the two sockets on which vLLM tells of its cache: as it changes, and again where that is asked."""
+    """An _EventSockets holds prefold's ends of the two sockets on which vLLM publishes the events of its cache: as they
+    happen, and again on request."""
 
     def __init__(self, folder: Path):
         import zmq
@@ -277,7 +275,7 @@ class _EventSockets:
         self._socket.connect(self.endpoint)
 
     def drain(self) -> CacheEvents | None:
-        """Returns what vLLM has told since the last call."""
+        """Returns the events since the last call, or None."""
         while self._socket.poll(0):
             _, number, message = self._socket.recv_multipart()
             self._take(int.from_bytes(number, "big"), message)
@@ -296,7 +294,7 @@ class _EventSockets:
             self._blocks.take(number, message)
 
     def _ask_again(self, first: int) -> list[tuple[int, bytes]]:
-        """Returns the messages from a number on that vLLM still has."""
+        """Returns the messages that vLLM still has, from a number on."""
         zmq, messages = self._zmq, []
         socket = self._context.socket(zmq.REQ)
         try:
@@ -321,7 +319,7 @@ _OLD_FIELDS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_
 
 @dataclass(slots=True)
 class _Block:
-    """A block that is there `copies` times, or of which only blocks behind it are left."""
+    """A _Block is a block of which `copies` exist, or of which only later blocks remain."""
 
     after: Hashable | None
     tokens: np.ndarray
@@ -331,13 +329,12 @@ class _Block:
 
     @property
     def head(self) -> Hashable:
-        """Returns what blocks have in common that begin with the same row."""
+        """Returns the key that blocks share if they begin with the same row."""
         return self.after, self.namespace, int(self.tokens[0])
 
 
 class BlockEvents:
-    """A BlockEvents keeps what a vLLM engine holds, and tells of what has changed, as the events that the router knows:
-    each block is a run, named by its hash.
+    """A BlockEvents records the blocks of a vLLM engine's cache, and translates changes into the router's events.
 
     A message is msgpack of [time, events, ...] with a number; events are BlockStored, BlockRemoved and
     AllBlocksCleared. vLLM does not merge equal blocks: a hash that was stored twice is there until it was removed
@@ -354,8 +351,8 @@ class BlockEvents:
         self._alike: dict[Hashable, dict[Hashable, None]] = {}  # those held, by what they follow and their first token
 
     def take(self, number: int, message: bytes) -> bool:
-        """Takes in a message. Returns False where messages before it are missing: it was not taken in, and either they
-        come first, or `skip_to` is called."""
+        """Takes a message of vLLM. Returns False, and takes nothing, if messages before it are missing; the caller then
+        takes those first, or calls `skip_to`."""
         if number < self.next_message:
             return True  # it was taken in before
         if number > self.next_message:
@@ -375,16 +372,16 @@ class BlockEvents:
         return True
 
     def skip_to(self, number: int) -> None:
-        """Goes on with a later message: what is held is forgotten, as what became of it is not known."""
+        """Skips to a later message and forgets all blocks, because missing messages may have changed them."""
         self.next_message = number
         self._clear()
 
     def drain(self) -> CacheEvents | None:
-        """Returns the events since the last call, None where there are none."""
+        """Returns the events since the last call, or None."""
         return self._log.drain()
 
     def tell_anew(self) -> None:
-        """Begins a new epoch, whose first events tell of all that is held, for a driver that knows nothing of it."""
+        """Starts a new epoch, whose first events report all blocks, for a driver without any knowledge of them."""
         self._begin_epoch()
         # A block is entered after the one that it follows, as blocks of which others are left are kept.
         for name, block in self._blocks.items():
@@ -433,15 +430,15 @@ class BlockEvents:
         if not self._alike[block.head]:
             del self._alike[block.head]
         self._log.add(*self._removal(name, block))
-        gone: Hashable | None = name
-        while gone is not None and not (block := self._blocks[gone]).copies and not block.behind:
-            del self._blocks[gone]
-            gone = block.after
-            if gone is not None:
-                self._blocks[gone].behind -= 1
+        removed: Hashable | None = name
+        while removed is not None and not (block := self._blocks[removed]).copies and not block.behind:
+            del self._blocks[removed]
+            removed = block.after
+            if removed is not None:
+                self._blocks[removed].behind -= 1
 
     def _removal(self, name: Hashable, block: _Block) -> list[CacheEvent]:
-        """Returns events of a removal: rows that the block shared with another are held still."""
+        """Returns the events of a removal. Rows that the block shares with another block stay."""
         events: list[CacheEvent] = [Removed(name)]
         others = self._alike.get(block.head)
         if others:
@@ -453,7 +450,8 @@ class BlockEvents:
 
 
 def _namespace(adapter: str | None, keys: Any) -> tuple[str | None, str]:
-    """Returns (adapter, salt) of a first block: of the keys that its hash has beside its tokens, the salt is a text."""
+    """Returns (adapter, salt) of a first block. The salt is the text among the keys that its hash has beside the
+    tokens."""
     texts = [key for key in keys or () if isinstance(key, str)]
     if adapter is not None and adapter in texts:
         texts.remove(adapter)
@@ -466,14 +464,15 @@ def _decoded(message: bytes) -> list[dict[str, Any]]:
 
 
 def _guarded(pids: list[int]) -> subprocess.Popen[bytes]:
-    """Returns a process that kills these when this one has ended: vLLM's do not notice that themselves."""
+    """Starts a process that kills these processes when the present one has ended: vLLM's do not notice that
+    themselves."""
     numbers = " ".join(map(str, pids))
     command = [sys.executable, "-P", "-c", _GUARD, numbers]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _has_tokenizer(model: str) -> bool:
-    """Returns whether there is a tokenizer; False for a folder without one only."""
+    """Returns whether there is a tokenizer. It is False only for a folder without one."""
     folder = Path(model)
     return not folder.is_dir() or any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
 
@@ -492,7 +491,7 @@ _NAMES = {
 
 
 class _Vllm(Backend):
-    """The backend whose replicas are a `VllmHost` each."""
+    """A _Vllm is the backend whose replicas are `VllmHost`s."""
 
     where = "in vLLM"
     takes = frozenset({"backend_option", "tokenizer"})

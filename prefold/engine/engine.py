@@ -45,17 +45,17 @@ class ModelEngine(EngineLoop):
         worker: Worker,
         options: EngineOptions = EngineOptions(),  # noqa: B008
         *,
-        beside: Sequence[object] = (),
+        resources: Sequence[object] = (),
     ):
         """Makes an engine, without a KV store, which the first generation makes.
 
-        beside  objects that features use in place of their own, when requests are made before the engine
+        resources  objects that features use in place of their own, when requests are made before the engine
         """
         super().__init__()
         self.worker = worker
         self.options = options
         self.meter = Meter()
-        self.parts = engine_parts(worker, options, self.meter, beside)
+        self.parts = engine_parts(worker, options, self.meter, resources)
         self._choice = SharingChoice(cast(float, options.sharing_threshold))
         self._budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)
 
@@ -187,11 +187,11 @@ class ModelEngine(EngineLoop):
         stopping  called after every step: once it returns True, the run ends
         """
         options = {"owner": owner, "failed": failed, "stopping": stopping}
-        left = iter(windows)
-        first = next(left, None)
+        remaining = iter(windows)
+        first = next(remaining, None)
         if first is not None:
             readout = joint_readout(readout, np.diff(first.target_offsets))
-            windows = filter(None, itertools.chain([first], left))
+            windows = filter(None, itertools.chain([first], remaining))
             each = ([((window, i), window.request(i))] for window in windows for i in range(window.num_requests))
             yield from self._run_in_slots(each, readout, tokenizer, **options)
 

@@ -254,7 +254,7 @@ class Generator:
                 reserve=new.reserve,
                 namespace=new.namespace,
                 priority=new.request.priority,
-                made={reader.number: reader.tokens for reader in new.readers if not reader.is_done},
+                outputs={reader.number: reader.tokens for reader in new.readers if not reader.is_done},
                 owner=new.owner,
                 **more,
             )

@@ -67,9 +67,9 @@ def kept_rows(step: GenerateStep) -> list[tuple[Exits | None, int]]:
     """Returns (exits, row) of each row of a step whose hidden state is to be kept. A row that only runs again, for its
     result, is left out: its state is kept already."""
     return [
-        (kept.exits, row)
+        (states.exits, row)
         for namespace, first, stop in step.namespaces
-        if (kept := kept_states_of(namespace)) is not None
+        if (states := kept_states_of(namespace)) is not None
         for row in range(first, stop)
         if step.message.slots[row] != SCRATCH
     ]

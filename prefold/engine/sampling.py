@@ -56,8 +56,8 @@ class SamplerState:
         self._bare = self.greedy and not self.penalised and not sampling.logit_bias
         self._bare = self._bare and matcher is None and sampling.logprobs is None
         self._stream = make_stream(seed, sample)
-        seen = prompt if sampling.repetition_penalty != 1.0 else ()
-        self._ids = np.unique(np.asarray(seen, np.int64))
+        prompt_tokens = prompt if sampling.repetition_penalty != 1.0 else ()
+        self._ids = np.unique(np.asarray(prompt_tokens, np.int64))
         self._ids = self._ids[self._ids < MEDIA_BASE]
         self._counts = np.zeros(self._ids.size, np.float32)
         self._place = {token: i for i, token in enumerate(self._ids.tolist())} if self.penalised else {}

@@ -98,15 +98,15 @@ def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[dict[str, Any]]
     One prompt has one continuation or a list of them; of several prompts each has one, or each has a list.
     """
     texts, single = as_items(prompts, "prompts")
-    wanted, is_single = as_items(continuations, "continuations")
+    items, is_single = as_items(continuations, "continuations")
     if single:
-        lists = [wanted]
-    elif is_single or len(wanted) != len(texts):
-        number = "one continuation" if is_single else f"{len(wanted)} continuations"
+        lists = [items]
+    elif is_single or len(items) != len(texts):
+        number = "one continuation" if is_single else f"{len(items)} continuations"
         remedy = "give one continuation a prompt, or a list of them"
         raise InputError(f"{len(texts)} prompts and {number}", field="continuations", remedy=remedy)
     else:
-        split = [as_items(each, f"continuations[{i}]") for i, each in enumerate(wanted)]
+        split = [as_items(each, f"continuations[{i}]") for i, each in enumerate(items)]
         is_single = all(alone for _, alone in split)
         if not is_single and any(alone for _, alone in split):
             remedy = "give each prompt one continuation, or each a list of them"

@@ -174,7 +174,7 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, Mapping):
         return ("mapping", *((key, _frozen(element)) for key, element in value.items()))
     if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *(_frozen(one) for one in value))
+        return (type(value).__name__, *(_frozen(item) for item in value))
     if isinstance(value, np.ndarray):
         return ("array", value.shape, str(value.dtype), value.tobytes())
     return (type(value), value)

@@ -126,15 +126,15 @@ class Texts(TaskRunner):
         call, items, rest = read_call(argument, items, single, errors, options)
         task = self.task("generate", **rest if n is None else rest | {"n": n})
         works, results = self._results(task, items, call)
-        found: list[InputError | list[Generated]] = [
+        outputs: list[InputError | list[Generated]] = [
             work if isinstance(work, InputError) else result[0]  # an InputError where it could not run
             for work, result in zip(works, results, strict=True)
         ]
         if not call.back:
-            first_error(found, call.argument, single=call.single)
+            first_error(outputs, call.argument, single=call.single)
         # An item may ask for several samples by itself.
         answers: list[Answer] = [
-            one if n is not None or isinstance(one, InputError) or len(one) > 1 else one[0] for one in found
+            out if n is not None or isinstance(out, InputError) or len(out) > 1 else out[0] for out in outputs
         ]
         return answers[0] if call.single else answers
 
@@ -154,7 +154,7 @@ class Texts(TaskRunner):
                 if isinstance(event, TextPiece):
                     yield Piece(event.sample, event.text)
                 else:
-                    yield from (Piece(i, "", one) for i, one in enumerate(samples_of(event)))
+                    yield from (Piece(i, "", sample) for i, sample in enumerate(samples_of(event)))
 
     @overload
     async def agenerate(
@@ -188,15 +188,15 @@ class Texts(TaskRunner):
         request = self._request(prompt, n, adapter, options)
         async for event in astream(self.engine, request, self.tokenizer):
             if isinstance(event, list):
-                for i, one in enumerate(event):
-                    yield Piece(i, "", one)
+                for i, sample in enumerate(event):
+                    yield Piece(i, "", sample)
             else:
                 yield Piece(event.sample, event.text)
 
     def _request(self, prompt: Prompt, n: int | None, adapter: str | None, options: Mapping[str, Any]) -> Request:
         """Returns the request of one prompt, conversation, or mapping of the fields of GenerateItem."""
-        given = {} if n is None else {"n": n}
-        task = self.task("generate", adapter=adapter, **given, **options)
+        samples = {} if n is None else {"n": n}
+        task = self.task("generate", adapter=adapter, **samples, **options)
         (work,) = first_error(task.prepare([prompt]), single=True)
         warn_of_images([work])
         return work.requests[0]

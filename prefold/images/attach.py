@@ -37,16 +37,16 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
     from .tower_weights import load_tower
     from .worker import image_part
 
-    # Each rank encodes whole images: their rows are wanted whole on all.
+    # Each rank encodes whole images, because each needs all of their rows.
     return image_part(load_tower(checkpoint, model.config, dtype=model.dtype, device=model.device, seed=seed))
 
 
 @add_engine_part
-def _engine_part(worker: Any, options: Any, meter: Any, beside: Any) -> EnginePart | None:
+def _engine_part(worker: Any, options: Any, meter: Any, resources: Any) -> EnginePart | None:
     if worker.facts.of(ImageFacts) is None:
         return None
-    from .desk import ImageDesk
+    from .scheduler import ImageScheduler
     from .table import MediaTable
 
-    table = next((one for one in beside if isinstance(one, MediaTable)), None)
-    return ImageDesk(worker, MediaTable() if table is None else table, options.images.media_memory, meter)
+    table = next((resource for resource in resources if isinstance(resource, MediaTable)), None)
+    return ImageScheduler(worker, MediaTable() if table is None else table, options.images.media_memory, meter)

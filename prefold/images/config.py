@@ -1,4 +1,4 @@
-"""What the tower of a model is, as data: the part that makes rows of images. No torch.
+"""Describes the tower of a model, the part that makes rows of images, as data. No torch.
 
 It is read from a Hugging Face config, or from the metadata of a GGUF file (llama.cpp's mmproj, architecture "clip").
 """
@@ -15,7 +15,7 @@ from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import MOST_LAYERS, Settings
 from ..errors import CheckpointError, UnsupportedModelError
 
-# Rows of a piece of the tower's work: with fewer, linears lose speed; more would keep others waiting for longer.
+# Rows of a piece of the tower's work: with fewer rows linears lose speed, with more rows steps wait for longer.
 PIECE_ROWS = 512
 
 # What checkpoints put before the names of the text model, and before those of the tower; versions of transformers
@@ -39,9 +39,9 @@ class TowerConfig:
     kind        the projector. "gemma3": squares of patches are averaged, RMS normed and projected. "idefics3": squares
                 of patches are put side by side (pixel shuffle) and projected
     image_size  height and width of a tile, the image that the tower sees
-    patch_size  height and width of a patch: what the tower has one row of
+    patch_size  height and width of a patch, which is one row inside the tower
     merge       patches along one side of the square that becomes one row of the model
-    output      numbers of such a row: the model's hidden size
+    output      the width of such a row: the model's hidden size
     """
 
     kind: Literal["gemma3", "idefics3"]
@@ -82,7 +82,7 @@ class TowerConfig:
 
     @property
     def span(self) -> bool:
-        """Whether the rows of one tile see each other in both directions, so that they are one span."""
+        """Returns whether the rows of one tile see each other in both directions, so that they are one span."""
         return self.kind == "gemma3"
 
     @property
@@ -119,16 +119,8 @@ class TowerConfig:
         behind = 4 * self.patches * h + 2 * h * h + 4 * h * self.intermediate
         return np.concatenate((sizes * (6 * h * h), sizes * behind))
 
-    @property
-    def tile_flops(self) -> int:
-        """Returns the floating-point operations of one tile: linears, attention and the projector."""
-        linears = self.layers * (4 * self.hidden**2 + 2 * self.hidden * self.intermediate)
-        linears += self.patch_inputs * self.hidden
-        attention = self.layers * 2 * self.patches * self.hidden
-        return 2 * self.patches * (linears + attention) + 2 * self.rows * self.merged * self.output
 
-
-# By a tower's kind what is as in transformers where a vision_config leaves it out.
+# transformers' defaults for what a vision_config leaves out, by a tower's kind.
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma3": {"patch_size": 16, "hidden_size": 768, "num_attention_heads": 12},
     "idefics3": {"patch_size": 32, "hidden_size": 1152, "num_attention_heads": 16},
@@ -184,12 +176,12 @@ def _square(vision: Settings, key: str, default: int) -> int:
     return vision.size(key, default)
 
 
-# By the projector's type: the architecture of the whole model, and the text model's that it stands on.
+# By the projector's type: the architectures of the whole model and of its text model.
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
     "idefics3": ("Idefics3ForConditionalGeneration", "LlamaForCausalLM"),
 }
-# Patches along a side of what becomes a row of Gemma 3, where its file does not say.
+# The `merge` of Gemma 3, where its file does not say.
 GEMMA3_MERGE = 4
 
 
@@ -238,7 +230,7 @@ def config_with_tower(config: Settings, tower: GGUFFile) -> Settings:
 
 
 def tower_settings(tower: GGUFFile) -> Settings:
-    """Returns the keys that an image processor's file has, as far as a tower's GGUF file says."""
+    """Returns the settings of the image processor that a tower's GGUF file has."""
     read = Settings(tower.metadata, str(tower.path))
     size = read.size("clip.vision.image_size")
     colours = {key: read.get(f"clip.vision.{key}", [0.5] * 3) for key in ("image_mean", "image_std")}
@@ -247,8 +239,8 @@ def tower_settings(tower: GGUFFile) -> Settings:
 
 
 def tile_settings(kind: str, size: int, longest: int) -> dict[str, Any]:
-    """Returns the keys of an image processor's file that make tiles of this size. longest: of an image's longest side,
-    where it is cut"""
+    """Returns the settings of an image processor that make tiles of this size. longest: the longest side of an image
+    that is cut"""
     if kind == "gemma3":
         return {"size": {"height": size, "width": size}}
     return {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
@@ -259,13 +251,13 @@ def _kind(tower: GGUFFile) -> str:
     metadata = tower.metadata
     kind = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
     if kind not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModelError(f"{tower.path}: the projector {kind!r} is not supported; these are: {known}")
+        supported = ", ".join(ARCHITECTURES)
+        raise UnsupportedModelError(f"{tower.path}: the projector {kind!r} is not supported; these are: {supported}")
     return str(kind)
 
 
 def _intermediate(tower: GGUFFile) -> int:
-    """Returns the width of the MLP, by its first bias: some files say 0."""
+    """Returns the width of the MLP, from its first bias: the metadata of some files says 0."""
     biases = [tower.tensors.get(f"v.blk.0.{name}.bias") for name in ("ffn_up", "ffn_down")]
     sizes = [bias.shape[0] for bias in biases if bias is not None and len(bias.shape) == 1]
     if not sizes:

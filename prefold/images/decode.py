@@ -1,8 +1,8 @@
-"""Decoder makes Images out of files, in a process of its own: whatever a file does to a decoder, it does it there.
+"""Decodes image files in a subprocess, so that a file that breaks a decoder breaks that process alone.
 
-The process runs `main` of this module. A request to it is a file; its answer is an object and, where that has a height
-and a width, the pixels (`subprocesses.py`). Nothing else is believed about a file than what Pillow's decoders for four
-formats say, within limits on pixels and memory.
+The subprocess runs `main` of this module. A request to it is a file; its answer is an object and the pixels, or an
+object with an error (`subprocesses.py`). Only Pillow's decoders of four formats read a file, within limits on pixels
+and memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..errors import InputError, MissingExtraError
 from ..subprocesses import Ended, Subprocess, answer_all, limit_process
 from ..text.media import Pixels
 
-# Modes of Pillow with more than 8 bits a channel. Pillow makes all that is above 255 white when it makes RGB of them.
+# Modes of Pillow with more than 8 bits a channel. Pillow turns all values above 255 into white in RGB.
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
-# What the EXIF tag 274 says of how the picture is to be turned: 1, or none, is not at all.
+# The EXIF tag of how the picture is to be turned, and its value for "not at all".
 ORIENTATION, UPRIGHT = 0x0112, 1
 
 
@@ -50,7 +50,7 @@ class Image(Pixels):
 
     @cached_property
     def digest(self) -> bytes:
-        """Returns 16 bytes that say which image this is: a digest of its size and its pixels."""
+        """Returns a digest of the size and the pixels, 16 bytes."""
         digest = hashlib.blake2b(f"{self.height} {self.width} ".encode(), digest_size=16)
         digest.update(np.ascontiguousarray(self.pixels))
         return digest.digest()
@@ -75,11 +75,9 @@ def pillow() -> ModuleType:
 
 
 def image_of(picture: Any, field: str = "image") -> Image:
-    """Returns a picture of Pillow's as an Image: turned as its EXIF tag says, in RGB, and where it is transparent on
-    white, as transformers' image processors see it. field: what errors call it.
-
-    Raises InputError for pictures of more than 8 bits a channel, and for those that Pillow cannot read to their end.
-    """
+    """Returns a Pillow image as an Image, as transformers' image processors see it: turned as its EXIF tag says, in
+    RGB, on white where it is transparent. field: its name in errors. Raises InputError for more than 8 bits a channel,
+    and for files that Pillow cannot read to their end."""
     try:
         return Image(_pixels_of(picture, field))
     except (InputError, MemoryError):
@@ -95,7 +93,7 @@ def image_of(picture: Any, field: str = "image") -> Image:
 
 
 def _pixels_of(picture: Any, field: str) -> np.ndarray:
-    """Returns the pixels of a picture of Pillow's, uint8 [height, width, 3]."""
+    """Returns the pixels of a Pillow image, uint8 [height, width, 3]."""
     library = pillow()
     if picture.mode in DEEP_MODES:
         raise InputError(
@@ -134,25 +132,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A Decoded is an image out of a file. animated: whether the file has more frames, of which this is the first."""
+    """A Decoded is the image of a file. animated: whether the file has more frames, of which this is the first"""
 
     image: Image
     animated: bool
 
 
 @dataclass(slots=True)
-class Allowance:
-    """An Allowance is the time that the files of one item have together.
-
-    seconds  of decoding, not of waiting for one's turn
-    left     of them
-    """
+class DecodeBudget:
+    """A DecodeBudget is the decoding time of all files of one item together; waiting for the decoder does not count."""
 
     seconds: float
-    left: float = field(init=False)
+    seconds_left: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = self.seconds
+        self.seconds_left = self.seconds
 
 
 class Decoder:
@@ -164,11 +158,11 @@ class Decoder:
         self._lock = threading.Lock()
         self._helper = Subprocess("prefold.images.decode", [str(self.limits.pixels), str(self.limits.memory)])
 
-    def decode(self, data: bytes, field: str = "image", allowance: Allowance | None = None) -> Decoded:
-        """Returns the image of a file. field: what errors call it; allowance: of the item that the file is part of.
+    def decode(self, data: bytes, field: str = "image", budget: DecodeBudget | None = None) -> Decoded:
+        """Returns the image of a file. field: its name in errors; budget: that of the file's item.
 
-        Raises InputError for a file that is too large, of another kind, damaged, or that a decoder fails on, also where
-        nothing is left of the allowance, and MissingExtraError where Pillow is not installed.
+        Raises InputError for a file that is too large, of another kind, damaged, or that a decoder fails on, and when
+        the budget is used up; MissingExtraError where Pillow is not installed.
         """
         pillow()
         limits = self.limits
@@ -180,19 +174,19 @@ class Decoder:
                 "image_too_large",
             )
         with self._lock:
-            others = allowance is not None and allowance.left < limits.seconds  # have taken some of it
+            others = budget is not None and budget.seconds_left < limits.seconds  # have taken some of it
             try:
-                said, pixels = self._asked(data, allowance)
+                answer, pixels = self._ask(data, budget)
             except Ended:
-                if allowance is not None and others and allowance.left <= 0:
-                    what = f"and the images before it could not be decoded in {allowance.seconds:g} s"
-                    raise _error(field, what, "give fewer or smaller images", "image_too_large") from None
-                what = f"could not be decoded in {limits.seconds:g} s, or ended the decoder"
-                raise _error(field, what, "save it again with another program", "image_damaged") from None
-        if "error" in said:
-            raise _error(field, said["error"], said["remedy"], said["code"])
-        shape = said["height"], said["width"], 3
-        return Decoded(Image(np.frombuffer(pixels, np.uint8).reshape(shape)), said["animated"])
+                if budget is not None and others and budget.seconds_left <= 0:
+                    problem = f"and the images before it could not be decoded in {budget.seconds:g} s"
+                    raise _error(field, problem, "give fewer or smaller images", "image_too_large") from None
+                problem = f"could not be decoded in {limits.seconds:g} s, or ended the decoder"
+                raise _error(field, problem, "save it again with another program", "image_damaged") from None
+        if "error" in answer:
+            raise _error(field, answer["error"], answer["remedy"], answer["code"])
+        shape = answer["height"], answer["width"], 3
+        return Decoded(Image(np.frombuffer(pixels, np.uint8).reshape(shape)), answer["animated"])
 
     def close(self) -> None:
         """Ends the process; the next file starts another."""
@@ -205,22 +199,22 @@ class Decoder:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _asked(self, data: bytes, allowance: Allowance | None) -> tuple[dict[str, Any], bytearray]:
-        """Returns what the process answers to a file."""
-        seconds = self.limits.seconds if allowance is None else min(self.limits.seconds, allowance.left)
-        if seconds <= 0:  # a process that is quick could answer even so
+    def _ask(self, data: bytes, budget: DecodeBudget | None) -> tuple[dict[str, Any], bytearray]:
+        """Returns the answer of the subprocess to a file."""
+        seconds = self.limits.seconds if budget is None else min(self.limits.seconds, budget.seconds_left)
+        if seconds <= 0:  # or a quick answer would still count
             raise Ended
         self._helper.start()
         began = time.monotonic()
         try:
             return self._helper.ask(data, seconds)
         finally:
-            if allowance is not None:
-                allowance.left -= time.monotonic() - began
+            if budget is not None:
+                budget.seconds_left -= time.monotonic() - began
 
 
-def _error(field: str, what: str, remedy: str, code: str) -> InputError:
-    return InputError(f"{field!r} {what}", field=field, remedy=remedy, code=code)
+def _error(field: str, problem: str, remedy: str, code: str) -> InputError:
+    return InputError(f"{field!r} {problem}", field=field, remedy=remedy, code=code)
 
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
@@ -233,22 +227,21 @@ OTHERS = (
 
 
 def answer(data: bytes, most_pixels: int) -> tuple[dict[str, Any], bytes]:
-    """Returns what is said of a file, and its pixels: {"height", "width", "animated"}, or {"error", "remedy", "code"}
-    and no pixels."""
+    """Returns ({"height", "width", "animated"}, the pixels) of a file, or ({"error", "remedy", "code"}, no bytes)."""
     try:
         picture = pillow().open(io.BytesIO(data), formats=FORMATS)
     except Exception:  # of many kinds, by what is broken
         return _refused(f"is {_kind(data)}", "give a JPEG, PNG, WebP or GIF", "image_format")
     width, height = picture.size
     if width * height > most_pixels:
-        what = f"has {width} x {height} pixels, more than {most_pixels:,}"
-        return _refused(what, "make it smaller, or allow more with media_pixels (--media-pixels)", "image_too_large")
+        problem = f"has {width} x {height} pixels, more than {most_pixels:,}"
+        return _refused(problem, "make it smaller, or allow more with media_pixels (--media-pixels)", "image_too_large")
     try:
         image = image_of(picture)
     except InputError as error:
         return {"error": error.message.removeprefix("'image' "), "remedy": error.remedy, "code": error.code}, b""
-    said = {"height": image.height, "width": image.width, "animated": _animated(picture)}
-    return said, image.pixels.tobytes()
+    facts = {"height": image.height, "width": image.width, "animated": _animated(picture)}
+    return facts, image.pixels.tobytes()
 
 
 def _refused(error: str, remedy: str, code: str) -> tuple[dict[str, Any], bytes]:
@@ -256,7 +249,7 @@ def _refused(error: str, remedy: str, code: str) -> tuple[dict[str, Any], bytes]
 
 
 def _kind(data: bytes) -> str:
-    """Returns what a file is that no decoder takes, as far as its first bytes say."""
+    """Returns the kind of a file that no decoder takes, judged by its first bytes."""
     start = data[:1024].lstrip()
     if not data:
         return "empty"
@@ -266,12 +259,13 @@ def _kind(data: bytes) -> str:
         return "an AVIF, HEIC or a video"
     if start[:1] == b"<":
         return "HTML"
-    known = next((name for first, name in OTHERS if data.startswith(first)), None)
-    return known or "no image, or one whose beginning is damaged"
+    kind = next((name for first, name in OTHERS if data.startswith(first)), None)
+    return kind or "no image, or one whose beginning is damaged"
 
 
 def _animated(picture: Any) -> bool:
-    """Whether a picture has more than one frame. Some phones put a second picture behind a JPEG, which is none."""
+    """Returns whether a picture has more than one frame. The second picture that some phones append to a JPEG is
+    none."""
     try:
         return picture.format in ("GIF", "WEBP", "PNG") and bool(getattr(picture, "is_animated", False))
     except Exception:  # the second frame is damaged; there is one

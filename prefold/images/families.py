@@ -28,10 +28,10 @@ class SeeingConfig(ModelConfig):
     def text(self) -> ModelConfig:
         return ModelConfig(**_fields(self))
 
-    def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **how: Any) -> Any:
+    def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **options: Any) -> Any:
         from .items import image_inputs
 
-        return image_inputs(checkpoint, self.tower, tokenizer, table, **how)
+        return image_inputs(checkpoint, self.tower, tokenizer, table, **options)
 
     @property
     def span_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Images in items: where they stand, how they are read, and the rows that prompts have in their place."""
+"""Reads the images of items, and puts their rows into prompts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ..text.media import ImageIds, Picture, too_long
 from ..text.tokenizer import Escaping
 from ..types import Medium, within
 from .config import TowerConfig
-from .decode import Allowance, Image
+from .decode import DecodeBudget, Image
 from .processor import Processor, load_processor
 from .reading import Reader, reader_of
-from .sending import HeldPictures
+from .sending import ReplicaImages
 from .table import MediaTable
 
 T = TypeVar("T")
@@ -35,8 +35,8 @@ FILES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A Seen is what is known of an image without its pixels: its size, their digest, and whether it is the first frame
+class ImageSummary:
+    """An ImageSummary describes an image without its pixels: their digest, its size, and whether it is the first frame
     of several."""
 
     height: int
@@ -45,20 +45,20 @@ class Seen:
     animated: bool
 
     @classmethod
-    def of(cls, image: Image, animated: bool = False) -> Seen:
+    def of(cls, image: Image, animated: bool = False) -> ImageSummary:
         return cls(image.height, image.width, image.digest, animated)
 
 
-class Recent(Generic[T]):
-    """A Recent is a least-recently-used cache, whose values' sizes sum to `most` at most. Any thread may use it."""
+class LRUCache(Generic[T]):
+    """An LRUCache is a least-recently-used cache, whose values' sizes sum to `most` at most. Any thread may use it."""
 
     def __init__(self, most: int, size: Callable[[T], int] = lambda value: 1):
-        self._most, self._size, self._held = most, size, 0
-        self._values: OrderedDict[bytes, T] = OrderedDict()  # the value first that was put or asked for longest ago
+        self._most, self._size, self._used = most, size, 0
+        self._values: OrderedDict[bytes, T] = OrderedDict()  # the least recently used value first
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> T | None:
-        """Returns the value with this key; None: it is not held."""
+        """Returns the value with this key, or None."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -70,35 +70,34 @@ class Recent(Generic[T]):
             self._forget(key)
             if (size := self._size(value)) <= self._most:
                 self._values[key] = value
-                self._held += size
-                while self._held > self._most:
+                self._used += size
+                while self._used > self._most:
                     self._forget(next(iter(self._values)))
 
     def take(self, key: bytes) -> T | None:
-        """Returns the value with this key, and holds it no more; None: it is not held."""
+        """Removes the value with this key and returns it, or None."""
         with self._lock:
             return self._forget(key)
 
     def _forget(self, key: bytes) -> T | None:
         value = self._values.pop(key, None)
-        self._held -= 0 if value is None else self._size(value)
+        self._used -= 0 if value is None else self._size(value)
         return value
 
 
-def recent_images(memory: int = MEMORY) -> Recent[Image]:
-    """Returns what holds the images that were decoded last, by the digests of their pixels, until the tower takes them.
-    memory: bytes of pixels"""
-    return Recent(memory, lambda image: image.pixels.nbytes)
+def image_cache(memory: int = MEMORY) -> LRUCache[Image]:
+    """Returns a cache of the images that were decoded last, by the digests of their pixels. memory: bytes of pixels"""
+    return LRUCache(memory, lambda image: image.pixels.nbytes)
 
 
 @dataclass(eq=False)
-class Loading:
-    """A Loading reads an image again when a tower is to see it.
+class ImageLoader:
+    """An ImageLoader reads an image again when a tower needs its tiles.
 
-    value   its file's content, where that is to be read, or its pixels
-    digest  of its pixels, which must be the same again
+    value   the content of its file, the place of that content, or its pixels
+    digest  of its pixels; reading it again must give the same
     tiles   how many it has
-    recent  has them yet, where it was decoded lately
+    recent  the images that were decoded last
     """
 
     processor: Processor
@@ -106,10 +105,10 @@ class Loading:
     value: Any
     digest: bytes
     tiles: int
-    recent: Recent[Image]
+    recent: LRUCache[Image]
 
     def image(self) -> Image:
-        """Returns the image. Raises InputError where it is not the same as before, or cannot be read any more."""
+        """Returns the image. Raises InputError if it has changed, or cannot be read any more."""
         image = self.recent.take(self.digest)
         if image is None:
             image = self.reader.read(self.value.read() if isinstance(self.value, Blob) else self.value).image
@@ -118,10 +117,10 @@ class Loading:
             raise InputError(message, field="image", remedy="leave it as it is until the answer is there")
         return image
 
-    def put_away(self, shelf: BlobStore) -> None:
-        """Puts the content of its file on a shelf, where it has one."""
+    def store_in(self, blobs: BlobStore) -> None:
+        """Moves the content of its file into a blob store, if it has one."""
         if isinstance(self.value, bytes):
-            self.value = shelf.put(self.value)
+            self.value = blobs.put(self.value)
 
     def __call__(self) -> np.ndarray:
         """Returns its tiles, float32 [tiles, 3, height, width]. Raises InputError as `image` does."""
@@ -129,14 +128,14 @@ class Loading:
 
 
 def image_inputs(
-    checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokenizer | None, table: MediaTable | None, **how: Any
+    checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokenizer | None, table: MediaTable | None, **options: Any
 ) -> ImageInputs | None:
-    """Returns what reads the images of a checkpoint with this tower; None for one without a tokenizer. table: None for
-    one of its own; how: as of `reader_of`"""
+    """Returns the ImageInputs of a checkpoint with this tower; None if it has no tokenizer. table: None for a new one;
+    options: those of `reader_of`"""
     if tokenizer is None:
         return None
     table = MediaTable() if table is None else table
-    return ImageInputs(load_processor(checkpoint, tower, tokenizer), tokenizer, table, reader_of(**how))
+    return ImageInputs(load_processor(checkpoint, tower, tokenizer), tokenizer, table, reader_of(**options))
 
 
 @dataclass(frozen=True)
@@ -145,12 +144,12 @@ class ImageInputs:
 
     table    knows images by the ids of their rows
     most     images that one item may have
-    recent   holds pixels that were decoded lately
-    files    knows what was found in the files that were decoded last, so that a file which comes again, as in each
-             prompt of a record or each record of a job, is not decoded again
-    shelf    holds the files of images that came within items
+    recent   the images that were decoded last
+    files    summaries of the files that were decoded last, so that a file which comes again, as in each prompt of a
+             record or each record of a job, is not decoded again
+    blobs    holds the files of images that came within items
     seconds  that decoding all images of an item may take; None: each may take what the decoder allows
-    namespace  outside of which nothing of these images is shared, not even where they are read from; "": none
+    namespace  nothing of these images is shared outside of it, not even where they are read from; "": none
     """
 
     processor: Processor
@@ -158,72 +157,70 @@ class ImageInputs:
     table: MediaTable
     reader: Reader = field(default_factory=Reader)
     most: int = 64
-    recent: Recent[Image] = field(default_factory=recent_images)
-    files: Recent[Seen] = field(default_factory=lambda: Recent(FILES))
-    shelf: BlobStore = field(default_factory=BlobStore)
+    recent: LRUCache[Image] = field(default_factory=image_cache)
+    files: LRUCache[ImageSummary] = field(default_factory=lambda: LRUCache(FILES))
+    blobs: BlobStore = field(default_factory=BlobStore)
     seconds: float | None = None
     namespace: str = ""
 
-    def read_by(self, **how: Any) -> ImageInputs:
+    def with_reader(self, **options: Any) -> ImageInputs:
         """Returns these inputs with another reader, as of `reader_of`."""
-        return replace(self, reader=reader_of(**how))
+        return replace(self, reader=reader_of(**options))
 
-    def for_strangers(self, files: Callable[[str], Path | None] | None = None, namespace: str = "") -> ImageInputs:
-        """Returns these inputs for clients who must not read this machine's files by path, nor occupy the decoder for
-        longer with many images than with a single image. files: returns the path of a file that a client uploaded, by
-        its id; namespace: that of the clients."""
+    def for_clients(self, files: Callable[[str], Path | None] | None = None, namespace: str = "") -> ImageInputs:
+        """Returns these inputs for clients of a server: they cannot read this machine's files by path, nor occupy the
+        decoder for longer with many images than with one. files: returns the path of an uploaded file by its id;
+        namespace: that of the clients"""
         reader = replace(self.reader, paths=False, folder=None, files=files)
         return replace(self, reader=reader, seconds=reader.decoder.limits.seconds, namespace=namespace)
 
-    def from_driver(self) -> HeldPictures:
-        """Returns a holder for the images that the driver of a fleet sends to this replica."""
-        return HeldPictures(self.table, self.processor)
+    def replica_images(self) -> ReplicaImages:
+        """Returns the ReplicaImages for what the driver of a fleet sends to this replica."""
+        return ReplicaImages(self.table, self.processor)
 
     @cached_property
     def escaping(self) -> Escaping:
         """Returns an encoder of texts in which image tokens that users write stay plain text."""
         return self.tokenizer.escaping_only(self.processor.special)
 
-    def read(self, given: Sequence[tuple[Any, str]]) -> list[Picture]:
-        """Returns the images of an item. given: (what stands for an image, its field) of each.
-
-        Raises InputError for the first that cannot be read, and for too many.
-        """
-        if len(given) > self.most:
-            field = given[self.most][1]
-            message = f"there are {len(given)} images; {self.most} are allowed"
+    def read(self, values: Sequence[tuple[Any, str]]) -> list[Picture]:
+        """Returns the images of an item. values: (value, its field) of each. Raises InputError for the first that
+        cannot be read, and for too many."""
+        if len(values) > self.most:
+            field = values[self.most][1]
+            message = f"there are {len(values)} images; {self.most} are allowed"
             raise InputError(message, field=field, remedy="give fewer", code="image_count")
-        allowance = None if self.seconds is None else Allowance(self.seconds)
-        return [self._picture(value, field, allowance) for value, field in given]
+        budget = None if self.seconds is None else DecodeBudget(self.seconds)
+        return [self._picture(value, field, budget) for value, field in values]
 
-    def _picture(self, value: Any, field: str, allowance: Allowance | None) -> Picture:
-        # Of a file no pixels are held for long: they take ten times its memory.
+    def _picture(self, value: Any, field: str, budget: DecodeBudget | None) -> Picture:
+        # A file's pixels are not kept for long: they take ten times its memory.
         source, again = self.reader.source(value, field)
-        seen = Seen.of(source) if isinstance(source, Image) else self._seen(source, field, allowance)
-        tiles = self.processor.layout(seen.height, seen.width).tiles
-        load = Loading(self.processor, self.reader, again, seen.digest, tiles, self.recent)
-        return Picture((seen.height, seen.width), self.processor.key(seen.digest), load, field, seen.animated)
+        summary = ImageSummary.of(source) if isinstance(source, Image) else self._summary(source, field, budget)
+        tiles = self.processor.layout(summary.height, summary.width).tiles
+        load = ImageLoader(self.processor, self.reader, again, summary.digest, tiles, self.recent)
+        return Picture(
+            (summary.height, summary.width), self.processor.key(summary.digest), load, field, summary.animated
+        )
 
-    def _seen(self, data: bytes, field: str, allowance: Allowance | None) -> Seen:
-        """Returns what is known of the image in a file, which is decoded where it was not lately."""
-        # Outside of the namespace nobody may learn, by the time that it takes, that a file was there before.
+    def _summary(self, data: bytes, field: str, budget: DecodeBudget | None) -> ImageSummary:
+        """Returns the summary of the image in a file, which is decoded unless it was among the last files."""
+        # The namespace is hashed too, or the time that this takes would tell one tenant what another has sent.
         digest = hashlib.blake2b(f"{self.namespace}\0".encode("utf-8", "surrogatepass"), digest_size=16)
         digest.update(data)
-        seen = self.files.get(key := digest.digest())
-        if seen is None:
-            decoded = self.reader.decoder.decode(data, field, allowance)
+        summary = self.files.get(key := digest.digest())
+        if summary is None:
+            decoded = self.reader.decoder.decode(data, field, budget)
             self.recent.put(decoded.image.digest, decoded.image)
-            self.files.put(key, seen := Seen.of(decoded.image, decoded.animated))
-        return seen
+            self.files.put(key, summary := ImageSummary.of(decoded.image, decoded.animated))
+        return summary
 
     def encode(
         self, text: str, pictures: Sequence[Picture], salt: str, field: str, escaping: Escaping | None = None
     ) -> tuple[np.ndarray, tuple[Medium, ...]]:
-        """Returns the ids of a text, int32 [n], with the rows of an image in place of each placeholder, and the media
-        whose rows they are. escaping: by which the text was shielded.
-
-        Raises InputError where there are not as many placeholders as images.
-        """
+        """Returns the ids of a text, int32 [n], with the rows of an image in place of each placeholder, and the images'
+        media. escaping: the encoder by which the text was escaped. Raises InputError where there are not as many
+        placeholders as images."""
         processor = self.processor
         expanded = processor.expand(text, [picture.size for picture in pictures])
         ids = (escaping or self.escaping).encode(expanded)
@@ -246,8 +243,8 @@ class ImageInputs:
         load = picture.load
         rows, span = load.processor.rows_per_tile, load.processor.span
         medium = self.table.medium(picture.key, tiles=load.tiles, rows_per_tile=rows, span=span, load=load, salt=salt)
-        if medium.load is load:  # else the image is read from where it was given before
-            load.put_away(self.shelf)
+        if medium.load is load:  # else the medium has a loader from an earlier item
+            load.store_in(self.blobs)
         return medium
 
     def encode_pictured(self, text: str, pictures: Sequence[Picture], field: str, salt: str = "") -> ImageIds:
@@ -258,8 +255,8 @@ class ImageInputs:
         return ImageIds.of(*self.encode(text, pictures, salt, field))
 
     def media_of(self, tokens: np.ndarray, field: str) -> tuple[Medium, ...]:
-        """Returns the media that have rows among these ids. Raises InputError where an image is there in part only:
-        it was cut with the text."""
+        """Returns the media that have rows among these ids. Raises InputError for an image that was cut with the
+        text."""
         media = tuple(self.table.find(tokens[tokens >= MEDIA_BASE]))
         for medium in media:
             if not np.isin(medium.ids, tokens).all():
@@ -267,5 +264,5 @@ class ImageInputs:
         return media
 
     def wants_parts(self, template: str) -> bool:
-        """Whether a chat template takes contents as lists of parts only, and no texts."""
+        """Returns whether a chat template takes contents as lists of parts only, and no texts."""
         return "is string" not in template and re.search(r"\[.type.\]|\.type\b", template) is not None

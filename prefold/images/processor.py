@@ -1,7 +1,7 @@
-"""What a checkpoint does to an image before its tower sees it: tiles of one size, and their place in a prompt.
+"""Prepares images for a checkpoint's tower: cuts them into tiles of one size, and gives them their place in a prompt.
 
-`layout` says how an image is cut and what a prompt has in its place; it reads the image's size and no pixels. `tiles`
-cuts it. Both do as the image processors of transformers do that use Pillow, to the last bit.
+`layout` says from an image's size alone how it is cut and what text stands for it in a prompt; `tiles` cuts it. Both
+equal the Pillow image processors of transformers, to the last bit.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ SETTINGS: Mapping[str, Any] = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-# What files of settings have beside what is read here, and what changes no pixel.
+# Settings that change no pixel.
 WITHOUT_EFFECT = {
     "_processor_class", "auto_map", "data_format", "default_to_square", "device", "disable_grouping",
     "do_convert_rgb", "feature_extractor_type", "image_processor_type", "image_seq_len", "image_seq_length",
     "input_data_format", "model_input_names", "num_fps", "processor_class", "return_row_col_info", "return_tensors",
     "size_divisor", "vision_encoder_max_size", "video_sampling",
 }  # fmt: skip
-# What would change pixels, and is in files without being asked for.
+# Settings that would change pixels, and stand in files that do not turn them on.
 NOT_ASKED = {"crop_size", "do_center_crop", "pad_size"}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A Layout is what becomes of an image of one size.
+    """A Layout says how an image of one size is cut into tiles, and what text stands for it.
 
-    text   what a prompt has in its place, in which the image token stands once for each row of the image
-    sizes  (height, width) of the image before it is cut, if it is resized: one after the other
-    boxes  (left, top, right, bottom) of its pieces, each of which becomes a tile beside that of the whole image
+    text   its place in a prompt, with the image token once for each row
+    sizes  (height, width) to which the image is resized before it is cut, one after the other
+    boxes  (left, top, right, bottom) of its pieces; each becomes a tile beside the tile of the whole image
     """
 
     text: str
@@ -65,11 +65,11 @@ class Layout:
 class Processor(ABC):
     """A Processor makes the tiles of images, by the settings of one checkpoint.
 
-    placeholder     what chat templates write in place of an image
-    image_token     what a Layout's text has once for each row
-    image_token_id  the id that a tokenizer makes of it
-    special         the special tokens of images: where a user writes one of them, it is text
-    own             keys that a family reads beside those of SETTINGS, and what they are where a file does not say
+    placeholder     the text that chat templates write for an image
+    image_token     the token that stands for a row of an image in a Layout's text
+    image_token_id  its id
+    special         the special tokens of images, which are plain text where a user writes them
+    own             settings that a family reads beside SETTINGS, with their defaults
     whole_first     whether the tile of the whole image comes before those of its pieces, or behind them
     tile_size       height and width of every tile
     """
@@ -86,12 +86,12 @@ class Processor(ABC):
         known."""
         self.tower, self.image_token_id = tower, image_token_id
         stored = Settings.of(settings)
-        known = {**SETTINGS, **self.own}
+        defaults = {**SETTINGS, **self.own}
         self.settings = Settings(
-            {key: value if stored.get(key) is None else stored[key] for key, value in known.items()}, stored.file
+            {key: value if stored.get(key) is None else stored[key] for key, value in defaults.items()}, stored.file
         )
         without_effect = WITHOUT_EFFECT if stored.get("do_center_crop") else WITHOUT_EFFECT | NOT_ASKED
-        for key in sorted(stored.keys() - known - without_effect):
+        for key in sorted(stored.keys() - defaults - without_effect):
             if stored[key] is not None and not (key in NOT_ASKED and not stored[key]):
                 raise UnsupportedModelError(f"{stored.file}: the setting {key} of the images is not known")
         # The number by which Pillow knows the filter.
@@ -99,7 +99,7 @@ class Processor(ABC):
 
     @property
     def span(self) -> bool:
-        """Whether the rows of a tile are one span."""
+        """Returns whether the rows of a tile are one span."""
         return self.tower.span
 
     @property
@@ -109,21 +109,21 @@ class Processor(ABC):
 
     @cached_property
     def identity(self) -> bytes:
-        """Returns 16 bytes that say how images are processed, and for which shape of tower."""
+        """Returns a digest of the processing and of the tower's shape, 16 bytes."""
         content = json.dumps([type(self).__name__, dict(self.settings), repr(self.tower)], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
     def key(self, digest: bytes) -> bytes:
-        """Returns the 16 bytes by which the rows of an image are known: of its pixels' digest, and of all that is done
-        to them."""
+        """Returns the key of an image's rows, 16 bytes: a digest of its pixels' digest and of all that is done to
+        them."""
         return hashlib.blake2b(self.identity + digest, digest_size=16).digest()
 
     @abstractmethod
     def layout(self, height: int, width: int) -> Layout:
-        """Returns what becomes of an image of this size."""
+        """Returns the Layout of an image of this size."""
 
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
-        """Returns a text with what stands for an image in place of each placeholder. sizes: (height, width) of each
+        """Returns a text with an image's layout text in place of each placeholder. sizes: (height, width) of each
         image, in order. Raises InputError where there are not as many placeholders as images."""
         pieces = text.split(self.placeholder)
         if len(pieces) - 1 != len(sizes):
@@ -137,7 +137,7 @@ class Processor(ABC):
         return pieces[0] + "".join(layout + piece for layout, piece in zip(layouts, pieces[1:], strict=True))
 
     def tiles(self, image: Image) -> np.ndarray:
-        """Returns the numbers that the tower reads of an image, float32 [tiles, 3, height, width]."""
+        """Returns the tiles of an image as the tower reads them, float32 [tiles, 3, height, width]."""
         layout, picture = self.layout(image.height, image.width), pillow().fromarray(image.pixels)
         for size in layout.sizes:
             picture = self._resized(picture, size)
@@ -154,8 +154,7 @@ class Processor(ABC):
 
     @cached_property
     def _table(self) -> np.ndarray:
-        """Returns what each value of a pixel becomes, float32 [3, 256]: there are no more than these, so they are
-        computed once."""
+        """Returns the tower's input for each value of a pixel, float32 [3, 256]."""
         settings = self.settings
         numbers = np.arange(256).astype(np.float32)
         if settings.flag("do_rescale"):
@@ -167,12 +166,12 @@ class Processor(ABC):
 
 
 def three(settings: Settings, key: str) -> list[float]:
-    """Returns a number for each colour; one number is that of all three."""
+    """Returns a setting's number for each colour; a single number counts for all three."""
     value = settings[key]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = [value] * 3
     fits = isinstance(value, (list, tuple)) and len(value) == 3
-    if not fits or not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in value):
+    if not fits or not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in value):
         raise settings.wrong(key, "three numbers, one a colour")
     if key == "image_std" and not all(value):
         raise settings.wrong(key, "three numbers that are not 0")
@@ -236,8 +235,7 @@ class Gemma3Processor(Processor):
 
 # Tokens of Idefics3 and SmolVLM.
 ROW, BORDER, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
-# Pixels of the longest side that an image is made no longer than.
-LONGEST = 4096
+LONGEST = 4096  # pixels of the longest side of a resized image
 
 
 class Idefics3Processor(Processor):
@@ -276,17 +274,21 @@ class Idefics3Processor(Processor):
         return Layout("".join(lines) + "\n" + whole, sizes, boxes)
 
     def _sizes(self, height: int, width: int) -> list[tuple[int, int]]:
-        """Returns the sizes that an image of this size has one after the other until it is cut."""
+        """Returns the sizes to which an image is resized before it is cut, one after the other."""
         sizes = []
         if self.resizes:
             height, width = _longest(height, width, self.size)
             sizes.append((height, width))
-        sizes.append(_whole_tiles(height, width, self.tile) if self.splits else self.tile_size)
-        return sizes
+        if not self.splits:
+            return [*sizes, self.tile_size]
+        # Both sides are rounded up to whole tiles, the longer one first.
+        tile = self.tile
+        height, width = _with_longest(height, width, math.ceil(max(height, width) / tile) * tile)
+        return [*sizes, (math.ceil(height / tile) * tile, math.ceil(width / tile) * tile)]
 
 
 def _longest(height: int, width: int, size: Settings) -> tuple[int, int]:
-    """Returns the size that an image is first brought to: its longest side as asked for, the other one even."""
+    """Returns the size to which an image is resized first: its longest side as the settings say, the other even."""
     if not size.get("longest_edge"):
         return size.size("height"), size.size("width")
     longest = size.size("longest_edge")
@@ -297,12 +299,6 @@ def _longest(height: int, width: int, size: Settings) -> tuple[int, int]:
     if max(height, width) > LONGEST:
         height, width = _with_longest(height, width, LONGEST)
     return max(height, 1), max(width, 1)
-
-
-def _whole_tiles(height: int, width: int, tile: int) -> tuple[int, int]:
-    """Returns the size with both sides rounded up to whole tiles, the longer one first."""
-    height, width = _with_longest(height, width, math.ceil(max(height, width) / tile) * tile)
-    return math.ceil(height / tile) * tile, math.ceil(width / tile) * tile
 
 
 def _with_longest(height: int, width: int, longest: int) -> tuple[int, int]:
@@ -317,12 +313,8 @@ NESTED, ALONE = "processor_config.json", "preprocessor_config.json"
 
 
 def load_processor(checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokenizer | None) -> Processor:
-    """Returns what makes tiles of images for the tower of this checkpoint.
-
-    tokenizer: the checkpoint's. Without one there are no prompts in which an image could stand, so only the tiles of
-    the processor work. Raises CheckpointError where the tokenizer has no image token, or where the settings do not fit
-    the tower.
-    """
+    """Returns the Processor of a checkpoint. tokenizer: the checkpoint's; without it only the tiles work. Raises
+    CheckpointError if the tokenizer has no image token, or if the settings do not fit the tower."""
     kind = KINDS[tower.kind]
     image_token_id = 0 if tokenizer is None else tokenizer.token_id(kind.image_token)
     if image_token_id is None:
@@ -342,7 +334,7 @@ def load_processor(checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokeni
 
 
 def _settings(checkpoint: Checkpoint, tower: TowerConfig) -> Settings:
-    """Returns the settings of the checkpoint's images; without a file of them those that fit the tower."""
+    """Returns the settings of the checkpoint's image processor; without a file, settings that fit the tower."""
     if checkpoint.mmproj is not None:
         return tower_settings(checkpoint.mmproj)
     nested = read_object(checkpoint, NESTED)

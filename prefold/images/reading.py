@@ -1,4 +1,4 @@
-"""Reader makes images of what users give for them: pixels, pictures, files, paths, and addresses of allowed hosts."""
+"""Reads images from the values that users give: arrays, Pillow images, files, paths, and addresses of allowed hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..text.media import is_picture
-from .decode import Allowance, Decoded, Decoder, Image, Limits, image_of
+from .decode import DecodeBudget, Decoded, Decoder, Image, Limits, image_of
 
 MOST_REDIRECTS = 5
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -33,12 +33,12 @@ CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class MediaHosts:
-    """A MediaHosts knows from which hosts images may be fetched.
+    """A MediaHosts fetches images from an allowlist of hosts.
 
     names    of hosts, as they stand in addresses: "example.org" allows no "www.example.org"
     seconds  that one image may take, with its redirects
-    resolve  resolve(host, port) -> the addresses of a host, as texts
-    context  makes what connections are encrypted with
+    resolve  resolve(host, port) -> the IP addresses of a host, as texts
+    context  returns the SSL context of connections
     """
 
     names: frozenset[str] = frozenset()
@@ -47,8 +47,8 @@ class MediaHosts:
     context: Callable[[], ssl.SSLContext] = ssl.create_default_context
 
     def fetch(self, url: str, field: str, most_bytes: int) -> bytes:
-        """Returns what an https address holds. Raises InputError where its host, or that of a redirect, was not named
-        or is not public, and where the file is too large, too slow or not there."""
+        """Returns the content of an https address. Raises InputError if its host, or that of a redirect, is not allowed
+        or not public, or if the file is too large, too slow or missing."""
         deadline = time.monotonic() + self.seconds
         for _ in range(MOST_REDIRECTS + 1):
             host, port, path = self._checked(url, field)
@@ -56,8 +56,8 @@ class MediaHosts:
                 status, where, data = self._get(host, port, path, deadline, most_bytes)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 slow = isinstance(error, TimeoutError) or time.monotonic() >= deadline
-                what = f"did not answer in {self.seconds:g} s" if slow else f"could not be fetched: {error}"
-                raise _error(field, f"({host}) {what}", "try again, or give the image itself") from None
+                problem = f"did not answer in {self.seconds:g} s" if slow else f"could not be fetched: {error}"
+                raise _error(field, f"({host}) {problem}", "try again, or give the image itself") from None
             if status in REDIRECTS and where:
                 url = urljoin(url, where)
                 continue
@@ -69,7 +69,7 @@ class MediaHosts:
         raise _error(field, f"is redirected more than {MOST_REDIRECTS} times", "give the address that it leads to")
 
     def _checked(self, url: str, field: str) -> tuple[str, int, str]:
-        """Returns (host, port, path) of an address that may be asked."""
+        """Returns (host, port, path) of an address. Raises InputError unless it may be fetched."""
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").lower(), parts.port or 443
@@ -78,8 +78,8 @@ class MediaHosts:
         if parts.scheme != "https" or parts.username is not None:
             raise _error(field, "leads to an address that is not https", "give an https address")
         if host not in self.names:
-            known = ", ".join(sorted(self.names))
-            remedy = f"the hosts that are allowed: {known}" if known else "give the image itself as a data URL"
+            allowed = ", ".join(sorted(self.names))
+            remedy = f"the hosts that are allowed: {allowed}" if allowed else "give the image itself as a data URL"
             raise _error(
                 field, f"is at {host[:100]!r}, from where nothing is fetched",
                 remedy + ", or allow the host with images={\"allow_media_host\": [...]} (--allow-media-host)",
@@ -89,10 +89,10 @@ class MediaHosts:
         return host, port, (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
     def _get(self, host: str, port: int, path: str, deadline: float, most: int) -> tuple[int, str | None, bytes]:
-        """Returns (status, where a redirect leads, body) of an answer."""
+        """Returns (status, address of a redirect, body) of an answer."""
         address = self._public(host, port, deadline)
-        connection = _Connection(host, port, address, deadline, self.context())
-        # However slowly bytes come: each of them would be in time.
+        connection = _PinnedConnection(host, port, address, deadline, self.context())
+        # Timeouts of a socket start anew with each byte, and so bound no slow answer.
         watch = threading.Timer(max(0.0, deadline - time.monotonic()), connection.cut)
         watch.daemon = True
         watch.start()
@@ -105,56 +105,56 @@ class MediaHosts:
                 if not chunk:
                     break
                 body += chunk
-            _left(deadline)
+            _seconds_left(deadline)
             return answer.status, answer.getheader("Location"), bytes(body)
         finally:
             watch.cancel()
             connection.close()
 
     def _public(self, host: str, port: int, deadline: float) -> str:
-        """Returns an address of a host, which is then connected to, so that it cannot be another one later. Raises
-        OSError unless every address of the host is a public one."""
-        asked = ThreadPoolExecutor(1)
+        """Returns the IP address of a host to connect to: no later lookup can lead elsewhere. Raises OSError unless
+        every address of the host is public."""
+        resolver = ThreadPoolExecutor(1)
         try:
-            addresses = list(asked.submit(self.resolve or _addresses, host, port).result(_left(deadline)))
+            addresses = list(resolver.submit(self.resolve or _addresses, host, port).result(_seconds_left(deadline)))
         finally:
-            asked.shutdown(wait=False)
+            resolver.shutdown(wait=False)
         for address in addresses:
-            known = ipaddress.ip_address(address.split("%")[0])
-            inner = getattr(known, "ipv4_mapped", None) or getattr(known, "sixtofour", None)
-            if not known.is_global or known.is_multicast or (inner is not None and not inner.is_global):
+            parsed = ipaddress.ip_address(address.split("%")[0])
+            inner = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
+            if not parsed.is_global or parsed.is_multicast or (inner is not None and not inner.is_global):
                 raise OSError("its address is not a public one")
         if not addresses:
             raise OSError("it has no address")
         return addresses[0]
 
 
-class _Connection(http.client.HTTPSConnection):
-    """Is a connection to one address of a host, with the host's name where certificates are concerned."""
+class _PinnedConnection(http.client.HTTPSConnection):
+    """A _PinnedConnection connects to one IP address, and checks the certificate for the host's name."""
 
     def __init__(self, host: str, port: int, address: str, deadline: float, context: ssl.SSLContext):
         super().__init__(host, port, context=context)
         self._address, self._deadline, self._tls = address, deadline, context
-        self._kept: socket.socket | None = None  # an answer may take `sock` over
+        self._socket: socket.socket | None = None  # an answer may take `sock` over
 
     def connect(self) -> None:
-        plain = socket.create_connection((self._address, self.port), timeout=_left(self._deadline))
+        plain = socket.create_connection((self._address, self.port), timeout=_seconds_left(self._deadline))
         try:
             self.sock = self._tls.wrap_socket(plain, server_hostname=self.host)
         except BaseException:
             plain.close()
             raise
-        self.sock.settimeout(_left(self._deadline))
-        self._kept = self.sock
+        self.sock.settimeout(_seconds_left(self._deadline))
+        self._socket = self.sock
 
     def cut(self) -> None:
-        """Ends the connection under whoever reads from it."""
+        """Ends the connection, and with it a read in another thread."""
         with suppress(OSError):
-            if self._kept is not None:
-                self._kept.shutdown(socket.SHUT_RDWR)
+            if self._socket is not None:
+                self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def _left(deadline: float) -> float:
+def _seconds_left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -166,17 +166,16 @@ def _addresses(host: str, port: int) -> list[str]:
     return [str(entry[4][0]) for entry in entries]
 
 
-def _error(field: str, what: str, remedy: str) -> InputError:
-    return InputError(f"{field!r} {what}", field=field, remedy=remedy, code="image_address")
+def _error(field: str, problem: str, remedy: str) -> InputError:
+    return InputError(f"{field!r} {problem}", field=field, remedy=remedy, code="image_address")
 
 
 DATA_URL = re.compile(r"data:([\w.+/-]*)((?:;[\w.+=-]+)*),", re.ASCII)
 FILE_ID = re.compile(r"file-[0-9a-zA-Z_-]+", re.ASCII)
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):", re.ASCII)
-# Nothing that was matched is given back, or white space before another character would take time by its square.
+# Possessive quantifiers: with backtracking, white space before another character would take quadratic time.
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]++={0,2}+\s*+")
-# Shorter texts are paths. The smallest image files have more letters than that.
-LEAST_BASE64 = 64
+LEAST_BASE64 = 64  # shorter texts are paths; no image file is so small
 _GIVE = "give a path, bytes, a data URL (data:image/png;base64,...), a PIL image or an array"
 
 
@@ -197,15 +196,13 @@ class Reader:
     hosts: MediaHosts = field(default_factory=MediaHosts)
     files: Callable[[str], Path | None] | None = None
 
-    def read(self, value: Any, field: str = "image", allowance: Allowance | None = None) -> Decoded:
-        """Returns the image that a value stands for: an Image, a picture of Pillow's, an array uint8 [height, width,
-        3], the bytes of a file, its path, a data URL, base64, an https address, the id of an uploaded file, or a
-        mapping that has one of them. allowance: of the item that the image is part of.
-
-        Raises InputError, with `field` as its field, for what is none of them or is not allowed.
-        """
+    def read(self, value: Any, field: str = "image", budget: DecodeBudget | None = None) -> Decoded:
+        """Returns the image of a value: an Image, a Pillow image, an array uint8 [height, width, 3], the bytes of a
+        file, its path, a data URL, base64, an https address, the id of an uploaded file, or a mapping that has one of
+        them. budget: that of the image's item. Raises InputError, with `field` as its field, for other values, and for
+        those that are not allowed."""
         source, _ = self.source(value, field)
-        return Decoded(source, False) if isinstance(source, Image) else self.decoder.decode(source, field, allowance)
+        return Decoded(source, False) if isinstance(source, Image) else self.decoder.decode(source, field, budget)
 
     def source(self, value: Any, field: str = "image") -> tuple[bytes | Image, Any]:
         """Returns the content of an image value, and a value from which the content can be read again. The content is
@@ -229,7 +226,7 @@ class Reader:
         raise InputError(f"{field!r} is {kind}, no image", field=field, remedy=_GIVE, code="wrong_type")
 
     def _named(self, name: str | bytes, field: str) -> bytes:
-        """Returns the bytes of the file whose path, address or id a text is."""
+        """Returns the bytes of the file with this path, address or id."""
         name = os.fsdecode(name)
         if FILE_ID.fullmatch(name) and not self.paths:
             return self._uploaded(name, field)
@@ -237,8 +234,8 @@ class Reader:
         if scheme is not None and scheme[1].lower() == "https":
             return self.hosts.fetch(name, field, self.decoder.limits.file_bytes)
         if scheme is not None:
-            what = f"{field!r} is an address of kind {scheme[1]}:, which is never read"
-            raise InputError(what, field=field, remedy=_GIVE, code="image_address")
+            message = f"{field!r} is an address of kind {scheme[1]}:, which is never read"
+            raise InputError(message, field=field, remedy=_GIVE, code="image_address")
         return self._path(name, field)
 
     def _uploaded(self, name: str, field: str) -> bytes:
@@ -256,7 +253,7 @@ class Reader:
             ) from None
 
     def _content(self, path: Path) -> bytes:
-        """Returns the bytes of a file, or more than a file may have."""
+        """Returns the bytes of a file; of one that is too large one byte more than the limit."""
         with open(path, "rb") as file:
             return file.read(self.decoder.limits.file_bytes + 1)
 
@@ -280,8 +277,8 @@ class Reader:
                     raise FileNotFoundError
                 return self._content(path)
         except (OSError, RuntimeError, ValueError) as error:  # links in a circle: a RuntimeError before Python 3.13
-            what = getattr(error, "strerror", None) or "there is no such file"
-            message = f"{field!r} is the path {name[:100]!r}: {what}"
+            reason = getattr(error, "strerror", None) or "there is no such file"
+            message = f"{field!r} is the path {name[:100]!r}: {reason}"
             raise InputError(message, field=field, remedy=_GIVE, code="image_address") from None
         raise InputError(
             f"{field!r} is the path {name[:100]!r}, which is not in {self.folder}",
@@ -292,13 +289,13 @@ class Reader:
 
 
 def reader_of(*, folder: Path | None = None, paths: bool = True, hosts: Iterable[str] = (), **limits: Any) -> Reader:
-    """Returns a Reader. hosts: their names; limits: those of its decoder that are not as usual."""
+    """Returns a Reader. hosts: the names of allowed hosts; limits: fields of its decoder's Limits"""
     return Reader(Decoder(Limits(**limits)), folder, paths, MediaHosts(frozenset(hosts)))
 
 
 def content_of(value: Any, field: str = "image") -> bytes | None:
-    """Returns the bytes of the file that a value holds itself; None where it says the place of the file. Raises
-    InputError for what is no base64."""
+    """Returns the bytes of the file that a value contains; None where it names the place of a file. Raises InputError
+    for invalid base64."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     if not isinstance(value, str):
@@ -312,7 +309,7 @@ def content_of(value: Any, field: str = "image") -> bytes | None:
 
 
 def _inner(value: Any, field: str) -> Any:
-    """Returns what a mapping holds of an image: OpenAI's {"url": ...} or {"file_id": ...}, Hugging Face's {"bytes":
+    """Returns the image value inside a mapping: OpenAI's {"url": ...} or {"file_id": ...}, Hugging Face's {"bytes":
     ..., "path": ...}; other values as they are."""
     if not isinstance(value, Mapping):
         return value

@@ -1,8 +1,8 @@
-"""Images on their way to replicas: the pixels of each once, as long as a replica has requests that show it.
+"""Sends images to replicas: the pixels of each once, as long as a replica has requests that show it.
 
 In a job's prompts an image is ids out of the driver's `MediaTable`. A replica has a table of its own, in which the same
-image has other ids, and puts those in their place: so what its cache holds never depends on which of the driver's ids
-have become free and stand for another image by now.
+image has other ids, and replaces the driver's ids by these: so its cache never depends on a driver's id that was freed
+and stands for another image by now.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .steps import first_id
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class SentPicture:
-    """A SentPicture is an image as it is sent to a replica.
+class SentImage:
+    """A SentImage is an image as it is sent to a replica.
 
     key, salt  as of its Medium
-    ids        int32 [rows]: in the prompts that are sent they stand for it
-    pixels     uint8 [height, width, 3]; None: they cannot be read
-    error      why not
+    ids        int32 [rows]: its rows in the prompts that are sent
+    pixels     uint8 [height, width, 3]; None: the image cannot be read
+    error      the reason
     """
 
     key: bytes
@@ -45,20 +45,20 @@ class SentPicture:
     error: str = ""
 
 
-class SentPictures:
-    """A SentPictures knows which images each replica holds, and which of its requests need them. table: the MediaTable
-    of the job."""
+class SentImages:
+    """A SentImages records which images each replica has, and which of its requests need them. table: the job's
+    MediaTable"""
 
     def __init__(self, table: Any):
         self._table = table
-        # By replica: the media that it holds, how many of its requests show each, and the media of each request.
+        # By replica: the media that it has, how many of its requests show each, and the media of each request.
         self._held: dict[str, dict[int, Medium]] = {}
         self._users: dict[str, Counter[int]] = {}
         self._shown: dict[str, dict[tuple[int, int], list[int]]] = {}
 
-    def send(self, name: str, windows: Sequence[Window]) -> tuple[list[Window], list[SentPicture], list[int]]:
-        """Books that a replica is given these windows. Returns (the windows as they are sent, the images that it does
-        not hold, the first ids of those that it need not hold any more)."""
+    def send(self, name: str, windows: Sequence[Window]) -> tuple[list[Window], list[SentImage], list[int]]:
+        """Records that a replica is sent these windows. Returns (the windows as they are sent, the images that it does
+        not have yet, the first ids of those that it no longer needs)."""
         held, users = self._held.setdefault(name, {}), self._users.setdefault(name, Counter())
         shown = self._shown.setdefault(name, {})
         fresh: list[Medium] = []
@@ -77,42 +77,42 @@ class SentPictures:
                     if first_id(medium) not in held:
                         held[first_id(medium)] = medium
                         fresh.append(medium)
-        gone = [first for first in held if not users[first]]
-        for first in gone:
+        unneeded = [first for first in held if not users[first]]
+        for first in unneeded:
             del held[first], users[first]
-        return [replace(window, media=()) for window in windows], [_picture(medium) for medium in fresh], gone
+        return [replace(window, media=()) for window in windows], [_picture(medium) for medium in fresh], unneeded
 
     def answered(self, name: str, number: int, place: int) -> None:
-        """Notes that a replica has answered a request of a lease, and needs its images no more for it."""
+        """Records that a replica has answered a request of a lease, which therefore no longer needs its images."""
         firsts = self._shown.get(name, {}).pop((number, place), ())
         if firsts:
             self._users[name].subtract(firsts)
 
     def lose(self, name: str) -> None:
-        """Notes that a replica is gone, or begins anew: it holds nothing."""
+        """Records that a replica is lost or starts anew, and so has no images."""
         for book in (self._held, self._users, self._shown):
             book.pop(name, None)
 
 
-def _picture(medium: Medium) -> SentPicture:
-    """Returns what a replica needs of an image: pixels, or why they cannot be read."""
-    load: Any = medium.load  # a `Loading`, as all images of a job have
+def _picture(medium: Medium) -> SentImage:
+    """Returns an image with its pixels, or with the reason why they cannot be read."""
+    load: Any = medium.load  # a `ImageLoader`, as all images of a job have
     try:
-        return SentPicture(medium.key, medium.salt, medium.ids, load.image().pixels)
+        return SentImage(medium.key, medium.salt, medium.ids, load.image().pixels)
     except InputError as error:
-        return SentPicture(medium.key, medium.salt, medium.ids, None, str(error))
+        return SentImage(medium.key, medium.salt, medium.ids, None, str(error))
 
 
-def _tiles(processor: Processor, picture: SentPicture) -> np.ndarray:
+def _tiles(processor: Processor, picture: SentImage) -> np.ndarray:
     """Returns the tiles of an image that a replica was sent."""
     if picture.pixels is None:
         raise InputError(picture.error, field="image")
     return processor.tiles(Image(picture.pixels))
 
 
-class HeldPictures:
-    """A HeldPictures holds the images that a replica was sent, and puts its own ids for them in the place of the
-    driver's. Any thread may ask it: images come in another than that of the engine's steps.
+class ReplicaImages:
+    """A ReplicaImages holds the images that a replica was sent, and replaces the driver's ids for them by its own. Any
+    thread may use it: images do not come in the engine's thread.
 
     table      the MediaTable of the replica's engine
     processor  of its model
@@ -124,22 +124,22 @@ class HeldPictures:
         self._theirs: dict[int, int] = {}  # the driver's first id, by ours
         self._lock = threading.Lock()
 
-    def hold(self, pictures: Iterable[SentPicture], gone: Iterable[int]) -> None:
-        """Holds some images from now on, and others no more. gone: the driver's first ids."""
+    def hold(self, pictures: Iterable[SentImage], dropped: Iterable[int]) -> None:
+        """Adds images, and drops others. dropped: the driver's first ids"""
         with self._lock:
-            for first in gone:
+            for first in dropped:
                 medium = self._media.pop(first)
                 if self._theirs.get(first_id(medium)) == first:
                     del self._theirs[first_id(medium)]
             rows, span = self._processor.rows_per_tile, self._processor.span
-            for one in pictures:
-                how = {"tiles": len(one.ids) // rows, "rows_per_tile": rows, "span": span, "salt": one.salt}
-                medium = self._table.medium(one.key, load=partial(_tiles, self._processor, one), **how)
-                self._media[int(one.ids[0])] = medium
-                self._theirs[first_id(medium)] = int(one.ids[0])
+            for picture in pictures:
+                shape = {"tiles": len(picture.ids) // rows, "rows_per_tile": rows, "span": span, "salt": picture.salt}
+                medium = self._table.medium(picture.key, load=partial(_tiles, self._processor, picture), **shape)
+                self._media[int(picture.ids[0])] = medium
+                self._theirs[first_id(medium)] = int(picture.ids[0])
 
     def clear(self) -> None:
-        """Holds nothing more."""
+        """Drops all images."""
         with self._lock:
             self._media, self._theirs = {}, {}
 
@@ -148,16 +148,16 @@ class HeldPictures:
         if not (window.tokens >= MEDIA_BASE).any():
             return window
         with self._lock:
-            held = dict(self._media)
+            media = dict(self._media)
         moves = {
-            first: (first_id(medium), first + int(medium.ids[-1]) - first_id(medium)) for first, medium in held.items()
+            first: (first_id(medium), first + int(medium.ids[-1]) - first_id(medium)) for first, medium in media.items()
         }
         tokens, firsts = _moved(window.tokens, moves)
-        return replace(window, tokens=tokens, media=tuple(held[first] for first in firsts))
+        return replace(window, tokens=tokens, media=tuple(media[first] for first in firsts))
 
-    def told(self, events: CacheEvents) -> CacheEvents:
-        """Returns what a cache tells with the driver's ids of the images that are held. Others keep this replica's ids,
-        by which a router does not find them, or at worst sends a prompt where less of it is held than it thinks."""
+    def translated(self, events: CacheEvents) -> CacheEvents:
+        """Returns cache events with the driver's ids for the images that this replica has. Other images keep this
+        replica's ids: a router finds nothing under them, or at worst expects more of a prompt here than there is."""
         with self._lock:
             theirs = {first: (other, int(self._media[other].ids[-1])) for first, other in self._theirs.items()}
         if not theirs:
@@ -170,15 +170,15 @@ class HeldPictures:
 
 
 def _moved(tokens: np.ndarray, moves: Mapping[int, tuple[int, int]]) -> tuple[np.ndarray, list[int]]:
-    """Returns tokens with other ids for the rows of images, and the first ids that these images had; ids of other
-    images stay. moves: by an image's first id the first of those that take their place, and its last id"""
+    """Returns tokens with other ids for the rows of images, and the old first ids of these images. moves: {an image's
+    first id: (its new first id, its old last id)}; images that are not in it keep their ids"""
     at = np.flatnonzero(tokens >= MEDIA_BASE)
     if not len(at):
         return tokens, []
     firsts = np.array(sorted(moves), np.int64)
     new, last = np.array([moves[first] for first in firsts.tolist()], np.int64).reshape(-1, 2).T
     place = np.maximum(0, np.searchsorted(firsts, tokens[at], side="right") - 1)
-    known = (tokens[at] >= firsts[place]) & (tokens[at] <= last[place])
-    at, place, tokens = at[known], place[known], tokens.copy()
+    is_image = (tokens[at] >= firsts[place]) & (tokens[at] <= last[place])
+    at, place, tokens = at[is_image], place[is_image], tokens.copy()
     tokens[at] += (new - firsts)[place].astype(tokens.dtype)
     return tokens, firsts[np.unique(place)].tolist()

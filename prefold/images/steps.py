@@ -1,4 +1,4 @@
-"""The messages about images between the host and a worker, and what the host knows of its tower. NumPy arrays only."""
+"""The messages about images between the host and a worker, and the worker's facts. NumPy arrays only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def first_id(medium: Medium) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """ImageFacts are what the host knows of a worker that takes images.
+    """ImageFacts are the facts about its images that a worker tells the host.
 
     tower      its tower
     row_bytes  bytes of one row of an image as the tower makes it
@@ -30,11 +30,11 @@ class ImageFacts:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EncodeImage(Message):
-    """An EncodeImage asks for the tower's work on an image, up to its piece `stop` of those of all layers
-    (`TowerConfig.pieces`).
+    """An EncodeImage asks for the tower's work on an image up to piece `stop`, counted over all layers (see
+    `TowerConfig.pieces`).
 
-    ids    int32 [rows]: of the image's rows. Once they are made, steps may have rows with these ids
-    tiles  float32 [tiles, 3, height, width], in the first message about an image; None: go on with it
+    ids    int32 [rows]: of the image's rows. Once it is encoded, steps may have rows with these ids
+    tiles  float32 [tiles, 3, height, width] in the first message about an image; None in later ones
 
     Its result is an Encoded.
     """
@@ -46,17 +46,17 @@ class EncodeImage(Message):
 
 @dataclass(frozen=True, slots=True)
 class DropImages(Message):
-    """A DropImages says that the rows of images may go, and what was made of them so far. firsts: their first ids."""
+    """A DropImages tells the worker to drop the rows of images, finished or not. firsts: their first ids"""
 
     firsts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """An Encoded says how far an image is.
+    """An Encoded is the result of an EncodeImage.
 
-    is_done  whether its rows are there
-    error    why the tower failed for it: its rows are then no finite numbers; None: it did not
+    is_done  whether the image's rows are there
+    error    why the tower failed for it, so that its rows are NaN; None: it did not
     """
 
     is_done: bool

@@ -1,8 +1,8 @@
-"""Which ids the rows of images have, and when these ids are free again.
+"""Gives the rows of images their ids, and frees ids that are no longer used.
 
-An image is known by a key: a digest of its pixels and of all that is done to them. Its rows have neighbouring ids as
-long as anybody needs them: a request that holds its Medium, a tree in which they are, or a store of what a tower made
-of them. Images of two tenants have different ids, so nothing of one is ever found by the other.
+The key of an image is a digest of its pixels and of all that is done to them. Its rows have neighbouring ids as long as
+they are used: by a request that holds its Medium, by a radix tree, or by a store of what a tower made of them. Images
+of two tenants have different ids, so a tenant never reuses rows of another one's images.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from ..errors import InputError
 from ..prefix import MEDIA_BASE, SPAN_BASE
 from ..types import Medium
 
-# Ids that nobody holds are looked for when there are twice as many images as were in use the last time, and so many
-# more.
+# Unused ids are looked for when there are more images than twice those in use after the last sweep, plus this many.
 SLACK = 256
 
 
 class Store(Protocol):
-    """A Store has something of images that is found by the ids of their rows."""
+    """A Store keeps data of images under the ids of their rows."""
 
     def firsts(self) -> Iterable[int]:
         """Returns the first ids of these images."""
 
 
 class MediaTable:
-    """A MediaTable gives the rows of images their ids. Any thread may ask it."""
+    """A MediaTable gives the rows of images their ids. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,17 +45,17 @@ class MediaTable:
         self._trees: WeakSet[RadixTree] = WeakSet()
         self._stores: WeakSet[Store] = WeakSet()
         self._in_use = 0
-        self._asked: set[tuple[str, bytes]] = set()  # since the last sweep began
+        self._requested: set[tuple[str, bytes]] = set()  # since the last sweep began
         self._sweeping = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def for_replicas(self) -> Any:
-        """Returns what sends the images of this table to replicas."""
-        from .sending import SentPictures
+        """Returns the SentImages of this table, which sends its images to replicas."""
+        from .sending import SentImages
 
-        return SentPictures(self)
+        return SentImages(self)
 
     def medium(
         self,
@@ -68,11 +67,11 @@ class MediaTable:
         load: Callable[[], np.ndarray],
         salt: str = "",
     ) -> Medium:
-        """Returns the medium of an image, the same for one key and salt as long as somebody holds it.
+        """Returns the medium of an image: the same object for the same key and salt, as long as it is referred to.
 
         tiles, rows_per_tile  of the image; with `span` each tile's rows are a span
-        load                  returns the tiles as the tower reads them, when it is to run
-        salt                  of the requests: whose tenant the image is
+        load                  returns the tiles as the tower reads them
+        salt                  of the requests, which says whose image it is
 
         Raises InputError where no ids are left.
         """
@@ -80,7 +79,7 @@ class MediaTable:
         if len(self._ids) > 2 * self._in_use + SLACK:
             self.sweep()
         with self._lock:
-            self._asked.add(name)
+            self._requested.add(name)
             medium = self._media.get(name)
             if medium is None:
                 ids = self._ids.get(name)
@@ -90,40 +89,38 @@ class MediaTable:
             return medium
 
     def find(self, ids: np.ndarray) -> list[Medium]:
-        """Returns the media whose rows have these ids, in the order of their first.
-
-        Raises LookupError for an id that no medium has, or one that nobody holds.
-        """
+        """Returns the media whose rows have these ids, in the order of their first rows. Raises LookupError for an id
+        without a medium, or whose medium has been given up."""
         with self._lock:
-            # Where ids do not go up by one another tile or image begins: between two an id is unused.
+            # Where ids do not go up by one, another tile or image begins: there is an unused id between two of them.
             heads = ids[np.flatnonzero(np.diff(ids, prepend=-1) != 1)].tolist()
             firsts = dict.fromkeys(self._firsts[bisect_right(self._firsts, head) - 1] for head in heads)
             return [self._media[self._owners[first]] for first in firsts]
 
-    def watch(self, tree: RadixTree) -> None:
-        """From now on ids stay as long as they are in this tree."""
+    def add_tree(self, tree: RadixTree) -> None:
+        """Registers a tree: ids stay as long as they are in it."""
         self._trees.add(tree)
 
-    def keep_for(self, store: Store) -> None:
-        """From now on ids stay as long as this store has rows that are found by them."""
+    def add_store(self, store: Store) -> None:
+        """Registers a store: ids stay as long as it has data under them."""
         self._stores.add(store)
 
     def sweep(self) -> None:
-        """Frees the ids that nobody holds."""
+        """Frees the ids that are no longer used."""
         if not self._sweeping.acquire(blocking=False):
             return
         try:
             with self._lock:
-                self._asked.clear()
+                self._requested.clear()
                 unheld = {int(ids[0]): name for name, ids in self._ids.items() if name not in self._media}
                 firsts = np.array(self._firsts)
-            # Without the lock: who changes a tree may ask us meanwhile. Whatever comes into one from here on was asked
-            # for.
+            # Without the lock: a thread that changes a tree may call the table. What enters a tree from here on is in
+            # `_requested`.
             for first in self._used(firsts):
                 unheld.pop(first, None)
             with self._lock:
                 for first, name in unheld.items():
-                    if name not in self._asked:
+                    if name not in self._requested:
                         self._free_ids(first, name)
                 self._firsts = sorted(self._owners)
                 self._in_use = len(self._ids)
@@ -131,7 +128,7 @@ class MediaTable:
             self._sweeping.release()
 
     def _bind(self, name: tuple[str, bytes], tiles: int, rows_per_tile: int, span: bool) -> np.ndarray:
-        # One id is unused behind each tile, so that two next to each other are not taken for one.
+        # One id behind each tile is unused, so that two neighbouring tiles are not taken for one.
         size = tiles * (rows_per_tile + 1)
         free = self._free.get((span, size))
         if free:

@@ -1,7 +1,6 @@
 """The tower: a vision transformer and its projector, as a function of tiles.
 
-Knows of attention only the `attend` it is given, as the text model does: rows of one tile see each other, and no
-others.
+Like the text model it calls an `attend` that it is passed; here the rows of a tile see each other, and no others.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class TowerPass:
 
     tiles      how many they are
     x, delta   their residual stream, x + delta [tiles * patches, hidden]; delta may be None
-    attend     who attends
-    qkv        queries, keys and values of the layer that it is in [tiles * patches, 3 * heads, dim]
-    done       pieces of work that are done, of those of all layers
+    attend     computes attention
+    qkv        queries, keys and values in the present layer, [tiles * patches, 3 * heads, dim]
+    done       pieces of work that are done, over all layers
     """
 
     tiles: int
@@ -48,8 +47,8 @@ class TowerPass:
 
 
 class Tower(nn.Module):
-    """A Tower makes rows of a model's residual stream out of tiles; they stand where embeddings stand that are scaled
-    already. Weights are left uninitialised: see `load_tower`."""
+    """A Tower computes rows of a model's residual stream from tiles. They take the place of scaled embeddings. Weights
+    are left uninitialised: see `load_tower`."""
 
     def __init__(self, config: TowerConfig, *, dtype: torch.dtype, device: torch.device):
         super().__init__()
@@ -61,7 +60,7 @@ class Tower(nn.Module):
         self.norm = _norm(config, **place)
         averages = config.kind == "gemma3"
         self.projector_norm = (
-            # Stored less one, so float32: 1 + w would lose the last bits of w.
+            # Checkpoints store w - 1; float32, because adding 1 in a shorter type would lose the last bits.
             Norm(config.hidden, bias=False, eps=config.projector_eps, dtype=torch.float32, device=device)
             if averages
             else None
@@ -89,10 +88,8 @@ class Tower(nn.Module):
         return TowerPass(len(tiles), x, None, attend, choose_ops(self.dtype, self.device))
 
     def go_on(self, rows: TowerPass, stop: int | None = None) -> bool:
-        """Does the pieces of work up to `stop` (None: all) that tiles have not had. Returns whether all are done.
-
-        What lies side by side in a stage is computed at once, so that pieces cost nothing where nobody waits.
-        """
+        """Does the pieces of work up to `stop` (None: all) that are not done. Returns whether all pieces are done now.
+        Neighbouring pieces of a stage are computed together, so that pieces cost nothing where no step waits."""
         units = rows.units
         every = 2 * units * self.config.layers
         stop = every if stop is None else min(stop, every)
@@ -110,12 +107,12 @@ class Tower(nn.Module):
         return rows.done >= every
 
     def finish(self, rows: TowerPass) -> Tensor:
-        """Returns what the projector makes of tiles that have gone through all layers, [tiles * rows, output]."""
+        """Returns the projector's output for tiles that have gone through all layers, [tiles * rows, output]."""
         config, ops = self.config, rows.ops
         x = self.norm(rows.x, rows.delta, ops)[1]
         across = config.side // config.merge
-        kept = across * config.merge
-        x = x.view(rows.tiles, config.side, config.side, config.hidden)[:, :kept, :kept]
+        size = across * config.merge
+        x = x.view(rows.tiles, config.side, config.side, config.hidden)[:, :size, :size]
         # [tiles, row, row of its square, column, column of its square, hidden]
         x = x.unflatten(2, (across, config.merge)).unflatten(1, (across, config.merge))
         if self.projector_norm is not None:

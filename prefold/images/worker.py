@@ -1,4 +1,4 @@
-"""Rows of images on a worker: the tower makes them, some work at a time, and steps have them in place of
+"""The rows of images on a worker: the tower computes them a few pieces at a time, and steps use them in place of
 embeddings."""
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from ..worker.protocol import DONE, Completed, Ticket, WorkerPart
 from .steps import DropImages, Encoded, EncodeImage, ImageFacts
 from .tower import Tower, TowerPass
 
-# Plans are kept for so many parts of images: those of one size, in all pieces of a layer and a few at once.
-MOST_PLANS = 256
+MOST_PLANS = 256  # attention plans that are kept, one for each shape of queries and keys
 
 
 class TowerAttend:
-    """`attend` of a tower: the patches of a tile see each other, and no others. It is the interval attention of rows,
-    in which each tile is one span."""
+    """A TowerAttend is the `attend` of a tower: the interval attention of rows, in which each tile is one span."""
 
     def __init__(self, tower: Tower):
         config = tower.config
@@ -32,7 +30,7 @@ class TowerAttend:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Returns attention of q, whose first row is row `start` of all, over k and v of all, shaped as q."""
-        # Of the tiles that the queries are in.
+        # Only the tiles that the queries are in count.
         low, high = start // self._patches * self._patches, -(-(start + len(q)) // self._patches) * self._patches
         k, v = k[low:high], v[low:high]
         shape = start - low, len(q), len(k)
@@ -48,19 +46,19 @@ class TowerAttend:
 
 
 class ImageRows:
-    """An ImageRows holds what the tower has made of images, by the first of the ids that their rows have."""
+    """An ImageRows holds the rows of encoded images, and the passes of those that are being encoded, by first id."""
 
     def __init__(self, tower: Tower):
         self._tower, self._attend = tower, TowerAttend(tower)
         self._runs: dict[int, TowerPass] = {}
-        self._made: dict[int, tuple[np.ndarray, Tensor]] = {}
+        self._images: dict[int, tuple[np.ndarray, Tensor]] = {}
         self._firsts = np.empty(0, np.int64)
 
     def encode(self, message: EncodeImage) -> Encoded:
-        """Does more of the tower's work on an image. What goes wrong with it is told, and not raised; its rows
-        are then no numbers, so that nothing comes of whoever reads them."""
+        """Does more of the tower's work on an image. A failure is returned and not raised; the image's rows are NaN
+        then, so that a request that reads them gets an error."""
         first = int(message.ids[0])
-        if message.tiles is None and first not in self._runs and first in self._made:
+        if message.tiles is None and first not in self._runs and first in self._images:
             return Encoded(True)
         try:
             if not self._go_on(first, message):
@@ -74,11 +72,11 @@ class ImageRows:
         return Encoded(True, error)
 
     def drop(self, firsts: tuple[int, ...]) -> None:
-        """Forgets the rows of these images, and what is made of them at present."""
+        """Drops the rows of these images, and their passes."""
         for first in firsts:
             self._runs.pop(first, None)
-            self._made.pop(first, None)
-        self._firsts = np.array(sorted(self._made), np.int64)
+            self._images.pop(first, None)
+        self._firsts = np.array(sorted(self._images), np.int64)
 
     def rows(self, tokens: np.ndarray) -> MediaRows | None:
         """Returns the rows of images among a step's rows with these ids; None where there are none. Raises ValueError
@@ -91,10 +89,10 @@ class ImageRows:
         index, parts, start = np.empty(len(ids), np.int64), [], 0
         for number, image in enumerate(images.tolist()):
             own = image_of == number
-            if image < 0 or ids[own].max() > (entry := self._made[int(self._firsts[image])])[0][-1]:
+            if image < 0 or ids[own].max() > (entry := self._images[int(self._firsts[image])])[0][-1]:
                 raise ValueError("a step has rows of an image that the tower has not made")
-            known, rows = entry
-            index[own] = start + np.searchsorted(known, ids[own])
+            image_ids, rows = entry
+            index[own] = start + np.searchsorted(image_ids, ids[own])
             parts.append(rows)
             start += len(rows)
         device = self._tower.device
@@ -102,7 +100,7 @@ class ImageRows:
         return MediaRows(send(at, device), values.index_select(0, send(index, device)))
 
     def _go_on(self, first: int, message: EncodeImage) -> bool:
-        """Returns whether all work is done on the image, and its rows are there."""
+        """Does a message's work, and returns whether the image's rows are there."""
         tower = self._tower
         if message.tiles is not None:
             self._runs[first] = tower.start(torch.from_numpy(message.tiles).to(tower.device), self._attend)
@@ -118,8 +116,8 @@ class ImageRows:
         return True
 
     def _enter(self, first: int, ids: np.ndarray, rows: Tensor) -> None:
-        self._made[first] = ids, rows
-        self._firsts = np.array(sorted(self._made), np.int64)
+        self._images[first] = ids, rows
+        self._firsts = np.array(sorted(self._images), np.int64)
 
 
 def image_part(tower: Tower) -> WorkerPart:
@@ -128,7 +126,7 @@ def image_part(tower: Tower) -> WorkerPart:
 
     def encode(worker: LocalWorker, message: EncodeImage) -> Ticket:
         encoded = images.encode(message)
-        if tower.device.type == "cuda":  # the host reckons with the time that layers take
+        if tower.device.type == "cuda":  # the host measures how long the work takes
             torch.cuda.synchronize(tower.device)
         return Completed(encoded)
 

@@ -5,10 +5,10 @@
 
     df.with_column("answer", prompt(df["question"], provider="prefold", model="smollm2-135m", max_tokens=64))
 
-The import attaches the provider to Daft's session. Rows of all partitions that a process works on run together, on one
-model for a process; on Ray on `replicas` of the model (1), which stand behind an actor that all workers find by its
-name. `prompt`, `embed_text` and `classify_text` take the options of `LLM` and of the task. Their `on_error` is "raise",
-or "log" and "ignore" for a null in place of what could not be computed. A null in the input is a null in the output.
+The import attaches the provider to Daft's session. Rows of all partitions of a process run together, on one model; on
+Ray the rows of all processes run on `replicas` of the model (1), behind a named actor. `prompt`, `embed_text` and
+`classify_text` take the options of `LLM` and of the task. With `on_error` "raise" an error is raised; with "log" and
+"ignore" it becomes a null. A null in the input is a null in the output.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class PrefoldProvider(Provider):
-    """Computes Daft's AI functions with prefold. options: those of `LLM`, for all of its models."""
+    """A PrefoldProvider computes Daft's AI functions with prefold. options: those of `LLM`, for all of its models"""
 
     def __init__(self, **options: Any):
         self.options = options
@@ -55,7 +55,7 @@ class PrefoldProvider(Provider):
     def get_prompter(
         self, model: str | None = None, return_format: Any = None, system_message: str | None = None, **options: Any
     ) -> PrompterDescriptor:
-        """Returns what `prompt` runs on. return_format: a Pydantic model, whose JSON schema answers follow."""
+        """Returns the descriptor of `prompt`. return_format: a Pydantic model, whose JSON schema answers follow"""
         if system_message is not None:
             options["system"] = system_message
         return _PrompterDescriptor(_FunctionCall.of("generate", model, {**self.options, **options}), return_format)
@@ -63,19 +63,19 @@ class PrefoldProvider(Provider):
     def get_text_embedder(
         self, model: str | None = None, dimensions: int | None = None, **options: Any
     ) -> TextEmbedderDescriptor:
-        """Returns what `embed_text` runs on."""
+        """Returns the descriptor of `embed_text`."""
         if dimensions is not None:
             options["dimensions"] = dimensions
         return _EmbedderDescriptor(_FunctionCall.of("embed", model, {**self.options, **options}))
 
     def get_text_classifier(self, model: str | None = None, **options: Any) -> TextClassifierDescriptor:
-        """Returns what `classify_text` runs on."""
+        """Returns the descriptor of `classify_text`."""
         return _ClassifierDescriptor(_FunctionCall.of("classify", model, {**self.options, **options}))
 
 
 @dataclass(frozen=True)
 class _FunctionCall:
-    """A task of a model, as it was asked for in the driver, and who runs it in a worker."""
+    """A _FunctionCall is a task of a model, which the driver describes and workers run."""
 
     task: str
     model: str
@@ -89,7 +89,7 @@ class _FunctionCall:
 
     @classmethod
     def of(cls, task: str, model: str | None, options: Mapping[str, Any]) -> _FunctionCall:
-        """Returns it for the options of a function; on Ray the driver makes the actor here, and owns it."""
+        """Returns the call for a function's options. On Ray the driver makes the actor here, and owns it."""
         options = dict(options)
         udf = {name: options.pop(name) for name in _UDF_OPTIONS if name in options}
         for name in ("concurrency", "num_gpus"):
@@ -122,11 +122,11 @@ class _FunctionCall:
         return SharedModel.of(self.model, self.llm)
 
     def udf_options(self) -> UDFOptions:
-        """Returns options that leave errors and repetition to us: Daft would repeat, or null, all rows of a batch."""
+        """Returns options that leave errors to prefold: Daft would repeat, or set to null, all rows of a batch."""
         return UDFOptions(max_retries=0, on_error="raise", batch_size=self.batch_size)
 
     def value(self, answer: Any) -> Any:
-        """Returns an answer, or null in place of an error. Raises the error where that was asked for."""
+        """Returns an answer, or None in place of an error. Raises the error with on_error "raise"."""
         if not isinstance(answer, InputError):
             return answer
         if self.on_error == "raise":
@@ -141,8 +141,6 @@ _failed: dict[str, int] = {}  # rows without a result in this process, by task
 
 
 class _Descriptor:
-    """What the descriptors of all functions have in common."""
-
     call: _FunctionCall
 
     def get_provider(self) -> str:
@@ -168,7 +166,8 @@ class _PrompterDescriptor(_Descriptor, PrompterDescriptor):
 
 
 class _ListDimensions(EmbeddingDimensions):
-    """Embeddings as lists: PyArrow before 26, which Daft 0.7 needs, reads no Parquet of Daft's own type with nulls."""
+    """A _ListDimensions makes embeddings lists: PyArrow before 26, which Daft 0.7 needs, cannot read Parquet of Daft's
+    own embedding type with nulls."""
 
     def as_dtype(self) -> DataType:
         return DataType.list(self.dtype)
@@ -201,14 +200,12 @@ class _ClassifierDescriptor(_Descriptor, TextClassifierDescriptor):
 
 
 class _Runner:
-    """Runs a function in a worker."""
-
     def __init__(self, call: _FunctionCall):
         self._call, self._model = call, call.client()
 
 
 class _Prompter(_Runner):
-    """Answers one row at a time; all rows that are asked for at once run together."""
+    """A _Prompter answers one row a call; concurrent calls run together."""
 
     def __init__(self, call: _FunctionCall, return_format: Any):
         super().__init__(call)
@@ -234,39 +231,37 @@ class _Prompter(_Runner):
 
 class _Embedder(_Runner):
     async def embed_text(self, text: list[str]) -> list[Any]:
-        items, there = _items(text)
+        items, places = _items(text)
         answers = await self._model.run_many_async(self._call.task, self._call.options, items)
-        results = _in_place(self._call, len(text), there, answers)
+        results = _in_place(self._call, len(text), places, answers)
         return [None if result is None else np.asarray(result["embedding"], np.float32) for result in results]
 
 
 class _Classifier(_Runner):
     def classify_text(self, text: list[str], labels: Any) -> list[Any]:
         options = {**self._call.options, "labels": [labels] if isinstance(labels, str) else list(labels)}
-        items, there = _items(text)
-        results = _in_place(self._call, len(text), there, self._model.run_many(self._call.task, options, items))
+        items, places = _items(text)
+        results = _in_place(self._call, len(text), places, self._model.run_many(self._call.task, options, items))
         return [None if result is None else result["label"] for result in results]
 
 
 def _items(texts: list[str]) -> tuple[list[Any], list[int]]:
-    """Returns (the items of the texts that are no null, their places)."""
-    there = [i for i, text in enumerate(texts) if text is not None]
-    return [{"text": texts[i]} for i in there], there
+    """Returns (the items of the texts that are not null, their places)."""
+    places = [i for i, text in enumerate(texts) if text is not None]
+    return [{"text": texts[i]} for i in places], places
 
 
-def _in_place(call: _FunctionCall, count: int, there: list[int], answers: list[Any]) -> list[Any]:
-    """Returns a result for each of `count` texts; null for null, and for what could not be computed."""
+def _in_place(call: _FunctionCall, count: int, places: list[int], answers: list[Any]) -> list[Any]:
+    """Returns a result for each of `count` texts: None for a null, and for an error."""
     out: list[Any] = [None] * count
-    for i, answer in zip(there, answers, strict=True):
+    for i, answer in zip(places, answers, strict=True):
         out[i] = call.value(answer)
     return out
 
 
 def _item(messages: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the item of a row's messages: texts are parts of one user message; a list of messages is taken as it is.
-
-    What is neither is passed on, and refused by the task with the name of its type. Raises InputError for no text.
-    """
+    """Returns the item of a row's messages: texts become parts of one user message; a list of messages stays as it is.
+    Other values become parts that the task refuses by their type. Raises InputError for empty texts."""
     if len(messages) == 1 and isinstance(messages[0], (list, tuple)):
         return {"messages": list(messages[0])}
     if all(isinstance(message, str) for message in messages):
@@ -297,8 +292,6 @@ def generate(prompt: Any, *, model: str = DEFAULT_MODEL, chat: bool = True, **op
 
 
 class _Generate(_Runner):
-    """The rows of `generate`."""
-
     def __init__(self, call: _FunctionCall, chat: bool):
         super().__init__(call)
         self._chat = chat
@@ -317,7 +310,7 @@ class _Generate(_Runner):
 
 
 def stats(model: str = DEFAULT_MODEL, **options: Any) -> dict[str, Any]:
-    """Returns the counters of a model with these options of `LLM`, and how many rows of this process have no result."""
+    """Returns the counters of a model with these options of `LLM`, and the number of this process's failed rows."""
     return _FunctionCall.of("generate", model, options).client().stats() | {"failed": dict(_failed)}
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrefoldLM", "main"]
 
-# {option of a task's generation_kwargs: its name in prefold}. The first count only where a request samples.
+# {option of a task's generation_kwargs: its name in prefold}. The first apply only to requests that sample.
 _SAMPLED = {name: name for name in FILTERS}
 _ALWAYS = {name: name for name in (*PENALTIES, "seed")} | {"min_new_tokens": "min_tokens"}
 
@@ -53,14 +53,14 @@ class PrefoldLM(LM):
     """A PrefoldLM is a model of the harness that prefold computes.
 
     pretrained           what `LLM` takes (hub id, folder, .gguf file, built-in name), or an LLM
-    max_length           tokens of context; None: what the checkpoint says
-    max_gen_toks         tokens generated where a task does not say
+    max_length           tokens of context; None: the checkpoint's
+    max_gen_toks         tokens to generate for tasks that do not say
     prefix_token_id      the token that stands for an empty context; None: BOS, else EOS
     enable_thinking      passed to the chat template, unless None
-    think_end_token      text that ends a model's reasoning; the answer is what follows it
-    device               "auto", "cpu", "cuda", ...; the harness names a GPU where the user did not; without one
-                         the CPU is used, as by its own model
-    options              further ones of `LLM`: dtype, threads, revision, sharing, ...
+    think_end_token      text that ends a model's reasoning; the answer follows it
+    device               "auto", "cpu", "cuda", ...; a GPU that is missing is replaced by the CPU, because the harness
+                         names a GPU by default
+    options              further options of `LLM`: dtype, threads, revision, sharing, ...
 
     batch_size, max_batch_size and trust_remote_code are ignored: batches are not needed, and no code of a checkpoint is
     ever run. Raises InputError without `pretrained`, and for an option that `LLM` does not have.
@@ -95,8 +95,8 @@ class PrefoldLM(LM):
         self.max_gen_toks = max_gen_toks
         self.think_end_token = think_end_token
         self.eot_token_id = self._tokenizer.eos_id
-        known = (prefix_token_id, self._tokenizer.bos_id, self._tokenizer.eos_id)
-        self.prefix_token_id = next((number for number in known if number is not None), None)
+        candidates = (prefix_token_id, self._tokenizer.bos_id, self._tokenizer.eos_id)
+        self.prefix_token_id = next((number for number in candidates if number is not None), None)
         self._score = self.llm.task(
             "score", prefix_token=self.prefix_token_id, max_length=self.max_length, truncate=True
         )
@@ -104,7 +104,7 @@ class PrefoldLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Returns a name by which the harness keeps cached requests of different chat templates apart."""
+        """Returns the name under which the harness caches requests."""
         return str(self.llm.checkpoint.name).replace("/", "__")
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
@@ -113,7 +113,7 @@ class PrefoldLM(LM):
         return [(line["logprob"], line["greedy"]) for line in self.llm.run(self._score, items)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Returns the log-probability of each text; its tokenizer's leading BOS is scored like any other token."""
+        """Returns the log-probability of each text; a leading BOS is scored like any other token."""
         texts = self._encode([request.args[0] for request in requests])
         lines = iter(self.llm.run(self._score, [ScoreItem(text=ids) for ids in texts if ids.size]))
         return [next(lines)["logprob"] if ids.size else 0.0 for ids in texts]
@@ -131,8 +131,8 @@ class PrefoldLM(LM):
         return texts
 
     def _generate(self, contexts: Sequence[str], gen_kwargs: dict[str, Any]) -> list[str]:
-        wanted: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
-        max_tokens = wanted.pop("max_gen_toks")
+        options: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
+        max_tokens = options.pop("max_gen_toks")
         room = self.max_length - max_tokens
         if room < 1:
             raise InputError(
@@ -141,7 +141,7 @@ class PrefoldLM(LM):
                 remedy="give a smaller max_gen_toks",
             )
         eos = None if self.eot_token_id is None else self._tokenizer.decode([self.eot_token_id])
-        until = [text for text in handle_stop_sequences(wanted.pop("until"), eos=eos) if text]
+        until = [text for text in handle_stop_sequences(options.pop("until"), eos=eos) if text]
         # A special token gives no text when it is decoded, so it ends the output as an id.
         ids = (self._tokenizer.token_id(text) for text in until)
         outputs = self.llm.generate(
@@ -149,7 +149,7 @@ class PrefoldLM(LM):
             max_tokens=max_tokens,
             stop=until,
             stop_ids=[number for number in ids if number is not None],
-            **_sampling(wanted),
+            **_sampling(options),
         )
         return [postprocess_generated_text(output.text, until, self.think_end_token) for output in outputs]
 
@@ -160,14 +160,14 @@ class PrefoldLM(LM):
         return np.array([self.prefix_token_id], np.int32)
 
     def _encode(self, texts: Iterable[str]) -> list[np.ndarray]:
-        """Returns token ids, int32, after the tokenizer's leading special tokens, which an empty text has as well."""
+        """Returns the token ids of texts, int32, with the tokenizer's leading special tokens, even of empty texts."""
         texts = list(texts)
         ids = self._tokenizer.encode_batch(texts, special=False)
         before = [leading_ids(self._tokenizer, text) if text else self._tokenizer.prefix_ids for text in texts]
         return [np.concatenate(both) for both in zip(before, ids, strict=True)]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns the text of a conversation; without its system message where the template refuses one."""
+        """Returns the text of a conversation; without its system messages if the template refuses them."""
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         options |= self._template_options
         try:
@@ -179,7 +179,7 @@ class PrefoldLM(LM):
             return self._tokenizer.render_chat(others, **options)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Returns the template that conversations are written with, for the record of a run."""
+        """Returns the chat template, for the harness's record of a run."""
         templates = self._tokenizer.chat_templates.templates
         if not chat_template or not templates:
             return None
@@ -187,7 +187,7 @@ class PrefoldLM(LM):
         return named or templates.get("default") or next(iter(templates.values()))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns what the record of a run says of the model."""
+        """Returns facts about the model, for the harness's record of a run."""
         from .. import __version__
 
         return {
@@ -198,20 +198,19 @@ class PrefoldLM(LM):
 
 
 def device_or_cpu(name: str | None) -> str:
-    """Returns the name of the device to load on: the given one, or "cpu" where that is missing, with a line on
-    standard error."""
+    """Returns the name of the device to load on. A missing GPU is replaced by "cpu", with a line on standard error."""
     if name is None:
         return "auto"
     kind = str(name).partition(":")[0]
-    there = {"cuda": torch.cuda.is_available(), "mps": False, "npu": False, "xpu": False}
-    if there.get(kind, True):
+    available = {"cuda": torch.cuda.is_available(), "mps": False, "npu": False, "xpu": False}
+    if available.get(kind, True):
         return str(name)
     print(f"prefold: there is no device {name} here; using cpu", file=sys.stderr)
     return "cpu"
 
 
 def _check_options(pretrained: object, options: Mapping[str, object]) -> None:
-    """Raises InputError where the model is not named, or an option is not one of LLM's."""
+    """Raises InputError if the model is not named, or an option is not one of LLM's."""
     if pretrained is None:
         remedy = "add --model_args pretrained=NAME (a hub id, a folder, a .gguf file, or a built-in name)"
         raise InputError("the model is not named", field="pretrained", remedy=remedy, code="missing_option")
@@ -219,25 +218,25 @@ def _check_options(pretrained: object, options: Mapping[str, object]) -> None:
     check_options("the model", options, sorted([*ModelOptions.__dataclass_fields__, *own]))
 
 
-def _sampling(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Returns options of `LLM.generate` for what is left of a task's generation_kwargs. Raises InputError for
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options of `LLM.generate` for a task's generation_kwargs without lengths and stops. Raises InputError for
     unknown ones."""
-    sampled = wanted.pop("do_sample")
-    if wanted.get("num_beams") == 1:
-        del wanted["num_beams"]
-    known = _SAMPLED | _ALWAYS
-    for name in wanted:
-        if name not in known:
+    sampled = options.pop("do_sample")
+    if options.get("num_beams") == 1:
+        del options["num_beams"]
+    names = _SAMPLED | _ALWAYS
+    for name in options:
+        if name not in names:
             raise InputError(
                 f"generation_kwargs has the unknown option {name!r}",
                 field=name,
-                remedy=f"leave it out; known are {', '.join(known)}",
+                remedy=f"leave it out; known are {', '.join(names)}",
             )
-    return {ours: wanted[name] for name, ours in (known if sampled else _ALWAYS).items() if name in wanted}
+    return {ours: options[name] for name, ours in (names if sampled else _ALWAYS).items() if name in options}
 
 
 def main() -> None:
-    """Runs the harness's own command line. What is wrong with the model is one line and exit status 1."""
+    """Runs the harness's own command line. An error of prefold is one line and exit status 1."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

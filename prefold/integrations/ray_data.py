@@ -30,7 +30,7 @@ from .shared import SharedModel, split_options
 
 __all__ = ["PrefoldBatches"]
 
-# {a task's result: its column}, of each task.
+# {task: {field of its result: the column}}
 _COLUMNS = {
     "generate": {"text": "generated_text", "finish_reason": "finish_reason", "num_generated": "num_generated"},
     "embed": {"embedding": "embedding"},
@@ -40,16 +40,16 @@ _COLUMNS = {
 
 
 class PrefoldBatches:
-    """Runs a task on the rows of batches, which are dicts of NumPy arrays.
+    """A PrefoldBatches runs a task on the rows of batches, which are dicts of NumPy arrays.
 
     task     "generate", "embed", "classify" or "score"
     column   the column of texts, or of lists of messages; of "score" the prompt
     chat     whether "generate" puts a text into the model's chat template, as a user's message
     error    the column of errors
-    prefix   what the names of the new columns begin with
+    prefix   the beginning of the new columns' names
     options  those of `LLM`, and of the task
 
-    Raises InputError for a column that is not there, or whose name the results take.
+    Raises InputError for a missing column, and for one with the name of a new column.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class PrefoldBatches:
     async def _answers(self, values: list[Any]) -> list[Any]:
         if self._task == "generate":
             return list(await asyncio.gather(*map(self._answer, values)))
-        there = [i for i, value in enumerate(values) if value is not None]
+        places = [i for i, value in enumerate(values) if value is not None]
         field = "prompt" if self._task == "score" else "text"
-        items = [{field: values[i]} for i in there]
+        items = [{field: values[i]} for i in places]
         answers = await asyncio.to_thread(self._model.run_many, self._task, self._options, items)
         out: list[Any] = [_null(self._column)] * len(values)
-        for i, answer in zip(there, answers, strict=True):
+        for i, answer in zip(places, answers, strict=True):
             out[i] = answer
         return out
 
@@ -113,7 +113,7 @@ def _null(column: str) -> InputError:
 
 
 def _array(values: list[Any]) -> np.ndarray:
-    """Returns values as a column: vectors of one size as a matrix, where none is missing; all else as objects."""
+    """Returns values as a column: a matrix if all are vectors, else an array of objects."""
     if values and all(isinstance(value, np.ndarray) for value in values):
         return np.stack(values)
     out = np.empty(len(values), object)

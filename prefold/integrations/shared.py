@@ -1,4 +1,4 @@
-"""A model that many callers have together, for functions on columns of data frames.
+"""A model that many callers share, for functions on columns of data frames.
 
 model = SharedModel.of("smollm2-135m", {"threads": 4})       one for a process, made at the first call
 model = RayModel.of("smollm2-135m", {"threads": 4}, 2)       one for a Ray cluster, with 2 replicas
@@ -28,18 +28,18 @@ from ..plugins import add_plugins, plugins
 from ..tasks import make_task
 from ..tasks.run import calibrated, draw_seed, finish_items, run_items, with_seed
 
-# What is both, such as a seed, is a task's.
+# A name that is also an option of a task, such as a seed, belongs to the task.
 LLM_OPTIONS = {"tokenizer", *ModelOptions.__dataclass_fields__}
 LLM_OPTIONS -= {name for kind in OPTIONS.values() for name in kind.__dataclass_fields__}
 _models: dict[str, Any] = {}
 _lock = threading.Lock()
 _AT_ONCE = 1000  # calls that the actor answers at once
-Make = Callable[[str, Mapping[str, Any]], Any]  # a task of a name and options
+Make = Callable[[str, Mapping[str, Any]], Any]  # make(name, options) -> a task
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (keywords of `LLM`, all other options). Raises InputError for a cache of approximate results, which
-    columns do not tell from others."""
+    """Returns (keywords of `LLM`, all other options). Raises InputError for a cache with approximate results, because
+    columns have no mark for them."""
     own = {name: value for name, value in options.items() if name in LLM_OPTIONS}
     if getattr(own.get("cache"), "shifted", None) is not None:
         message = "chunks are to be reused at other positions, and columns do not say which results are approximate"
@@ -48,11 +48,11 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 class Model:
-    """Runs tasks on a model that many callers share."""
+    """A Model runs tasks on a model that many callers share."""
 
     @classmethod
     def of(cls, *arguments: Any) -> Self:
-        """Returns the model made of these arguments, which this process makes where need be, and keeps."""
+        """Returns the process's model for these arguments, which is made at the first call."""
         key = json.dumps([cls.__name__, *arguments], sort_keys=True, default=str)
         with _lock:
             if key not in _models:
@@ -60,21 +60,21 @@ class Model:
             return _models[key]
 
     def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns what a task gives for each item, or the item's InputError."""
+        """Returns a task's answer to each item, or the item's InputError."""
         raise NotImplementedError
 
     async def run_many_async(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns what `run_many` does, which runs in a thread."""
+        """Returns a task's answer to each item, or the item's InputError; the work is done in a thread."""
         return await asyncio.to_thread(self.run_many, name, options, items)
 
     async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
-        """Returns what a task gives for an item, or its InputError."""
+        """Returns a task's answer to an item, or its InputError."""
         (answer,) = await self.run_many_async(name, options, [item])
         return answer
 
 
 class Tasks:
-    """A Tasks makes each task of a model once, for an engine. make: returns the task of a name and options"""
+    """A Tasks makes each task of a model once, and runs them on an engine. make: make(name, options) -> a task"""
 
     def __init__(self, engine: Engine, make: Make):
         self.engine, self._make = engine, make
@@ -82,7 +82,7 @@ class Tasks:
         self._lock = threading.Lock()
 
     def task(self, name: str, options: Mapping[str, Any]) -> Any:
-        """Returns the task with these options, which is calibrated if it asks for that. It may take long."""
+        """Returns the task with these options, calibrated if it asks for that, which may take long."""
         key = json.dumps([name, options], sort_keys=True, default=str)
         with self._lock:
             if key not in self._tasks:
@@ -90,11 +90,8 @@ class Tasks:
             return self._tasks[key]
 
     async def run(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns the task's answer to each item, or the item's InputError.
-
-        The requests are submitted to the engine, so that they run beside those of other callers. Where the caller is
-        cancelled, so are they.
-        """
+        """Returns a task's answer to each item, or the item's InputError. The requests run beside those of other
+        callers, and are cancelled with the caller."""
         task, works = await asyncio.to_thread(self._prepared, name, options, items)
         loop = asyncio.get_running_loop()
         replies = [
@@ -120,7 +117,7 @@ class Tasks:
 
 
 async def _results_of(task: Any, reply: ResponseStream) -> list[Any]:
-    """Returns the results of an item's requests, or the InputError that the item gets in place of them."""
+    """Returns the results of an item's requests, or their error as the only result."""
     try:
         answer = await reply.answer()
     except Exception as error:
@@ -129,22 +126,22 @@ async def _results_of(task: Any, reply: ResponseStream) -> list[Any]:
 
 
 class SharedModel(Model):
-    """Runs tasks on an LLM of this process. Any thread and any event loop may call it."""
+    """A SharedModel runs tasks on an LLM of this process. Any thread and any event loop may call it."""
 
     def __init__(self, model: str, options: Mapping[str, Any]):
         from ..llm import LLM
 
         self._llm = llm = LLM(model, **options)
-        beside = {"adapters": llm.engine.adapters, "images": llm.images}
-        make: Make = lambda name, options: make_task(name, llm.checkpoint, llm.tokenizer, dict(options), **beside)  # noqa: E731
+        further = {"adapters": llm.engine.adapters, "images": llm.images}
+        make: Make = lambda name, options: make_task(name, llm.checkpoint, llm.tokenizer, dict(options), **further)  # noqa: E731
         self._tasks = Tasks(llm.engine, make)
 
     def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
         return run_items(self._llm.engine, self._tasks.task(name, options), items)
 
     async def run_one(self, name: str, options: Mapping[str, Any], item: Any) -> Any:
-        """Returns what a task gives for an item, or its InputError. Text of all callers is generated together; numbers
-        are a row stream, which takes the engine less time."""
+        """Returns a task's answer to an item, or its InputError. The text of all callers is generated together;
+        embeddings and scores run as a row stream, which takes the engine less time."""
         if name != "generate":
             return await super().run_one(name, options, item)
         (answer,) = await self._tasks.run(name, options, [item])
@@ -159,11 +156,10 @@ class SharedModel(Model):
 
 
 class RayModel(Model):
-    """The client of a model of a Ray cluster, which has so many replicas, and which all its processes find by name.
+    """A RayModel is the client of a model on a Ray cluster: a named actor with a fleet of replicas on Ray.
 
-    It is an actor with a fleet, whose replicas are on Ray too. The driver that makes the actor owns it, and it owns the
-    replicas, so all of them end with the driver. Items come to it from any process; it makes requests of them, and
-    those of all callers go to the replicas as a stream.
+    The driver that makes the actor owns it, and the actor owns the replicas, so all of them end with the driver. Any
+    process may send items to the actor; the requests of all callers go to the replicas as a stream.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], replicas: int = 1):
@@ -181,7 +177,7 @@ class RayModel(Model):
         return self._ray.get(self._actor.run_many.remote(name, dict(options), list(items)))
 
     async def run_many_async(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Returns what `run_many` does, and keeps no thread."""
+        """Returns a task's answer to each item, or the item's InputError, without a thread that waits."""
         return await self._actor.run_many.remote(name, dict(options), list(items))
 
     def stats(self) -> dict[str, Any]:
@@ -190,7 +186,7 @@ class RayModel(Model):
 
 
 def _open_on_ray(model: str, options: dict[str, Any], count: int, own: Sequence[str]) -> Tasks:
-    """Returns the tasks of a model, on a fleet. own: plugins of the driver."""
+    """Returns the tasks of a model, on a fleet. own: plugins of the driver"""
     from ..cluster.ray_replicas import RayReplicas
 
     add_plugins(own)
@@ -201,8 +197,8 @@ def _open_on_ray(model: str, options: dict[str, Any], count: int, own: Sequence[
 
 
 def tasks_of(model: str, options: Mapping[str, Any]) -> tuple[Make, Any]:
-    """Returns what makes the tasks of a model that runs elsewhere, and what gives their images ids; None for a model
-    that takes text alone."""
+    """Returns (a function that makes the tasks of a model that runs elsewhere, the MediaTable of its images). The table
+    is None for a model that takes text alone."""
     from ..checkpoint import resolve
     from ..model import config_from
     from ..text import tokenizer_or_none
@@ -210,23 +206,23 @@ def tasks_of(model: str, options: Mapping[str, Any]) -> tuple[Make, Any]:
     options = dict(options)
     tokenizer = options.pop("tokenizer", None)
     o = model_options(options)
-    known = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
-    checkpoint = resolve(model, weights=False, **known, context_length=o.context_length)
+    source = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
+    checkpoint = resolve(model, weights=False, **source, context_length=o.context_length)
     tokenizer = tokenizer_or_none(checkpoint) if tokenizer is None else tokenizer
     images = None
     if o.images.tower:
         config = config_from(checkpoint.config)
         images = config.image_inputs(checkpoint, tokenizer, hosts=o.images.allow_media_host)
-    beside = {"adapters": tuple(o.adapters or ()), "images": images}
+    further = {"adapters": tuple(o.adapters or ()), "images": images}
 
     def make(name: str, options: Mapping[str, Any]) -> Any:
-        return make_task(name, checkpoint, tokenizer, dict(options), **beside)
+        return make_task(name, checkpoint, tokenizer, dict(options), **further)
 
     return make, None if images is None else images.table
 
 
 class _Front:
-    """The actor, which opens the model in a thread. open: returns its tasks"""
+    """A _Front is the actor of a RayModel; it opens the model in a thread. open: returns its tasks"""
 
     def __init__(self, open: Callable[[], Tasks]):
         self._tasks: Future[Tasks] = Future()

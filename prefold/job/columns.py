@@ -45,20 +45,18 @@ class TableForm:
 
     @classmethod
     def of(cls, adapter: RecordAdapter, source: Source, example: Mapping[str, Any] | None = None) -> TableForm:
-        """Returns the form of a job's output, in which columns that repeat columns of the input have their types.
-
-        example: an answer, as a task gives it
-        """
+        """Returns the form of a job's output, in which repeated columns of the input have their types. example: an
+        answer of the task"""
         if not isinstance(adapter, TableAdapter):
             return cls(head=())
-        kept = adapter.columns_used.repeated()
-        known = {name: type_at(source.types, path) for name, path in kept.items()}
-        types = {name: type for name, type in known.items() if type is not None}
+        repeated = adapter.columns_used.repeated()
+        types_or_none = {name: type_at(source.types, path) for name, path in repeated.items()}
+        types = {name: type for name, type in types_or_none.items() if type is not None}
         empty = adapter.line(0, {}, [dict(example)]) if example is not None else {}
-        return cls(("record", *kept), reserved_names(adapter.task), types, empty)
+        return cls(("record", *repeated), reserved_names(adapter.task), types, empty)
 
     def objects(self, lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
-        """Yields the object of each line, or the one that stands for them where there is no line."""
+        """Yields the object of each line, or `empty` if there are no lines."""
         are_none = True
         for line in lines:
             are_none = False
@@ -71,7 +69,7 @@ class TableForm:
         return self.made is None or name in self.made
 
     def kind(self, name: str) -> Kind:
-        """Returns a Kind for a column of this name, which has seen no value yet."""
+        """Returns a Kind for the column of this name, without values yet."""
         return Kind(self.is_made(name) and name in _REAL, self.is_made(name))
 
 
@@ -79,7 +77,7 @@ Restore = Callable[[Any], Any]
 
 
 class NoType(Exception):
-    """A NoType says that values have no Arrow type in common, and why."""
+    """A NoType is raised when values have no Arrow type in common; its message says why."""
 
 
 @dataclass(slots=True)
@@ -101,7 +99,7 @@ class Kind:
     fields: dict[str, Kind] = field(default_factory=dict)
 
     def add(self, value: Any) -> None:
-        """Takes in a value of a line. Raises NoType."""
+        """Takes a value of a line. Raises NoType."""
         if value is None:
             return
         kind = type(value)
@@ -143,7 +141,7 @@ class Kind:
         return self.fields[name]
 
     def arrow(self, pa: Any) -> Any:
-        """Returns the Arrow type of all values seen. Raises NoType."""
+        """Returns the Arrow type of all values so far. Raises NoType."""
         kinds = self.kinds
         if not kinds:
             return pa.string()
@@ -182,10 +180,8 @@ class Kind:
 
 
 def type_at(types: Mapping[str, Any], path: str) -> Any:
-    """Returns the Arrow type of a path such as `meta.title` or `choices.0`; None where it is not known.
-
-    It counts as not known where `restorer` cannot restore it. types: {column: Arrow type}.
-    """
+    """Returns the Arrow type of a path such as `meta.title` or `choices.0`; None if it is unknown, or if `restorer`
+    cannot restore it. types: {column: Arrow type}"""
     if path in types:
         type = types[path]
         return None if restorer(type) is None else type
@@ -206,10 +202,8 @@ def type_at(types: Mapping[str, Any], path: str) -> Any:
 
 
 def restorer(type: Any) -> Restore | None:
-    """Returns the function that turns a line's form of a value into one that `pyarrow.array(..., type)` takes.
-
-    Returns None for types that cannot be restored.
-    """
+    """Returns a function that turns values of JSON lines into values for `pyarrow.array(..., type)`; None for types
+    that cannot be restored."""
     import pyarrow as pa
 
     t = pa.types
@@ -287,8 +281,8 @@ def single(pa: Any, name: str) -> Any:
 
 
 def cell(name: str, value: Any) -> Any:
-    """Returns a value of the column `name` as a cell of text: an error in words, anything else that is nested as
-    JSON. What users keep, or a model answers, may look like an error and is none."""
+    """Returns a value of the column `name` as the text of a cell: an error as a message, other nested values as JSON.
+    Values of users' columns, and of models' answers, are never taken for errors."""
     if name == "error" and isinstance(value, dict):
         remedy = f"; {value['remedy']}" if "remedy" in value else ""
         return f"{value['code']}: {value['message']}{remedy}"
@@ -298,13 +292,13 @@ def cell(name: str, value: Any) -> Any:
 _ROWS, _BYTES = 8192, 32 << 20  # the most rows and bytes of a row group
 
 
-def need_pyarrow(what: str) -> Any:
-    """Returns the module pyarrow. Raises MissingExtraError, in which `what` names what needs it."""
+def need_pyarrow(purpose: str) -> Any:
+    """Returns the module pyarrow. Raises MissingExtraError. purpose: why it is needed, for the error"""
     try:
         import pyarrow as pa
         import pyarrow.parquet
     except ImportError:
-        raise MissingExtraError("pyarrow", "parquet", what) from None
+        raise MissingExtraError("pyarrow", "parquet", purpose) from None
     return pa
 
 
@@ -315,7 +309,7 @@ class _Unfit(Exception):
 
 
 def write_parquet(lines: Iterable[bytes], path: Path, form: TableForm) -> list[str]:
-    """Writes the lines, which are iterated several times. Returns notes about columns that had to become text."""
+    """Writes the lines, which are iterated several times. Returns notes about columns that became text."""
     pa = need_pyarrow(f"writing {path.name}")
     columns, notes = _column_types(pa, lines, form)
     while True:
@@ -350,8 +344,8 @@ def _column_types(pa: Any, lines: Iterable[bytes], form: TableForm) -> tuple[dic
                     kinds[name] = form.kind(name)
                     if name == "error":
                         types[name] = pa.string()
-                    elif form.is_made(name) and (known := single(pa, name)) is not None:
-                        types[name] = known
+                    elif form.is_made(name) and (vectors := single(pa, name)) is not None:
+                        types[name] = vectors
                 kinds[name].add(value)
             except NoType as error:
                 types[name], notes[name] = pa.string(), _note(name, f"it holds {error}")

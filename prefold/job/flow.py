@@ -1,10 +1,7 @@
 """Brings a job's records through an engine to their lines: source -> records -> requests -> stream -> engine -> lines.
-
-Requests of a stream whose input goes on run as they come: one live window feeds the engine.
-
-Whose engine that is, when it stops, and what is shown meanwhile, its caller says: the command line (`run.py`), which
-has the process to itself, or a server, whose engine answers others at the same time.
-"""
+Requests of an input that goes on run as they come: a live window feeds the engine. The caller provides the engine,
+stops the job, and shows progress: the command line (`run.py`), or a server, whose engine answers other requests at the
+same time."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from .reader import Done, Gather, Job, Reader, Ready
 
 
 class Flow:
-    """The way of one job's records to their lines.
+    """A Flow turns the records of one job into lines.
 
     reader  reads them, in a thread of its own; the caller starts it, and closes it
     gather  holds records of which some results are still missing
@@ -48,7 +45,7 @@ class Flow:
         stopping: Callable[[], bool],
         **run: Any,
     ) -> bool:
-        """Computes a batch and writes the lines of its records; returns whether it came to the end.
+        """Computes a batch and writes the lines of its records. Returns whether it came to the end.
 
         see       is shown the windows as they are taken
         stopping  asked after every step and every result: once it says so, no more lines are written
@@ -82,7 +79,7 @@ class Flow:
         return results(engine, task, LiveInput(batch.feed, window, None if spool is None else rest, see), **run)
 
     def check(self) -> None:
-        """Raises AssertionError where a record has no line, though everything was computed."""
+        """Raises AssertionError if a record has no line after everything was computed."""
         if self.gather.waiting:
             raise AssertionError(f"{self.gather.waiting} records have results missing")
 
@@ -95,13 +92,13 @@ class Flow:
             self.job.output.write(done.number, answer, failed=False)
 
     def _line(self, task: Any, done: Done) -> str:
-        """Returns the output line of a record whose results are all there. Raises InputError where `finish` does."""
+        """Returns the output line of a record with all results. Raises InputError as the task's `finish` does."""
         results = [finish(task, note, values) for note, values in done.items]
         return dumps(self.job.adapter.line(done.number, done.meta, results))
 
 
 def run_beside(job: Job, owner: Owner, failed: Callable[[Exception], InputError], stopping: Callable[[], bool]) -> bool:
-    """Runs a job on an engine that others use too, from any thread; returns whether all its lines are written.
+    """Runs a job on an engine that others use too, from any thread. Returns whether all its lines are written.
 
     What is done is committed when this returns or raises; the output stays open, and is not marked as ended.
 
@@ -129,14 +126,14 @@ _HELD = 0.3  # of a bucket's prefix, from which on the engine counts as holding 
 
 
 def reads_last_rows(task: Any) -> bool:
-    """Returns whether most of what a task reads are last rows of prompts, so that they can be read in the KV store."""
+    """Returns whether a task mostly reads last rows of prompts, so that they can be read in the KV store."""
     return task.readout.kind in LAST_ROW_KINDS or task.readout.kind == "logprobs"
 
 
 def live_results(
     engine: Any, task: Any, source: LiveInput, *, stopping: Callable[[], bool], **run: Any
 ) -> Iterator[tuple[bytes, Any]]:
-    """Yields (tag, result) of every request that comes, as `results_of` does.
+    """Yields (tag, result) of every request that comes, like `results_of`.
 
     What is generated, and what is read at last rows only, runs in the KV store: requests join those that run, and find
     the rows of those before. All else runs bucket by bucket.
@@ -175,13 +172,13 @@ def live_results(
         if in_slots:
             yield from computed(live)
         while not (in_slots or live.is_done or stopping()):
-            yield from computed(live.steady(ahead=facts.depth > 1))
+            yield from computed(live.without_pauses(ahead=facts.depth > 1))
     finally:
         live.close()
 
 
 def watched(windows: Iterable[Any], see: See | None) -> Iterator[Any]:
-    """Yields the windows; `see` is shown each as it is taken."""
+    """Yields the windows, and calls `see` with each as it is taken."""
     for window in windows:
         if window is not None and see is not None:
             see(window)

@@ -1,4 +1,4 @@
-"""Keeps the journal of a job: which records are written, so that a killed job goes on where it was.
+"""Keeps the journal of a job, which lists the written records, so that a killed job can go on.
 
 The journal is a file beside the output, one JSON object a line, to which lines are only appended. The first line names
 the job; each of the others commits a piece of the output. For example
@@ -37,7 +37,7 @@ def journal_path(output: Path) -> Path:
 
 
 def recorded_job(output: Path) -> dict[str, Any]:
-    """Returns the fingerprint in the journal beside an output; {} when there is none that can be read."""
+    """Returns the fingerprint in the journal beside an output; {} if there is no readable journal."""
     try:
         with journal_path(output).open("rb") as file:
             entry = _unseal(file.readline(), 0)[0]
@@ -48,7 +48,7 @@ def recorded_job(output: Path) -> dict[str, Any]:
 
 
 class Journal:
-    """A journal that is open is locked against a second process. Opening it changes nothing that is there.
+    """A Journal is locked against other processes while it is open. Opening it changes nothing in the file.
 
     job        the fingerprint of the journal's job; None when it has none yet (see `start`)
     done       the records that are committed
@@ -73,7 +73,8 @@ class Journal:
         self._file = _open_locked(path)
 
     def read(self) -> None:
-        """Reads which job the journal is of. Raises JobError when it is damaged; the last line may be torn."""
+        """Reads the fingerprint of the journal's job. Raises JobError if the journal is damaged; the last line may be
+        torn."""
         for _, entry, _ in self._entries():
             if "job" in entry:
                 self.job = entry["job"]
@@ -82,7 +83,7 @@ class Journal:
                 self.job["input"] = entry["input"]
 
     def start(self, job: dict[str, Any]) -> None:
-        """Begins the journal of a new job, in place of what is there. Where it raises OSError the old one stays."""
+        """Begins the journal of a new job, in place of an old journal, which stays if this raises OSError."""
         new = self.path.with_name(self.path.name + ".tmp")
         file = new.open("w+b")
         try:
@@ -99,14 +100,13 @@ class Journal:
         old.close()
         self.job = job
 
-    def resume(self, job: dict[str, Any], output_bytes: int, limit: int | None, *, made: bool = False) -> None:
-        """Reads what is committed.
+    def resume(self, job: dict[str, Any], output_bytes: int, limit: int | None, *, has_final: bool = False) -> None:
+        """Reads the committed records. Raises JobError, naming the differences, if the journal is of another job.
 
         output_bytes  the present size of the lines file. Commits beyond it, which the disk has lost, do not count
         limit         the present --limit
-        made          whether the file that is made of the lines is there; commits of an ended job then count anyway
-
-        Raises JobError, naming what differs, when the journal is of another job.
+        has_final     whether the final file, which is made of the lines, is there; commits of an ended job then count
+                      anyway
         """
         assert self.job is not None
         differing = differences(self.job, job)
@@ -119,10 +119,10 @@ class Journal:
         ended = None
         for _, entry, _ in self._entries():
             ended = entry.get("ended")
-        self._replay(output_bytes, whole=made and covers(ended, limit))
+        self._replay(output_bytes, whole=has_final and covers(ended, limit))
 
     def cut(self) -> None:
-        """Cuts off what lies behind the last entry that counts."""
+        """Cuts off everything after the last valid entry."""
         self._file.truncate(self._end)
         self._file.seek(self._end)
 
@@ -135,7 +135,7 @@ class Journal:
         self._append({"to": offset, "done": format_ranges(numbers), "errors": errors})
 
     def grow(self, input: dict[str, Any]) -> None:
-        """Records that the job's input has become longer; `input`: its identity now."""
+        """Records that the job's input has become longer. input: its present identity"""
         self.ended = None
         self._append({"input": input})
 
@@ -148,7 +148,7 @@ class Journal:
         self._append({"ended": self.ended})
 
     def close(self) -> None:
-        """Lets go of the lock, and removes a journal in which nothing was written."""
+        """Unlocks the journal, and removes it if nothing was written."""
         if self._file.closed:
             return
         if os.fstat(self._file.fileno()).st_size == 0:
@@ -163,7 +163,8 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def _entries(self) -> Iterator[tuple[int, dict[str, Any], int]]:
-        """Yields (entry, the byte behind it, its checksum), without a torn last line; other damage is a JobError."""
+        """Yields (entry, the byte behind it, its checksum), without a torn last line. Raises JobError for other
+        damage."""
         self._file.seek(0)
         number = end = crc = 0
         while line := self._file.readline():
@@ -197,7 +198,7 @@ class Journal:
 
 
 def covers(ended: dict[str, Any] | None, limit: int | None) -> bool:
-    """Returns whether a job that ended as `ended` says has done all that a job with this --limit would do."""
+    """Returns whether an ended job has done all that a job with this --limit would do. ended: as in Journal"""
     if ended is None:
         return False
     return ended["limit"] is None or (limit is not None and limit <= ended["limit"])
@@ -211,7 +212,7 @@ def _seal(entry: dict[str, Any], before: int) -> tuple[bytes, int]:
 
 
 def _unseal(line: bytes, before: int) -> tuple[dict[str, Any] | None, int]:
-    """Returns (the entry of a line, its checksum); None as entry when the line is torn or damaged."""
+    """Returns (the entry of a line, its checksum); None in place of the entry if the line is torn or damaged."""
     body = line[:-_SEAL] + b"}"
     crc = zlib.crc32(body, before)
     if line[-_SEAL:] != b',"crc":"%08x"}\n' % crc:
@@ -254,10 +255,8 @@ def _open_locked(path: Path) -> BinaryIO:
 
 
 def lock(file: IO[Any]) -> bool:
-    """Returns False where another process has locked the file; otherwise this one has, until the file is closed.
-
-    A system, or a file system, that has no such locks refuses none.
-    """
+    """Locks a file until it is closed, and returns True; returns False if another process has locked it. Systems and
+    file systems without such locks never refuse."""
     try:
         import fcntl
 

@@ -1,9 +1,7 @@
-"""Writes the lines of a job, to a file with its journal or to standard output.
-
-Lines are gathered and written together, at most a second (or a megabyte) later, so that small records stay cheap. Each
-such group is one commit of the journal. The last pass brings the lines into input order, CSV, Parquet or gzip: the file
-that is made of them appears under its name only when it is whole.
-"""
+"""Writes the lines of a job, to a file with its journal or to standard output. Lines are written in groups, at most a
+second or a megabyte late, so that small records stay cheap; each group is one commit of the journal. The last pass
+sorts the lines into input order, or converts them to CSV, Parquet or gzip; that file appears under its name when it is
+whole."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ RESUME = "give the same command to resume"
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """An OutputOptions says where the lines go, and what may be there before.
+    """An OutputOptions says where the lines go, and which files may exist before.
 
     path         the output file; None: standard output
     only_resume  there must be a job to resume
@@ -78,33 +76,31 @@ class Output:
         self._lock = threading.Lock()
 
     def hold(self) -> None:
-        """Keeps lines back until `release`, as long as it is not known whether the job can be run; not more of them
-        than memory has room for."""
+        """Holds lines back until `release`, while it is not certain that the job can run, as long as memory has room
+        for them."""
 
     def release(self) -> None:
-        """Lets lines be written, in place of what was there before."""
+        """Writes the lines that were held back, in place of an old output."""
 
     def write(self, number: int, line: str, failed: bool) -> None:
-        """Takes the line of a record; a subclass also puts it somewhere. failed: whether the line is an error."""
+        """Takes the line of a record; subclasses write it. failed: whether the line is an error"""
         self.count += 1
         self.errors += failed
         self.first_error = self.first_error or (line if failed else None)
 
     def commit(self, *, due_only: bool = False) -> None:
-        """Makes sure that what was written stays. due_only: only where the last commit was long enough ago."""
+        """Makes written lines durable. due_only: only if the last commit was long enough ago"""
 
     def finish(self) -> None:
-        """Commits what is left, and ends the output."""
+        """Commits the remaining lines, and ends the output."""
         self.commit()
 
     def close(self) -> None: ...
 
 
 def open_output(options: OutputOptions, job: dict[str, Any], stream: TextIO | None = None) -> Output:
-    """Returns the output of the job with the fingerprint `job`, opened; it resumes where the job's journal is there.
-
-    Raises JobError when the output exists and is not this job's, or cannot be written.
-    """
+    """Returns the opened output of the job with the fingerprint `job`, which resumes if the job's journal exists.
+    Raises JobError if the output is not this job's, or cannot be written."""
     if options.path is None:
         if options.keep_order:
             raise JobError("--keep-order needs an output file: add -o FILE")
@@ -116,7 +112,7 @@ def open_output(options: OutputOptions, job: dict[str, Any], stream: TextIO | No
 
 
 def partial_path(output: Path) -> Path:
-    """Returns the path of the lines file, of which an output is made in the last pass."""
+    """Returns the path of the lines file from which an output is made in the last pass."""
     return output.with_name(output.name + ".partial")
 
 
@@ -139,7 +135,7 @@ class StreamOutput(Output):
 
 
 class FileOutput(Output):
-    """A FileOutput writes lines to a file, each record's exactly once whenever the process dies.
+    """A FileOutput writes each record's line to a file exactly once, whenever the process dies.
 
     JSONL is written as results come. For other formats, and with --keep-order, lines are written to NAME.partial, and
     the file is made of it when all lines are there.
@@ -180,11 +176,11 @@ class FileOutput(Output):
             self._remove_lines()  # the job was killed between its end and this
 
     def _resume(self, options: OutputOptions) -> bool:
-        """Reads what earlier runs of the job have written. Returns False when there were none."""
+        """Reads the state of earlier runs of the job. Returns False if there are none."""
         self.journal.read()
         if self.journal.job is not None:
             size = self.lines_path.stat().st_size if self.lines_path.exists() else 0
-            made = self._finish is not None and self.path.exists()
+            has_final = self._finish is not None and self.path.exists()
             before = self.journal.job.get("input")
             if before and self._job.get("input"):  # a server's batch whose input is gone has none
                 self._job["input"] = as_noted(self._job["input"], before)
@@ -192,7 +188,7 @@ class FileOutput(Output):
                 options.grown(before)
                 self.journal.job["input"] = self._job["input"]
                 self._grew = True
-            self.journal.resume(self._job, size, options.limit, made=made)
+            self.journal.resume(self._job, size, options.limit, has_final=has_final)
             if self._grew:
                 self._check_lines(size)
             return True
@@ -208,7 +204,7 @@ class FileOutput(Output):
         return False
 
     def _check_lines(self, size: int) -> None:
-        """Raises JobError where an ended job is to go on, with --grown, and its lines are not kept."""
+        """Raises JobError if an ended job is to go on, with --grown, and its lines were not kept."""
         self.journal.ended = None
         if size < self.journal.offset:
             raise JobError(
@@ -223,7 +219,7 @@ class FileOutput(Output):
         self._held = False
 
     def _begin(self) -> None:
-        """Replaces what is there; of a job that is resumed, only what it wrote and did not commit is cut off."""
+        """Replaces an old output; of a job that is resumed, cuts off only the uncommitted lines."""
         if self.begun:
             return
         if self._resumes:
@@ -282,7 +278,7 @@ class FileOutput(Output):
             raise
 
     def finish(self) -> None:
-        """Commits what is left, makes the final file, and marks the job as ended."""
+        """Commits the remaining lines, makes the final file, and marks the job as ended."""
         if self.ended:
             return
         self.release()
@@ -313,10 +309,8 @@ Finish = Callable[[Path, Path], list[str]]
 
 
 def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> Finish | None:
-    """Returns the function that makes the file `path` of the lines; None when the lines are the file.
-
-    form: the columns of a table. Raises JobError for a name that tells no format, MissingExtraError without pyarrow.
-    """
+    """Returns the function that makes the file `path` from the lines; None if the lines are the file. form: the columns
+    of a table. Raises JobError for a name without a known format, MissingExtraError without pyarrow."""
     suffixes = [s.lower() for s in path.suffixes]
     zipped = suffixes[-1:] == [".gz"]
     format = (suffixes[:-1] if zipped else suffixes)[-1:]
@@ -329,9 +323,9 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
         need_pyarrow(f"writing {path}")  # refuse before the work, not after it
         write = write_parquet
     elif format not in ([".jsonl"], [".ndjson"], [".json"]):
-        what = f"of {''.join(format)} files" if format else "without an ending"
+        name = f"of {''.join(format)} files" if format else "without an ending"
         raise JobError(
-            f"{path.name} cannot be written, as an output {what} is not known; name it .jsonl, .csv, .tsv or .parquet "
+            f"{path.name} cannot be written, as an output {name} is not known; name it .jsonl, .csv, .tsv or .parquet "
             "(.gz may follow, but not .parquet)"
         )
     elif keep_order or zipped:
@@ -348,7 +342,7 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
 
 
 class _OutputLines:
-    """An _OutputLines iterates over the lines, as often as wanted, in input order when asked for."""
+    """An _OutputLines iterates over the lines, any number of times, in input order if `keep_order`."""
 
     def __init__(self, file: BinaryIO, keep_order: bool):
         self._file = file

@@ -59,7 +59,7 @@ class JobPlan:
 
 
 class _Tally(Output):
-    """A _Tally keeps nothing of an output but the first few errors."""
+    """A _Tally is an Output that keeps only the first few errors."""
 
     def __init__(self, plan: JobPlan) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def plan_job(
     progress: Progress | None = None,
     make_spool: Callable[[], Spool] = Spool,
 ) -> JobPlan:
-    """Reads, tokenises and sorts a job, and returns the counts."""
+    """Reads, tokenises and sorts a job, and returns its JobPlan."""
     plan, counts = JobPlan(), Counts()
     tally = _Tally(plan)
     job = Job(source, adapter, tasks, lambda: None, tally, limit=limit, make_spool=make_spool)
@@ -203,7 +203,7 @@ class Prefix:
 
 
 def shared_most(shape: StreamShape, decode: Callable[[np.ndarray], str] | None, count: int = 5) -> list[Prefix]:
-    """Returns the `count` nodes of the trie that save most, the best first."""
+    """Returns the `count` nodes of the trie that save most tokens, the best first."""
     nodes = [node for node, _ in walk(icicle(shape)) if node.prompts > 1 and node.length]
     nodes.sort(key=lambda node: -node.length * (node.prompts - 1))
     out = []

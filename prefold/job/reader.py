@@ -1,7 +1,5 @@
-"""Reads the records of a job in the background, and tokenises them in chunks.
-
-Their requests are spooled while the model loads, or put into feeds, out of which engines take them as they come.
-"""
+"""Reads the records of a job in the background, and tokenises them in chunks. Their requests are spooled while the
+model loads, or put into feeds, from which engines take them as they come."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _HEAD = struct.Struct("<QIIII")  # record, item, items of the record, part, part
 
 
 def tagged(number: int, meta: Any, works: list[Any], seed: int = 0) -> list[tuple[Request, bytes]]:
-    """Returns every request of a record with its tag. works: the tasks.Work of each of its items; seed: the job's."""
+    """Returns every request of a record with its tag. works: the Work of each of its items; seed: the job's"""
     requests = []
     for item, work in enumerate(works):
         for part, request in enumerate(work.requests):
@@ -55,7 +53,7 @@ def _encode(value: Any) -> bytes:
 
 @dataclass(slots=True)
 class Done:
-    """A Done holds a record whose results are all there: the note of each item, and its results in order.
+    """A Done is a record with all results: the note of each item, and its results in order.
 
     A result is what the engine gives for a request (see `results_of`).
     """
@@ -74,7 +72,7 @@ class _Item:
 
 @dataclass(slots=True)
 class _Gathering:
-    """A _Gathering is a record some of whose results are still missing."""
+    """A _Gathering is a record of which some results are missing."""
 
     missing: int
     items: list[_Item | None]
@@ -82,7 +80,7 @@ class _Gathering:
 
 
 class Gather:
-    """A Gather collects results by record; `waiting` is how many records have some of their results and not all."""
+    """A Gather collects results by record. waiting: how many records have some of their results, but not all"""
 
     def __init__(self) -> None:
         self._records: dict[int, _Gathering] = {}
@@ -92,7 +90,7 @@ class Gather:
         return len(self._records)
 
     def add(self, tag: bytes, result: Any) -> Done | None:
-        """Takes one result. Returns its record when this was the last result missing, else None."""
+        """Takes a result. Returns its record if that has all results now, else None."""
         number, item, items, part, parts = _HEAD.unpack_from(tag)
         head = json.loads(tag[_HEAD.size :].decode("utf-8", "surrogatepass")) if part == 0 else None
         if items == 1 and parts == 1:
@@ -171,7 +169,7 @@ class Ready:
 
 @dataclass(slots=True)
 class _Chunk:
-    """A _Chunk holds records of one task that wait to be tokenised together, and all their items."""
+    """A _Chunk holds records of one task, and their items, that wait to be tokenised together."""
 
     records: list[tuple[int, Parsed]] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
@@ -233,7 +231,7 @@ class Reader:
             yield item
 
     def _turns(self) -> Iterator[Ready]:
-        """Yields the feed whose requests wait longest, until all are done with."""
+        """Yields the feed whose requests have waited longest, again and again until all feeds are over."""
         while True:
             has_ended = self.has_ended.is_set()
             waiting = [(feed.since, task) for task, feed in list(self._feeds.items()) if feed.since is not None]
@@ -248,7 +246,7 @@ class Reader:
             raise self.error
 
     def close(self) -> None:
-        """Ends the reading, and drops what is spooled and not taken."""
+        """Ends the reading, and drops spooled requests that were not taken."""
         self.stopping = True
         if self._thread.ident is not None:
             self._thread.join(2)  # not longer: it may wait for a pipe, and as a daemon it does not keep the process
@@ -300,12 +298,12 @@ class Reader:
                 self._flush_all()
 
     def _is_wanted(self) -> bool:
-        """Returns whether what has been read goes on at once: nothing of its task has yet, or engines have nothing."""
+        """Returns whether records are tokenised at once: the task has no requests yet, or engines have no work."""
         is_first = any(task not in self._feeds for task in self._chunks) if self._live else not self._feeds
         return ((self._live or self._early) and is_first) or any(feed.is_hungry for feed in self._feeds.values())
 
     def _pumped(self, records: Iterator[Record]) -> Iterator[Record | None]:
-        """Yields the records, and None whenever none has come for a moment (as from a pipe that goes on later)."""
+        """Yields the records, and None whenever none has come for a moment (for example from a pipe)."""
         pipe: queue.Queue[Record | BaseException | None] = queue.Queue(maxsize=CHUNK_TEXTS)
         put_bytes = taken_bytes = 0  # bytes of the records that went into the pipe, and of those that came out of it
 
@@ -365,7 +363,7 @@ class Reader:
             self._flush(task)
 
     def _flush(self, task: str) -> None:
-        """Tokenises the records that wait, and spools their requests."""
+        """Tokenises the waiting records, and spools their requests."""
         chunk = self._chunks.pop(task)
         works = iter(self._works(task, chunk.items))
         for number, parsed in chunk.records:
@@ -384,7 +382,7 @@ class Reader:
             self.has_work.set()
 
     def _pass_on(self, task: str, requests: list[tuple[Any, bytes]]) -> list[bool]:
-        """Puts a record's requests into the task's feed or spool; returns which are new prompts."""
+        """Puts a record's requests into the task's feed or spool. Returns for each whether it is a new prompt."""
         feed = self._feeds.get(task)
         if self._live:
             if feed is None:
@@ -409,7 +407,8 @@ class Reader:
         return any(since is not None and since < late for since in others)
 
     def _works(self, task: str, items: list[Any]) -> list[Any]:
-        """Returns the Work of each item, or its InputError; where the model cannot do the task, that of all items."""
+        """Returns the Work of each item, or its InputError. If the model cannot do the task, all items get that
+        error."""
         try:
             return self._job.tasks[task].prepare(items)
         except (InputError, UnsupportedModelError) as error:
@@ -431,7 +430,7 @@ class Reader:
 
 
 def _texts_of(item: Any) -> int:
-    """Returns about how many texts an item holds: one, or as many as its longest list has."""
+    """Returns about how many texts an item has: the length of its longest list, or one."""
     lists = [len(value) for value in item.values() if isinstance(value, list)] if isinstance(item, dict) else []
     return max(lists, default=1)
 

@@ -1,4 +1,4 @@
-"""Runs a job that has the process to itself: with signals, progress, and a summary at the end."""
+"""Runs a job in a process of its own, with signals, progress, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ ENDING_SECONDS = 1.0
 
 
 class Interrupted(JobError):
-    """An Interrupted says that the job was stopped by a signal, whose number is `signal`; what was done is written."""
+    """An Interrupted is raised when a signal, with the number `signal`, has stopped the job. Finished lines are
+    written."""
 
     def __init__(self, number: int):
         super().__init__("the job was interrupted; what is done is written")
@@ -36,8 +37,8 @@ class Interrupted(JobError):
 
 @dataclass
 class Summary:
-    """A Summary summarises a job. records, errors and resumed count all lines of the output; the rest is that of
-    this run."""
+    """A Summary summarises a job. records, errors and resumed count all lines of the output; other fields count this
+    run."""
 
     records: int = 0
     errors: int = 0
@@ -62,12 +63,12 @@ class Summary:
 
     @property
     def excess(self) -> int:
-        """Returns how many rows were computed again, within the streams that were run."""
+        """Returns how many rows were computed more than once, within the streams of this run."""
         return max(0, self.stats.rows_computed - self.stats.unique_tokens)
 
 
 def run_job(job: Job, progress: Progress) -> Summary:
-    """Runs a job to its end, closes the output, and returns what was done.
+    """Runs a job to its end, closes the output, and returns its Summary.
 
     Raises Interrupted after a signal (everything finished by then is written), and JobError or another PrefoldError
     when the job cannot go on.
@@ -163,19 +164,19 @@ class _Run:
     def _compute(self, engine: Any, batch: Ready) -> None:
         shape, facts = self.summary.shape, engine.facts
         # What is given away in ranges, or does not share, is looked at in its order afterwards; a stream as it goes by.
-        seen = shape is not None and (batch.spool is None or (facts.sharing == "full" and not facts.divides))
+        watches = shape is not None and (batch.spool is None or (facts.sharing == "full" and not facts.divides))
         self.counts.phase, self.graceful = "computing" if facts.is_ready else WAITING, True
-        see = shape.see if shape is not None and seen else None
+        see = shape.see if shape is not None and watches else None
         if not self.flow.compute(engine, batch, see=see, on_step=self._step, stopping=self._stopping):
             assert self.signal is not None
             raise Interrupted(self.signal)
-        if shape is not None and not seen and batch.spool is not None:
+        if shape is not None and not watches and batch.spool is not None:
             for _ in shape.watch(batch.spool.windows(max_tokens=self.job.window, share=True)):
                 pass
         self.graceful = False
 
     def _stopping(self) -> bool:
-        """Returns whether a signal has come; from then on the job is ending."""
+        """Returns whether a signal has come, and then starts to end the job."""
         if self.signal is not None and self.ending is None:
             self.ending = time.monotonic()
         return self.signal is not None

@@ -1,4 +1,4 @@
-"""Measures how far two runs of the same items are apart: differences of values, changed arg-maxes, changed ranks."""
+"""Measures the difference of two runs of the same items: of values, arg-maxes and ranks."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _ROWS = 256
 def sample_items(
     records: Iterable[Record], adapter: RecordAdapter, count: int, *, seed: int = 0
 ) -> tuple[list[tuple[str, Any]], int]:
-    """Returns pairs (name of the task, item) of about `count` records, and how many records were unusable.
+    """Returns (pairs (name of the task, item) of about `count` records, the number of unusable records).
 
     Records are drawn evenly over the input, in blocks of neighbours, as neighbours are likely to share prefixes.
     """
     draw, records = random.Random(seed), iter(records)
     blocks = enumerate(iter(lambda: list(islice(records, _BLOCK)), []))
-    kept = nlargest(max(1, -(-count // _BLOCK)), ((draw.random(), number, block) for number, block in blocks))
+    drawn = nlargest(max(1, -(-count // _BLOCK)), ((draw.random(), number, block) for number, block in blocks))
     items: list[tuple[str, Any]] = []
-    bad = taken = 0
-    for record in [record for *_, block in sorted(kept, key=lambda entry: entry[1]) for record in block]:
+    bad = used = 0
+    for record in [record for *_, block in sorted(drawn, key=lambda entry: entry[1]) for record in block]:
         parsed = adapter.read(record)
         if parsed.error is not None:
             bad += 1
-        elif taken < count:
-            taken += 1
+        elif used < count:
+            used += 1
             items += [(parsed.task, item) for item in parsed.items]
     return items, bad
 
 
 @dataclass(frozen=True)
 class Run:
-    """A Run holds a run: its task, which may have been calibrated for this run, and the results of each work."""
+    """A Run is a run of works: its task, which may have been calibrated for it, and the results of each work."""
 
     task: Any
     results: Sequence[list[Any] | None]
@@ -51,8 +51,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """A Difference says how far two runs are apart. Where one of them gave what is no number, so is the largest
-    difference.
+    """A Difference describes how much two runs differ. The largest difference is NaN if one of them has NaN.
 
     items      how many items were compared
     values     largest difference of the model's values (logits, hidden values, log-probabilities)
@@ -79,12 +78,12 @@ class Difference:
 
 def compare(items: Sequence[Any], works: Sequence[Any], a: Run, b: Run) -> Difference:
     """Returns the Difference of two runs of `works = task.prepare(items)`. Works that are errors are left out."""
-    kept = [i for i, work in enumerate(works) if not isinstance(work, InputError)]
-    pairs = [(ra, rb) for i in kept for ra, rb in zip(a.results[i] or [], b.results[i] or [], strict=True)]
+    valid = [i for i, work in enumerate(works) if not isinstance(work, InputError)]
+    pairs = [(ra, rb) for i in valid for ra, rb in zip(a.results[i] or [], b.results[i] or [], strict=True)]
     values = _largest(ra.values - rb.values for ra, rb in pairs)
     flips = [(ra.greedy != rb.greedy) for ra, rb in pairs if ra.greedy is not None]
     one, two = (
-        _rankings(items, kept, [run.task.finish(works[i].note, run.results[i]) for i in kept]) for run in (a, b)
+        _rankings(items, valid, [run.task.finish(works[i].note, run.results[i]) for i in valid]) for run in (a, b)
     )
     results = _largest(x - two[key] for key, x in one.items())
     first, orders, swapped, all_pairs = 0, 0, 0, 0
@@ -94,12 +93,12 @@ def compare(items: Sequence[Any], works: Sequence[Any], a: Run, b: Run) -> Diffe
         discordant = _discordant(x, y)
         swapped, all_pairs, orders = swapped + discordant, all_pairs + _pairs(len(x)), orders + (discordant > 0)
     greedy, tokens = sum(int(f.sum()) for f in flips), sum(f.size for f in flips)
-    return Difference(len(kept), values, results, len(ranked), first, orders, swapped, all_pairs, greedy, tokens)
+    return Difference(len(valid), values, results, len(ranked), first, orders, swapped, all_pairs, greedy, tokens)
 
 
 @dataclass(frozen=True)
 class TextDifference:
-    """A TextDifference says how far the texts of two runs are apart.
+    """A TextDifference describes how much the texts of two runs differ.
 
     texts          how many were compared
     first_changed  of each text that changed the number, from 1, of the first token that is another one
@@ -120,7 +119,7 @@ def compare_texts(a: Run, b: Run) -> TextDifference:
 
 
 def _largest(differences: Iterable[np.ndarray]) -> float:
-    """Returns the largest size of a difference; NaN where one is NaN, which `max` of Python would pass over."""
+    """Returns the largest absolute difference; NaN if one is NaN, which Python's `max` would skip."""
     largest = np.float64(0)
     for difference in differences:
         largest = np.maximum(largest, np.abs(difference).max(initial=0))
@@ -140,11 +139,11 @@ def _discordant(x: np.ndarray, y: np.ndarray) -> int:
     return swapped // 2  # each was seen from both sides
 
 
-def _rankings(items: Sequence[Any], kept: Sequence[int], outputs: Sequence[dict[str, Any]]) -> dict[Any, np.ndarray]:
-    """Returns the numbers that are ranked against each other, by what they belong to."""
+def _rankings(items: Sequence[Any], valid: Sequence[int], outputs: Sequence[dict[str, Any]]) -> dict[Any, np.ndarray]:
+    """Returns the values that are ranked against each other, by the query, text or group that they belong to."""
     out: dict[Any, list[float]] = {}
     vectors: list[np.ndarray] = []
-    for i, output in zip(kept, outputs, strict=True):
+    for i, output in zip(valid, outputs, strict=True):
         item = items[i]
         if "scores" in output or "score" in output:
             out.setdefault(_key(item, "query", i), []).extend(output.get("scores", [output.get("score")]))
@@ -159,8 +158,8 @@ def _rankings(items: Sequence[Any], kept: Sequence[int], outputs: Sequence[dict[
 
 
 def _neighbours(vectors: Sequence[np.ndarray]) -> dict[Any, np.ndarray]:
-    """Returns the cosines of each vector with its neighbours, which are those of the same group of vectors: all cosines
-    of a large sample would be too many."""
+    """Returns the cosines of each vector with its neighbours in the same group, because all cosines of a large sample
+    would be too many."""
     matrix = np.stack(vectors).astype(np.float64)
     matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)
     out: dict[Any, np.ndarray] = {}

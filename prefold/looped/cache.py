@@ -68,8 +68,7 @@ class NodeVisit:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Returns (first slot, count, position of the first row) of each run of neighbouring slots that the settled
-        rows lie in."""
+        """Returns (first slot, count, position of the first row) of each run of slots that the settled rows lie in."""
         if self._runs is None:
             slots, start = self.slots[: self.done], self.node.start
             edges = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), self.done] if self.done else []

@@ -163,8 +163,7 @@ class Loop:
         return (*range(self.prelude), *visits, *range(layers - self.coda, layers))
 
     def check_route(self, route: Sequence[int], name: str = "the route") -> None:
-        """Raises InputError for a route that is empty, longer than the order, or names no block. name: what messages
-        call it."""
+        """Raises InputError for a route that is empty, longer than the order, or names no block. name: its name."""
         if not 1 <= len(route) <= len(self.order):
             raise InputError(
                 f"{name} has {len(route)} visits", field="route", remedy=f"give 1 to {len(self.order)} blocks"
@@ -386,22 +385,22 @@ def looped(hf: HFConfig) -> ModelConfig:
     return LoopedConfig.of(decoder(hf), _read(Loop, settings, blocks=blocks, order=tuple(order), router=router))
 
 
-def _read(kind: type[T], settings: Settings, **known: Any) -> T:
+def _read(kind: type[T], settings: Settings, **values: Any) -> T:
     """Returns a Loop or a Routing with the fields that are known, and the others as the settings say."""
     for entry in fields(kind):
-        if entry.name in known:
+        if entry.name in values:
             continue
         if isinstance(entry.default, str):
-            known[entry.name] = settings.text(entry.name, entry.default)
+            values[entry.name] = settings.text(entry.name, entry.default)
         elif isinstance(entry.default, bool):
-            known[entry.name] = settings.flag(entry.name, entry.default)
+            values[entry.name] = settings.flag(entry.name, entry.default)
         elif isinstance(entry.default, float):
-            known[entry.name] = float(settings.number(entry.name, entry.default, zero=True))
+            values[entry.name] = float(settings.number(entry.name, entry.default, zero=True))
         else:
             most = 2**63 if entry.name == "seed" else MOST_LAYERS
-            known[entry.name] = settings.size(entry.name, entry.default, least=0, most=most)
+            values[entry.name] = settings.size(entry.name, entry.default, least=0, most=most)
     try:
-        return kind(**known)
+        return kind(**values)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{settings.prefix}{error}") from None
 

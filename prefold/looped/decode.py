@@ -20,14 +20,14 @@ from ..cache.tree import Node
 from ..schedule.generate_step import joined, marked
 from .cache import OUTPUT_SLOTS, SlotAllocator
 from .outputs import OutputRows, ragged
-from .sequence import Routed, leaves_after
+from .sequence import LoopedSequence, leaves_after
 from .steps import DECIDES, LEAVES, PRELUDE, STAYS, VisitOptions, VisitResult, VisitRounds
 
-# The numbers of sequences with a row in a step; rows that left, as `late_members`, `late_rows` and `projected` below.
+# (numbers of sequences with a row in a step, and of late rows: `late_members`, `late_rows`, `projected` of DecodeRows)
 Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 NOTHING = np.zeros(0, np.int64)
-# Where no more than so many rows would go on, and no more than half of the sequences have such, they wait for those of
-# the others: on a CPU so few take as long as twice as many, for the weights are read once for all.
+# If at most this many rows would go on, and at most half of the sequences have such rows, they wait for the rows of the
+# others: on a CPU so few rows take as long as twice as many, because a step reads the weights once for all its rows.
 FEW_ROWS = 8
 
 
@@ -45,15 +45,15 @@ class DecodeBatch:
     units      int64 [routes, visits]: the blocks of each route
     rest       int64 [routes, visits]: how many visits to blocks come after each
     earlier    int64 [routes, visits]: the last visit to the same block before each; -1: there is none
-    seen       int64 [routes, visits, visits]: which visit's slot the second visit sees of a row that left after the
-               first; -1: K/V are to be made of its state there, or at a visit between them
+    reused     int64 [routes, visits, visits]: the visit whose slot the second visit uses for a row that left after the
+               first; -1: its K/V must be computed from its state there, or at a visit between the two
     has_accounts   whether the slots of any sequence count for a tenant
-    made       of each sequence: after how many visits the rows of its output left, as of Decided
-    plain      of each sequence: whether its next rows leave by its rule alone, so that `Routed.when` need not be asked
+    exit_visits    by sequence: after how many visits the rows of its output left, as in ExitRecord
+    plain      by sequence: whether its next rows leave by its rule alone, without a call of `LoopedSequence.when`
     blocks     int64 [routes, visits]: how many visits to blocks there are up to each, itself included
     """
 
-    def __init__(self, sequences: Collection[Routed], outputs: OutputRows, visits: VisitOptions):
+    def __init__(self, sequences: Collection[LoopedSequence], outputs: OutputRows, visits: VisitOptions):
         self.outputs, self.most = outputs, outputs.visits
         numbers: dict[tuple[int, ...], int] = {}
         for sequence in sequences:
@@ -68,28 +68,28 @@ class DecodeBatch:
         self.limit = np.array([sequence.limit for sequence in self.sequences], np.int64)
         self.has_accounts = any(sequence.tail.account is not None for sequence in self.sequences)
         self.criteria = np.array([sequence.criteria for sequence in self.sequences], np.float64).reshape(-1, 2)
-        self.made = [sequence.decided.tails.setdefault(sequence.sample, []) for sequence in self.sequences]
+        self.exit_visits = [sequence.exit_record.tails.setdefault(sequence.sample, []) for sequence in self.sequences]
         self.plain = [
-            not sequence.exits.visits and len(made) < len(sequence.tail.tokens)
-            for sequence, made in zip(self.sequences, self.made, strict=True)
+            not sequence.exits.visits and len(exit_visits) < len(sequence.tail.tokens)
+            for sequence, exit_visits in zip(self.sequences, self.exit_visits, strict=True)
         ]
         size = (len(numbers), self.most)
         self.units = np.full(size, PRELUDE - 2, np.int64)
         self.blocks, self.rest = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self.earlier, self.seen = np.full(size, -1, np.int64), np.full((*size, self.most), -1, np.int64)
+        self.earlier, self.reused = np.full(size, -1, np.int64), np.full((*size, self.most), -1, np.int64)
         for number, route in enumerate(numbers):
             blocks = np.array([unit >= 0 for unit in route], np.int64)
             self.units[number, : len(route)] = route
             self.blocks[number, : len(route)] = blocks.cumsum()
             self.rest[number, : len(route)] = blocks.sum() - blocks.cumsum()
-            for left in range(len(route)):
-                last = {unit: at for at, unit in enumerate(route[: left + 1])}
-                if left + 1 < len(route):
-                    self.earlier[number, left + 1] = last.get(route[left + 1], -1)
-                for at in range(left + 1, len(route) if visits.keys == "last" else 0):
+            for exit_visit in range(len(route)):
+                last = {unit: at for at, unit in enumerate(route[: exit_visit + 1])}
+                if exit_visit + 1 < len(route):
+                    self.earlier[number, exit_visit + 1] = last.get(route[exit_visit + 1], -1)
+                for at in range(exit_visit + 1, len(route) if visits.keys == "last" else 0):
                     if route[at] not in last:
                         break
-                    self.seen[number, left, at] = last[route[at]]
+                    self.reused[number, exit_visit, at] = last[route[at]]
         self.length = np.array([len(route) for route in numbers], np.int64)[self.route]
         self.has_prelude = self.units[:, 0] == PRELUDE
         self._tables: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
@@ -113,8 +113,8 @@ class DecodeBatch:
                         runs[at] = (*runs[at][:4], number)
                 del open_nodes[same:]
                 for node in path[same:]:
-                    there, first = node.visits[prefix], len(runs)  # type: ignore[attr-defined]
-                    runs += [(*run, number, number) for run in there.runs]
+                    node_visit, first = node.visits[prefix], len(runs)  # type: ignore[attr-defined]
+                    runs += [(*run, number, number) for run in node_visit.runs]
                     open_nodes.append((node, first, len(runs)))
             columns = np.array(runs, np.int64).reshape(-1, 5).T
             table = self._tables[route, visit] = tuple(np.ascontiguousarray(column) for column in columns)
@@ -153,14 +153,14 @@ class DecodeRows:
     leaves: np.ndarray = field(init=False)
     reads: np.ndarray = field(init=False)
 
-    def made(self, result: VisitResult) -> np.ndarray:
+    def num_visits(self, result: VisitResult) -> np.ndarray:
         """Returns how many visits each row made, int64 [n]."""
-        return result.made if len(self.units) > 1 else np.ones(len(self.members), np.int64)
+        return result.num_visits if len(self.units) > 1 else np.ones(len(self.members), np.int64)
 
     def block_calls(self, result: VisitResult) -> int:
         """Returns how many rows went through a block."""
-        made = self.made(result)
-        return sum(int(np.count_nonzero(made > number)) for number, unit in enumerate(self.units.tolist()) if unit >= 0)
+        num_visits = self.num_visits(result)
+        return sum(int((num_visits > number).sum()) for number, unit in enumerate(self.units.tolist()) if unit >= 0)
 
 
 class Decoding:
@@ -178,7 +178,7 @@ class Decoding:
         """Forgets the batch, because a sequence has come or gone."""
         self._batch = None
 
-    def batch(self, running: Collection[Routed]) -> DecodeBatch:
+    def batch(self, running: Collection[LoopedSequence]) -> DecodeBatch:
         """Returns the DecodeBatch of those running sequences that generate."""
         if self._batch is None:
             ready = [sequence for sequence in running if sequence.ready]
@@ -231,12 +231,12 @@ class Decoding:
         which, rows = ragged(outputs.row[place] - done)
         rows += done[which]
         place, visit, earlier = place[which], visit[which], batch.earlier[batch.route[numbers], visit][which]
-        there = earlier >= 0
+        reuses = earlier >= 0
         if self.visits.keys == "project":
-            there &= (earlier > 0) & outputs.left[place, np.maximum(earlier - 1, 0), rows]
+            reuses &= (earlier > 0) & outputs.left[place, np.maximum(earlier - 1, 0), rows]
         slots = outputs.slots[place, np.maximum(earlier, 0), rows]
-        outputs.slots[place[there], visit[there], rows[there]] = slots[there]
-        return numbers[which], rows, ~there
+        outputs.slots[place[reuses], visit[reuses], rows[reuses]] = slots[reuses]
+        return numbers[which], rows, ~reuses
 
     def rows(self, batch: DecodeBatch, parts: Sequence[Part]) -> DecodeRows:
         """Returns the DecodeRows of the rows that `choose` chose, all of which go to the same block."""
@@ -253,10 +253,10 @@ class Decoding:
     def go_on(self, drafted: DecodeRows, most: int) -> None:
         """Lets the rows make several visits in the same step, where the options ask for it and there are slots. A step
         so extended has no rows of prompts, and at most `most` rows, where a row counts once for each of its visits."""
-        wanted, members = self.visits.step_visits, len(drafted.members)
-        if wanted > 1 and len(drafted.batch.sequences) <= FEW_ROWS:
-            wanted = drafted.batch.most
-        rounds = min(wanted, most // max(1, members))
+        step_visits, members = self.visits.step_visits, len(drafted.members)
+        if step_visits > 1 and len(drafted.batch.sequences) <= FEW_ROWS:
+            step_visits = drafted.batch.most
+        rounds = min(step_visits, most // max(1, members))
         if rounds < 2 or len(drafted.late_rows) or self.visits.coda:
             return
         self._set_rounds(drafted, rounds)
@@ -380,7 +380,7 @@ class Decoding:
             "tokens": outputs.token[place].astype(np.int32),
             "positions": position.astype(np.int32),
             "source": source,
-            "given": prelude,
+            "preludes": prelude,
             "slots": slots,
             "leaves": drafted.leaves.astype(np.int8),
             "criteria": batch.criteria[member],
@@ -388,7 +388,7 @@ class Decoding:
             "run_first": runs[3] + first, "run_last": runs[4] + first,
             "project_slots": outputs.slots[late, at, late_row],
             "project_sources": outputs.slots[late, outputs.left[late, :, late_row].argmax(1), late_row],
-            "project_given": np.where(batch.has_prelude[batch.route[late_member]], outputs.slots[late, 0, late_row], 0),
+            "project_preludes": outputs.slots[late, 0, late_row] * batch.has_prelude[batch.route[late_member]],
             "project_positions": batch.start[late_member] + late_row,
             "read_slots": slots[reads],
             "read_rows": np.where(read_rows < 0, -1, read_rows + first),
@@ -402,8 +402,8 @@ class Decoding:
         before = np.maximum(visit - 1, 0)
         if not self.visits.coda or not len(place):
             return before
-        left = self.outputs.left[place, :, row]
-        return np.where(left.any(1), np.minimum(left.argmax(1), before), before)
+        has_left = self.outputs.left[place, :, row]
+        return np.where(has_left.any(1), np.minimum(has_left.argmax(1), before), before)
 
     def _runs(
         self,
@@ -422,8 +422,8 @@ class Decoding:
             start, count, at, begins, ends = batch.prompts(int(route[first]), int(visit[first]))
             some = drafted.members[drafted.rows[first:stop]]
             begins, ends = first + some.searchsorted(begins), first + some.searchsorted(ends)
-            seen = ends > begins
-            parts.append((start[seen], count[seen], at[seen], begins[seen], ends[seen]))
+            visible = ends > begins
+            parts.append((start[visible], count[visible], at[visible], begins[visible], ends[visible]))
         # Those of each row's output; then the rows that left before and are settled with this step, and the row itself.
         number, done = outputs.num_runs[place, visit], outputs.done[place, visit]
         query, which = ragged(number)
@@ -449,9 +449,9 @@ class Decoding:
             outputs.waited[batch.place[drafted.late_members]] = 0
         return int(((outputs.row[batch.place] + 1 + batch.start) * batch.length).sum())
 
-    def book(self, drafted: DecodeRows, result: VisitResult, left: np.ndarray) -> int:
-        """Books the rows that a step brought to their visits. left: bool [n], whether each left after the last visit
-        that it made. Returns how many visits those that left do not make."""
+    def book(self, drafted: DecodeRows, result: VisitResult, has_left: np.ndarray) -> int:
+        """Books the rows that a step brought to their visits. has_left: bool [n], whether each left after the last
+        visit that it made. Returns how many visits those that left do not make."""
         batch, outputs = drafted.batch, self.outputs
         late = drafted.late_rows
         rank = np.arange(len(late)) - np.searchsorted(drafted.late_members, drafted.late_members)
@@ -462,22 +462,22 @@ class Decoding:
             outputs.left[place, visit, row] = True
             outputs.done[place, visit] = row + 1
             outputs.add_runs(place, visit, outputs.slots[place, visit, row], 1, batch.start[members] + row)
-        made, rows = drafted.made(result), drafted.rows
-        was = drafted.rounds < made[rows]
-        rows, rounds = rows[was], drafted.rounds[was]
+        num_visits, rows = drafted.num_visits(result), drafted.rows
+        in_round = drafted.rounds < num_visits[rows]
+        rows, rounds = rows[in_round], drafted.rounds[in_round]
         place, visit, row = drafted.place[rows], drafted.at[rows] + rounds, drafted.row[rows]
-        outputs.left[place, visit, row] = left[rows] & (rounds + 1 == made[rows])
+        outputs.left[place, visit, row] = has_left[rows] & (rounds + 1 == num_visits[rows])
         outputs.done[place, visit] = row + 1
         start = batch.start[drafted.members]
         outputs.add_runs(place, visit, outputs.slots[place, visit, row], 1, start[rows] + row)
-        outputs.visit[drafted.place] = drafted.at + made
-        gone = np.flatnonzero(left)
-        if not len(gone):
+        outputs.visit[drafted.place] = drafted.at + num_visits
+        exits = np.flatnonzero(has_left)
+        if not len(exits):
             return 0
-        route, last = batch.route[drafted.members[gone]], (drafted.at + made - 1)[gone]
-        place, row = drafted.place[gone], drafted.row[gone]
+        route, last = batch.route[drafted.members[exits]], (drafted.at + num_visits - 1)[exits]
+        place, row = drafted.place[exits], drafted.row[exits]
         if self.visits.coda:
-            outputs.visit[place] = batch.length[drafted.members[gone]] - 1
+            outputs.visit[place] = batch.length[drafted.members[exits]] - 1
         # Slots of visits that they do not make are for the rows behind them.
         which, deeper = np.nonzero(outputs.owned[place, :, row] & (np.arange(batch.most) > last[:, None]))
         at = place[which], deeper
@@ -485,28 +485,28 @@ class Decoding:
         outputs.spare_at[at] -= 1
         outputs.num_spare[at] += 1
         # Deeper visits reuse the K/V of these rows, unless K/V must be made of a state for the row or one before it.
-        seen = batch.seen[route, last]
-        which, deeper = np.nonzero((seen >= 0) & (outputs.done[place] == row[:, None]))
-        seen, place, row = seen[which, deeper], place[which], row[which]
-        slots = outputs.slots[place, seen, row]
+        reused = batch.reused[route, last]
+        which, deeper = np.nonzero((reused >= 0) & (outputs.done[place] == row[:, None]))
+        reused, place, row = reused[which, deeper], place[which], row[which]
+        slots = outputs.slots[place, reused, row]
         outputs.slots[place, deeper, row] = slots
         outputs.left[place, deeper, row] = True
         outputs.done[place, deeper] = row + 1
-        outputs.add_runs(place, deeper, slots, 1, start[gone[which]] + row)
+        outputs.add_runs(place, deeper, slots, 1, start[exits[which]] + row)
         return int(batch.rest[route, last].sum())
 
-    def note_exits(self, drafted: DecodeRows, taken: np.ndarray) -> None:
-        """Records in `Decided` after how many visits rows left. taken: bool [reads], which of the reads were made"""
-        batch, reads = drafted.batch, drafted.reads[taken]
+    def note_exits(self, drafted: DecodeRows, was_read: np.ndarray) -> None:
+        """Records after how many visits rows left. was_read: bool [reads], which of the reads were made"""
+        batch, reads = drafted.batch, drafted.reads[was_read]
         numbers, place, row = drafted.members[reads], drafted.place[reads], drafted.row[reads]
-        left = self.outputs.left[place, :, row]
-        last = np.where(left.any(1), left.argmax(1), batch.length[numbers] - 1)
+        has_left = self.outputs.left[place, :, row]
+        last = np.where(has_left.any(1), has_left.argmax(1), batch.length[numbers] - 1)
         blocks = batch.blocks[batch.route[numbers], last]
         for number, of_row, count in zip(numbers.tolist(), row.tolist(), blocks.tolist(), strict=True):
-            if len(batch.made[number]) == of_row:  # else it was known before
-                batch.made[number].append(count)
+            if len(batch.exit_visits[number]) == of_row:  # else it is recorded already
+                batch.exit_visits[number].append(count)
 
-    def take(self, consumers: Iterable[tuple[Routed, int, bool, bool]]) -> list[Routed]:
+    def take(self, consumers: Iterable[tuple[LoopedSequence, int, bool, bool]]) -> list[LoopedSequence]:
         """Appends to each sequence its next token, and returns the sequences that have ended. consumers: (sequence,
         token, whether the sequence ends without it, whether its next row leaves by the sequence's rule alone)"""
         outputs, done, places, rows, last = self.outputs, [], [], [], []
@@ -523,21 +523,21 @@ class Decoding:
                 rows.append(len(tail.tokens) - 1)
                 last.append(tail.tokens[-1])
             else:
-                sequence.come_to_row()
+                sequence.enter_row()
         outputs.room_for(max(rows, default=0) + 1)
         outputs.visit[places] = 0
         outputs.row[places], outputs.token[places] = rows, last
         return done
 
 
-def _depth_first(running: Collection[Routed]) -> list[Routed]:
+def _depth_first(running: Collection[LoopedSequence]) -> list[LoopedSequence]:
     """Returns the sequences ordered by a depth-first walk over the tree of their prompts."""
-    at: dict[Node, list[Routed]] = {}
+    at: dict[Node, list[LoopedSequence]] = {}
     for sequence in running:
         at.setdefault(sequence.leaf, []).append(sequence)
     stack, below = marked(at)
     stack.reverse()
-    order: list[Routed] = []
+    order: list[LoopedSequence] = []
     while stack:
         node = stack.pop()
         order += at.get(node, ())

@@ -14,7 +14,7 @@ import numpy as np
 from ..schedule.generate_step import SequenceState
 from .cache import NodeVisit, SlotAllocator
 from .decode import DecodeBatch, DecodeRows, Decoding, Part
-from .sequence import Routed
+from .sequence import LoopedSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Take:
     t         the number of the visit in that sequence's route
     """
 
-    sequence: Routed
+    sequence: LoopedSequence
     t: int
     rows: int
 
@@ -37,7 +37,7 @@ class _Group:
 
     unit: int
     numbers: np.ndarray
-    prompts: list[Routed] = field(default_factory=list)
+    prompts: list[LoopedSequence] = field(default_factory=list)
     longest: int = 0
     rows: int = 0
 
@@ -70,9 +70,9 @@ class VisitDraft:
     takes: dict[NodeVisit, Take] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     decode: DecodeRows | None = None
-    reads: list[tuple[Routed, NodeVisit]] = field(default_factory=list)
-    finished: list[tuple[Routed, int]] = field(default_factory=list)
-    routings: list[Routed] = field(default_factory=list)
+    reads: list[tuple[LoopedSequence, NodeVisit]] = field(default_factory=list)
+    finished: list[tuple[LoopedSequence, int]] = field(default_factory=list)
+    routings: list[LoopedSequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.room = self.max_rows
@@ -118,7 +118,7 @@ class VisitDraft:
             if self.has_rows:
                 break
 
-    def _groups(self, running: Collection[Routed]) -> dict[Hashable, _Group]:
+    def _groups(self, running: Collection[LoopedSequence]) -> dict[Hashable, _Group]:
         """Returns these sequences, grouped by their next block; those that go to no block are added to the draft."""
         batch, visits, groups = self.batch, self.slots.visits, dict[Hashable, _Group]()
         outputs, by_template = batch.outputs, visits.group == "template"
@@ -143,7 +143,7 @@ class VisitDraft:
                     self._enter(groups, sequence)
         return groups
 
-    def _enter(self, groups: dict[Hashable, _Group], sequence: Routed) -> None:
+    def _enter(self, groups: dict[Hashable, _Group], sequence: LoopedSequence) -> None:
         """Enters a sequence that has a prompt to compute into the group of its next block."""
         self._advance(sequence)
         if sequence.visit == len(sequence.route):
@@ -161,7 +161,7 @@ class VisitDraft:
         group.longest = max(group.longest, sequence.waited)
         group.rows += sum(visit.pending for visit in sequence.at(sequence.visit))
 
-    def _advance(self, sequence: Routed) -> None:
+    def _advance(self, sequence: LoopedSequence) -> None:
         """Settles a prompt's rows that need no computing, and moves it on to the next visit with pending rows."""
         while sequence.visit < len(sequence.route):
             pending = False
@@ -172,25 +172,25 @@ class VisitDraft:
                 return
             sequence.visit += 1
 
-    def _settle_left(self, sequence: Routed, visit: NodeVisit) -> bool:
+    def _settle_left(self, sequence: LoopedSequence, visit: NodeVisit) -> bool:
         """Settles the next rows that left before and whose K/V is there already; returns whether rows are pending."""
-        first, seen = visit.done, sequence.seen_of_left(visit, sequence.visit)
-        count = len(seen) if seen.all() else int((seen == 0).argmax())
+        first, slots = visit.done, sequence.slots_of_left(visit, sequence.visit)
+        count = len(slots) if slots.all() else int((slots == 0).argmax())
         if count:
-            visit.slots[first : first + count] = seen[:count]
+            visit.slots[first : first + count] = slots[:count]
             visit.left[first : first + count] = True
             visit.settle(count)
         return visit.pending > 0
 
-    def _take(self, sequence: Routed) -> None:
+    def _take(self, sequence: LoopedSequence) -> None:
         """Adds the next rows of a prompt to the step, and the read of its last row."""
         t = sequence.visit
         for visit in sequence.at(t):
-            taken = self.takes[visit].rows if visit in self.takes else 0
-            missing = visit.pending - taken
+            num_taken = self.takes[visit].rows if visit in self.takes else 0
+            missing = visit.pending - num_taken
             if not missing:
                 continue
-            if taken:
+            if num_taken:
                 return  # another sequence's, cut off
             rows = self._give(sequence, visit)
             if rows:
@@ -204,11 +204,11 @@ class VisitDraft:
         if sequence.has_left(node, t, slice(len(node) - 1, len(node))) is None:
             self.reads.append((sequence, last))
 
-    def _give(self, sequence: Routed, visit: NodeVisit) -> int:
+    def _give(self, sequence: LoopedSequence, visit: NodeVisit) -> int:
         """Gives the next rows of a node slots at the visit that a sequence comes to, as long as there are slots, and
         room for those that are computed or projected. Returns how many rows have slots."""
-        node, first, seen = visit.node, visit.done, sequence.seen_of_left(visit, sequence.visit)
-        needs = seen == 0  # a slot of its own, to be computed or projected
+        node, first, earlier_slots = visit.node, visit.done, sequence.slots_of_left(visit, sequence.visit)
+        needs = earlier_slots == 0  # a slot of its own, to be computed or projected
         count = int(np.searchsorted(np.cumsum(needs), self.room, side="right"))
         places = np.flatnonzero(needs[:count] & ~visit.owned[first : first + count])
         slots = self.slots.allocate(len(places))
@@ -219,7 +219,7 @@ class VisitDraft:
             places = places[: len(slots)]
         visit.slots[first + places] = slots
         visit.owned[first + places] = True
-        there = np.flatnonzero(~needs[:count])
-        visit.slots[first + there] = seen[there]
+        reused = np.flatnonzero(~needs[:count])
+        visit.slots[first + reused] = earlier_slots[reused]
         self.room -= int(np.count_nonzero(needs[:count]))
         return count

@@ -18,7 +18,7 @@ from ..schedule.parts import EnginePart
 from ..types import Exits, Sharing
 from ..worker.protocol import Facts, Worker
 from .scheduler import VisitScheduler
-from .sequence import Decided
+from .sequence import ExitRecord
 from .steps import NO_EXITS, LoopedFacts, MakeVisitStore, VisitOptions, exits_row
 
 
@@ -93,7 +93,7 @@ class Visits(EnginePart):
         return VisitScheduler(SlotPool(slots), self.visits, **limits, cache=options.cache, slot_bytes=slot_bytes)
 
     def submit(self, request: Any) -> Mapping[str, Any]:
-        return {"exits": request.readers[0].exits, "decided": request.notes.setdefault("decided", Decided())}
+        return {"exits": request.readers[0].exits, "exit_record": request.notes.setdefault("exit_record", ExitRecord())}
 
     def message(self, step: Any, readers: Sequence[Any]) -> Mapping[str, Any]:
         facts = self._worker.facts
@@ -124,5 +124,5 @@ def visits_of(facts: Facts, options: GenerateOptions) -> VisitOptions | None:
     if visits is None or not (visits.routed or options.looped.exits != "read"):
         return None
     keys: Literal["last", "project"] = "project" if options.looped.exits == "project" else "last"
-    how = {name: value for name, value in asdict(options.looped).items() if name != "exits"}
-    return replace(visits, keys=keys, **how)
+    settings = {name: value for name, value in asdict(options.looped).items() if name != "exits"}
+    return replace(visits, keys=keys, **settings)

@@ -21,8 +21,8 @@ from .steps import exits_row
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A Seen holds the outputs of the previous visit that a gate compares with those of the next.
+class VisitOutputs:
+    """A VisitOutputs holds the outputs of the previous visit that a gate compares with those of the next.
 
     hidden  [rows, hidden]: the states as they were read
     likely  int64 [rows]: the likeliest token of each row
@@ -47,12 +47,12 @@ class Gate(Linear):
         self.reads = reads
 
     def features(
-        self, hidden: Tensor, logits: Tensor, before: Seen | None, first: Tensor | None = None
-    ) -> tuple[Tensor, Seen]:
-        """Returns the four features, float32 [rows, 4], and the Seen of this visit for the next call.
+        self, hidden: Tensor, logits: Tensor, before: VisitOutputs | None, first: Tensor | None = None
+    ) -> tuple[Tensor, VisitOutputs]:
+        """Returns the four features, float32 [rows, 4], and the VisitOutputs of this visit for the next call.
 
         hidden  [rows, hidden] as it is read after the visit; logits: float32 [rows, vocabulary] of it
-        before  the Seen of the visit before; None after the first
+        before  the VisitOutputs of the visit before; None after the first
         first   bool [rows]: whether the visit is the row's first, where `before` does not count; None: of no row
 
         They have no gradients: a gate learns what the model says, and not the model to please its gate.
@@ -67,7 +67,7 @@ class Gate(Linear):
             features[:, 3] = F.cosine_similarity(hidden.float(), before.hidden.float(), dim=-1)
             if first is not None:
                 features[:, 1::2].masked_fill_(first[:, None], 0.0)
-        return features, Seen(hidden, likely)
+        return features, VisitOutputs(hidden, likely)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ..schedule.generate_step import joined, marked
 from .cache import NodeVisit, Prefix
 from .decode import DecodeRows, Decoding
 from .draft import Take, VisitDraft
-from .sequence import Routed
+from .sequence import LoopedSequence
 from .steps import PRELUDE, Routing, VisitStep
 
 
@@ -34,12 +34,12 @@ class VisitPlan:
     """
 
     message: VisitStep
-    consumers: list[Routed]
+    consumers: list[LoopedSequence]
     prompts: int
     namespaces: list[tuple[tuple[Hashable, ...], int, int]]
     projects: list[tuple[Hashable, ...]]
     takes: list[tuple[NodeVisit, Take, np.ndarray]]
-    routed: list[Routed]
+    routed: list[LoopedSequence]
     decode: DecodeRows | None
 
     @property
@@ -66,7 +66,7 @@ class VisitPlan:
 class _Rows:
     """The rows and runs of a step while they are laid out.
 
-    rows     of each query its token, position, source, given, slot and leaves, as of VisitStep
+    rows     of each query its token, position, source, prelude, slot and leaves, as of VisitStep
     runs     of each run its start, count, position and first query; last: the query behind its last
     queries  by the visit of a node, the query of each of its rows: -1 where it had left
     """
@@ -86,8 +86,8 @@ class _Rows:
     def add(self, visit: NodeVisit, take: Take) -> None:
         node, sequence, first, count = visit.node, take.sequence, visit.done, take.rows
         rows, base = slice(first, first + count), len(self.rows)
-        left, slots, prelude = sequence.has_left(node, take.t, rows), visit.slots[rows], np.zeros(count, np.int64)
-        own = np.ones(count, bool) if left is None else ~left
+        has_left, slots, prelude = sequence.has_left(node, take.t, rows), visit.slots[rows], np.zeros(count, np.int64)
+        own = np.ones(count, bool) if has_left is None else ~has_left
         states = sequence.state_slots(node, take.t, rows)
         if sequence.route[0] == PRELUDE and take.t:
             prelude = node.visits[sequence.prefixes[0]].slots[rows]
@@ -100,9 +100,9 @@ class _Rows:
         number = base + np.cumsum(own)
         self.runs += np.stack((slots, np.ones_like(slots), positions, number - own), 1).tolist()
         self.queries[visit] = np.where(own, number - 1, -1)
-        made = np.flatnonzero(~own & visit.owned[rows])
-        self.project += np.stack((slots, states, prelude, positions), 1)[made].tolist()
-        self.project_of += [sequence.namespace] * len(made)
+        projected = np.flatnonzero(~own & visit.owned[rows])
+        self.project += np.stack((slots, states, prelude, positions), 1)[projected].tolist()
+        self.project_of += [sequence.namespace] * len(projected)
 
 
 def lay_out(draft: VisitDraft, decoding: Decoding) -> VisitPlan:
@@ -160,11 +160,11 @@ def _depth_first(draft: VisitDraft) -> tuple[_Rows, list[tuple[tuple[Hashable, .
     return out, namespaces  # type: ignore[return-value]
 
 
-def _of_prompts(draft: VisitDraft, out: _Rows) -> tuple[dict[str, np.ndarray], list[Routed]]:
+def _of_prompts(draft: VisitDraft, out: _Rows) -> tuple[dict[str, np.ndarray], list[LoopedSequence]]:
     """Returns the fields of a VisitStep of the rows of prompts, and the sequences that take the results of reads."""
     runs = [*_columns(out.runs, 4), np.array(out.last, np.int64)]
-    seen = runs[4] > runs[3]
-    runs = joined(*(numbers[seen] for numbers in runs))
+    visible = runs[4] > runs[3]
+    runs = joined(*(numbers[visible] for numbers in runs))
     tokens, positions, source, prelude, slots, leaves = _columns(out.rows, 6)
     project = _columns(out.project, 4)
     reads = [(int(slots[out.queries[visit][-1]]), sequence) for sequence, visit in draft.reads]
@@ -175,12 +175,12 @@ def _of_prompts(draft: VisitDraft, out: _Rows) -> tuple[dict[str, np.ndarray], l
         "tokens": tokens.astype(np.int32),
         "positions": positions.astype(np.int32),
         "source": source,
-        "given": prelude,
+        "preludes": prelude,
         "slots": slots,
         "leaves": leaves.astype(np.int8),
         "criteria": np.array(out.criteria, np.float64).reshape(-1, 2),
         "run_start": runs[0], "run_count": runs[1], "run_position": runs[2], "run_first": runs[3], "run_last": runs[4],
-        "project_slots": project[0], "project_sources": project[1], "project_given": project[2],
+        "project_slots": project[0], "project_sources": project[1], "project_preludes": project[2],
         "project_positions": project[3],
         "read_slots": read_slots,
         "read_rows": np.full(len(read_slots), -1),
@@ -195,25 +195,25 @@ def _columns(table: list[Sequence[int]], columns: int) -> np.ndarray:
     return np.ascontiguousarray(flat.reshape(-1, columns).T)
 
 
-def _routings(sequences: Sequence[Routed]) -> tuple[Routing, ...]:
+def _routings(sequences: Sequence[LoopedSequence]) -> tuple[Routing, ...]:
     """Returns the Routings that ask the router about these sequences, one for each number of visits made."""
     routings = []
     for step in sorted({len(sequence.route) for sequence in sequences}):
-        some = [sequence for sequence in sequences if len(sequence.route) == step]
-        paths = [sequence.leaf.path() for sequence in some]
-        sizes = [sequence.leaf.stop for sequence in some]
+        group = [sequence for sequence in sequences if len(sequence.route) == step]
+        paths = [sequence.leaf.path() for sequence in group]
+        sizes = [sequence.leaf.stop for sequence in group]
         tokens, slots = np.empty(0, np.int32), np.empty(0, np.int64)
         if step:
             slots = np.concatenate(
                 [
                     node.visits[sequence.prefixes[-1]].slots[: len(node)]  # type: ignore[attr-defined]
-                    for sequence, path in zip(some, paths, strict=True)
+                    for sequence, path in zip(group, paths, strict=True)
                     for node in path
                 ]
             )
         else:
             tokens = np.concatenate([np.asarray(node.tokens, np.int32) for path in paths for node in path])
-        made = step - (some[0].route[:1] == [PRELUDE])
-        fewest = np.array([sequence.exits.min_visits for sequence in some], np.int64)
-        routings.append(Routing(np.concatenate(([0], np.cumsum(sizes))), slots, tokens, made, fewest))
+        num_visits = step - (group[0].route[:1] == [PRELUDE])
+        fewest = np.array([sequence.exits.min_visits for sequence in group], np.int64)
+        routings.append(Routing(np.concatenate(([0], np.cumsum(sizes))), slots, tokens, num_visits, fewest))
     return tuple(routings)

@@ -21,7 +21,7 @@ from ..model.transformer import CausalLM, Pass
 from ..schedule.steps import SlotStep, StreamStep
 from ..types import Exits
 from .config import LoopedConfig
-from .gates import Gate, Planner, Router, RowExits, Seen, visits_at_exit
+from .gates import Gate, Planner, Router, RowExits, VisitOutputs, visits_at_exit
 from .steps import CODA, PRELUDE
 
 _WORD = 2**32 - 1
@@ -99,7 +99,7 @@ class LoopedLM(CausalLM):
         self.inject = Linear(2 * size, size, bias=False, **place) if self.loop.between == "inject" else None
 
     def forward(
-        self, *inputs: Any, exits: RowExits | None = None, route: Sequence[int] | None = None, **how: Any
+        self, *inputs: Any, exits: RowExits | None = None, route: Sequence[int] | None = None, **options: Any
     ) -> Tensor:
         """Returns hidden states as a CausalLM does, from the same arguments: of each row those after the visit that it
         leaves after.
@@ -111,10 +111,10 @@ class LoopedLM(CausalLM):
         if exits is None and self.loop.threshold < 1:
             exits = RowExits()
         if exits is not None:
-            states = torch.stack(self.after_each_visit(self.start(*inputs, **how), route))
+            states = torch.stack(self.after_each_visit(self.start(*inputs, **options), route))
             rows = torch.arange(states.shape[1], device=states.device) if exits.rows is None else exits.rows
             return states[visits_at_exit(self.leaving(states)[:, rows], exits, self.loop.threshold), rows]
-        rows = self.start(*inputs, **how)
+        rows = self.start(*inputs, **options)
         for block in self.loop.order if route is None else route:
             self.visit(rows, block)
         return self.finish(rows)
@@ -171,11 +171,13 @@ class LoopedLM(CausalLM):
             logits.append(logit)
         return torch.stack(logits)
 
-    def leaves(self, state: Tensor, before: Seen | None, first: Tensor | None = None) -> tuple[Tensor, Seen | None]:
-        """Returns the logits of leaving after a visit, float32 [rows], and the Seen of this visit for the next call.
+    def leaves(
+        self, state: Tensor, before: VisitOutputs | None, first: Tensor | None = None
+    ) -> tuple[Tensor, VisitOutputs | None]:
+        """Returns the logits of leaving after a visit, float32 [rows], and its VisitOutputs for the next call.
 
         state   [rows, hidden] as it is read after the visit
-        before  the Seen of the visit before; None after the first
+        before  the VisitOutputs of the visit before; None after the first
         first   bool [rows]: whether the visit is the row's first, where `before` does not count; None: of no row
 
         Raises InputError for a model without a gate.
@@ -184,12 +186,12 @@ class LoopedLM(CausalLM):
             raise InputError("the model has no gate, so its rows leave after the last visit only", field="model")
         if self.gate.reads == "state":
             return self.gate(state.float())[:, 0], None
-        features, seen = self.gate.features(state, self.logits(state), before, first)
-        return self.gate(features)[:, 0], seen
+        features, outputs = self.gate.features(state, self.logits(state), before, first)
+        return self.gate(features)[:, 0], outputs
 
-    def start(self, tokens: Tensor, positions: Tensor, *inputs: Any, **how: Any) -> Pass:
+    def start(self, tokens: Tensor, positions: Tensor, *inputs: Any, **options: Any) -> Pass:
         """Returns rows after the prelude, before the first visit; the arguments are those of a call of the model."""
-        rows = super().start(tokens, positions, *inputs, **how)
+        rows = super().start(tokens, positions, *inputs, **options)
         self.go_through(rows, self.parts[PRELUDE])
         if self.inject is not None:
             rows.prelude = rows.stream
@@ -200,7 +202,7 @@ class LoopedLM(CausalLM):
         """Returns the noise that rows have as their state before the first visit, where the prelude's is mixed in."""
         return (position_noise(self.loop.seed, positions, self.config.hidden) * self.loop.noise).to(self.dtype)
 
-    def brought(self, x: Tensor, prelude: Tensor | None) -> Tensor:
+    def injected(self, x: Tensor, prelude: Tensor | None) -> Tensor:
         """Returns the residual stream that enters a visit: x, or a mix of x and the prelude's output."""
         return x if self.inject is None else self.inject(torch.cat((x, prelude), -1))
 
@@ -213,7 +215,7 @@ class LoopedLM(CausalLM):
     def visit(self, rows: Pass, block: int) -> None:
         """Takes rows through a block. After the last plane only the rows that are read are left."""
         if self.inject is not None:
-            rows.x, rows.delta = self.brought(rows.stream, rows.prelude), None
+            rows.x, rows.delta = self.injected(rows.stream, rows.prelude), None
         self.go_through(rows, self.parts[block])
         if self.loop.between == "norm":
             rows.x, rows.delta = self.normed(rows), None

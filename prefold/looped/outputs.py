@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-# Of a row that no criterion lets leave.
-NEVER = 1 << 30
-_PLACES, _ROWS, _RUNS = 8, 32, 8  # that there is room for at first
+NEVER = 1 << 30  # a number of visits that no row makes
+_PLACES, _ROWS, _RUNS = 8, 32, 8  # the smallest size of the arrays
 
 
 class OutputRows:

@@ -8,7 +8,7 @@ in pieces where the step is too small), for a router looks at all of it.
 out; `begin` and `commit` book it. `commit` learns which rows left and which blocks the router chose, beside the tokens.
 Between `begin` and `commit` nothing else may change: no step is planned ahead.
 
-What was decided is kept with the tokens (`Decided`): a row that is computed again leaves after the same visit.
+What was decided is kept with the tokens (`ExitRecord`): a row that is computed again leaves after the same visit.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .decode import Decoding
 from .draft import Take, VisitDraft
 from .layout import VisitPlan, lay_out
 from .outputs import OutputRows
-from .sequence import Decided, Routed
+from .sequence import ExitRecord, LoopedSequence
 from .steps import CODA, VisitOptions, VisitResult, may_leave, rule_of
 
 
-class VisitScheduler(SequenceScheduler[Routed]):
+class VisitScheduler(SequenceScheduler[LoopedSequence]):
     """A VisitScheduler chooses the rows and the block of each step, and has the interface of a GenerateScheduler.
 
     pool            the slots of the store, each of one row at one visit
@@ -60,18 +60,18 @@ class VisitScheduler(SequenceScheduler[Routed]):
         tree = RadixTree(VisitNode)
         self.visits = visits
         self._most = len(visits.order) + visits.prelude + visits.coda
-        kept = None if cache is None else VisitCache(tree, pool, cache, clock)
+        visit_cache = None if cache is None else VisitCache(tree, pool, cache, clock)
         super().__init__(
             pool,
             tree,
-            kept,
+            visit_cache,
             max_batch_rows=max_batch_rows,
             max_running=max_running,
             slot_bytes=slot_bytes,
             slots_per_row=self._most,
         )
         self._outputs = OutputRows(self._most)
-        self._slots = SlotAllocator(pool, visits, kept)
+        self._slots = SlotAllocator(pool, visits, visit_cache)
         self._decoding = Decoding(self._slots, self._outputs)
         self._draft: VisitDraft | None = None
         self._begun: VisitPlan | None = None
@@ -80,14 +80,14 @@ class VisitScheduler(SequenceScheduler[Routed]):
     # -------------------------------------------------------------------------- sequences that come and go
 
     def _sequence_kind(
-        self, namespace: tuple[Hashable, ...], exits: Exits | None = None, decided: Decided | None = None
-    ) -> tuple[int, tuple[Hashable, ...], Callable[..., Routed]]:
-        """exits: the route, and when rows leave; without a threshold, by the model's. decided: the Decided of this
-        request from earlier runs; written to as more is decided"""
+        self, namespace: tuple[Hashable, ...], exits: Exits | None = None, exit_record: ExitRecord | None = None
+    ) -> tuple[int, tuple[Hashable, ...], Callable[..., LoopedSequence]]:
+        """exits: the route, and when rows leave, by the model's threshold if they have none. exit_record: what earlier
+        runs of this request decided, to which this run adds"""
         exits, namespace = self._filled(exits), self.namespace_of(namespace, exits)
         visits = self._most if exits.route is None else len(exits.route) + self.visits.prelude + self.visits.coda
-        how = {"exits": exits, "visits": self.visits, "decided": decided or Decided()}
-        return visits, namespace, partial(Routed, outputs=self._outputs, namespace=namespace, **how)
+        options = {"exits": exits, "visits": self.visits, "exit_record": exit_record or ExitRecord()}
+        return visits, namespace, partial(LoopedSequence, outputs=self._outputs, namespace=namespace, **options)
 
     def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
         return (*namespace, *rule_of(self._filled(exits)))
@@ -128,7 +128,7 @@ class VisitScheduler(SequenceScheduler[Routed]):
             if not draft.is_empty or not self._slots.is_short:
                 break  # where slots are not short, the policy gives no running sequence rows
             # No sequence can go on: one of them makes room.
-            last: Routed = self.waiting.victim(self.running)  # type: ignore[assignment]
+            last: LoopedSequence = self.waiting.victim(self.running)  # type: ignore[assignment]
             if len(self.running) > 1:
                 self._preempt(last)
             elif not self._release_waiting(last):
@@ -157,8 +157,8 @@ class VisitScheduler(SequenceScheduler[Routed]):
         stats = self.stats
         stats.running_peak = max(stats.running_peak, len(self.running))
         if self.pool.used_slots * self._slot_bytes > stats.kv_bytes_peak:
-            held = self.pool.used_slots - self._slots.num_kept
-            stats.kv_bytes_peak = max(stats.kv_bytes_peak, held * self._slot_bytes)
+            used_slots = self.pool.used_slots - self._slots.num_kept
+            stats.kv_bytes_peak = max(stats.kv_bytes_peak, used_slots * self._slot_bytes)
         batch = self._decoding.batch(self.running)
         unshared = self._decoding.begin(batch, step.decode)
         if len(batch.sequences) < len(self.running):
@@ -171,7 +171,7 @@ class VisitScheduler(SequenceScheduler[Routed]):
 
     def commit(
         self, step: VisitPlan, tokens: Sequence[int], ended: Sequence[bool], result: VisitResult
-    ) -> list[Routed]:
+    ) -> list[LoopedSequence]:
         """Books the result of a step, and returns the sequences that have ended, by `ended` or by their limit.
 
         tokens  the token that each of `step.consumers` got; ignored where its read was not made
@@ -201,18 +201,18 @@ class VisitScheduler(SequenceScheduler[Routed]):
         for sequence, blocks in zip(step.routed, result.blocks.tolist(), strict=True):
             for block in blocks:
                 self._go_on(sequence, block)
-        is_plain, taken = [False] * prompts, np.ones(prompts, bool)
+        is_plain, was_read = [False] * prompts, np.ones(prompts, bool)
         for sequence in step.consumers[:prompts]:
             if sequence.state != "ended":
                 self._decoding.forget()
                 sequence.begin_output()
         if decode is not None:
-            taken = np.concatenate((taken, result.taken[prompts:]))
-            self._decoding.note_exits(decode, taken[prompts:])
+            was_read = np.concatenate((was_read, result.taken[prompts:]))
+            self._decoding.note_exits(decode, was_read[prompts:])
             is_plain += [decode.batch.plain[number] for number in decode.members[decode.reads].tolist()]
         consumers = [
             (step.consumers[i], int(tokens[i]), ended[i], is_plain[i])
-            for i in np.flatnonzero(taken).tolist()
+            for i in np.flatnonzero(was_read).tolist()
             if step.consumers[i].state != "ended"
         ]
         done = self._decoding.take(consumers)
@@ -225,8 +225,8 @@ class VisitScheduler(SequenceScheduler[Routed]):
         """Books the rows that a step brought to a visit."""
         sequence, first, stop = take.sequence, visit.done, visit.done + take.rows
         own = queries >= 0
-        gone = np.where(own, left[queries], True) if len(left) else ~own
-        visit.left[first:stop] = gone
+        has_left = np.where(own, left[queries], True) if len(left) else ~own
+        visit.left[first:stop] = has_left
         visit.settle(take.rows)
         if take.t == 0:
             self.tree.stored(visit.node)
@@ -234,12 +234,12 @@ class VisitScheduler(SequenceScheduler[Routed]):
             self.stats.recomputed_rows += take.rows
             visit.node.lost = visit.pending > 0
         if not sequence.is_open and visit.prefix[-1] >= 0:
-            saved = int(np.count_nonzero(gone & own)) * sum(unit >= 0 for unit in sequence.route[take.t + 1 :])
+            saved = int(np.count_nonzero(has_left & own)) * sum(unit >= 0 for unit in sequence.route[take.t + 1 :])
             self.stats.block_calls_saved += saved
             self.stats.kv_bytes_freed += saved * self._slot_bytes
         self.stats.kv_bytes_freed -= int(np.count_nonzero(visit.owned[first:stop] & ~own)) * self._slot_bytes
 
-    def _go_on(self, sequence: Routed, block: int) -> None:
+    def _go_on(self, sequence: LoopedSequence, block: int) -> None:
         """Goes on with the route as the router says, and ends it where it says exit or there are no visits left."""
         visits = self.visits
         if sequence.state == "ended" or not sequence.is_open:
@@ -259,7 +259,7 @@ class VisitScheduler(SequenceScheduler[Routed]):
         route = list(sequence.route)
         if ends or sequence.num_visits >= (sequence.exits.max_visits or len(visits.order)):
             route += [CODA] * visits.coda
-            sequence.decided.route = tuple(route)
+            sequence.exit_record.route = tuple(route)
             for sample in together:
                 sample.is_open = False
                 rest = route[len(sample.route) :]
@@ -273,14 +273,14 @@ class VisitScheduler(SequenceScheduler[Routed]):
         self._promised: int | None = None
         batches = True
         while (sequence := self.waiting.first(self, limits, batches=batches)) is not None:
-            assert isinstance(sequence, Routed)
+            assert isinstance(sequence, LoopedSequence)
             if self._start(sequence):
                 continue
             if not (sequence.owner.is_batch and batches):
                 return
             batches = False
 
-    def _start(self, sequence: Routed) -> bool:
+    def _start(self, sequence: LoopedSequence) -> bool:
         """Starts a waiting sequence if there is room for it; returns whether there is."""
         if len(self.running) >= self.max_running and not self._make_way(sequence):
             return False
@@ -288,7 +288,7 @@ class VisitScheduler(SequenceScheduler[Routed]):
             if self._promised is None:
                 self._promised = sum(self._slots_to_come(other) for other in self.running)
             need = self._promised + self._slots_to_come(sequence)
-            if 0 < need - self.pool.free_slots <= self._slots.num_kept:  # else all would go in vain
+            if 0 < need - self.pool.free_slots <= self._slots.num_kept:  # else eviction would not make enough room
                 self._slots.make_free(need)
             if need <= self.pool.free_slots:
                 self._promised = need
@@ -300,15 +300,15 @@ class VisitScheduler(SequenceScheduler[Routed]):
             self._promised = None  # running sequences with the same path may need the rows that were given up
         sequence.run()
         self._find(sequence, len(sequence.prefixes))
-        there = sequence.cached_tokens
-        if there is None:  # at which visits its rows should be there is not known yet
-            there = sum(node.computed for node in sequence.leaf.path())
-        self.waiting.admitted(sequence, sequence.leaf.stop - there)
+        cached_rows = sequence.cached_tokens
+        if cached_rows is None:  # the router has not chosen all visits yet
+            cached_rows = sum(node.computed for node in sequence.leaf.path())
+        self.waiting.admitted(sequence, sequence.leaf.stop - cached_rows)
         self.running[sequence] = None
         self._decoding.forget()
         return True
 
-    def _slots_to_come(self, sequence: Routed) -> int:
+    def _slots_to_come(self, sequence: LoopedSequence) -> int:
         """Returns how many slots a sequence may still need, at most: for its prompt, and for its output where room for
         that is set aside."""
         visits = self.visits
@@ -319,28 +319,28 @@ class VisitScheduler(SequenceScheduler[Routed]):
         count = (rows - full) * most
         if not sequence.ready:
             for node in sequence.leaf.path():
-                there = [node.visits[prefix] for prefix in sequence.prefixes]  # type: ignore[attr-defined]
-                count += len(node) * most - sum(int(np.count_nonzero(visit.slots[: len(node)])) for visit in there)
+                node_visits = [node.visits[prefix] for prefix in sequence.prefixes]  # type: ignore[attr-defined]
+                count += len(node) * most - sum(int((visit.slots[: len(node)] != 0).sum()) for visit in node_visits)
         return max(0, count)
 
-    def _preempt(self, sequence: Routed) -> None:
+    def _preempt(self, sequence: LoopedSequence) -> None:
         self._decoding.forget()
         super()._preempt(sequence)
 
-    def _fail(self, sequence: Routed) -> tuple[Hashable, InputError]:
+    def _fail(self, sequence: LoopedSequence) -> tuple[Hashable, InputError]:
         rows, visits = sequence.tail.stop, len(sequence.route)
         holds, needs = f"{self.pool.num_slots} rows at one visit each", f"a sequence of {rows} rows at {visits} visits"
         return self._too_small(holds, needs, sequence)
 
-    def _runs_no_more(self, sequence: Routed) -> None:
+    def _runs_no_more(self, sequence: LoopedSequence) -> None:
         self._decoding.forget()
         super()._runs_no_more(sequence)
 
-    def _is_prompt_like(self, sequence: Routed) -> bool:
+    def _is_prompt_like(self, sequence: LoopedSequence) -> bool:
         # Rows that leave by other rules than a prompt's are no rows of a prompt.
         return (sequence.exits.prompts and not sequence.exits.visits) or not may_leave(sequence.exits)
 
-    def _leave(self, sequence: Routed, node: Node) -> None:
+    def _leave(self, sequence: LoopedSequence, node: Node) -> None:
         assert isinstance(node, VisitNode)
         for prefix in sequence.prefixes:
             visit = node.visits[prefix]
@@ -353,7 +353,7 @@ class VisitScheduler(SequenceScheduler[Routed]):
                 self.pool.free(visit.give_up())
                 del node.visits[prefix]
 
-    def _find(self, sequence: Routed, visits: int) -> None:
+    def _find(self, sequence: LoopedSequence, visits: int) -> None:
         """Records which rows of a running sequence are in the cache at the last visits of its route, and counts them
         once the whole route is known."""
         if sequence.cached_tokens is not None or sequence.state == "waiting":

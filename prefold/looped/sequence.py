@@ -18,9 +18,9 @@ NAN = float("nan")
 
 
 @dataclass(slots=True)
-class Decided:
-    """A Decided records the route that a request's rows took and the visits after which they left, so that rows which
-    are computed again do the same.
+class ExitRecord:
+    """An ExitRecord holds the route that a request's rows took and the visits after which they left, so that rows which
+    are computed again take the same route and leave after the same visits.
 
     route   the blocks visited, prelude and coda included; None: not known yet
     prompt  int16 [rows of the prompt]: after how many visits each row left; None: not known yet
@@ -35,8 +35,8 @@ class Decided:
 
     For a route that ends is no exit: others may go on from its rows. By its rule a row STAYS for good where it has
     neither criteria nor max_visits, and after the last visit that any route may make. Rows of prompts that do not leave
-    by rules always stay. `Routed.when` gives a line of the table as two numbers, `leaves_after` applies
-    them, and the visits that rows have made are entered in `tails` when the rows are read.
+    by rules always stay. `LoopedSequence.when` gives a line of the table as two numbers, and `leaves_after` applies
+    them. Visits are entered in `tails` when a row is read.
     """
 
     route: tuple[int, ...] | None = None
@@ -45,18 +45,18 @@ class Decided:
 
 
 def leaves_after(number: np.ndarray | int, decides: np.ndarray, leaves: np.ndarray, most: int) -> np.ndarray:
-    """Returns whether rows leave after a visit, int8: LEAVES, STAYS or DECIDES, as the table of Decided says.
+    """Returns whether rows leave after a visit, int8: LEAVES, STAYS or DECIDES, as the table of ExitRecord says.
 
     number           of the visit, of those to blocks, from 1
-    decides, leaves  int64 [n]: as `Routed.when` gives them
+    decides, leaves  int64 [n]: as `LoopedSequence.when` gives them
     most             visits to blocks that any route may make
     """
-    gone = (number >= leaves) & ((number < most) | (number == leaves))
-    return np.where(gone, LEAVES, np.where((number >= decides) & (number < most), DECIDES, STAYS)).astype(np.int8)
+    must_leave = (number >= leaves) & ((number < most) | (number == leaves))
+    return np.where(must_leave, LEAVES, np.where((number >= decides) & (number < most), DECIDES, STAYS)).astype(np.int8)
 
 
-class Routed(SequenceState):
-    """A Routed is a SequenceState whose rows go through blocks a visit at a time.
+class LoopedSequence(SequenceState):
+    """A LoopedSequence is a SequenceState whose rows go through blocks a visit at a time.
 
     namespace of its rows
     route     the visits that are known: blocks, PRELUDE first and CODA last where the model has them
@@ -64,42 +64,42 @@ class Routed(SequenceState):
     prefixes  the route prefix of each visit
     exits     when rows leave
     visits    how rows go through the model
-    decided   the route and exits that were decided before
+    exit_record   the route and exits that were decided before
     outputs   the arrays that hold the slots of its tail, while it runs
     visit     the index of the visit that its rows come to next; as many as the route has: all rows are there
     waited    for how many steps it has waited
     rows_there     how many leading rows of the prompt were there at each of the visits that it has come to
     """
 
-    __slots__ = ("decided", "exits", "is_open", "namespace", "outputs", "prefixes", "rows_there", "visits")
+    __slots__ = ("exit_record", "exits", "is_open", "namespace", "outputs", "prefixes", "rows_there", "visits")
 
     tail: TailNode
 
     def __init__(
         self,
-        *given: Any,
+        *arguments: Any,
         outputs: OutputRows,
         namespace: tuple[Hashable, ...],
         exits: Exits,
         visits: VisitOptions,
-        decided: Decided,
+        exit_record: ExitRecord,
     ):
-        super().__init__(*given)
+        super().__init__(*arguments)
         self.outputs, leaf, tokens = outputs, self.leaf, self.tail.tokens
         self.tail = TailNode(leaf, tokens, leaf.stop, outputs)
         self.tail.lost = bool(tokens)
-        self.namespace, self.exits, self.visits, self.decided = namespace, exits, visits, decided
+        self.namespace, self.exits, self.visits, self.exit_record = namespace, exits, visits, exit_record
         self.route: list[int] = []  # type: ignore[assignment]
         self.prefixes: list[Prefix] = []
         self.rows_there = leaf.stop
-        if decided.route is None:
-            known = exits.route or (() if visits.routed else visits.order)
-            route = (*((PRELUDE,) if visits.prelude else ()), *known)
-            if known:
-                route = decided.route = (*route, *((CODA,) if visits.coda else ()))
+        if exit_record.route is None:
+            blocks = exits.route or (() if visits.routed else visits.order)
+            route = (*((PRELUDE,) if visits.prelude else ()), *blocks)
+            if blocks:
+                route = exit_record.route = (*route, *((CODA,) if visits.coda else ()))
         else:
-            route = decided.route
-        self.is_open = decided.route is None
+            route = exit_record.route
+        self.is_open = exit_record.route is None
         for unit in route:
             self.go_on(unit)
 
@@ -127,9 +127,9 @@ class Routed(SequenceState):
         """Starts the sequence: its tail gets a place in the arrays, and its rows come to the first visit."""
         self.state, self.ready = "running", False
         self.tail.place = self.outputs.take()
-        self.come_to_row()
+        self.enter_row()
 
-    def come_to_row(self) -> None:
+    def enter_row(self) -> None:
         """Enters the row of its last token into the arrays, as a row that comes to the first visit."""
         outputs, place, row = self.outputs, self.tail.place, len(self.tail.tokens) - 1
         outputs.room_for(row + 1)
@@ -175,7 +175,7 @@ class Routed(SequenceState):
         left = node.visits[self.prefixes[t - 1]].left[rows] if t and self.route[t] != CODA else None
         return left if left is not None and left.any() else None
 
-    def seen_of_left(self, visit: NodeVisit, t: int) -> np.ndarray:
+    def slots_of_left(self, visit: NodeVisit, t: int) -> np.ndarray:
         """Returns the earlier slot that visit t uses for each unsettled row that left before it, int64; 0 for the other
         unsettled rows, and where K/V has to be projected."""
         node, rows = visit.node, slice(visit.done, len(visit.node))
@@ -183,32 +183,32 @@ class Routed(SequenceState):
         earlier = next((at for at in range(t - 1, -1, -1) if self.route[at] == self.route[t]), None)
         if left is None or earlier is None or (self.visits.keys == "project" and not earlier):
             return np.zeros(visit.pending, np.int64)
-        there = left & ~visit.owned[rows]
+        reuses = left & ~visit.owned[rows]
         if self.visits.keys == "project":
-            there &= node.visits[self.prefixes[earlier - 1]].left[rows]
-        return np.where(there, node.visits[self.prefixes[earlier]].slots[rows], 0)
+            reuses &= node.visits[self.prefixes[earlier - 1]].left[rows]
+        return np.where(reuses, node.visits[self.prefixes[earlier]].slots[rows], 0)
 
     def state_slots(self, node: VisitNode, t: int, rows: slice) -> np.ndarray:
         """Returns the slots of the states with which rows come to visit t, int64; 0 before the first."""
         slots = np.zeros(rows.stop - rows.start, np.int64)
         for earlier in range(t - 1, -1, -1):
             own, left = node.visits[self.prefixes[earlier]], self.has_left(node, earlier, rows)
-            made = own.owned[rows] if left is None else own.owned[rows] & ~left  # projected for rows that had left
-            slots = np.where((slots == 0) & made, own.slots[rows], slots)
+            has_state = own.owned[rows] if left is None else own.owned[rows] & ~left  # one that was projected has none
+            slots = np.where((slots == 0) & has_state, own.slots[rows], slots)
             if slots.all():
                 break
         return slots
 
     def when(self, row: int) -> tuple[int, int]:
         """Returns two numbers of visits to blocks for a row of the tail: from the first on, its criteria decide whether
-        it leaves; after the second it leaves in any case. Either may be NEVER. See the table of Decided."""
-        known = self.decided.tails.get(self.sample, ())
-        known = known if row < len(known) else self.exits.visits
-        made = known[row] if row < len(known) else 0
-        if not made:
+        it leaves; after the second it leaves in any case. Either may be NEVER. See the table of ExitRecord."""
+        recorded = self.exit_record.tails.get(self.sample, ())
+        recorded = recorded if row < len(recorded) else self.exits.visits
+        num_visits = recorded[row] if row < len(recorded) else 0
+        if not num_visits:
             return self._by_rule()
-        ends = not self.is_open and made == self.num_visits
-        return NEVER, NEVER if ends else made
+        ends = not self.is_open and num_visits == self.num_visits
+        return NEVER, NEVER if ends else num_visits
 
     def _by_rule(self) -> tuple[int, int]:
         exits = self.exits
@@ -219,11 +219,11 @@ class Routed(SequenceState):
 
     def _when_of_prompt(self, position: int) -> tuple[int, int]:
         """Returns the two numbers that `when` returns, for a row of the prompt."""
-        made = 0 if self.decided.prompt is None else int(self.decided.prompt[position])
-        if made and (self.is_open or made != self.num_visits):
-            return NEVER, made
+        num_visits = 0 if self.exit_record.prompt is None else int(self.exit_record.prompt[position])
+        if num_visits and (self.is_open or num_visits != self.num_visits):
+            return NEVER, num_visits
         decides, leaves = self._by_rule()
-        return max(made, decides), max(made, leaves)
+        return max(num_visits, decides), max(num_visits, leaves)
 
     def leaving(self, positions: range, t: int) -> tuple[np.ndarray, tuple[float, float]]:
         """Returns of rows at positions whether they leave after visit t, as `leaves_after` does, and the threshold and
@@ -243,20 +243,20 @@ class Routed(SequenceState):
 
     def visits_made(self, node: VisitNode) -> np.ndarray:
         """Returns after how many visits to blocks each row of a node left, int16, once all have left."""
-        made = np.zeros(len(node), np.int16)
+        num_visits = np.zeros(len(node), np.int16)
         number = 0
         for unit, prefix in zip(self.route, self.prefixes, strict=True):
             number += unit >= 0
             if unit >= 0:
-                made[(made == 0) & node.visits[prefix].left] = number
-        made[made == 0] = number
-        return made
+                num_visits[(num_visits == 0) & node.visits[prefix].left] = number
+        num_visits[num_visits == 0] = number
+        return num_visits
 
     def begin_output(self) -> None:
         """Makes it a sequence that generates, once all rows of its prompt and its tokens have left."""
-        tails, tail = self.decided.tails.setdefault(self.sample, []), self.tail
-        if self.exits.prompts and self.decided.prompt is None:
-            self.decided.prompt = np.concatenate([self.visits_made(node) for node in self.nodes()[:-1]])
+        tails, tail = self.exit_record.tails.setdefault(self.sample, []), self.tail
+        if self.exits.prompts and self.exit_record.prompt is None:
+            self.exit_record.prompt = np.concatenate([self.visits_made(node) for node in self.nodes()[:-1]])
         if len(tail.tokens) > len(tails):
             tails.extend(self.visits_made(tail)[len(tails) :].tolist())
         tail.enter()

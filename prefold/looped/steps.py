@@ -120,7 +120,7 @@ class VisitRounds:
 
     blocks   int64 [rounds]: the number of the block, or PRELUDE
     offsets  int64 [rounds + 1]: the queries of the i-th round are those from offsets[i] up to offsets[i + 1]
-    runs     int64 [rounds + 1]: likewise the runs of keys that they see
+    runs     int64 [rounds + 1]: the runs of keys that the queries of each round see, divided in the same way
     row      int64 [n]: the number of the query's row, which is that of its first query
     before   int64 [n]: the query of the row's visit before; of the first round: -1
     ends     bool [n]: whether the row's route ends with this visit
@@ -148,7 +148,7 @@ class VisitStep(SlotStep):
     block              the number of the block, PRELUDE or CODA; with `rounds` that of the first
     slots              int64 [n]: where the row's K/V and its state after this visit go
     source             int64 [n]: the slot of the row's visit before; 0: this is its first
-    given              int64 [n]: the slot of the row's visit to the prelude; 0: it made none
+    preludes           int64 [n]: the slot of the row's visit to the prelude; 0: it made none
     leaves             int8 [n]: LEAVES, STAYS or DECIDES
     criteria           float64 [n, 2]: of rows that decide: the probability of having left from which on they leave
                        (nan: never), and the relative change of state down to which they do (nan: never)
@@ -166,12 +166,12 @@ class VisitStep(SlotStep):
 
     block: int = 0
     source: np.ndarray = field(default_factory=lambda: NOTHING)
-    given: np.ndarray = field(default_factory=lambda: NOTHING)
+    preludes: np.ndarray = field(default_factory=lambda: NOTHING)
     leaves: np.ndarray = field(default_factory=lambda: NOTHING)
     criteria: np.ndarray = field(default_factory=lambda: NOTHING)
     project_slots: np.ndarray = field(default_factory=lambda: NOTHING)
     project_sources: np.ndarray = field(default_factory=lambda: NOTHING)
-    project_given: np.ndarray = field(default_factory=lambda: NOTHING)
+    project_preludes: np.ndarray = field(default_factory=lambda: NOTHING)
     project_positions: np.ndarray = field(default_factory=lambda: NOTHING)
     project_adapters: np.ndarray | None = None
     read_slots: np.ndarray = field(default_factory=lambda: NOTHING)
@@ -191,12 +191,12 @@ class VisitStep(SlotStep):
         if going is not None:
             number = going.searchsorted(np.arange(stop - first + 1))
             run_first, run_last = number[run_first], number[run_last]
-            seen = np.flatnonzero(run_last > run_first)
-            start, count, position = start[seen], count[seen], position[seen]
-            run_first, run_last = run_first[seen], run_last[seen]
+            visible = np.flatnonzero(run_last > run_first)
+            start, count, position = start[visible], count[visible], position[visible]
+            run_first, run_last = run_first[visible], run_last[visible]
         return VisitStep(
             self.tokens[rows], self.positions[rows], self.slots[rows], start, count, position, run_first, run_last,
-            NOTHING, block=block, source=self.source[rows], given=self.given[rows], leaves=self.leaves[rows],
+            NOTHING, block=block, source=self.source[rows], preludes=self.preludes[rows], leaves=self.leaves[rows],
             criteria=self.criteria[rows], adapters=None if self.adapters is None else self.adapters[rows],
         )  # fmt: skip
 
@@ -208,9 +208,9 @@ class VisitResult(SlotResult):
     left    bool [n]: whether each row left after this visit; with `rounds`, after the last that it made
     blocks  int64 [n, visits]: the router's choices for the requests of all `routings`, in their order, for the next
             visit or, where it plans, for all: a block, as many as there are blocks for the exit, or NOT_FINITE
-    made    int64 [n]: with `rounds`, how many visits each row made
+    num_visits  int64 [n]: with `rounds`, how many visits each row made
     """
 
     left: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     blocks: np.ndarray = field(default_factory=lambda: NOTHING.reshape(0, 1))
-    made: np.ndarray = field(default_factory=lambda: NOTHING)
+    num_visits: np.ndarray = field(default_factory=lambda: NOTHING)

@@ -80,7 +80,7 @@ def routed(
     blocks = _Blocks(model, rows, by_row and routing is not None and routing.kind != "soft")
     route_shares = None if routes is None else _shares_of(routes, count, loop).to(tokens.device)
     x, planned = rows.stream, None
-    here = torch.ones(len(tokens) if by_row else count, device=tokens.device)
+    share_left = torch.ones(len(tokens) if by_row else count, device=tokens.device)
     for visit in range(len(loop.order) if route_shares is None else len(route_shares)):
         if route_shares is not None:
             logits, shares = None, route_shares[visit]
@@ -98,8 +98,8 @@ def routed(
                 soft = torch.softmax(logits, -1)
                 shares = shares.detach() + (soft - soft.detach())  # straight through (Bengio et al. 2013)
         # Rows that have left take no part in what blocks compute.
-        weights = shares[:, :-1] * here[:, None]
-        here = here * (1 - shares[:, -1])
+        weights = shares[:, :-1] * share_left[:, None]
+        share_left = share_left * (1 - shares[:, -1])
         weights = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)
         x = blocks(x, weights if by_row else weights[of_row])
         yield Visit(model.read(x.clone(), None, rows.ops), logits, weights)
@@ -138,18 +138,18 @@ class _Blocks:
         """Returns the residual stream [rows, hidden] after a visit. shares: float32 [rows, blocks + 1]."""
         mixed = x * shares[:, -1:].to(x.dtype)
         for block in range(self.model.loop.blocks):
-            there = shares[:, block] > 0
-            if bool(there.any()):
-                mixed = mixed + self._through(x, block, there) * shares[:, block : block + 1].to(x.dtype)
+            visits = shares[:, block] > 0
+            if bool(visits.any()):
+                mixed = mixed + self._through(x, block, visits) * shares[:, block : block + 1].to(x.dtype)
         return mixed
 
-    def _through(self, x: Tensor, block: int, there: Tensor) -> Tensor:
+    def _through(self, x: Tensor, block: int, visits: Tensor) -> Tensor:
         model, rows = self.model, self.rows
-        start = model.brought(x, rows.prelude)
+        start = model.injected(x, rows.prelude)
         now, delta = start.clone(), None
         for number in model.parts[block]:
             plane = model.first[number]
-            see = partial(self._attend, number, start, there) if self.last_visits else partial(rows.attend, plane)
+            see = partial(self._attend, number, start, visits) if self.last_visits else partial(rows.attend, plane)
             cos_sin = rows.cos_sin[plane]
             now, delta = model.layers[number](
                 now, delta, cos_sin=cos_sin, attend=see, read=None, adapters=NO_ADAPTERS, ops=rows.ops
@@ -158,17 +158,17 @@ class _Blocks:
             return model.norm(now, delta, rows.ops)[1]
         return now if delta is None else now + delta
 
-    def _attend(self, number: int, start: Tensor, there: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns attention where only the rows `there` go through the layer now; start: states before the block."""
+    def _attend(self, number: int, start: Tensor, visits: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns attention where only the rows of `visits` go through the layer now; start: states before it."""
         rows, layer, plane = self.rows, self.model.layers[number], self.model.first[number]
         assert isinstance(layer, Layer)
         k_of_state, v_of_state = layer.keys_values(start.clone(), rows.cos_sin[plane], rows.ops)
-        old_k, old_v, had = self._kept.get(number, (k_of_state, v_of_state, torch.zeros_like(there)))
+        old_k, old_v, visited = self._kept.get(number, (k_of_state, v_of_state, torch.zeros_like(visits)))
         k, v = (
-            torch.where(there[:, None, None], new, torch.where(had[:, None, None], old, of_state))
+            torch.where(visits[:, None, None], new, torch.where(visited[:, None, None], old, of_state))
             for new, old, of_state in ((k, old_k, k_of_state), (v, old_v, v_of_state))
         )
-        self._kept[number] = k, v, had | there
+        self._kept[number] = k, v, visited | visits
         return rows.attend(plane, q, k, v)
 
 

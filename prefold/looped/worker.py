@@ -23,7 +23,7 @@ from ..worker.protocol import DONE, Ticket, WorkerPart
 from ..worker.rows import heads_of
 from ..worker.slots import SlotAttend, SlotBatch, SlotReads, slot_plans
 from .config import LoopedConfig
-from .gates import Seen, choose, summary
+from .gates import VisitOutputs, choose, summary
 from .model import LoopedLM, VisitPass
 from .steps import (
     DECIDES,
@@ -73,10 +73,9 @@ def visit_options(model: LoopedLM) -> VisitOptions | None:
     loop = model.loop
     routing = loop.router
     if routing is not None and routing.kind != "fixed" and (routing.kind in ("soft", "top") or routing.reads == "row"):
-        what = f"kind is {routing.kind!r}" if routing.reads == "request" else 'reads is "row"'
-        raise UnsupportedModelError(
-            f'loop.router.{what}; steps follow a router that reads requests and picks a block: give "hard" or "fixed"'
-        )
+        setting = f"kind is {routing.kind!r}" if routing.reads == "request" else 'reads is "row"'
+        works = 'steps follow a router that reads requests and picks a block: give "hard" or "fixed"'
+        raise UnsupportedModelError(f"loop.router.{setting}; {works}")
     routed = routing is not None and routing.kind != "fixed"
     if model.ranks.size > 1 and model.gate is not None and model.gate.reads == "features":
         message = "the gate reads what the model says after each visit, which the first rank alone knows"
@@ -127,34 +126,33 @@ class VisitStore:
         if len(step.project_slots):
             self._project(step)
         if (rounds := step.rounds) is not None:
-            left, last, made = self._run_rounds(step, rounds)
-            ends, slots = left | rounds.ends[last], step.slots[last[step.read_rows]]
+            has_left, last, num_visits = self._run_rounds(step, rounds)
+            ends, slots = has_left | rounds.ends[last], step.slots[last[step.read_rows]]
         else:
-            left = self._compute(step) if step.num_rows else np.zeros(0, bool)
-            ends, slots, made = left, step.read_slots, NOTHING
+            has_left = self._compute(step) if step.num_rows else np.zeros(0, bool)
+            ends, slots, num_visits = has_left, step.read_slots, NOTHING
         taken_slots = step.read_rows < 0
         if step.num_rows:
             taken_slots |= ends[np.maximum(step.read_rows, 0)]
-        taken = taken_slots[step.reads]
-        reads = self._read(step, slots[taken_slots], taken_slots, taken) if taken.any() else None
+        was_read = taken_slots[step.reads]
+        reads = self._read(step, slots[taken_slots], taken_slots, was_read) if was_read.any() else None
         blocks = [self._route(routing) for routing in step.routings] or [NOTHING.reshape(0, 1)]
-        known = VisitResult(
-            np.full(len(taken), -1, np.int64), taken=taken, left=left, blocks=np.concatenate(blocks), made=made
-        )
-        return VisitTicket(known, reads)
+        ids = np.full(len(was_read), -1, np.int64)
+        result = VisitResult(ids, taken=was_read, left=has_left, blocks=np.concatenate(blocks), num_visits=num_visits)
+        return VisitTicket(result, reads)
 
     def _run_rounds(self, step: VisitStep, rounds: VisitRounds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Takes rows through several visits one after another, each as long as it has not left. Returns of each row
         whether it left, the query of the last visit that it made, and how many it made."""
         num_rows = int(rounds.offsets[1])
-        left, made, last = np.zeros(num_rows, bool), np.zeros(num_rows, np.int64), np.arange(num_rows)
+        has_left, num_visits, last = np.zeros(num_rows, bool), np.zeros(num_rows, np.int64), np.arange(num_rows)
         cos_sin = self.model.cos_sin(send(step.positions[:num_rows], self.model.device))
         goes = np.zeros(step.num_rows, bool)  # which queries did not leave
         for number, block in enumerate(rounds.blocks.tolist()):
             first, stop = rounds.offsets[number : number + 2].tolist()
             going = None
-            if number and not (there := goes[rounds.before[first:stop]]).all():
-                going = np.flatnonzero(there)
+            if number and not (goes_on := goes[rounds.before[first:stop]]).all():
+                going = np.flatnonzero(goes_on)
             if (stop - first if going is None else going.size) < rounds.least[number]:
                 break
             part = step.part(block, first, stop, slice(*rounds.runs[number : number + 2].tolist()), going)
@@ -165,11 +163,11 @@ class VisitStore:
                 at = send(rows, self.model.device)
                 some = {id(plane): plane.index_select(0, at) for plane in {id(p): p for p in cos_sin}.values()}
                 angles = [some[id(plane)] for plane in cos_sin]
-            gone = self._compute(part, angles)
-            goes[queries] = ~gone
-            left[rows], last[rows] = gone, queries
-            made[rows] += 1
-        return left, last, made
+            leaves = self._compute(part, angles)
+            goes[queries] = ~leaves
+            has_left[rows], last[rows] = leaves, queries
+            num_visits[rows] += 1
+        return has_left, last, num_visits
 
     # ------------------------------------------------------------------------------------------------- rows
 
@@ -179,7 +177,7 @@ class VisitStore:
         model, device = self.model, self.model.device
         arrays = (step.tokens, step.positions, step.slots, step.source)
         tokens, positions, slots, source = (send(array, device) for array in arrays)
-        came = self._states(step, source, tokens, positions)
+        states = self._states(step, source, tokens, positions)
         part = model.parts[step.block]
         first = [model.first[layer] for layer in part]  # the plane that says each layer's window and angles
         tables = model.cos_sin(positions) if cos_sin is None else cos_sin
@@ -188,7 +186,7 @@ class VisitStore:
         batch = SlotBatch(tokens, positions, slots, None, plans, plans, adapters)
         attend = SlotAttend(self.kv, batch, planes, model.config.scale)
         angles, ops = [tables[plane] for plane in first], choose_ops(model.dtype, device)
-        rows = VisitPass(came, None, angles, attend, None, adapters, ops)
+        rows = VisitPass(states, None, angles, attend, None, adapters, ops)
         if (program := self._program_of(step.block)) is not None:
             rows.program = partial(program.through, batch=batch, store=self.kv)
         if step.block < 0:
@@ -200,23 +198,23 @@ class VisitStore:
             self.states[slots] = rows.stream
             return step.leaves == LEAVES
         if model.inject is not None:
-            rows.prelude = self.states[send(step.given, device)]
+            rows.prelude = self.states[send(step.preludes, device)]
         decides = step.leaves == DECIDES
         changing = np.flatnonzero(decides & np.isfinite(step.criteria[:, 1]))
-        before = came.clone() if changing.size else came
+        before = states.clone() if changing.size else states
         model.visit(rows, step.block)
-        self.states[slots] = went = rows.stream
-        left = step.leaves == LEAVES
+        self.states[slots] = new_states = rows.stream
+        leaves = step.leaves == LEAVES
         gated = np.flatnonzero(np.isfinite(step.criteria[:, 0]))
         if gated.size:
             at = send(gated, device)
-            left[gated] |= decides[gated] & self._gated(gated, step, source[at], slots[at], went[at])
+            leaves[gated] |= decides[gated] & self._gated(gated, step, source[at], slots[at], new_states[at])
         if changing.size:
             at = send(changing, device)
-            was, now = before[at].float(), went[at].float()
+            was, now = before[at].float(), new_states[at].float()
             moved = ((now - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)).cpu().numpy()
-            left[changing] |= moved <= step.criteria[changing, 1].astype(np.float32)
-        return left
+            leaves[changing] |= moved <= step.criteria[changing, 1].astype(np.float32)
+        return leaves
 
     def _program_of(self, block: int) -> Program | None:
         """Returns the program of a block's layers, or None."""
@@ -233,7 +231,7 @@ class VisitStore:
         """Returns the states with which rows come to the step's block."""
         first = step.source == 0
         if self.model.inject is not None and step.block >= 0:
-            first = step.source == step.given  # from the prelude
+            first = step.source == step.preludes  # from the prelude
         if not first.any():
             return self.states[source]
         begins = step.block >= 0 and self.model.inject is not None
@@ -241,21 +239,21 @@ class VisitStore:
         fresh = self.model.noise(positions[at]) if begins else self.model.embed(tokens[at], positions[at])
         return fresh if first.all() else self.states[source].index_copy_(0, at, fresh)
 
-    def _gated(self, gated: np.ndarray, step: VisitStep, source: Tensor, slots: Tensor, went: Tensor) -> np.ndarray:
+    def _gated(self, gated: np.ndarray, step: VisitStep, source: Tensor, slots: Tensor, states: Tensor) -> np.ndarray:
         """Returns which rows have left by the gate's sum, bool. A row whose gate gives no number leaves with a state
         of NaN, so that the request that reads it gets an error."""
         # A row comes from the prelude, or from nowhere, and so has made no visit to a block.
-        is_first = (step.source == step.given)[gated]
-        hidden, before, first = self._hidden(went), None, send(is_first, slots.device) > 0
+        is_first = (step.source == step.preludes)[gated]
+        hidden, before, first = self._hidden(states), None, send(is_first, slots.device) > 0
         if self._reads_features and not is_first.all():
-            before = Seen(self._hidden(self.states[source]), self.likely[source].long())
-        logit, seen = self.model.leaves(hidden, before, first if is_first.any() else None)
-        if seen is not None:
-            self.likely[slots] = seen.likely.to(torch.int32)
+            before = VisitOutputs(self._hidden(self.states[source]), self.likely[source].long())
+        logit, outputs = self.model.leaves(hidden, before, first if is_first.any() else None)
+        if outputs is not None:
+            self.likely[slots] = outputs.likely.to(torch.int32)
         share = torch.sigmoid(logit)
-        stays, gone = self.odds[source].T
-        stays, gone = stays.masked_fill(first, 1.0), gone.masked_fill(first, 0.0)
-        now = gone + share * stays
+        stays, left = self.odds[source].T
+        stays, left = stays.masked_fill(first, 1.0), left.masked_fill(first, 0.0)
+        now = left + share * stays
         self.odds[slots] = torch.stack((stays * (1 - share), now), -1)
         share_left = now.cpu().numpy()
         wrong = np.flatnonzero(np.isnan(share_left))
@@ -268,10 +266,10 @@ class VisitStore:
         device = self.model.device
         slots, sources, positions, preludes = (
             send(array, device)
-            for array in (step.project_slots, step.project_sources, step.project_positions, step.project_given)
+            for array in (step.project_slots, step.project_sources, step.project_positions, step.project_preludes)
         )
         adapters, model = self._adapted(step.project_adapters), self.model
-        states = model.brought(self.states[sources], None if model.inject is None else self.states[preludes])
+        states = model.injected(self.states[sources], None if model.inject is None else self.states[preludes])
         ops, planes = choose_ops(model.dtype, device), model.cos_sin(positions)
         for number, layer in enumerate(model.parts[step.block]):
             module = model.layers[layer]
@@ -288,24 +286,24 @@ class VisitStore:
             return model.norm(states.clone(), None, ops)[1]
         return model.read(states.clone(), None, ops)
 
-    def _read(self, step: VisitStep, slots: np.ndarray, taken_slots: np.ndarray, taken: np.ndarray) -> SlotReads:
+    def _read(self, step: VisitStep, slots: np.ndarray, taken_slots: np.ndarray, was_read: np.ndarray) -> SlotReads:
         """Returns the ticket of those reads that are made, of the states in `slots`."""
         hidden = self._hidden(self.states[send(slots, self.model.device)])
-        reads = (np.cumsum(taken_slots) - 1)[step.reads[taken]]
-        order, drawing, numbers = np.cumsum(taken) - 1, step.drawing, []
+        reads = (np.cumsum(taken_slots) - 1)[step.reads[was_read]]
+        order, drawing, numbers = np.cumsum(was_read) - 1, step.drawing, []
         if drawing is not None:
-            drawing = drawing.pick(np.flatnonzero(taken[drawing.reads]))
+            drawing = drawing.pick(np.flatnonzero(was_read[drawing.reads]))
             drawing = replace(drawing, reads=order[drawing.reads]) if len(drawing.reads) else None
         for some in step.numbers:
-            made = taken[some.reads]
-            targets = some.targets[made] if len(some.targets) else some.targets
-            numbers.append(Numbers(some.readout, order[some.reads[made]], targets))
+            is_made = was_read[some.reads]
+            targets = some.targets[is_made] if len(some.targets) else some.targets
+            numbers.append(Numbers(some.readout, order[some.reads[is_made]], targets))
         return SlotReads(self.model, hidden, SlotStep(*(NOTHING,) * 9, reads, drawing, tuple(numbers)))
 
     def _route(self, routing: Routing) -> np.ndarray:
         """Returns the blocks that the router chooses for each request of a Routing, int64 [n, visits]."""
-        model, summaries, how = self.model, [], self.model.loop.router
-        assert model.router is not None and how is not None
+        model, summaries, rules = self.model, [], self.model.loop.router
+        assert model.router is not None and rules is not None
         for first, stop in zip(routing.offsets[:-1].tolist(), routing.offsets[1:].tolist(), strict=True):
             if len(routing.tokens):
                 tokens = send(routing.tokens[first:stop], model.device)
@@ -314,7 +312,7 @@ class VisitStore:
                 states = self.states[send(routing.slots[first:stop], model.device)]
             # One request at a time: the sum does not depend on the other requests.
             summaries.append(summary(states[-1:], states.float().mean(0, keepdim=True)))
-        if how.kind == "planned":
+        if rules.kind == "planned":
             assert model.planner is not None
             logits = torch.cat([model.planner(states) for states in summaries], 1)
         else:
@@ -323,7 +321,7 @@ class VisitStore:
         number = torch.arange(len(logits), device=logits.device)[:, None] + routing.step
         too_early = number < send(routing.fewest, logits.device)
         logits[..., -1].masked_fill_(too_early, -torch.inf)
-        blocks = choose(logits.flatten(0, 1), how.threshold).view(wrong.shape)
+        blocks = choose(logits.flatten(0, 1), rules.threshold).view(wrong.shape)
         return torch.where(wrong, NOT_FINITE, blocks).T.cpu().numpy()
 
 
@@ -331,18 +329,18 @@ class VisitStore:
 class VisitTicket:
     """A VisitTicket is the ticket of a VisitStep, of whose result only the reads of logits are still on their way.
 
-    known  the result without its reads, with an id for each read
+    ready  the result without its reads, with an id for each read
     reads  the ticket of the reads; None: there are none
     """
 
-    known: VisitResult
+    ready: VisitResult
     reads: SlotReads | None
 
     def result(self) -> VisitResult:
         if self.reads is None:
-            return self.known
-        assert self.known.taken is not None
-        result, at = self.reads.result(), np.flatnonzero(self.known.taken)
-        self.known.ids[at] = result.ids
+            return self.ready
+        assert self.ready.taken is not None
+        result, at = self.reads.result(), np.flatnonzero(self.ready.taken)
+        self.ready.ids[at] = result.ids
         logprobs = {int(at[read]): values for read, values in result.logprobs.items()}
-        return replace(self.known, logprobs=logprobs, numbers=result.numbers)
+        return replace(self.ready, logprobs=logprobs, numbers=result.numbers)

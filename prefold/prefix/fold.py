@@ -20,7 +20,7 @@ _BLOCK = 1 << 17  # rows in a pass, so that it stays in cache
 
 @dataclass(frozen=True, eq=False)
 class PrefixMap:
-    """Says which tokens share a row, for position-wise layers (RadixMLP: Feil and Lazarevich 2026).
+    """A PrefixMap holds which tokens share a row, for position-wise layers (RadixMLP: Feil and Lazarevich 2026).
 
     Arrays are read-only. The rows are those that `Trie.build` makes of the same sequences.
 
@@ -114,12 +114,12 @@ def _scatter_singly(at: Layout, scatter: np.ndarray, base: np.ndarray, depth: in
 
 
 def _depth_together(lengths: np.ndarray) -> int:
-    """Returns up to which position it is cheaper to treat all sequences at once, one pass a length that occurs."""
+    """Returns up to which position it is cheaper to treat all sequences at once, with one pass for each length."""
     if len(lengths) <= _PASS_COST or int(lengths.sum()) * _TOKEN_COST >= len(lengths):
         return 0
-    found, count = np.unique(lengths, return_counts=True)
+    sizes, count = np.unique(lengths, return_counts=True)
     longer = len(lengths) - np.cumsum(count)
-    tokens = np.cumsum(np.diff(found, prepend=0) * (longer + count))
-    cost = np.arange(1, len(found) + 1) * _PASS_COST + tokens * _TOKEN_COST + longer
+    tokens = np.cumsum(np.diff(sizes, prepend=0) * (longer + count))
+    cost = np.arange(1, len(sizes) + 1) * _PASS_COST + tokens * _TOKEN_COST + longer
     best = int(np.argmin(cost))
-    return int(found[best]) if cost[best] < len(lengths) else 0
+    return int(sizes[best]) if cost[best] < len(lengths) else 0

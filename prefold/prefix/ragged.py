@@ -185,14 +185,14 @@ def common_prefix_lengths(tokens: np.ndarray, offsets: np.ndarray, order: np.nda
         blocks = windows(padded, width)
         differ = blocks[left + depth] != blocks[right + depth]
         first = differ.argmax(1)
-        found = differ[np.arange(len(left)), first]
+        first_difference = differ[np.arange(len(left)), first]
         depth += width
-        length = np.minimum(np.where(found, depth - width + first, depth), limit)
+        length = np.minimum(np.where(first_difference, depth - width + first, depth), limit)
         if pairs is None:
             lcp[1:] = length
         else:
             lcp[pairs + 1] = length
-        keep = np.flatnonzero(~found & (limit > depth))
+        keep = np.flatnonzero(~first_difference & (limit > depth))
         pairs = keep if pairs is None else pairs[keep]
         left, right, limit = left[keep], right[keep], limit[keep]
     return lcp

@@ -34,7 +34,7 @@ def keys_seen(lengths: np.ndarray, window: int | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowCost:
-    """Says what a row costs: `linear`, and `per_key` for each key that it sees in each of the planes.
+    """A RowCost is what a row costs: `linear`, and `per_key` for each key that it sees in each of the planes.
 
     planes: the sliding window of each plane, None where a plane has none. A row at position p sees p + 1 keys, or as
     many as the window has. The defaults count rows.
@@ -53,7 +53,7 @@ class RowCost:
 
 
 class StreamCost:
-    """Holds what the prompts of a stream cost, and cuts ranges of them into segments.
+    """A StreamCost holds what the prompts of a stream cost, and cuts ranges of them into segments.
 
     lengths  [prompts]: tokens of each prompt, in lexicographic order
     shared   [prompts]: how many leading tokens it has in common with the prompt before it
@@ -94,11 +94,11 @@ class StreamCost:
         return float(self._before[stop] - self._gain[start]) if start < stop else 0.0
 
     def own(self, prompt: int) -> float:
-        """Returns what a prompt costs after the one before it."""
+        """Returns what a prompt costs where the rows that it shares with the prompt before it are there."""
         return float(self._before[prompt + 1] - self._before[prompt])
 
     def reach(self, start: int, stop: int, limit: float) -> int:
-        """Returns how far prompts from `start` may go, `stop` at most, for a cost of about `limit`; always over start.
+        """Returns the prompt at which a segment from `start` that costs about `limit` ends: start < it <= `stop`.
 
         Of the last quarter of the limit the place is taken across which the path is cheapest.
         """
@@ -133,21 +133,21 @@ class StreamCost:
         work = self.of(start, stop)
         low = 0.0
         high = min((work + wait) / speed for speed, wait in zip(speeds, waits, strict=True) if speed)
-        found = None
+        pieces = None
         for _ in range(_HALVINGS):
             limit = (low + high) / 2
             cuts = self._cuts(start, stop, [max(0.0, limit * v - w) for v, w in zip(speeds, waits, strict=True)])
             if cuts is None:
                 low = limit
             else:
-                high, found = limit, cuts
+                high, pieces = limit, cuts
             if high - low <= 1e-6 * high:
                 break
-        if found is None:  # nothing is better than one replica that takes all
+        if pieces is None:  # nothing is better than one replica that takes all
             limits = [max(0.0, high * (1 + 1e-9) * v - w) for v, w in zip(speeds, waits, strict=True)]
-            found = self._cuts(start, stop, limits)
-        assert found is not None
-        return [Segment(a, b) for a, b in pairwise(found)]
+            pieces = self._cuts(start, stop, limits)
+        assert pieces is not None
+        return [Segment(a, b) for a, b in pairwise(pieces)]
 
     def _cuts(self, start: int, stop: int, limits: Sequence[float]) -> list[int] | None:
         """Returns the bounds of segments that cost at most these limits; None where they do not reach `stop`."""

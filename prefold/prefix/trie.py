@@ -19,7 +19,7 @@ from .ragged import check_ragged, common_prefix_lengths, lexsort_sequences, ragg
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Says where the sequences lie in the stream. `Trie` and `PrefixMap` are both built from it.
+    """A Layout holds where the sequences lie in the stream. `Trie` and `PrefixMap` are both built from it.
 
     tokens     int32 [N]  the tokens of all sequences, in input order
     num_rows              rows of the stream
@@ -266,8 +266,8 @@ SPAN_BASE = MEDIA_BASE + (1 << 29)
 
 
 def span_starts(tokens: np.ndarray) -> np.ndarray | None:
-    """Returns of each row in a span the first row of the span, of any other the row itself, int64 [rows], ascending;
-    None where there is no span of more than one row. tokens: int32 [rows], of one prompt, or depth-first."""
+    """Returns for each row in a span the span's first row, and for any other row the row itself: int64 [rows],
+    ascending. Returns None where no span has more than one row. tokens: int32 [rows], of one prompt, or depth-first."""
     inside = _goes_on(tokens)
     if inside is None:
         return None
@@ -275,7 +275,7 @@ def span_starts(tokens: np.ndarray) -> np.ndarray | None:
 
 
 def longest_span(tokens: np.ndarray) -> int:
-    """Returns the rows of the longest span among those of a prompt, 0 where there is none."""
+    """Returns the number of rows of a prompt's longest span, 0 where there is none."""
     if not len(tokens) or tokens.max() < SPAN_BASE:
         return 0
     starts = span_starts(tokens)
@@ -283,8 +283,8 @@ def longest_span(tokens: np.ndarray) -> int:
 
 
 def clear_of_span(tokens: np.ndarray, cut: int) -> int:
-    """Returns `cut`, or where it falls into a span the first row of that span. tokens: int32 [rows] of a prompt, from a
-    row on that is in no span or the first of one."""
+    """Returns the first row of the span that `cut` falls into, or `cut` itself where that is no span's. tokens: int32
+    [rows] of a prompt, which begin outside of a span or with a span's first row."""
     if not 0 < cut < len(tokens) or tokens[cut] < SPAN_BASE or tokens[cut] != tokens[cut - 1] + 1:
         return cut
     starts = span_starts(tokens[: cut + 1])
@@ -293,7 +293,7 @@ def clear_of_span(tokens: np.ndarray, cut: int) -> int:
 
 
 def _goes_on(tokens: np.ndarray) -> np.ndarray | None:
-    """Returns which rows go on with the span of the row before, bool [rows]; None: none does."""
+    """Returns which rows continue the span of the row before, bool [rows]; None where no row does."""
     if not len(tokens) or tokens.max() < SPAN_BASE:
         return None
     inside = np.zeros(len(tokens), bool)

@@ -35,7 +35,7 @@ def is_batch_line(data: dict[str, Any]) -> bool:
 
 
 def add_usage(total: Counter[str], usage: Mapping[str, Any]) -> None:
-    """Adds the usage of an answer to `total`, by the names of either kind: of chats and completions, or of responses.
+    """Adds the usage of a response to `total`; chats, completions and responses have different names for it.
 
     total  tokens: `input` and `output`; and of the input `cached` and `approximate`
     """
@@ -47,8 +47,7 @@ def add_usage(total: Counter[str], usage: Mapping[str, Any]) -> None:
 
 
 class OpenAIBatch:
-    """An OpenAIBatch adapts records that are OpenAI batch lines. `usage` is that of all answers whose lines it made
-    (`add_usage`).
+    """An OpenAIBatch is the RecordAdapter of OpenAI batch lines. `usage` sums the usage of all answers.
 
     served        the model's name in responses. Other names that requests give it are counted in `other_models`
     seed          makes the ids of responses different from those of another job
@@ -120,11 +119,11 @@ class OpenAIBatch:
             message = f"the model {model!r:.100} is not served here"
             raise InputError(message, field="model", remedy=remedy, code="model_not_found")
         elif model is not None and model != self.served:
-            known = model in self.other_models or len(self.other_models) < _OTHER_MODELS
-            self.other_models[model if known else "others"] += 1
+            is_counted = model in self.other_models or len(self.other_models) < _OTHER_MODELS
+            self.other_models[model if is_counted else "others"] += 1
 
     def items(self, kind: str, body: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the task's items that a body asks for, and what the response needs. Raises InputError."""
+        """Returns (the task's items for a body, the meta of its response). Raises InputError."""
         return KINDS[kind].of(body, in_batch=True).read(self.sampling)
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -159,14 +158,14 @@ def _custom_id(data: dict[str, Any]) -> str | int:
     if isinstance(custom_id, int) and not isinstance(custom_id, bool):
         return custom_id
     if not isinstance(custom_id, str) or not custom_id:
-        what = "is missing" if custom_id is None else "is not a text"
+        problem = "is missing" if custom_id is None else "is not a text"
         remedy = "give each line a custom_id of its own"
-        raise InputError(f"custom_id {what}", field="custom_id", remedy=remedy, code="invalid_line")
+        raise InputError(f"custom_id {problem}", field="custom_id", remedy=remedy, code="invalid_line")
     return valid_text(custom_id, "custom_id")
 
 
 def _request(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns (url, body) of a batch line. Raises InputError where the URL is not served, or one of them is wrong."""
+    """Returns (url, body) of a batch line. Raises InputError for a wrong one, and for a URL that is not served."""
     url, method, body = data.get("url"), data.get("method", "POST"), data.get("body")
     if not isinstance(url, str) or url not in ENDPOINTS:
         other = _OTHER_URLS.get(url) if isinstance(url, str) else None

@@ -1,8 +1,5 @@
-"""Reads columns of a record as text, by templates such as "Question: {question}" or by bare column names.
-
-A path names a column, or something inside it: `passages.text`, `choices.0`. Whatever is wrong with a value is an
-InputError that names the column.
-"""
+"""Reads columns of a record as text, by templates such as "Question: {question}" or by column names. A path names a
+column, or something inside it: `passages.text`, `choices.0`. An InputError names the column."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _MISSING = object()
 
 
 def lookup(data: dict[str, Any], path: str) -> Any:
-    """Returns the value at `path`: of the column that has this very name, else of a dotted way into nested values.
+    """Returns the value at `path`: of the column with this very name, else of a dotted path into nested values.
 
     A name that meets a list is looked up in each of its elements. Raises InputError when there is no such value.
     """
@@ -54,7 +51,7 @@ def _walk(value: Any, parts: Sequence[str]) -> Any:
 
 
 def is_empty(value: Any) -> bool:
-    """Returns whether a value stands for no value: null, NaN (which data frames write in its place), or no text."""
+    """Returns whether a value stands for no value: null, NaN (which data frames write for it), or an empty text."""
     return value is None or value == "" or (isinstance(value, float) and value != value)
 
 
@@ -66,9 +63,9 @@ def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
     if is_empty(value):
         if keep_empty:
             return ""
-        what, code = ("empty", "empty") if value == "" else ("null" if value is None else "NaN", "null")
+        kind, code = ("empty", "empty") if value == "" else ("null" if value is None else "NaN", "null")
         remedy = "give it a text, drop the record, or take it as an empty text with --empty keep"
-        raise InputError(f"{field!r} is {what}", field=field, remedy=remedy, code=code)
+        raise InputError(f"{field!r} is {kind}", field=field, remedy=remedy, code=code)
     if isinstance(value, str):
         return valid_text(value, field)
     if isinstance(value, (int, float, Decimal, date, time)) and not isinstance(value, bool):
@@ -78,7 +75,8 @@ def as_text(value: Any, field: str, keep_empty: bool = False) -> str:
 
 
 def as_texts(value: Any, field: str, keep_empty: bool = False) -> list[str]:
-    """Returns the texts of a list, whose elements are texts, or objects with a "text" as in rerank requests.
+    """Returns the texts of a list, whose elements are texts, or objects with a "text" like documents of rerank
+    requests.
 
     keep_empty: see `as_text`. Raises InputError for what is no list, an empty list, and elements of other kinds.
     """
@@ -92,7 +90,7 @@ def as_texts(value: Any, field: str, keep_empty: bool = False) -> list[str]:
 
 
 def parse_cell(value: Any, field: str) -> Any:
-    """Returns the value that a text holds as JSON, as cells of a CSV do; any other value or text as it is."""
+    """Returns the value of a text that is JSON, like cells of a CSV; any other value or text as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -102,11 +100,11 @@ def parse_cell(value: Any, field: str) -> Any:
     return check_depth(parsed, value.count("[") + value.count("{"), repr(field), field)
 
 
-def check_depth(value: Any, brackets: int, what: str, field: str | None = None) -> Any:
+def check_depth(value: Any, brackets: int, subject: str, field: str | None = None) -> Any:
     """Returns `value`, which was read from JSON. Raises InputError where it nests deeper than MAX_DEPTH.
 
     brackets  opening brackets in the JSON: where they are few, the value need not be looked at
-    what      the name of the value in the message
+    subject   the name of the value in the message
     """
     if brackets <= MAX_DEPTH:
         return value
@@ -116,12 +114,12 @@ def check_depth(value: Any, brackets: int, what: str, field: str | None = None) 
         level = [v for v in inner if isinstance(v, (dict, list))]
         if not level:
             return value
-    message = f"{what} nests lists and objects more than {MAX_DEPTH} deep"
+    message = f"{subject} nests lists and objects more than {MAX_DEPTH} deep"
     raise InputError(message, field=field, remedy="nest it less deeply", code="too_deep")
 
 
 class Template:
-    """A template makes text of a record; it is the value of an option such as --prompt.
+    """A Template makes text from a record; it is the value of an option such as --prompt.
 
     text    with braces, a template whose {fields} are columns ({{ and }} are braces); without any, the name of a column
     option  the option's name, for messages
@@ -142,7 +140,7 @@ class Template:
         return list(dict.fromkeys(path for _, path in self._parts if path is not None))
 
     def render(self, data: dict[str, Any], keep_empty: bool = False) -> str:
-        """Returns the text that the template makes of a record; of several columns a `Filled`, which knows them.
+        """Returns the template's text for a record: a `Filled` if it has several columns.
 
         keep_empty: see `as_text`. Raises InputError where a column is missing or holds no text.
         """
@@ -156,7 +154,7 @@ class Template:
         return Filled(out)
 
     def render_many(self, data: dict[str, Any], keep_empty: bool = False) -> str | list[str]:
-        """Returns the text that `render` makes, or the texts of a bare column whose value is a list."""
+        """Returns the text of `render`, or the texts of a bare column whose value is a list."""
         if self.column is not None:
             value = lookup(data, self.column)
             if isinstance(value, list):

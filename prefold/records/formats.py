@@ -1,9 +1,6 @@
-"""Reads the records of each format: lines of text, which are JSONL, CSV and TSV, and Parquet files (with pyarrow).
-
-A quoted cell of CSV may go over several lines, so a quote that is never closed would take in all lines behind it. Where
-a quote is broken one error stands for the line in which its row begins, and the lines behind that are read as rows of
-their own.
-"""
+"""Reads the records of each format: JSONL, CSV, TSV, and Parquet files (with pyarrow). A quoted cell of CSV may span
+several lines, so a quote that is never closed would swallow all lines after it. A broken quote is one error, at the
+line in which its row begins, and the lines after it are read as rows of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _MAX_FIELD = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TableLine:
-    """A TableLine holds the cells of one row of a table, or what is wrong with it.
+    """A TableLine holds the cells of a row of a table, or its error.
 
     line   number of the row's first line, from 1
     cells  its cells; None where there is an error
@@ -48,7 +45,7 @@ class TableLine:
 def read_rows(
     lines: Iterable[bytes], delimiter: str, *, width: int | None = None, max_cell_lines: int = MAX_CELL_LINES
 ) -> Iterator[TableLine]:
-    """Yields the rows of a table, the header's included. Empty lines between rows are left out.
+    """Yields the rows of a table, including the header. Empty lines between rows are skipped.
 
     width            how many cells a row has; a row with another number is an error. None: any number
     max_cell_lines   how many lines a quoted cell may have; 0: any number
@@ -77,12 +74,11 @@ def read_rows(
 
 
 class _TooLong(Exception):
-    """A _TooLong says that a row goes over more lines, or bytes, than it may."""
+    """A _TooLong is raised when a row has more lines, or bytes, than it may."""
 
 
 class _RowLines:
-    """A _RowLines iterates over decoded lines, keeps the lines of the row that is being read, and can take lines
-    back."""
+    """A _RowLines iterates over decoded lines, keeps those of the present row, and can take lines back."""
 
     def __init__(self, lines: Iterable[bytes], most: int):
         self._source = iter(lines)
@@ -93,13 +89,13 @@ class _RowLines:
         self.size = 0
 
     def begin(self) -> None:
-        """Says that the next line begins a new row."""
+        """Marks the next line as the beginning of a row."""
         self.first += len(self.taken)
         self.taken = []
         self.size = 0
 
     def give_back(self, count: int) -> None:
-        """Puts the last `count` lines back, to be read again."""
+        """Takes the last `count` lines back, to be read again."""
         self._again.extendleft(reversed(self.taken[len(self.taken) - count :]))
         del self.taken[len(self.taken) - count :]
 
@@ -118,21 +114,21 @@ class _RowLines:
 
 def _broken(row: _RowLines, error: Exception) -> InputError:
     """Returns the error of a row whose quotes are broken."""
-    behind, what = len(row.taken) - 1, f"the row that begins in line {row.first} has a quote that"
+    behind, message = len(row.taken) - 1, f"the row that begins in line {row.first} has a quote that"
     remedy = "close the quote, or double it"
     if isinstance(error, _TooLong):
-        what += f" is not closed within {behind + 1:,} lines"
+        message += f" is not closed within {behind + 1:,} lines"
         remedy += ", or allow longer cells with --max-cell-lines N"
     elif "unexpected end" in str(error):
-        what += " is never closed"
+        message += " is never closed"
     elif behind:
-        what += f" is closed in the middle of line {row.first + behind}, where no cell ends"
+        message += f" is closed in the middle of line {row.first + behind}, where no cell ends"
     else:
-        what = f"line {row.first} is not a valid row: {str(error).partition(' - ')[0]}"
+        message = f"line {row.first} is not a valid row: {str(error).partition(' - ')[0]}"
         remedy = "end lines with a line feed, double the quotes inside a quoted cell, and quote cells that hold a quote"
     if behind:
-        what += f"; the {behind:,} lines behind it are read as rows of their own"
-    return InputError(what, remedy=remedy, code="invalid_csv")
+        message += f"; the {behind:,} lines behind it are read as rows of their own"
+    return InputError(message, remedy=remedy, code="invalid_csv")
 
 
 _BOM = b"\xef\xbb\xbf"
@@ -153,7 +149,7 @@ class TableOptions:
 
 @contextmanager
 def file_errors(name: str, number: int) -> Iterator[None]:
-    """Turns errors of reading the file `name` into JobErrors. number: how many records were read before."""
+    """Turns errors of reading the file `name` into JobErrors. number: of records that were read before"""
     try:
         yield
     except _BROKEN as error:
@@ -168,7 +164,7 @@ def _job_error(name: str, number: int, error: BaseException) -> JobError:
 
 
 class LineSource(Source):
-    """A LineSource reads an input whose records are lines of UTF-8 bytes: JSONL, CSV, TSV.
+    """A LineSource reads records that are lines of UTF-8 bytes: JSONL, CSV, TSV.
 
     opener  opens the input's bytes anew for each pass, as a context manager
     head    the first line, of JSONL only
@@ -180,7 +176,7 @@ class LineSource(Source):
 
     @classmethod
     def make(cls, name: str, format: str, identity: dict, head: bytes, opener: Any, options: TableOptions) -> Source:
-        """Returns the source of this format. Raises JobError where the first line, `head`, shows that it is another."""
+        """Returns the source of a format. Raises JobError if the first line, `head`, shows another format."""
         if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise JobError(f"{name} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {name}")
         head = head.removeprefix(_BOM)
@@ -241,7 +237,7 @@ class _JsonlSource(LineSource):
 
 
 def _bounded(file: Any, most: int) -> Iterator[bytes]:
-    """Yields the lines of a file; of one that is longer than `most` bytes, the first of these and one more."""
+    """Yields the lines of a file; of a line longer than `most` bytes, the first `most` + 1 bytes."""
     while line := file.readline(most + 1):
         yield line
         while len(line) > most and not line.endswith(b"\n"):
@@ -282,7 +278,7 @@ def delimiter_of(format: str, option: str | None) -> str:
 
 
 def _header(name: str, head: bytes, delimiter: str, opener: Any, *, sure: bool) -> list[str]:
-    """Returns the names of the columns. sure: whether the user gave the delimiter, so that it is not questioned."""
+    """Returns the names of the columns. sure: whether the user named the delimiter, so that it is not questioned"""
     with opener() as file:
         rest = iter(file)
         next(rest, b"")
@@ -362,7 +358,7 @@ class ParquetSource(Source):
 
 
 def _batch_rows(metadata: Any) -> int:
-    """Returns how many rows are read at once: 512, or fewer where they are large."""
+    """Returns how many rows are read at once: 512, or fewer if they are large."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(512, _BATCH_BYTES * metadata.num_rows // max(1, size)))
 

@@ -1,8 +1,5 @@
-"""Defines records, sources that read them, and adapters, which stand between a job's records and its tasks; and sets of
-records, in one bit a record, and of texts, in eight bytes a text.
-
-There is an adapter for tables (`tables.py`), and one for OpenAI batch lines (`batch.py`); `dumps` writes output lines.
-"""
+"""Defines records, the sources that read them, and the adapters between a job's records and its tasks; writes output
+lines; and has compact sets of record numbers and of texts."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def dumps(value: Any) -> str:
-    """Returns `value` as one line of JSON, which UTF-8 can hold and no reader takes for several lines.
+    """Returns `value` as one line of JSON, which UTF-8 can hold and no reader splits.
 
     Numbers of arrays keep nine digits, which is what a float32 needs to come back exact. Half of a surrogate pair
     becomes U+FFFD.
@@ -75,7 +72,7 @@ def _dumps(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value in the form that JSON can hold, by the table above."""
+    """Returns a value in a form that JSON has, by the table above."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -94,7 +91,7 @@ def plain(value: Any) -> Any:
 
 
 def error_object(error: InputError) -> dict[str, Any]:
-    """Returns an error as an output line has it: code, message, and field and remedy where there are any."""
+    """Returns an error as in an output line: code, message, and field and remedy if there are any."""
     out: dict[str, Any] = {"code": error.code, "message": error.message}
     if error.field:
         out["field"] = error.field
@@ -108,7 +105,7 @@ FORMATS = ("jsonl", "csv", "tsv", "parquet")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record is one line of the input.
+    """A Record is one line of the input.
 
     number  its place in the input, from 1
     data    its columns and their values; None where there is an error
@@ -123,7 +120,7 @@ class Record:
 
 
 class Source:
-    """A source reads the records of one input.
+    """A Source reads the records of one input.
 
     name        the input's name as the user wrote it
     format      one of FORMATS
@@ -153,13 +150,13 @@ class Source:
         raise NotImplementedError
 
     def peek(self) -> dict[str, Any] | None:
-        """Returns the data of the first record that can be read, or None when none of the first 100 can."""
+        """Returns the data of the first valid record, or None if none of the first 100 is valid."""
         return next((record.data for record in islice(self.records(), 100) if record.data is not None), None)
 
 
 @dataclass(slots=True)
 class Parsed:
-    """A Parsed holds a record as the tasks see it, or what is wrong with it.
+    """A Parsed holds a record as a task's items, or its error.
 
     task    name of the task that the record is for, one of the job's
     items   the items that this task prepares; their results belong to one output line
@@ -182,20 +179,20 @@ class RecordAdapter(Protocol):
     columns: Collection[str] | None
 
     def read(self, record: Record) -> Parsed:
-        """Returns the record as a task sees it. It does not raise: what is wrong with the record is in the result."""
+        """Returns a record as a task's items. It does not raise: errors are in the result."""
         ...
 
     def line(self, number: int, meta: Any, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the output object of a record. results: what the task made of each of its items."""
+        """Returns the output object of a record. results: the task's answer to each of its items"""
         ...
 
     def error_line(self, number: int, meta: Any, error: InputError) -> dict[str, Any]:
-        """Returns the output object of a record that failed. meta None: only the record's number is known."""
+        """Returns the output object of a record that failed. meta: None if only the record's number is known"""
         ...
 
 
 def error_text(adapter: RecordAdapter, number: int, meta: Any, error: InputError) -> str:
-    """Returns the output line of a record that failed; without `meta` where that cannot be written as JSON."""
+    """Returns the output line of a record that failed, without a `meta` that is not valid JSON."""
     try:
         return dumps(adapter.error_line(number, meta, error))
     except Exception:
@@ -206,7 +203,7 @@ _MOST_NEW = 1 << 16
 
 
 class RecordSet:
-    """A RecordSet holds a set of record numbers, which are 0 or more, in one bit each."""
+    """A RecordSet holds a set of record numbers >= 0, one bit for each."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -220,7 +217,7 @@ class RecordSet:
         return byte < len(self._bits) and bool(self._bits[byte] >> (number & 7) & 1)
 
     def add(self, number: int) -> bool:
-        """Adds a number. Returns False when it was there already."""
+        """Adds a number, and returns whether it is new."""
         byte, bit = number >> 3, 1 << (number & 7)
         if byte >= len(self._bits):
             self._bits.extend(bytes(max(byte + 1 - len(self._bits), len(self._bits), 64)))
@@ -232,7 +229,7 @@ class RecordSet:
 
 
 class TextSet:
-    """A TextSet holds a set of texts, as 64-bit digests.
+    """A TextSet holds a set of texts as 64-bit digests.
 
     Two different texts share a digest with a probability of about n^2 / 2^65 (1e-9 for 200,000).
     """
@@ -242,7 +239,7 @@ class TextSet:
         self._new: set[int] = set()  # digests that are to be put among those, many at once
 
     def add(self, text: str) -> bool:
-        """Adds a text. Returns False when it was there already."""
+        """Adds a text, and returns whether it is new."""
         digest = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
         place = int(np.searchsorted(self._sorted, np.uint64(digest)))
         if digest in self._new or (place < len(self._sorted) and int(self._sorted[place]) == digest):

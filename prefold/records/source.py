@@ -1,11 +1,7 @@
-"""Opens the sources of a job's records: JSONL, CSV, TSV and Parquet files, plain or gzipped, and standard input.
-
-Names, patterns and folders stand for files, and several files are one input, whose records are numbered on.
-
-A source is read as a stream and never held in memory. What is wrong with one record is part of that record
-(`Record.error`), and the records behind it are still read. Damage of the file itself (a truncated gzip stream, an
-unreadable Parquet footer) is a JobError.
-"""
+"""Opens the inputs of a job: JSONL, CSV, TSV and Parquet files, plain or gzipped, and standard input. Names, patterns
+and folders stand for files; several files are one input with consecutive record numbers. A source is read as a stream
+and never held in memory. An invalid record has an error (`Record.error`), and the next ones are still read. Damage of
+the file itself (a truncated gzip stream, an unreadable Parquet footer) is a JobError."""
 
 from __future__ import annotations
 
@@ -35,15 +31,15 @@ _DIGEST_BLOCKS = 512
 
 
 def file_identity(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Returns the identity of a file, or of its first `size` bytes, by its content: {"bytes": size, "digest":
-    BLAKE2b in hex}."""
+    """Returns the identity of a file, or of its first `size` bytes, by its content: {"bytes": size, "digest": BLAKE2b
+    in hex}."""
     size = path.stat().st_size if size is None else size
     return {"bytes": size, "digest": sampled_digest(path, size, _DIGEST_BLOCKS, _WHOLE_DIGEST)}
 
 
 def input_identity(path: Path) -> dict[str, Any]:
-    """Returns the identity of an input file: that of its content. A file too large to be digested as a whole also has
-    the time when it was last modified, {"modified": the time as a text}."""
+    """Returns the identity of an input file, by its content. If the file is too large for a digest of the whole, the
+    identity also has its modification time, {"modified": the time as a text}."""
     facts = path.stat()
     identity = file_identity(path, facts.st_size)
     if facts.st_size > _WHOLE_DIGEST:
@@ -52,14 +48,13 @@ def input_identity(path: Path) -> dict[str, Any]:
 
 
 def content_of(identity: dict[str, Any]) -> dict[str, Any]:
-    """Returns the identity of one file without when it was last modified."""
-    return {what: value for what, value in identity.items() if what != "modified"}
+    """Returns the identity of a file without its modification time."""
+    return {name: value for name, value in identity.items() if name != "modified"}
 
 
 def as_noted(identity: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Returns an input's identity in the words of `before`, another identity, from a journal: where that does not say
-    when a file was last modified, as journals of earlier versions do not, nothing is said of it here either. A file
-    whose content is another keeps what is known of it."""
+    """Returns an identity in the form of `before`, an identity from a journal: without the modification time if the
+    journal has none, as those of earlier versions, unless the content has changed."""
     if "files" in identity:
         then, now = before.get("files", [before]), identity["files"]
         return {"files": [as_noted(*both) for both in zip(now, then, strict=False)] + now[len(then) :]}
@@ -74,7 +69,7 @@ def is_gzip(path: Path) -> bool:
 
 
 def check_grown(source: Source, before: dict[str, Any]) -> None:
-    """Raises JobError unless the input begins with all it was when it had the identity `before`.
+    """Raises JobError unless the input begins with the whole input that had the identity `before`.
 
     What was its last file may be longer now, where its records are lines, and further files may follow it. So the
     records that were there before keep their numbers.
@@ -167,7 +162,7 @@ def open_source(
 
 @contextmanager
 def _opened(path: Path, size: int, zipped: bool) -> Iterator[Any]:
-    """Opens the first `size` bytes of a file for reading, and unzips them where they are zipped.
+    """Opens the first `size` bytes of a file for reading, unzipped if it is gzipped.
 
     A file that grows meanwhile is read as far as its identity goes: what comes behind it, such as the first half of a
     line, belongs to the job's next run.
@@ -209,7 +204,8 @@ def _format_of(path: Path) -> str:
 
 
 def open_stdin(format: str, stream: Iterable[bytes], options: TableOptions) -> Source:
-    """Returns the source of the records in `stream`, which are read once. Raises JobError where that cannot be done."""
+    """Returns the source of the records in `stream`, which are read once. Raises JobError for a format that cannot be
+    read so."""
     if format == "parquet":
         raise JobError("a Parquet file cannot be read from standard input; give its path")
     lines = lines_of(stream)
@@ -220,34 +216,34 @@ def open_stdin(format: str, stream: Iterable[bytes], options: TableOptions) -> S
     if head[:2] == b"\x1f\x8b":
         raise JobError("standard input is gzipped; pipe it through `gzip -dc`")
     identity = {"stdin": hashlib.blake2b(head + second, digest_size=16).hexdigest()}
-    taken = False
+    is_consumed = False
 
     @contextmanager
     def opener() -> Iterator[Iterator[bytes]]:
-        nonlocal taken
+        nonlocal is_consumed
         # A table's header is read when the source is made and again with its records; the lines behind it only once.
-        if taken:
+        if is_consumed:
             raise JobError("standard input can be read only once; write it to a file, and give the file")
         yield consume()
 
     def consume() -> Iterator[bytes]:
-        nonlocal taken
+        nonlocal is_consumed
         yield from filter(None, (head, second))
-        taken = True
+        is_consumed = True
         yield from lines
 
     return LineSource.make("-", format, identity, head, opener, options)
 
 
 def standard_input() -> BinaryIO:
-    """Returns standard input as a stream of bytes. Raises JobError where it is closed."""
+    """Returns standard input as a stream of bytes. Raises JobError if it is closed."""
     if sys.stdin is None:
         raise JobError("standard input is closed; give a file, or pipe something into it")
     return sys.stdin.buffer
 
 
 def lines_of(stream: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the lines of a stream, read from its file descriptor where it has one.
+    """Yields the lines of a stream, read from its file descriptor if it has one.
 
     A thread that waits for input in sys.stdin's own buffer holds a lock which Python takes when the process ends, and
     Python aborts when it cannot take it. A thread that waits in os.read holds no lock.
@@ -275,7 +271,7 @@ def open_sources(
     *,
     stdin: Iterable[bytes] | None = None,
 ) -> Source:
-    """Returns the source of the records of all these files, patterns ("data/*.jsonl") and folders, in this order.
+    """Returns the source of the records of files, patterns ("data/*.jsonl") and folders, in this order.
 
     format   see `open_source`; it holds for all files
     stdin    lines to read in place of standard input, which the name "-" stands for
@@ -297,7 +293,7 @@ def open_sources(
 
 
 def expand_names(names: Sequence[str]) -> list[str]:
-    """Returns the files that the names stand for: a file itself, those that match a pattern, those in a folder.
+    """Returns the files that names stand for: a file, the matches of a pattern, the input files of a folder.
 
     The files of a pattern or folder are sorted. Of a folder and its subfolders those files are taken whose name ends in
     a known format, but none whose name, or whose folder's name, begins with "." or "_". Raises JobError for a pattern
@@ -322,7 +318,7 @@ def expand_names(names: Sequence[str]) -> list[str]:
 
 
 def holds_records(name: str) -> bool:
-    """Returns whether a name ends as an input file's does, or is that of a folder with such files."""
+    """Returns whether a name ends like an input file, or is a folder with input files."""
     path = Path(name)
     if not name or len(name) > 4096 or "\0" in name:  # Path("") is the folder one is in
         return False
@@ -343,11 +339,11 @@ def _has_suffix(path: Path) -> bool:
 
 
 class _Files(Source):
-    """A _Files reads the records of several sources of one format, numbered on from one to the next."""
+    """A _Files reads the records of several sources of one format, with consecutive numbers."""
 
     def __init__(self, sources: list[Source]):
-        known = [source.columns for source in sources]
-        columns = None if None in known else list(dict.fromkeys(name for names in known for name in names or ()))
+        headers = [source.columns for source in sources]
+        columns = None if None in headers else list(dict.fromkeys(name for names in headers for name in names or ()))
         name = f"{sources[0].name} and {len(sources) - 1} more"
         super().__init__(name, sources[0].format, {"files": [source.identity for source in sources]}, columns)
         self._sources = sources

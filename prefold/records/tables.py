@@ -36,14 +36,14 @@ _USUAL = {
 
 
 def reserved_names(task: str) -> frozenset[str]:
-    """Returns the names that an output line of this task has itself; columns that it repeats need other names."""
+    """Returns the names of a task's own fields in an output line; columns that it repeats need other names."""
     return frozenset(_RESERVED[""] | _RESERVED[task])
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A Columns says which columns make a record's prompts, and which the output line repeats. What a task does not use
-    is None.
+    """A Columns names the columns of a record's prompts, and those that the output line repeats. Fields that the task
+    does not use are None.
 
     prompt, query, document, continuation   templates, or bare column names
     messages   a column of chat messages, in place of prompt
@@ -81,23 +81,24 @@ class Columns:
 
 
 def kept_name(task: str, column: str) -> str:
-    """Returns the name under which a line repeats a column: its own, or input_NAME where lines have that name too.
+    """Returns the name under which a line repeats a column: its own, or input_NAME where lines have a NAME of their
+    own.
 
-    It is the same whatever other columns there are, and no two columns have one: input_NAME is itself repeated as
-    input_input_NAME where lines have NAME.
+    The name does not depend on the other columns, and no two columns get one name: a column input_NAME is itself
+    repeated as input_input_NAME where lines have a NAME.
     """
     return f"input_{column}" if bare(column, "input_") in reserved_names(task) else column
 
 
 def bare(name: str, prefix: str) -> str:
-    """Returns a name without a prefix, however often it begins with it."""
+    """Returns a name without a prefix, however often it is repeated."""
     while name.startswith(prefix):
         name = name.removeprefix(prefix)
     return name
 
 
 def default_columns(task: str, have: list[str] | None, options: dict[str, Any]) -> dict[str, Template]:
-    """Returns templates for the options that the user left out, made of columns that have a usual name.
+    """Returns templates for options that the user left out, made from columns with usual names.
 
     have     the names of the columns; None when they are not known
     options  {option: value}, None for an option that the user left out
@@ -121,7 +122,7 @@ def default_columns(task: str, have: list[str] | None, options: dict[str, Any]) 
 
 
 class TableAdapter:
-    """A TableAdapter adapts records that are rows of a table.
+    """A TableAdapter is the RecordAdapter of rows of a table.
 
     task         the name of the task
     columns      the columns that make prompts. Where the last of them (document, continuation, else prompt) holds a
@@ -157,7 +158,7 @@ class TableAdapter:
         self._names = self._field_names()
 
     def check(self, have: list[str] | None) -> None:
-        """Raises JobError where the table lacks a column that is used. have: its columns; None: not known yet."""
+        """Raises JobError if the table lacks a column that is used. have: its columns; None if unknown"""
         for path in self.columns_used.paths() if have is not None else []:
             if path == self.columns_used.id == "record":
                 continue  # it stands for the records' numbers
@@ -171,8 +172,8 @@ class TableAdapter:
             return parsed
         try:
             parsed.meta = self._meta(record.data, record.number)
-            many, parsed.items = self._items(record.data)
-            if many:
+            is_list, parsed.items = self._items(record.data)
+            if is_list:
                 parsed.meta["many"] = True
         except Exception as error:
             parsed.error = record_error(error)
@@ -193,19 +194,19 @@ class TableAdapter:
             meta["id"] = valid_text(value, columns.id) if isinstance(value, str) else value
         if columns.keep or columns.keep_all:
             every = data if columns.keep_all else ()
-            kept = {self.kept_name(name): plain(data[name]) for name in every if not name == "id" == columns.id}
-            meta["keep"] = kept | {name: plain(lookup(data, path)) for name, path in columns.keep.items()}
+            repeated = {self.kept_name(name): plain(data[name]) for name in every if not name == "id" == columns.id}
+            meta["keep"] = repeated | {name: plain(lookup(data, path)) for name, path in columns.keep.items()}
         return meta
 
     def _items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
         """Returns (whether the line has a list of results, the task's items, each with its adapter)."""
-        many, items = self._texts_of(data)
+        is_list, items = self._texts_of(data)
         column = self.columns_used.adapter
         if column is None:
-            return many, items
+            return is_list, items
         adapter = lookup(data, column)
         name = None if is_empty(adapter) else as_text(adapter, column)
-        return many, [item | {"adapter": name} for item in items]
+        return is_list, [item | {"adapter": name} for item in items]
 
     def _texts_of(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
         columns = self.columns_used
@@ -228,23 +229,23 @@ class TableAdapter:
     def _generate_items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
         columns = self.columns_used
         images = self._images(data)
-        beside: dict[str, Any] = {} if images is None else {"images": images}
+        fields: dict[str, Any] = {} if images is None else {"images": images}
         if columns.tools is not None:
             tools = lookup(data, columns.tools)
-            beside["tools"] = None if is_empty(tools) else parse_cell(tools, columns.tools)
+            fields["tools"] = None if is_empty(tools) else parse_cell(tools, columns.tools)
         if columns.messages is not None:
-            return False, [{"messages": _messages(data, columns.messages), **beside}]
+            return False, [{"messages": _messages(data, columns.messages), **fields}]
         assert columns.prompt is not None
         value = columns.prompt.render_many(data, self._keep_empty)
         texts = value if isinstance(value, list) else [value]
         if self._chat:
             places = [{"type": "image"}] * len(images or ())
             contents = [[*places, {"type": "text", "text": t}] if places else t for t in texts]
-            return isinstance(value, list), [{"messages": [{"role": "user", "content": c}], **beside} for c in contents]
-        return isinstance(value, list), [{"prompt": text, **beside} for text in texts]
+            return isinstance(value, list), [{"messages": [{"role": "user", "content": c}], **fields} for c in contents]
+        return isinstance(value, list), [{"prompt": text, **fields} for text in texts]
 
     def _images(self, data: dict[str, Any]) -> list[Any] | None:
-        """Returns the images of a record; None where no column of images was named, or its cell is empty."""
+        """Returns the images of a record; None without a column of images, or if its cell is empty."""
         column = self.columns_used.image
         value = None if column is None else lookup(data, column)
         if value is None or is_empty(value):
@@ -270,7 +271,7 @@ class TableAdapter:
         return render(data, self._keep_empty)
 
     def _field_names(self) -> dict[str, str]:
-        """Returns {name of a task's input: the columns it is made of}, with which errors name the user's columns."""
+        """Returns {name of a task's input: its columns}, with which errors name the user's columns."""
         columns = self.columns_used
         names = {"query": columns.query, "document": columns.document, "continuation": columns.continuation}
         out = {name: ", ".join(template.paths) for name, template in names.items() if template is not None}
@@ -312,8 +313,7 @@ PREFIX = "answer_"
 
 
 class AnswerColumns(TableAdapter):
-    """An AnswerColumns reads and writes as `TableAdapter` does for "generate", and gives each property of an answer a
-    column.
+    """An AnswerColumns is the TableAdapter for "generate" that gives each property of a JSON answer a column.
 
     For a list of prompts the properties are in each of its `results`. What a property is called does not depend on the
     record. So where a line repeats all columns of its record, and they are not known beforehand, every property is
@@ -325,18 +325,19 @@ class AnswerColumns(TableAdapter):
         return f"input_{name}" if name == column and bare(name, "input_").startswith(PREFIX) else name
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the output object of a record, with the properties of its answer behind what it has without them."""
-        kept = set() if meta.get("many") else set(self.columns_used.keep)
+        """Returns the output object of a record, followed by the properties of its answer."""
+        repeated = set() if meta.get("many") else set(self.columns_used.keep)
         every = self.columns_used.keep_all and not meta.get("many")
-        return super().line(number, meta, [with_columns(result, kept, every=every) for result in results])
+        return super().line(number, meta, [with_columns(result, repeated, every=every) for result in results])
 
 
-def with_columns(result: dict[str, Any], kept: Collection[str], *, every: bool = False) -> dict[str, Any]:
-    """Returns a result of "generate" with the properties of the object in its `text` as further names.
+def with_columns(result: dict[str, Any], repeated: Collection[str], *, every: bool = False) -> dict[str, Any]:
+    """Returns a result of "generate" with the properties of the object in its `text` as further fields.
 
-    A property is called `answer_NAME` where a line has a NAME of its own, or NAME is in `kept`; so is one called
-    answer_NAME itself, that no two have one name. With names in `kept` that begin with answer_, one more is put before
-    it. A result whose text is no JSON object, such as one that max_tokens cut off, comes back as it is.
+    A property is called `answer_NAME` where a line has a NAME of its own, or NAME is in `repeated`; so is a property
+    called answer_NAME itself, that no two have one name. With names in `repeated` that begin with answer_, another
+    answer_ is put before it. A result whose text is no JSON object, such as one that max_tokens cut off, comes back as
+    it is.
 
     every  whether all properties are renamed
     """
@@ -346,9 +347,9 @@ def with_columns(result: dict[str, Any], kept: Collection[str], *, every: bool =
         return result
     if not isinstance(answer, dict):
         return result
-    taken = {*kept, *reserved_names("generate")}
-    prefix, bases = PREFIX, {bare(name, PREFIX) for name in taken}
-    while any(name.startswith(prefix) for name in taken):
+    reserved = {*repeated, *reserved_names("generate")}
+    prefix, bases = PREFIX, {bare(name, PREFIX) for name in reserved}
+    while any(name.startswith(prefix) for name in reserved):
         prefix += PREFIX
     named = (prefix + name if every or bare(name, PREFIX) in bases else name for name in answer)
     return result | dict(zip(named, map(plain, answer.values()), strict=True))

@@ -21,7 +21,7 @@ _SAMPLE_TOKENS = 2048
 
 @dataclass(slots=True)
 class Rest:
-    """Holds the sums of the branches below a node that are not drawn one by one.
+    """A Rest holds the sums of the branches below a node that are not drawn one by one.
 
     depth: the position at which their prompts end, on average.
     """
@@ -34,7 +34,7 @@ class Rest:
 
 @dataclass(slots=True)
 class DrawnNode:
-    """A node is a run of rows shared by the same prompts.
+    """A DrawnNode is a run of rows that the same prompts share.
 
     start   position of its first row
     length  how many rows it has
@@ -55,7 +55,7 @@ class DrawnNode:
 
 
 class StreamShape:
-    """Holds the lengths and shared prefixes of the prompts of consecutive windows, of one stream or of several."""
+    """A StreamShape holds the lengths and shared prefixes of the prompts of consecutive windows of streams."""
 
     def __init__(self, *, samples: int = _SAMPLES) -> None:
         self._lengths: list[np.ndarray] = []
@@ -68,7 +68,7 @@ class StreamShape:
         self.num_rows = 0
 
     def add(self, tokens: np.ndarray, offsets: np.ndarray, *, common: int = 0) -> None:
-        """Takes in a window's prompts, which are in lexicographic order.
+        """Adds a window's prompts, which are in lexicographic order.
 
         common: how many leading tokens the first shares with the last prompt of the window before.
         """
@@ -95,7 +95,7 @@ class StreamShape:
         self.num_rows += int((lengths - shared).sum())
 
     def see(self, window: Any) -> None:
-        """Takes in a window, in the order in which rows are shared. Several reads of a prompt are one prompt."""
+        """Adds a window's prompts, in the order in which rows are shared. Repeated reads of a prompt count once."""
         from ..prefix import lexsort_sequences
 
         prompts = window.without_twins()
@@ -104,7 +104,7 @@ class StreamShape:
         self.add(prompts.tokens, prompts.offsets, common=prompts.common)
 
     def watch(self, windows: Any) -> Iterator[Any]:
-        """Yields the windows, and takes in each before it is yielded."""
+        """Yields the windows, and adds each before it is yielded."""
         for window in windows:
             self.see(window)
             yield window
@@ -136,13 +136,13 @@ def icicle(shape: StreamShape, *, max_nodes: int = 2000) -> DrawnNode:
     tree = _Tree(lengths, shared)
     root = DrawnNode(0, 0, len(lengths), 0, shape.num_rows)
     least = 1 if len(lengths) <= max_nodes else max(2, len(lengths) // (8 * max_nodes))
-    made, todo = 1, _branches(tree, root, least)
+    count, todo = 1, _branches(tree, root, least)
     heapq.heapify(todo)
-    while todo and made < max_nodes:
+    while todo and count < max_nodes:
         _, first, stop, parent = heapq.heappop(todo)
         kid = tree.node(first, stop, parent.start + parent.length)
         parent.kids.append(kid)
-        made += 1
+        count += 1
         for branch in _branches(tree, kid, least):
             heapq.heappush(todo, branch)
     for _, first, stop, parent in sorted(todo, key=lambda branch: branch[1]):
@@ -176,7 +176,7 @@ class _Tree:
         self.ends = np.concatenate(([0], np.cumsum(lengths.astype(np.int64))))
 
     def below(self, node: DrawnNode) -> list[tuple[int, int]]:
-        """Returns the groups of prompts that part at the end of a node, as (first, stop)."""
+        """Returns the groups of prompts whose paths part at the end of a node, as (first, stop)."""
         at = node.start + node.length
         inner = self.shared[node.first + 1 : node.first + node.prompts]
         cuts = np.flatnonzero(inner <= at) + node.first + 1

@@ -22,7 +22,7 @@ _MAX_BINS = 320
 
 
 class StepLog:
-    """Holds the steps of a run over time; adjacent steps are added up when there are very many.
+    """A StepLog holds the steps of a run over time; adjacent steps are added up when there are very many.
 
     Each entry: start (s), seconds computed, number of steps, rows, path rows, sequences running.
     """
@@ -57,7 +57,7 @@ def merged(entries: np.ndarray, most: int) -> np.ndarray:
 
 @dataclass
 class Report:
-    """Holds the content of the page. tokens and rows are those of the whole run, seconds those of the model's part."""
+    """A Report holds the content of the page. tokens, rows: of the whole run; seconds: of the model's part."""
 
     title: str
     when: str
@@ -117,7 +117,7 @@ class Report:
 
 
 def with_drawing(page: str) -> str:
-    """Returns a page in which the style and the functions that draw stand in the places of their names."""
+    """Returns a page with the drawing's style and functions in place of their names."""
     for name, file in (("/*STYLE*/", "drawing.css"), ("/*DRAWING*/", "drawing.js")):
         page = page.replace(name, resources.files(__package__).joinpath(file).read_text(encoding="utf-8"))
     return page
@@ -133,7 +133,7 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def machine() -> list[tuple[str, str]]:
-    """Describes the machine, as (name, value) pairs; versions only of packages that are loaded."""
+    """Returns a description of the machine as (name, value) pairs, with versions of the packages that are loaded."""
     import sys
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 @dataclass(slots=True)
 class Counts:
-    """Holds the counts that progress shows.
+    """A Counts holds the counts that progress shows.
 
     phase      "reading", "loading the model", "computing", ...
     read       records read; read_all: whether these are all
@@ -37,12 +37,12 @@ class Counts:
 
     @property
     def saved(self) -> float | None:
-        """Returns which share of the tokens done was not computed; None while rows outnumber the tokens done."""
+        """Returns the share of the tokens done that was not computed; None while rows outnumber the tokens done."""
         return 1 - self.rows / self.tokens_done if self.tokens_done > self.rows > 0 else None
 
     @property
     def share_done(self) -> float:
-        """Returns which share of what was read is done, in [0, 1].
+        """Returns the share of the records read that is done, in [0, 1].
 
         It is counted in tokens; where text is generated in requests, as it is not known how long the texts become.
         """
@@ -51,7 +51,7 @@ class Counts:
 
 
 class Progress:
-    """Shows nothing, and is the base of the other classes. `tick` is called a few times a second, by one thread."""
+    """A Progress takes the counts of a job and shows nothing. One thread calls `tick` a few times a second."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -65,7 +65,7 @@ class Progress:
     def close(self, counts: Counts) -> None: ...
 
     def text(self, counts: Counts) -> str:
-        """Returns a line of records, rows, rate, share saved and time left, as far as they are known."""
+        """Returns a line of records, rows, rate, share saved and time left, without those that are not known yet."""
         if counts.phase == "computing" and self._computing is None:
             self._computing = time.monotonic()
         total = f"/{format_count(counts.read)}" if counts.read_all else ""
@@ -82,9 +82,9 @@ class Progress:
             parts.append(f"{counts.saved:.1%} saved")
         if counts.errors:
             parts.append(f"{format_count(counts.errors)} errors")
-        left = self.seconds_left(counts)
-        if left is not None:
-            parts.append(f"{format_seconds(left)} left")
+        seconds_left = self.seconds_left(counts)
+        if seconds_left is not None:
+            parts.append(f"{format_seconds(seconds_left)} left")
         return ", ".join(parts)
 
     def seconds_left(self, counts: Counts) -> float | None:
@@ -97,7 +97,7 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """Prints a line every 5 seconds at first, and less often as the job goes on, up to a minute apart."""
+    """A PlainProgress prints a line every 5 seconds at first, and less often later, up to a minute apart."""
 
     def __init__(self, stream: TextIO):
         super().__init__()
@@ -117,7 +117,7 @@ class PlainProgress(Progress):
 
 
 class LiveProgress(Progress):
-    """Shows a progress bar on a terminal, drawn by rich."""
+    """A LiveProgress shows a progress bar on a terminal, drawn by rich."""
 
     def __init__(self, stream: TextIO):
         super().__init__()
@@ -137,11 +137,11 @@ class LiveProgress(Progress):
         self._bar.start()
 
     def tick(self, counts: Counts) -> None:
-        known = counts.phase == "computing" and counts.read_all and counts.tokens
+        is_known = counts.phase == "computing" and counts.read_all and counts.tokens
         self._bar.update(
             self._task,
             description=self.text(counts),
-            total=1 if known else None,
+            total=1 if is_known else None,
             completed=counts.share_done,
         )
 

@@ -72,8 +72,7 @@ class Admission(Protocol):
         """Removes a sequence that ends before it is admitted."""
 
     def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
-        """Returns the sequence that is admitted next; None if none should be now. batches: whether it may be a
-        batch's."""
+        """Returns the sequence that is admitted next; None: none now. batches: whether batches' count."""
 
     def admitted(self, sequence: SequenceState, rows: int) -> None:
         """Books the sequence that `first` returned as running. rows: how many rows of its prompt are to be computed."""

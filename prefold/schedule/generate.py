@@ -268,13 +268,12 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 return
 
     def _start(self, sequence: SequenceState, failed: list[tuple[Hashable, InputError]]) -> int | None:
-        """Lets a waiting sequence run, or fail if it never can. Returns how many rows that adds to a step; None if
-        it has to wait."""
+        """Lets a waiting sequence run, or fail if it never can. Returns how many rows it adds; None if it waits."""
         path = sequence.leaf.path()
         while True:
             scant = [] if self.cache is None else self.cache.scant(path)
-            there = {node: 0 if node in scant else len(node.slots) for node in path}
-            fresh = {node: len(node) - count for node, count in there.items() if count < len(node)}
+            cached = {node: 0 if node in scant else len(node.slots) for node in path}
+            fresh = {node: len(node) - count for node, count in cached.items() if count < len(node)}
             rows = sum(fresh.values())
             # The slots are neighbours, so that attention reads the rows of this sequence alone as one run.
             slots = self._slots(rows + self._tail_rows(sequence), path)
@@ -311,13 +310,13 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
 
     def _pending_rows(self, running: Collection[SequenceState]) -> int:
         """Returns how many rows must be computed before all these sequences generate."""
-        seen: set[Node] = set()
+        counted: set[Node] = set()
         pending = 0
         for sequence in running:
             if not sequence.ready:
                 for node in sequence.leaf.path():
-                    if node not in seen:
-                        seen.add(node)
+                    if node not in counted:
+                        counted.add(node)
                         pending += node.pending
                 pending += len(sequence.tail)
         return pending
@@ -352,9 +351,9 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         if sequence.cached_tokens is not None:
             return
         stats = self.stats
-        there = [node for node in path if node not in fresh]
-        sequence.cached_tokens = sum(map(len, there))
-        for node in there:
+        cached = [node for node in path if node not in fresh]
+        sequence.cached_tokens = sum(map(len, cached))
+        for node in cached:
             if node.pending:
                 stats.in_step_hits += len(node)
             elif node.uses:

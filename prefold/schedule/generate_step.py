@@ -382,10 +382,10 @@ def marked(nodes: Iterable[N]) -> tuple[list[N], dict[N, list[N]]]:
     """Returns the roots above the nodes, and the children of every node above them that lead to one of the nodes."""
     roots: list[N] = []
     children: dict[N, list[N]] = {}
-    seen: set[N] = set()
+    visited: set[N] = set()
     for node in nodes:
-        while node not in seen:
-            seen.add(node)
+        while node not in visited:
+            visited.add(node)
             parent = node.parent
             if parent is None:
                 roots.append(node)

@@ -41,8 +41,7 @@ class EnginePart:
         """Raises InputError for exits that the engine cannot follow with this sharing."""
 
     def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> Any:
-        """Returns the feature's own scheduler of generation; None: it has none. The arguments are those of
-        GenerateScheduler."""
+        """Returns the feature's own scheduler of generation, or None. Arguments: those of GenerateScheduler."""
 
     def stream_scheduler(self) -> Callable[..., PrefillScheduler] | None:
         """Returns what makes the scheduler of each window of a new row stream, in turn, with the arguments of
@@ -80,7 +79,8 @@ class EnginePart:
 def add_engine_part(make: MakePart) -> None:
     """Adds a part to all engines that are made from now on.
 
-    make  takes the worker, the EngineOptions, the Meter, and the engine's `beside`; returns the part, or None if this
+    make  takes the worker, the EngineOptions, the Meter, and the engine's `resources`; returns the part, or None if
+    this
           engine does not have the feature. Raises InputError if the feature is wanted and impossible
     """
     _MAKERS.append(make)
@@ -95,10 +95,10 @@ def settled(options: Any, identity: Mapping[str, Any]) -> Any:
     return options
 
 
-def engine_parts(worker: Any, options: Any, meter: Any, beside: Sequence[object] = ()) -> tuple[EnginePart, ...]:
+def engine_parts(worker: Any, options: Any, meter: Any, resources: Sequence[object] = ()) -> tuple[EnginePart, ...]:
     """Returns the parts of an engine, made by the functions of `add_engine_part`."""
     load_plugins()
-    return tuple(part for make in _MAKERS if (part := make(worker, options, meter, beside)) is not None)
+    return tuple(part for make in _MAKERS if (part := make(worker, options, meter, resources)) is not None)
 
 
 def hooks(parts: Sequence[EnginePart], name: str) -> tuple[Callable[..., Any], ...]:

@@ -68,7 +68,7 @@ class SequenceScheduler(Generic[S]):
         reserve: bool = True,
         namespace: tuple[Hashable, ...] = (),
         priority: int = 0,
-        made: Mapping[int, Sequence[int]] | None = None,
+        outputs: Mapping[int, Sequence[int]] | None = None,
         owner: Owner = NO_OWNER,
         **options: Any,
     ) -> None:
@@ -78,7 +78,7 @@ class SequenceScheduler(Generic[S]):
                    takes room as it grows, and a sequence may be preempted
         namespace  rows are shared only between prompts of one namespace
         priority   the priority of its rows in the cache
-        made       for a request that was submitted before: {number of a sample that has not ended: its tokens}
+        outputs    for a request that was submitted before: {number of a sample that has not ended: its tokens}
         owner      the tenant and the class that it runs for
         options    further arguments of the scheduler's class
 
@@ -98,13 +98,13 @@ class SequenceScheduler(Generic[S]):
         def make(sample: int, leaf: Node, tokens: list[int]) -> S:
             return kind(key, sample, leaf, tokens, limit, reserve, priority, owner)
 
-        self._enter(key, namespace, tokens, dict.fromkeys(range(samples), ()) if made is None else made, priority, make)
+        outputs = dict.fromkeys(range(samples), ()) if outputs is None else outputs
+        self._enter(key, namespace, tokens, outputs, priority, make)
 
     def _sequence_kind(
         self, namespace: tuple[Hashable, ...], **options: Any
     ) -> tuple[int, tuple[Hashable, ...], Callable[..., S]]:
-        """Returns how many slots a row of a request needs, the namespace of its rows, and the class of its
-        sequences."""
+        """Returns how many slots a row of a request needs, its rows' namespace, and its sequences' class."""
         raise NotImplementedError
 
     def _enter(
@@ -112,14 +112,14 @@ class SequenceScheduler(Generic[S]):
         key: Hashable,
         namespace: tuple[Hashable, ...],
         tokens: np.ndarray,
-        made: Mapping[int, Sequence[int]],
+        outputs: Mapping[int, Sequence[int]],
         priority: int,
         make: Callable[[int, Node, list[int]], S],
     ) -> None:
         """Enters a prompt into the trie, and its sequences into the queue.
 
-        made  {number of a sample: its tokens}
-        make  takes a sample's number, the node that ends with the prompt, and the sample's tokens; returns the sequence
+        outputs  {number of a sample: its tokens}
+        make     returns a sequence by a sample's number, the node that ends with the prompt, and the sample's tokens
         """
         if self.cache is not None:
             self.cache.expire()  # no step may have been made for long
@@ -127,7 +127,7 @@ class SequenceScheduler(Generic[S]):
         path = leaf.path()
         if self.cache is not None:
             self.cache.take(path)
-        sequences = [make(sample, leaf, list(made_tokens)) for sample, made_tokens in made.items()]
+        sequences = [make(sample, leaf, list(made_tokens)) for sample, made_tokens in outputs.items()]
         for node in path:
             node.users += len(sequences)
             node.priority = max(node.priority, priority)

@@ -1,7 +1,7 @@
-"""The page of a server for its admins: its trie as it is now, the sequences that run, and its steps over time; and the
-state of the cache, with pin, unpin, clear.
+"""The page of a server for its admins, which shows its trie, the running sequences and its steps over time, and the
+cache: its state, pin, unpin, clear.
 
-The page itself holds no data and is for everybody; what it shows comes from /page/data, which is for admins.
+The page itself has no data and is public; its data come from /page/data, which is for admins.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_RUNNING, MOST_PATHS = 40, 5000  # that the page shows
 
 
 def route() -> Route:
-    """Returns the path of the page."""
+    """Returns the route of the page."""
     text = page_text("page.html")
 
     async def page(request: Request) -> Response:
@@ -54,7 +54,7 @@ def page_text(name: str) -> str:
 
 
 def page_response(text: str) -> Response:
-    """Returns the response that holds a page, which may load nothing, and ask for data only here."""
+    """Returns the response with a page, whose policy allows it to load nothing, and to fetch data from this server."""
 
     def hashes(tag: str) -> str:
         parts = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
@@ -111,14 +111,14 @@ async def data(context: RequestContext) -> Response:
 
 
 def sequences_shown(running: Sequence[RunningSequence], owner_of: Callable[[Hashable], str]) -> dict[str, list[Any]]:
-    """Returns the first of the sequences that run, and of each owner the number of its sequences and their tokens."""
+    """Returns the first running sequences, and for each owner the number of its sequences and of their tokens."""
     counts: dict[str, list[int]] = {}
     rows = []
     for namespace, *numbers in running:
-        owner, made = owner_of(namespace), numbers[2]
+        owner, tokens = owner_of(namespace), numbers[2]
         count = counts.setdefault(owner, [0, 0])
         count[0] += 1
-        count[1] += made
+        count[1] += tokens
         rows.append([owner, *numbers])
     return {"sequences": rows[:MOST_RUNNING], "owners": [[owner, *count] for owner, count in sorted(counts.items())]}
 
@@ -126,12 +126,12 @@ def sequences_shown(running: Sequence[RunningSequence], owner_of: Callable[[Hash
 async def cache_state(context: RequestContext) -> Response:
     """Answers with how the cache is set, what it holds, and how much of that belongs to whom."""
     handler = context.handler
-    kept = handler.llm.engine.options.generation.cache
-    if kept is None:
+    cache = handler.llm.engine.options.generation.cache
+    if cache is None:
         raise _off()
-    options = {name: getattr(kept, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
-    if kept.shifted is not None:
-        options["shifted"] = asdict(kept.shifted)
+    options = {name: getattr(cache, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
+    if cache.shifted is not None:
+        options["shifted"] = asdict(cache.shifted)
     now: Snapshot = await handler.in_pool(NO_OWNER, partial(handler.engine.snapshot, held=True))
     tenants: dict[str, dict[str, int]] = {}
     for namespace, rows in now.held.items():
@@ -140,11 +140,11 @@ async def cache_state(context: RequestContext) -> Response:
         for name, count in rows._asdict().items():
             counts[name] += count
     total = {name: sum(counts[name] for counts in tenants.values()) for name in HeldRows._fields}
-    held = {"slots": now.slots, "used_slots": now.used_slots, "rows": total, "tenants": tenants}
+    state = {"slots": now.slots, "used_slots": now.used_slots, "rows": total, "tenants": tenants}
     generation = now.stats.generation
     if now.slots and generation is not None:
-        held["hits"] = hits_of(generation)
-    return json_response(options | held)
+        state["hits"] = hits_of(generation)
+    return json_response(options | state)
 
 
 async def pin(context: RequestContext) -> Response:
@@ -158,7 +158,7 @@ async def unpin(context: RequestContext) -> Response:
 
 
 async def place(context: RequestContext, *, compute: bool) -> Response:
-    """Pins a prompt or a conversation, for the tenant that the body names, else the admin's own, or unpins it."""
+    """Pins or unpins a prompt or a conversation, for the tenant that the body names, by default the admin's own."""
     await context.read(computes=compute)
     cache_of(context.handler)
     body = {name: value for name, value in context.body.items() if name != "tenant"}
@@ -191,7 +191,7 @@ async def clear(context: RequestContext) -> Response:
 
 
 def cache_of(handler: Any) -> Any:
-    """Returns the cache. Raises Refusal where nothing is kept."""
+    """Returns the cache. Raises Refusal if it is off."""
     if handler.llm.cache is None:
         raise _off()
     return handler.llm.cache

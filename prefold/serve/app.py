@@ -1,4 +1,4 @@
-"""Puts the dialects together with health and metrics, as one ASGI application."""
+"""Makes one ASGI application of the dialects, health and metrics."""
 
 from __future__ import annotations
 
@@ -26,17 +26,14 @@ from .files import PURPOSES
 from .http import Hosts, Refusal, json_response
 from .state import AppState
 
-LAG_SECONDS = 0.5  # between two looks at the event loop
-DIALECTS = (dialects, files, admin)  # files of entries; of two with one path the first counts
+LAG_SECONDS = 0.5  # between two measurements of the event loop's lag
+DIALECTS = (dialects, files, admin)  # modules of entries; the first entry of a path counts
 
 
 class Direct:
-    """An ASGI application that answers paths of dialects without parameters itself, and leaves the rest to Starlette.
-
-    It counts the requests whose answers have not been sent wholly, and without keys answers no foreign page.
-
-    Starlette looks at its routes one after the other, and wraps what is sent twice, for errors that `Entry.endpoint`
-    has answered.
+    """A Direct is an ASGI application that answers a dialect's paths without parameters itself, and passes other
+    requests to Starlette, which is slower: it tries its routes one after the other, and wraps what is sent twice. It
+    counts the requests whose responses are not completely sent. Without keys it refuses requests of foreign pages.
 
     routes  of the whole application
     """
@@ -55,7 +52,7 @@ class Direct:
             self._state.open -= 1
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> Any:
-        """Returns the response to a request, or what gives it."""
+        """Returns the response to a request, or the application that makes it."""
         try:
             if self._hosts is not None:
                 self._hosts.check(scope["headers"])
@@ -76,11 +73,14 @@ def make_app(state: AppState) -> Direct:
         path = request.url.path
         try:
             state.tenant_of(request.headers)
-            what, remedy, code = f"there is no {path!r:.200}", "GET /docs shows the paths", "not_found"
+            message, remedy, code = f"there is no {path!r:.200}", "GET /docs shows the paths", "not_found"
             if error.status_code == 405:
-                what, remedy = f"{path!r:.200} does not take {request.method}", f"use {(error.headers or {})['Allow']}"
+                message, remedy = (
+                    f"{path!r:.200} does not take {request.method}",
+                    f"use {(error.headers or {})['Allow']}",
+                )
                 code = "method_not_allowed"
-            refusal = Refusal(error.status_code, what, remedy=remedy, code=code)
+            refusal = Refusal(error.status_code, message, remedy=remedy, code=code)
             refusal.headers.update(error.headers or {})
         except Refusal as unknown:
             refusal = unknown
@@ -124,7 +124,7 @@ async def metrics(context: RequestContext) -> Response:
 
 
 async def watch_loop(state: AppState) -> None:
-    """Notes, for ever, by how much the event loop is late."""
+    """Measures the event loop's lag, for ever."""
     while True:
         started = time.perf_counter()
         await asyncio.sleep(LAG_SECONDS)
@@ -147,7 +147,7 @@ _SHARED_KEYS: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}, {
 
 
 def describing(entries: Sequence[Entry], plain: Sequence[Route]) -> list[Route]:
-    """Returns the paths that describe the others. plain: those that no dialect answers."""
+    """Returns the routes of the OpenAPI description and its page. plain: routes of no dialect"""
     description, text = describe(entries, plain), page_text("docs.html")
 
     async def openapi(request: Request) -> Response:
@@ -162,7 +162,7 @@ def describing(entries: Sequence[Entry], plain: Sequence[Route]) -> list[Route]:
 
 
 def describe(entries: Sequence[Entry], plain: Sequence[Route]) -> dict[str, Any]:
-    """Returns the OpenAPI description of paths. Of two with one path and method the first counts, as it answers."""
+    """Returns the OpenAPI description of the routes. The first entry of a path and method counts."""
     paths: dict[str, dict[str, Any]] = {}
     kinds = list(dict.fromkeys(kind for entry in entries for kind in entry.bodies))
     references, schemas = schema_components(kinds, ref_template="#/components/schemas/{name}")

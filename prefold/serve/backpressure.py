@@ -1,4 +1,4 @@
-"""Bounds what waits: requests are counted, and those beyond a limit are refused, with the time to send them again."""
+"""Bounds the waiting requests: a request beyond a limit is refused, with a time after which to send it again."""
 
 from __future__ import annotations
 
@@ -18,27 +18,25 @@ from .http import Refusal
 from .keys import Keys
 from .options import ServeOptions
 
-# What a token is guessed to take of a request's body, before it is known.
-BYTES_A_TOKEN = 4
-# Answers by which the rate is measured, and the longest a client is told to wait, in seconds.
+BYTES_A_TOKEN = 4  # of a request's body, for an estimate before it is tokenised
+# Answers by which the rate is measured, and the largest Retry-After, in seconds.
 MEASURED, LONGEST_WAIT = 128, 120
 
 
 class Backpressure:
-    """A Backpressure counts what is being prepared, what waits to be computed, and what is being computed.
+    """A Backpressure counts the requests that are being prepared, that wait for the engine, and that are being
+    computed. A text to generate counts once for each sample, a request for embeddings or scores once.
 
-    A text to generate counts once for each of its samples, numbers that are read together once.
-
-    replies  those that have no answer yet
+    replies  the handles without an answer
     """
 
     def __init__(self, options: ServeOptions, keys: Keys, clock: Callable[[], float] = time.perf_counter):
         self._options, self._keys, self._clock = options, keys, clock
         self.replies: set[Handle] = set()
-        self._preparing: dict[object, tuple[Owner, int, int]] = {}  # {request: as `_waiting` has it}
-        # Time runs here while there are replies: how fast they are answered does not depend on pauses before.
+        self._preparing: dict[object, tuple[Owner, int, int]] = {}  # {request: (owner, count, tokens)}
+        # The clock of `_busy` runs only while there are replies, so that pauses do not lower the rate of answers.
         self._busy_before, self._busy_since = 0.0, 0.0
-        self._ended: deque[tuple[float, int, int]] = deque(maxlen=MEASURED)  # (when, replies, tokens)
+        self._ended: deque[tuple[float, int, int]] = deque(maxlen=MEASURED)  # (time of `_busy`, replies, tokens)
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -51,25 +49,20 @@ class Backpressure:
         """Returns how many requests are being computed."""
         return sum(reply.begun_at is not None for reply in self.replies)
 
-    @property
-    def num_preparing(self) -> int:
-        """Returns how many requests are being prepared."""
-        return len(self._preparing)
-
     def _waiting(self) -> list[tuple[Owner, int, int]]:
-        """Returns (for whom, how many, tokens) of each request that waits."""
+        """Returns (owner, count, tokens) of each request that waits."""
         waiting = [(reply.owner, reply.samples, reply.tokens) for reply in self.replies if reply.begun_at is None]
         return waiting + list(self._preparing.values())
 
     def check(self, owner: Owner, samples: int = 1, *, computes: bool = True) -> None:
-        """Raises Refusal (429) where too many wait for a request of this owner's to be taken.
+        """Raises Refusal (429) if too many requests wait for another one of this owner.
 
-        A tenant's requests may be half of those that wait where there are several tenants, and as many as its fair part
-        is they may be whatever others have waiting. Those of batches are not in the way of interactive ones. A request
-        that alone is larger than a limit counts as the limit, and is taken where nothing else is in its way.
+        If there are several tenants, the requests of one may be half of those that wait; a tenant's fair part of the
+        limit is always free for it. Requests of batches do not count against interactive ones. A request that alone is
+        larger than a limit counts as the limit, and is accepted when no others wait.
 
-        samples   as how many it counts
-        computes  whether it will wait for the engine; else only those are in its way that are being prepared
+        samples   as how many requests it counts
+        computes  whether it will wait for the engine; if not, only requests that are being prepared count
         """
         waiting = self._waiting() if computes else list(self._preparing.values())
         ahead = [entry for entry in waiting if owner.is_batch or not entry[0].is_batch]
@@ -92,7 +85,7 @@ class Backpressure:
                 self._refuse(mine, f"{own_count} {unit} of yours are waiting, and {part} may", more)
 
     def _refuse(self, waiting: list[tuple[Owner, int, int]], message: str, more: int) -> None:
-        """Raises Refusal (429). waiting: those that are in the way; more: as how many the request counts."""
+        """Raises Refusal (429). waiting: the requests that count; more: as how many the new request counts"""
         message += f"; this request counts as {more}" if more > 1 else ""
         seconds = self.seconds_for(sum(count for _, count, _ in waiting), sum(tokens for _, _, tokens in waiting))
         remedy, headers = "send the request again after the seconds in Retry-After", {"retry-after": str(seconds)}
@@ -102,8 +95,8 @@ class Backpressure:
     def preparing(
         self, num_bytes: int, owner: Owner, *, samples: int = 1, computes: bool = True
     ) -> Iterator[Callable[[], object]]:
-        """Counts a request of so many bytes while it is prepared: within the context, or until what is given is called.
-        Raises Refusal (429) where too many wait (see `check`)."""
+        """Counts a request of so many bytes within the context, or until the function that the context gives is called.
+        Raises Refusal (429) if too many wait (see `check`)."""
         self.check(owner, samples, computes=computes)
         key = object()
         self._preparing[key] = owner, samples, num_bytes // BYTES_A_TOKEN
@@ -114,7 +107,7 @@ class Backpressure:
 
     @contextmanager
     def computing(self, replies: Iterable[Handle]) -> Iterator[None]:
-        """Counts replies while they have no answer: within the context."""
+        """Counts replies within the context."""
         if not self.replies:
             self._busy_since = self._clock()
         self.replies.update(replies)
@@ -130,34 +123,33 @@ class Backpressure:
         return self._busy_before + (self._clock() - self._busy_since if self.replies else 0.0)
 
     def note_answered(self, replies: Iterable[Handle]) -> None:
-        """Takes note of replies that have been answered."""
+        """Records that replies have been answered."""
         counts = [(reply.samples, reply.tokens) for reply in replies]
         self._ended.append((self._busy, sum(count for count, _ in counts), sum(tokens for _, tokens in counts)))
 
     def seconds_for(self, requests: int, tokens: int) -> int:
-        """Returns in how many seconds the half of what waits is done, by the rate of the last answers."""
+        """Returns in how many seconds half of so many requests and tokens are done, at the rate of the last answers."""
         if len(self._ended) < 2:
             return 1
-        # The time before the first of them was spent for it.
+        # The first entry only marks the beginning of the time.
         (began, *_), *ended = self._ended
         spent = max(1e-3, self._busy - began)
         rates = [sum(entry[i] for entry in ended) / spent for i in (1, 2)]
-        seconds = max(wanted / 2 / max(rate, 1e-9) for wanted, rate in zip((requests, tokens), rates, strict=True))
+        seconds = max(count / 2 / max(rate, 1e-9) for count, rate in zip((requests, tokens), rates, strict=True))
         return max(1, min(LONGEST_WAIT, math.ceil(seconds)))
 
 
 class FairQueue:
-    """A FairQueue calls functions in a few threads. Each tenant has a line of its own, and of those whose functions
-    wait the tenant is next whose last turn is longest ago."""
+    """A FairQueue calls functions in a few threads. Tenants take turns, each with its own line of functions."""
 
     def __init__(self, num_threads: int, name: str):
-        """name: with which those of the threads begin."""
+        """name: the prefix of the threads' names"""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._lock = threading.Lock()
         self._lines: OrderedDict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
 
     def submit(self, tenant: Hashable, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Returns what will hold the result of a function, called when it is the tenant's turn."""
+        """Returns the Future of a function's result; it is called when it is the tenant's turn."""
         future: Future[Any] = Future()
         with self._lock:
             self._lines.setdefault(tenant, deque()).append((future, partial(function, *arguments)))
@@ -177,7 +169,7 @@ class FairQueue:
                 future.set_exception(error)
 
     def close(self) -> None:
-        """Calls nothing more, and does not wait for what is being called."""
+        """Cancels the waiting functions, and does not wait for running ones."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             lines = [*self._lines.values()]

@@ -1,5 +1,5 @@
-"""One batch's way: its lines are counted, answered into one file through a job's journal, and split into the output
-and the error file. Each of its states can be left at any moment; the next start goes on from there.
+"""Runs one batch: its lines are counted, answered into a file through a job's journal, and split into the output and
+the error file. The server may be killed in any state; the next start goes on from there.
 
     status        what is done in it                        what is stored at its end
     validating    lines are read and counted                _input, request_counts; in_progress, or failed
@@ -7,12 +7,12 @@ and the error file. Each of its states can be left at any moment; the next start
                   the client ends it early                  then; _is_written and finalizing
     finalizing    the lines are split into two files        files, usage; completed, cancelled, expired or failed
 
-Clients do not see the fields of a stored batch that are for us:
+Fields of a stored batch that clients do not see:
 
     _model           the checkpoint when it was created: all lines are answered by it
     _output_seconds  after so many seconds its files are forgotten; None: never
     _input           identity of its input file when it was read; the journal's lines are of it
-    _ending          the status it is to end with; settled before lines are made errors, so that all are of one kind
+    _ending          the status it is to end with; stored before lines become errors, so that all errors are of one kind
     _why             why it failed, for its `errors`
     _is_written      True once there is a line for each request
 """
@@ -45,12 +45,12 @@ from .keys import Keys, Tenant
 from .limits import check_samples, check_texts
 from .store import Body, Store
 
-# Smaller than those of a job that has the process to itself: live requests wait while one is read.
+# Smaller than the windows of a job without a server, because live requests wait while a window is read.
 WINDOW_TOKENS = 1 << 17
 LOOK_SECONDS = 0.25
 ATTEMPTS = 3  # of a batch that fails by an error of the server
 MOST_ERRORS = 20  # lines named in a batch that was refused
-# {how a batch ends before all its lines are computed: (code, message) of the others}
+# {how a batch ends before all its lines are computed: (code, message) of the remaining lines}
 _REST = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request was computed"),
     "expired": ("batch_expired", "the batch's completion_window ended before this request was computed"),
@@ -60,13 +60,13 @@ _REST = {
 
 @dataclass(eq=False)
 class OpenBatch:
-    """A batch that has not ended.
+    """An OpenBatch is a batch that has not ended.
 
-    file      that holds its lines
+    file      the id of its input file
     is_taken  whether a thread works for it, or it is not stored yet
     is_full   whether its lines are more than its tenant may store
     retry_at  when it may be run again, in time.monotonic()
-    output    of the job that runs
+    output    the output of the running job
     """
 
     id: str
@@ -92,7 +92,7 @@ class OpenBatch:
 
     @property
     def ending(self) -> str | None:
-        """Returns how it must end now, though lines are left; None: it goes on."""
+        """Returns the status with which it must end now, before all lines are answered; None if it goes on."""
         if self.status == "cancelling":
             return "cancelled"
         if self.is_full:
@@ -101,10 +101,10 @@ class OpenBatch:
 
 
 class BatchWork:
-    """What is done for batches, one at a time in each thread.
+    """A BatchWork validates and finishes batches, one at a time in each thread.
 
-    is_stopping  whether the server is told to end
-    gives_way    (batch, lines answered in its turn, all its lines) -> whether its turn is over
+    is_stopping  returns whether the server is to end
+    gives_way    gives_way(batch, lines answered in its turn, all its lines) -> whether its turn is over
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class BatchWork:
         self._is_stopping, self._gives_way = is_stopping, gives_way
 
     def _source(self, body: Body) -> Source:
-        """Returns the source of a batch's lines. Raises JobError where the file is at fault."""
+        """Returns the source of a batch's lines. Raises JobError if the file is at fault."""
         id = body["input_file_id"]
         file = self._store.get("file", None, id)
         name = id if file is None else file["filename"]
@@ -139,9 +139,9 @@ class BatchWork:
         return adapter
 
     def validate(self, batch: OpenBatch) -> Body | None:
-        """Counts a batch's lines, and refuses it where none of them can be answered; returns what it is then, which is
-        "cancelling" where it was cancelled meanwhile. None: the server is told to end."""
-        body = self._found(batch)
+        """Counts a batch's lines, and refuses it if none of them can be answered. Returns the changed batch, whose
+        status is "cancelling" if it was cancelled meanwhile; None if the server is to end."""
+        body = self._stored(batch)
         adapter, total, good = self._adapter(body), 0, 0
         errors: list[Body] = []
         identity = None
@@ -158,7 +158,7 @@ class BatchWork:
                 if self._is_stopping():
                     return None
         except JobError as wrong:
-            if isinstance(wrong.__cause__, OSError):  # the disk fails, and the file may be as it should
+            if isinstance(wrong.__cause__, OSError):  # the disk is at fault, and the file may be right
                 raise
             good = 0
             errors.append({"code": "invalid_file", "line": None, "message": str(wrong), "param": "input_file_id"})
@@ -171,12 +171,12 @@ class BatchWork:
             changes |= {"status": "in_progress", "in_progress_at": now}
         else:
             changes |= {"status": "failed", "failed_at": now, "errors": {"object": "list", "data": errors}}
-        return self._store.change("batch", batch.id, changes, only=("validating",)) or self._found(batch)
+        return self._store.change("batch", batch.id, changes, only=("validating",)) or self._stored(batch)
 
     def finish(self, batch: OpenBatch) -> Body | None:
-        """Computes what is left of a batch, ends it, and returns what it is then; None where the server is told to
-        end, or the batch's turn is over."""
-        body = self._found(batch)
+        """Answers the remaining lines of a batch, ends it, and returns the changed batch; None if the server is to end,
+        or the batch's turn is over."""
+        body = self._stored(batch)
         folder = self._store.batches / batch.id
         lines, usage = folder / "lines.jsonl", None
         if body.get("_ending") is None or not body.get("_is_written"):
@@ -196,12 +196,12 @@ class BatchWork:
         return ended
 
     def _write_lines(self, batch: OpenBatch, body: Body, path: Path) -> tuple[str | None, Counter[str] | None]:
-        """Writes the lines of a batch that are missing; returns (how it ends, or None where it is to go on later; the
-        usage of its answers where no line is an error and none was there before, else None)."""
+        """Writes the missing lines of a batch. Returns (the status with which it ends, or None if it goes on later; the
+        usage of its answers if this call wrote all lines and none is an error, else None)."""
         source, why = None, body.get("_why", "")
         try:
             source = self._source(body)
-        except JobError as error:  # it was removed, or the batch is ended before it was validated
+        except JobError as error:  # the file was removed, or the batch ends before it was validated
             why = str(error)
         model = self._handler.llm.checkpoint.name
         identity = {"batch": batch.id, "input": body.get("_input") if source is None else source.identity}
@@ -227,13 +227,13 @@ class BatchWork:
                         is_over = self._gives_way(batch, output.count - output.resumed, total)
                         return is_over or self._is_stopping() or batch.ending is not None
 
-                    left = self._store.left(batch.tenant)
+                    room = self._store.left(batch.tenant)
 
                     def look() -> None:
                         output.commit(due_only=True)
-                        batch.is_full = path.exists() and path.stat().st_size > left
+                        batch.is_full = path.exists() and path.stat().st_size > room
 
-                    if self._beside(look, lambda: run_beside(job, owner, _internal_error, stopping)):
+                    if self._with_ticks(look, lambda: run_beside(job, owner, _internal_error, stopping)):
                         ending = "completed"
                     elif (ending := batch.ending) is None:
                         return None, None
@@ -251,9 +251,9 @@ class BatchWork:
             output.close()
             self._store.change("batch", batch.id, {"request_counts": {"total": total, **counts}})
 
-    def _beside(self, look: Callable[[], None], run: Callable[[], bool]) -> bool:
-        """Returns what `run` returns; `look` is called meanwhile, so that lines reach the disk within a second or so of
-        their making."""
+    def _with_ticks(self, look: Callable[[], None], run: Callable[[], bool]) -> bool:
+        """Returns run(). Meanwhile `look` is called again and again, so that lines reach the disk within about a
+        second."""
         ended = threading.Event()
 
         def tick() -> None:
@@ -281,15 +281,13 @@ class BatchWork:
                 output.write(record.number, error_text(adapter, record.number, parsed.meta, error), failed=True)
 
     def _end(self, batch: OpenBatch, body: Body, lines: Path, usage: Counter[str] | None) -> Body:
-        """Makes a batch's files of its lines, ends it, and returns what it is then.
-
-        usage  of the answers, where it is known that no line is an error
-        """
+        """Makes a batch's files from its lines, ends it, and returns the changed batch. usage: of the answers, if no
+        line is an error; else None"""
         ending, now = body["_ending"], int(time.time())
         ids = {kind: "file-" + _digest(f"{batch.id}:{kind}") for kind in ("output", "error")}
         store = self._store
         with store.writing_content(ids["output"]) as good, store.writing_content(ids["error"]) as bad:
-            good.unlink(missing_ok=True)  # where an end before was killed, this may be the lines, by a second name
+            good.unlink(missing_ok=True)  # after a kill this may be a second name of the lines' file
             if usage is None:
                 counts, usage = _split(lines, good, bad)
             else:
@@ -318,19 +316,18 @@ class BatchWork:
         store.add_all([*objects, ("batch", batch.tenant, body | changes, None)])
         return body | changes
 
-    def _found(self, batch: OpenBatch) -> Body:
+    def _stored(self, batch: OpenBatch) -> Body:
         body = self._store.get("batch", None, batch.id)
         assert body is not None
         return body
 
 
 def open_input(path: Path, name: str, most_bytes: int) -> Source:
-    """Returns the source of the lines of an uploaded file.
+    """Returns the source of the lines of an uploaded file. Raises JobError if the file is at fault, OSError if the disk
+    is.
 
-    name        by which its client knows it, for errors
-    most_bytes  of a line; a longer one is a record with an error
-
-    Raises JobError where the file itself is at fault, and OSError where the disk is.
+    name        the client's name for it, for errors
+    most_bytes  of a line; a longer line is a record with an error
     """
     try:
         if is_gzip(path):
@@ -348,7 +345,7 @@ def open_input(path: Path, name: str, most_bytes: int) -> Source:
 
 
 class _Lines(OpenAIBatch):
-    """A _Lines adapts lines, of which each is bounded as a request is."""
+    """A _Lines is an OpenAIBatch with the server's limits of a request for each line."""
 
     handler: RequestHandler
 
@@ -364,7 +361,7 @@ class _Lines(OpenAIBatch):
 
 
 class _Tasks(dict[str, Any]):
-    """The tasks of a batch's lines, whose prompts are shared within a tenant's namespace only."""
+    """A _Tasks makes the tasks of a batch's lines, whose prompts are shared within a tenant's namespace only."""
 
     def __init__(self, handler: RequestHandler, namespace: str, owner: Owner):
         super().__init__()
@@ -386,7 +383,7 @@ class _Response(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """What is read of a line; all else in it is passed over."""
+    """A _Line has the fields of a line that are read; others are ignored."""
 
     response: _Response | None
 
@@ -395,7 +392,7 @@ _read_line = msgspec.json.Decoder(_Line).decode
 
 
 def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Counter[str]]:
-    """Makes two files of a batch's lines, answers and errors; returns ({kind: lines}, usage of all answers)."""
+    """Splits a batch's lines into a file of answers and a file of errors. Returns ({kind: lines}, usage of answers)."""
     counts, usage = {"output": 0, "error": 0}, Counter[str]()
     with lines.open("rb") as file, good.open("wb") as answers, bad.open("wb") as errors:
         for line in file:

@@ -1,8 +1,8 @@
 """Runs batches: files of requests that are answered beside live ones, each line once, whenever the server dies.
 
-Which batches there are is in the store. One runs at a time in the engine's thread (`batch.py` does it); a
-second thread looks after all others. Tenants take turns in both, and of a tenant's batches the oldest is first. A large
-batch gives way to another tenant's after a while, and goes on later.
+The store has all batches. One thread runs a batch at a time (see `batch.py`); a second one validates and ends the
+others. Tenants take turns in both, and a tenant's oldest batch is first. A large batch gives way to another tenant's
+after a while, and goes on later.
 """
 
 from __future__ import annotations
@@ -24,22 +24,19 @@ from .store import Body, Store
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 RUNNING = ("in_progress", "finalizing")
 RETRY_SECONDS = 5.0
-# Lines of a batch that are answered before it gives way to another tenant's, and how often it does so at most.
+# Lines of a batch that are answered before it gives way to another tenant's, and how often it gives way at most.
 LINES_A_TURN, MOST_TURNS = 1024, 8
 
 
 class Batches:
-    """The batches of a store.
-
-    log  takes errors of the server
-    """
+    """A Batches runs the batches of a store. log: is called with errors of the server"""
 
     def __init__(self, store: Store, log: Callable[[Exception], None]):
         self._store, self._log = store, log
         self._open: dict[str, OpenBatch] = {}
-        self._used: Counter[str] = Counter()  # the files of `_open`: each expired one is looked for again and again
-        self._lock = threading.Lock()  # of `_open` and `_used`, and of which thread works for which batch
-        self._using = threading.Lock()  # of which files are read by batches: none is forgotten while one begins to
+        self._used: Counter[str] = Counter()  # by file: how many of `_open` read it
+        self._lock = threading.Lock()  # guards `_open`, `_used` and `is_taken`
+        self._using = threading.Lock()  # guards files: none is deleted while a batch that reads it is created
         self._turns: Counter[tuple[str, str]] = Counter()  # {(thread's name, tenant): the number of its last turn}
         self._woken, self._can_run = threading.Event(), threading.Event()
         self._is_stopping = False
@@ -48,32 +45,30 @@ class Batches:
             if body["status"] in OPEN:
                 self._hold(OpenBatch.of(tenant, body))
         for folder in store.batches.iterdir():
-            if folder.name not in self._open:  # it ended, and the server was killed before this
+            if folder.name not in self._open:  # the server was killed after the batch had ended
                 shutil.rmtree(folder, ignore_errors=True)
 
     def start(self, handler: RequestHandler, keys: Keys) -> None:
-        """Begins to work."""
+        """Starts the threads."""
         self._work = BatchWork(self._store, handler, keys, lambda: self._is_stopping, self._gives_way)
         for name, loop in (("prefold-batches", self._run), ("prefold-keeper", self._keep)):
             self._threads.append(threading.Thread(target=loop, name=name, daemon=True))
             self._threads[-1].start()
 
     def begin_to_stop(self) -> None:
-        """Makes the batch that runs stop after its step."""
+        """Makes the running batch stop after its step."""
         self._is_stopping = True
         self._woken.set()
         self._can_run.set()
 
     def stop(self) -> None:
-        """Stops, and waits until what is done is written."""
+        """Stops the threads, and waits until finished lines are written."""
         self.begin_to_stop()
         for thread in self._threads:
             thread.join(30)
 
-    # -------------------------------------------------------------------------------------------- what is asked
-
     def create(self, tenant: str, body: Body) -> Body:
-        """Takes a new batch; returns it, once it is on disk. Raises Refusal (404) where its file is gone."""
+        """Stores a new batch, and returns it. Raises Refusal (404) if its file is gone."""
         with self._using:
             if self._store.get("file", tenant, body["input_file_id"]) is None:
                 message = f"there is no file {body['input_file_id']!r:.100} for a batch"
@@ -93,7 +88,7 @@ class Batches:
         return body
 
     def cancel(self, id: str) -> Body:
-        """Ends a batch early; returns it. One that has ended stays as it is."""
+        """Starts to cancel a batch, and returns it. A batch that has ended stays as it is."""
         changes = {"status": "cancelling", "cancelling_at": int(time.time())}
         body = self._store.change("batch", id, changes, only=("validating", "in_progress"))
         if body is None:
@@ -107,7 +102,7 @@ class Batches:
         return body
 
     def with_counts(self, body: Body) -> Body:
-        """Returns a batch as clients see it: with the counts of this moment, without what is ours only."""
+        """Returns a batch as clients see it: with its present counts, and without internal fields."""
         batch = self._open.get(body["id"])
         if batch is not None and (output := batch.output) is not None:
             counts = {"completed": output.count - output.errors, "failed": output.errors}
@@ -117,16 +112,16 @@ class Batches:
     def open_counts(self) -> list[list[Any]]:
         """Returns [id, status, lines, answered, failed] of each batch that has not ended."""
         bodies = (self._store.get("batch", None, id) for id in list(self._open))
-        seen = [self.with_counts(body) for body in bodies if body is not None]
+        shown = [self.with_counts(body) for body in bodies if body is not None]
         names = ("total", "completed", "failed")
-        return [[body["id"], body["status"], *(body["request_counts"][name] for name in names)] for body in seen]
+        return [[body["id"], body["status"], *(body["request_counts"][name] for name in names)] for body in shown]
 
     def uses(self, file: str) -> bool:
-        """Returns whether a batch that has not ended reads a file. One that ended just now may still count."""
+        """Returns whether an open batch reads a file, or a batch that has just ended."""
         return self._used[file] > 0
 
     def forget_file(self, tenant: str, file: str) -> bool:
-        """Forgets an object of kind "file" and its content; returns False where a batch still reads it."""
+        """Deletes a file and its content, and returns True; returns False if a batch still reads it."""
         with self._using:
             if self.uses(file) and any(self._reads(batch, file) for batch in list(self._open.values())):
                 return False
@@ -135,15 +130,13 @@ class Batches:
         return True
 
     def _reads(self, batch: OpenBatch, file: str) -> bool:
-        """Returns whether a batch reads a file by what the store says of it, which is what clients see: it has ended
-        there a moment before it is dropped from the open ones."""
+        """Returns whether a batch reads a file, by its status in the store, which clients see: it ends there a moment
+        before it leaves the open ones."""
         body = self._store.get("batch", None, batch.id) if batch.file == file else None
         return body is not None and body["status"] in OPEN
 
-    # ---------------------------------------------------------------------------------------------- the threads
-
     def _run(self) -> None:
-        """Runs a batch that can be run, and then the next."""
+        """Runs batches one after the other."""
         while not self._is_stopping:
             batch = self._take(lambda each: each.status in RUNNING)
             if batch is None:
@@ -153,7 +146,7 @@ class Batches:
                 self._attempt(self._work.finish, batch)
 
     def _keep(self) -> None:
-        """Looks after batches that do not run, and sees whether what failed works again."""
+        """Validates new batches, ends cancelled and expired ones, deletes expired files, and probes a failed store."""
         batch = None
         while not self._is_stopping:
             if batch is None:
@@ -168,8 +161,8 @@ class Batches:
                 self._attempt(self._work.validate if validate else self._work.finish, batch)
 
     def _take(self, can: Callable[[OpenBatch], bool]) -> OpenBatch | None:
-        """Returns the batch that this thread works for next, of those that can be taken: the oldest of the tenant whose
-        last turn is longest ago."""
+        """Returns the batch that this thread works for next: of those that `can` accepts, the oldest one of the tenant
+        whose last turn is longest ago."""
         thread = threading.current_thread().name
         with self._lock:
             free = [batch for batch in self._open.values() if can(batch) and batch.is_free]
@@ -181,18 +174,15 @@ class Batches:
         return batch
 
     def _gives_way(self, batch: OpenBatch, answered: int, total: int) -> bool:
-        """Returns whether a batch lets another tenant's be run before it goes on: not often, since it reads its input
-        again then.
-
-        answered, total  its lines that were answered in this turn, and all of them
-        """
+        """Returns whether a batch lets another tenant's run before it goes on, which is rare because it then reads its
+        input again. answered, total: its lines that were answered in this turn, and all of its lines"""
         if answered < max(LINES_A_TURN, total // MOST_TURNS):
             return False
         others = (other for other in list(self._open.values()) if other.tenant != batch.tenant)
         return any(other.status in RUNNING and other.is_free for other in others)
 
     def _attempt(self, work: Callable[[OpenBatch], Body | None], batch: OpenBatch) -> None:
-        """Does something for a batch, and notes what it is then; where that fails, it is done again later."""
+        """Calls work(batch), and records the batch's new status. After an error the call is repeated later."""
         trouble, troubles = f"batch {batch.id}", self._store.troubles
         try:
             if (body := work(batch)) is not None:
@@ -201,7 +191,7 @@ class Batches:
         except (Refusal, JobError, OSError, RankError, MemoryError) as error:  # the disk, the database, or the engine
             if trouble not in troubles:
                 self._log(error)
-            troubles[trouble] = f"a batch waits: {_told(error)}"
+            troubles[trouble] = f"a batch waits: {_public_reason(error)}"
             batch.retry_at = time.monotonic() + RETRY_SECONDS
         except Exception as error:
             self._log(error)
@@ -212,7 +202,7 @@ class Batches:
             self._can_run.set()
 
     def _drop_ended(self) -> None:
-        """Forgets files whose time has come, and responses that a server of an earlier version stored."""
+        """Deletes expired files, and responses that an earlier version stored."""
         try:
             for kind, tenant, id in self._store.ended(time.time()):
                 if kind == "file":
@@ -220,10 +210,10 @@ class Batches:
                 else:
                     self._store.delete(kind, tenant, id)
         except Refusal:
-            return  # the store has noted what fails
+            return  # the store has recorded the failure
 
     def _note(self, batch: OpenBatch, body: Body) -> None:
-        """Notes a batch's new status. One that was cancelled since stays so until it has ended."""
+        """Records a batch's new status, unless it was cancelled meanwhile and has not ended."""
         with self._lock:
             if body["status"] not in OPEN:
                 batch.status = body["status"]
@@ -232,21 +222,21 @@ class Batches:
                 batch.status = body["status"]
 
     def _hold(self, batch: OpenBatch) -> None:
-        """Takes a batch among the open ones."""
+        """Adds a batch to the open ones."""
         with self._lock:
             self._open[batch.id] = batch
             self._used[batch.file] += 1
 
     def _drop(self, batch: OpenBatch) -> None:
-        """Takes a batch from the open ones. The lock is held."""
+        """Removes a batch from the open ones. The caller holds the lock."""
         if self._open.pop(batch.id, None) is not None:
             self._used[batch.file] -= 1
             if not self._used[batch.file]:
                 del self._used[batch.file]
 
 
-def _told(error: Exception) -> str:
-    """Returns an error for which a batch waits in words for all clients: without paths and ids."""
+def _public_reason(error: Exception) -> str:
+    """Returns the description of an error for clients, without paths and ids."""
     if isinstance(error, Refusal):
         return str(error)
     if isinstance(error, RankError):

@@ -1,4 +1,5 @@
-"""What dialects are, and do alike: the way from a request to its response, which is whole or in events."""
+"""The context of a request, and the entries of a dialect: the way from a request to its response, whole or in
+events."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from .limits import check_samples, check_texts
 from .state import AppState, new_id
 
 T = TypeVar("T")
-# What an error's remedy says of cutting, in the words of Python and of the command line.
+# The part of an error's remedy that names truncation in Python and on the command line.
 _CUT = re.compile(rf"(,? or have (?:it|documents) cut with ){re.escape(TRUNCATE)}")
 
 
 class RequestContext:
-    """A RequestContext is one request on its way.
+    """A RequestContext holds one request and the server's state for it.
 
-    body, num_bytes  the object that was sent, and its size, once `read` has returned
-    model, adapter   the model's name in the response, and the LoRA adapter that the request is for
-    id               makes the response's id different from all others
+    body, num_bytes  the object that was sent, and its size, after `read`
+    model, adapter   the model's name in the response, and the request's LoRA adapter
+    id               unique, for the response's id
     """
 
     model: str
@@ -48,15 +49,13 @@ class RequestContext:
 
     @property
     def served(self) -> Served:
-        """Returns the things on which an order depends besides its body, which has been read."""
+        """Returns what an order depends on besides the body. Call it after `read`."""
         handler = self.handler
         return Served(handler.llm, self.model, self.id, handler.fingerprint, self.state.options.max_logprobs)
 
     async def read(self, *, computes: bool = True) -> None:
-        """Reads the body. Raises Refusal, ClientGone.
-
-        computes  whether the request will wait for the engine: where too many do, it is refused before its body is read
-        """
+        """Reads the body. computes: whether the request will wait for the engine; if too many do, it is refused before
+        its body is read. Raises Refusal, ClientGone."""
         handler = self.handler
         if computes:
             handler.backpressure.check(self.tenant.owner)
@@ -64,7 +63,7 @@ class RequestContext:
         self.model, self.adapter = self.state.model_of(self.body.get("model"))
 
     def order(self, order: TaskOrder) -> TaskOrder:
-        """Returns an order for this tenant and this model."""
+        """Returns an order with this request's tenant, adapter and namespace."""
         check_texts(self.body, self.state.options.max_texts)
         check_samples(order.items, self.state.options.max_texts)
         items, namespace = order.items, self.state.keys.namespace(self.tenant)
@@ -75,8 +74,7 @@ class RequestContext:
         return replace(order, items=items, namespace=namespace, owner=self.tenant.owner, num_bytes=self.num_bytes)
 
     async def answer(self, order: TaskOrder) -> Response:
-        """Returns the response to an order. What is wrong with the request is raised. Raises InputError, Refusal,
-        ClientGone."""
+        """Returns the response to an order. Raises InputError, Refusal, ClientGone."""
         try:
             placed = self.order(order)
             if order.events is not None:
@@ -90,13 +88,12 @@ class RequestContext:
         def write() -> Response:
             return json_response(order.make(results))
 
-        if is_short:  # before a client that leaves could be noticed
+        if is_short:  # too short to watch for a client that leaves
             return write()
         return await unless_gone(self.request, self.handler.in_pool(self.tenant.owner, write))
 
     async def tokens(self, order: TaskOrder) -> list[list[int]]:
-        """Returns the token ids of every prompt that an order makes; computes nothing. Raises InputError, Refusal,
-        ClientGone."""
+        """Returns the token ids of an order's prompts, without running them. Raises InputError, Refusal, ClientGone."""
         try:
             requests = await unless_gone(self.request, self.handler.requests(self.order(order)))
         except InputError as wrong:
@@ -104,15 +101,15 @@ class RequestContext:
         return [request.tokens.tolist() for request in requests]
 
     async def without_engine(self, function: Callable[[], T]) -> T:
-        """Returns what `function` returns, which needs no engine but may take long. Raises InputError, Refusal,
-        ClientGone."""
+        """Returns function(), which needs no engine but may take long. Raises InputError, Refusal, ClientGone."""
         check_texts(self.body, self.state.options.max_texts)
         return await unless_gone(self.request, self.handler.without_engine(self.tenant.owner, self.num_bytes, function))
 
 
 async def _events(context: RequestContext, order: TaskOrder) -> AsyncGenerator[bytes]:
-    """Yields nothing once the request has been taken, and then what is sent. A stream that fails ends with an error."""
-    started, made = False, order.events
+    """Yields b"" when the request has been accepted, and then the bytes of events. A failing stream ends with an error
+    event."""
+    started, writer = False, order.events
     try:
         async with aclosing(context.handler.stream(order)) as bodies:
             async for body in bodies:
@@ -123,9 +120,9 @@ async def _events(context: RequestContext, order: TaskOrder) -> AsyncGenerator[b
         if not started:
             raise
         refusal, message = context.state.refusal(wrong)
-        yield event_bytes(made, [made.failed(refusal.status, message, refusal.code, refusal.param)])
-    if made.mark:
-        yield made.mark
+        yield event_bytes(writer, [writer.failed(refusal.status, message, refusal.code, refusal.param)])
+    if writer.mark:
+        yield writer.mark
 
 
 Handle = Callable[[RequestContext], Awaitable[Response]]
@@ -158,10 +155,10 @@ class Entry:
     """An Entry is a path of a dialect, and what answers it.
 
     handle    (context) -> response
-    bodies    those that it takes, of which one is read before
-    query     what it takes of a query
-    admin     whether only tenants that are admins are let in
-    computes  whether its requests wait for the engine in any case, and are refused where too many do
+    bodies    the structs of its bodies; if there are any, the body is read before `handle` is called
+    query     the struct of its query
+    admin     whether it is for admins only
+    computes  whether its requests wait for the engine, and are refused if too many do
     """
 
     dialect: Dialect
@@ -174,7 +171,7 @@ class Entry:
     computes: bool = True
 
     def endpoint(self, state: AppState) -> Callable[[Request], Awaitable[Response]]:
-        """Returns the endpoint that answers with `handle`, and with the dialect's error where that raises one."""
+        """Returns the endpoint that answers with `handle`, and turns exceptions into the dialect's errors."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -188,9 +185,9 @@ class Entry:
                     await context.read(computes=self.computes)
                 return await self.handle(context)
             except ClientGone:
-                return Response(status_code=499)  # its client is gone
+                return Response(status_code=499)
             except Exception as error:
-                # Of a path that several share, the body says whose it is.
+                # A handle of a path that several dialects share sets the dialect.
                 dialect: Dialect = request.scope.get("dialect", self.dialect)
                 return dialect.refuse(state, error)
 

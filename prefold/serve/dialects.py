@@ -77,7 +77,7 @@ class Detokenize(Body, kw_only=True):
 
 
 def taking(kind: type[Body], **more: Any) -> Handle:
-    """Returns the handle of requests with bodies of one kind. more: for their `order`."""
+    """Returns the handle of requests with bodies of one kind. more: arguments of the body's `order`"""
 
     async def handle(context: RequestContext) -> Response:
         return await context.answer(kind.of(context.body).order(context.served, **more))  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def post(dialect: Dialect, path: str, kind: type[Body], **more: Any) -> Entry:
 
 async def rerank(context: RequestContext) -> Response:
     """Answers /rerank: TEI's with `texts`, else vLLM's, Cohere's and Jina's."""
-    if "texts" in context.body:  # whose form a refusal has, only the body says
+    if "texts" in context.body:  # only the body says in which dialect to refuse
         context.request.scope["dialect"] = TEI
         return await taking(TeiRerank)(context)
     return await taking(Rerank)(context)
@@ -160,8 +160,8 @@ async def tokenize(context: RequestContext) -> Response:
 def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any]) -> list[int]:
     """Returns the tokens of a prompt. Raises InputError for too many.
 
-    special  whether to add what the tokenizer puts around a text
-    options  of the task that truncate_prompt_tokens asks for: the last tokens are kept, and the special ones
+    special  whether to add the tokenizer's special tokens
+    options  of the task, with a `max_length` from truncate_prompt_tokens: the last tokens stay, and the special ones
     """
     ids, _ = located(llm, prompt, "prompt")
     around = (llm.tokenizer.prefix_ids.tolist(), llm.tokenizer.suffix_ids.tolist()) if special else ([], [])
@@ -220,8 +220,8 @@ async def tokenize_inputs(context: RequestContext) -> Response:
 
 
 def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, Any]]]:
-    """Returns the tokens of each text as TEI writes them; a special one that was added has no place in the text.
-    Raises InputError."""
+    """Returns the tokens of each text as TEI writes them. Added special tokens have no place in the text. Raises
+    InputError."""
     tokenizer, count, lists = llm.tokenizer, 0, []
     is_special = cache(lambda id: tokenizer.decode([id], skip_special=True) == "" != tokenizer.decode([id]))
     before, behind = (
@@ -240,13 +240,13 @@ def tokenized(llm: Any, texts: list[Any], special: bool) -> list[list[dict[str, 
 
 
 def located(llm: Any, text: Any, field: str, count: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns (the tokens of a text, where each lies in it), without special ones. Raises InputError, naming `field`,
-    for what is no text, and for too many tokens, with `count` that there are already."""
-    tokenizer, left = llm.tokenizer, most_tokens(llm) - count
-    if tokenizer.is_longer(valid_text(text, field), left):
+    """Returns (the tokens of a text, their places in it), without special tokens. Raises InputError, naming `field`,
+    for a value that is no text, and for too many tokens together with `count` earlier ones."""
+    tokenizer, room = llm.tokenizer, most_tokens(llm) - count
+    if tokenizer.is_longer(valid_text(text, field), room):
         raise too_many_tokens(llm, field)
     ids, spans = tokenizer.located(text)
-    if len(ids) > left:
+    if len(ids) > room:
         raise too_many_tokens(llm, field)
     return ids, spans
 
@@ -260,8 +260,8 @@ async def decode(context: RequestContext) -> Response:
 
 
 def decoded(llm: Any, lists: list[Any], field: str, skip: bool) -> list[str]:
-    """Returns the texts of lists of token ids. Raises InputError, naming `field`, for what is no list of them, and for
-    too many."""
+    """Returns the texts of lists of token ids. Raises InputError, naming `field`, for other values and for too many
+    ids."""
     most = llm.config.vocab_size
     if sum(len(ids) for ids in lists if isinstance(ids, list)) > most_tokens(llm):
         raise too_many_tokens(llm, field)
@@ -293,7 +293,7 @@ async def info(context: RequestContext) -> Response:
     })  # fmt: skip
 
 
-# Of two entries of one path the first counts: /v2/rerank is vLLM's too, and its errors are Cohere's.
+# The first entry of a path counts: /v2/rerank is also vLLM's, and its errors are Cohere's.
 ENTRIES = [
     post(COHERE, "/v1/embed", CohereEmbed),
     post(COHERE, "/v2/embed", CohereEmbed, default=["float"]),

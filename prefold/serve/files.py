@@ -1,4 +1,4 @@
-"""OpenAI's files and batches: what their requests ask of the store, and of the batches that run."""
+"""The routes of OpenAI's files and batches, over the store and the batches that run."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .context import Entry, RequestContext
 from .dialects import OPENAI
 from .http import ClientGone, Refusal, json_response
 from .state import new_id
-from .store import Body as Kept
+from .store import Body as Stored
 from .store import Store
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-FORM_BYTES = 1 << 16  # that the form around a file takes
+FORM_BYTES = 1 << 16  # of a form without its file, at most
 PURPOSES = ("batch", "vision", "user_data")
 
 
 class Page(Body):
-    """A Page is what a query asks of a list of batches. There are as many as OpenAI has where it does not say."""
+    """A Page is the query of a list of batches; defaults are OpenAI's."""
 
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
@@ -46,14 +46,14 @@ class Page(Body):
 
 
 class PageOfFiles(Page):
-    """A PageOfFiles is what a query asks of a list of files."""
+    """A PageOfFiles is the query of a list of files."""
 
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
     purpose: str | None = None
 
 
 class Expiry(Struct):
-    """An Expiry says when a file is forgotten."""
+    """An Expiry says when a file is deleted."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=1, le=10**10)]
@@ -79,7 +79,7 @@ class NewBatch(Body, kw_only=True):
 
 
 def _stores(context: RequestContext) -> tuple[str, Store, Batches]:
-    """Returns (owner of what the tenant keeps, store, batches). Raises Refusal (404) where the server keeps nothing."""
+    """Returns (the tenant's name in the store, store, batches). Raises Refusal (404) if the server has no store."""
     store, batches = context.state.store, context.state.batches
     if store is None or batches is None:
         remedy = "start it with --data-dir FOLDER"
@@ -117,12 +117,12 @@ async def upload(context: RequestContext) -> Response:
         remedies = {"expires_after": _EXPIRY_REMEDY}
         expiry = converted(fields, Expiry, "expires_after", remedies=remedies, strict=False) if fields else None
         seconds = None if expiry is None else expiry.seconds
-        body = await asyncio.to_thread(_keep, store, owner, file, str(purpose), seconds)
+        body = await asyncio.to_thread(_store_file, store, owner, file, str(purpose), seconds)
     return json_response(body)
 
 
-def _keep(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: int | None) -> Kept:
-    """Keeps a file that has been read; returns what is known of it."""
+def _store_file(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: int | None) -> Stored:
+    """Stores an uploaded file, and returns its object."""
     id, now = f"file-{new_id()}", int(time.time())
     with store.writing_content(id) as path, path.open("wb") as copy:
         file.file.seek(0)
@@ -130,7 +130,7 @@ def _keep(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: in
         size = copy.tell()
     # A form's charset may make halves of surrogate pairs, which no answer can hold.
     name = Path(file.filename or "file.jsonl").name[:255].encode("utf-8", "replace").decode()
-    body: Kept = {"id": id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": purpose}
+    body: Stored = {"id": id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": purpose}
     body |= {"expires_at": seconds and now + seconds, "status": "processed", "status_details": None}
     try:
         store.add("file", tenant, body, drop_at=body["expires_at"])
@@ -141,11 +141,11 @@ def _keep(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: in
 
 
 async def _limited(context: RequestContext, store: Store, owner: str) -> AsyncIterator[bytes]:
-    """Yields the parts of a body. Raises Refusal for one that is too large or stops coming, or where the owner stores
-    too much, ClientGone."""
+    """Yields the parts of a body. Raises Refusal if it is too large or stalls, or the owner stores too much; ClientGone
+    if the client leaves."""
     size, options = 0, context.state.options
     most = options.max_file_bytes
-    left, receiving = await asyncio.to_thread(store.left, owner), store.receiving
+    room, receiving = await asyncio.to_thread(store.left, owner), store.receiving
     parts = context.request.stream()
     closing = {"connection": "close"}
     try:
@@ -165,8 +165,8 @@ async def _limited(context: RequestContext, store: Store, owner: str) -> AsyncIt
             if size > most + FORM_BYTES:
                 message, remedy = f"the file is larger than {most} bytes", "split it (--max-file-bytes)"
                 raise Refusal(413, message, remedy=remedy, code="body_too_large", headers=closing)
-            if receiving[owner] > left + FORM_BYTES:
-                full = store.full(receiving[owner] - left)
+            if receiving[owner] > room + FORM_BYTES:
+                full = store.full(receiving[owner] - room)
                 full.headers |= closing
                 raise full
             yield part
@@ -181,19 +181,19 @@ async def list_files(context: RequestContext) -> Response:
 
 async def retrieve_file(context: RequestContext) -> Response:
     """Answers with what is known of a file."""
-    return json_response(await _one(context, "file"))
+    return json_response(await _named_object(context, "file"))
 
 
 async def content(context: RequestContext) -> Response:
     """Answers with a file's content."""
-    body = await _one(context, "file")
+    body = await _named_object(context, "file")
     return FileResponse(_stores(context)[1].path(body["id"]), media_type="application/octet-stream")
 
 
 async def delete_file(context: RequestContext) -> Response:
     """Forgets a file. One that a batch still reads is kept, with an error."""
     owner, _, batches = _stores(context)
-    body = await _one(context, "file")
+    body = await _named_object(context, "file")
     if not await asyncio.to_thread(batches.forget_file, owner, body["id"]):
         remedy = "cancel the batch, or wait until it has ended"
         raise Refusal(409, "a batch still reads this file", remedy=remedy, code="file_in_use")
@@ -211,26 +211,26 @@ async def create_batch(context: RequestContext) -> Response:
     if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         message, remedy = f"'endpoint' is {endpoint!r:.100}", f"give one of {', '.join(ENDPOINTS)}"
         raise InputError(message, field="endpoint", remedy=remedy, code="unsupported")
-    kept = isinstance(file, str) and await asyncio.to_thread(store.get, "file", owner, file)
-    if not kept or kept["purpose"] != "batch":
+    stored = isinstance(file, str) and await asyncio.to_thread(store.get, "file", owner, file)
+    if not stored or stored["purpose"] != "batch":
         message, remedy = f"there is no file {file!r:.100} for a batch", 'upload it with purpose "batch"'
         raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
     window, now = sent.completion_window, int(time.time())
-    made: Kept = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
-    made |= {"input_file_id": file, "completion_window": window, "status": "validating"}
-    made |= {"output_file_id": None, "error_file_id": None, "created_at": now, "in_progress_at": None}
+    batch: Stored = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
+    batch |= {"input_file_id": file, "completion_window": window, "status": "validating"}
+    batch |= {"output_file_id": None, "error_file_id": None, "created_at": now, "in_progress_at": None}
     seconds = int(window[:-1]) * _SECONDS[window[-1]]
-    made |= {"expires_at": now + seconds, "metadata": sent.metadata, "model": context.state.names[0]}
+    batch |= {"expires_at": now + seconds, "metadata": sent.metadata, "model": context.state.names[0]}
     times = ("finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-    made |= {f"{name}_at": None for name in times}
-    made |= {"request_counts": {"total": 0, "completed": 0, "failed": 0}, "usage": None}
+    batch |= {f"{name}_at": None for name in times}
+    batch |= {"request_counts": {"total": 0, "completed": 0, "failed": 0}, "usage": None}
     expiry = sent.output_expires_after
-    made |= {
+    batch |= {
         "_output_seconds": None if expiry is None else expiry.seconds,
         "_model": context.handler.llm.checkpoint.name,
     }
-    await asyncio.to_thread(batches.create, owner, made)
-    return json_response(batches.with_counts(made))
+    await asyncio.to_thread(batches.create, owner, batch)
+    return json_response(batches.with_counts(batch))
 
 
 async def list_batches(context: RequestContext) -> Response:
@@ -240,21 +240,21 @@ async def list_batches(context: RequestContext) -> Response:
 
 async def retrieve_batch(context: RequestContext) -> Response:
     """Answers with how far a batch is."""
-    return json_response(_stores(context)[2].with_counts(await _one(context, "batch")))
+    return json_response(_stores(context)[2].with_counts(await _named_object(context, "batch")))
 
 
 async def cancel_batch(context: RequestContext) -> Response:
     """Ends a batch early: what is computed stays, the other lines become errors."""
     batches = _stores(context)[2]
-    body = await _one(context, "batch")
+    body = await _named_object(context, "batch")
     return json_response(batches.with_counts(await asyncio.to_thread(batches.cancel, body["id"])))
 
 
 # ---------------------------------------------------------------------------------------------------------- both
 
 
-async def _one(context: RequestContext, kind: str) -> Kept:
-    """Returns the object that a path names. Raises Refusal (404) where the tenant has none of this id."""
+async def _named_object(context: RequestContext, kind: str) -> Stored:
+    """Returns the object that a path names. Raises Refusal (404) if the tenant has none of this id."""
     owner, store, _ = _stores(context)
     id = context.request.path_params["id"]
     body = await asyncio.to_thread(store.get, kind, owner, id)

@@ -1,8 +1,8 @@
-"""Takes items of tasks from requests, and gives back what the tasks make of them.
+"""Runs the items of requests through tasks and the engine, and returns the tasks' answers.
 
-Tokenising and making responses happen in a pool of threads, in which tenants take turns, computing in the engine's;
-the event loop only waits, and does what is short itself (see `limits.py`). Not too many may wait (see
-`backpressure.py`).
+Requests are tokenised and responses made in a pool of threads, in which tenants take turns; the engine's thread
+computes. The event loop waits, and does only short work itself (see `limits.py`). The number of waiting requests is
+bounded (see `backpressure.py`).
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ T = TypeVar("T")
 class RequestHandler:
     """A RequestHandler stands between the dialects and the engine of one LLM.
 
-    names        by which the model is served, the first of which stands in responses. Of a local model's path it is the
-                 last part
-    known_names  by which it may be asked for: also by its path, and as "dummy", which huggingface_hub sends where it
-                 knows only the server's address
+    names        the model's names; the first stands in responses. The name of a local model is the last part of its
+    path known_names  the names that requests may use: `names`, the model's path, and "dummy", which huggingface_hub
+    sends when
+                 it knows only the server's address
     """
 
     def __init__(self, llm: Any, options: ServeOptions, metrics: Metrics, keys: Keys, store: Store | None = None):
-        """store: where clients' files are, which may be images."""
+        """store: has clients' files, which may be images"""
         self._store = store
         self.llm, self.options, self._metrics, self._keys = llm, options, metrics, keys
         self.engine, self.watch = llm.engine, StepWatch(llm.engine)
@@ -71,8 +71,8 @@ class RequestHandler:
         self.engine.set_step_policy(self.step_policy)
         self.backpressure = Backpressure(options, keys)
         self._pool = FairQueue(4, "prefold-prepare")
-        # To decode images takes long, and one waits for the other: what is text alone does not wait for them. Nor does
-        # it for chat templates of requests, of which one is rendered at a time.
+        # Images take long to decode, one after the other, and chat templates of requests are rendered one at a time.
+        # Requests with neither must not wait for them.
         self._pool_of_images = FairQueue(2, "prefold-images")
         self._pool_of_templates = FairQueue(1, "prefold-prepare-template")
         checkpoint = llm.checkpoint
@@ -85,23 +85,21 @@ class RequestHandler:
         names = ("max_n", "max_logprobs", "escape_special")
         self._of_texts = {name: getattr(options, name) for name in names}
 
-    # ------------------------------------------------------------------------------------------------ what is asked
-
     async def answer(self, order: TaskOrder) -> tuple[list[dict[str, Any]], bool]:
-        """Returns (the task's result of each item; where prompts are scored too, with "prompt" as PromptTask gives it,
-        whether it takes no time to write them). Raises InputError or Refusal."""
+        """Returns (the task's answer to each item, whether they are quick to write). If prompts are scored too, an
+        answer has the "prompt" of PromptTask. Raises InputError or Refusal."""
         if order.echo is None:
             return await self._results(order)
-        # As for other numbers, a namespace of their own keeps apart what is not to be shared.
+        # A namespace of its own keeps scores from being shared with other requests.
         namespace = order.namespace if order.share else order.namespace + uuid4().hex
         scored, _ = await self._results(replace(order, namespace=namespace))
         if all("finish_reason" in result for result in scored):
             return scored, False
-        made, _ = await self._results(replace(order, echo=None))
-        return [each | {"prompt": prompt["prompt"]} for each, prompt in zip(made, scored, strict=True)], False
+        generated, _ = await self._results(replace(order, echo=None))
+        return [each | {"prompt": prompt["prompt"]} for each, prompt in zip(generated, scored, strict=True)], False
 
     async def _results(self, order: TaskOrder) -> tuple[list[dict[str, Any]], bool]:
-        async with self._entered(order, text=False) as (task, works, replies):
+        async with self._submitted(order, text=False) as (task, works, replies):
             answers = dict.fromkeys(range(len(replies)))
             async with aclosing(events_of(replies)) as events:
                 async for number, answer in events:  # the first that fails ends the others
@@ -109,64 +107,66 @@ class RequestHandler:
         if task.readout.kind == "tokens":
             results = [[answer] for answer in answers.values()]
         else:
-            left = iter(answers[0])
-            results = [[next(left) for _ in work.requests] for work in works]
+            numbers = iter(answers[0])
+            results = [[next(numbers) for _ in work.requests] for work in works]
         finish = partial(finish_items, task, works, results)
         is_short = are_short(results) and order.echo is None
-        made = [raised(result) for result in (finish() if is_short else await self.in_pool(order.owner, finish))]
+        answers_of_items = [
+            result_or_raise(result) for result in (finish() if is_short else await self.in_pool(order.owner, finish))
+        ]
         if task.readout.kind == "tokens":
-            for result in made:
+            for result in answers_of_items:
                 self._metrics.prompt(order.owner.tenant, result)
-        return made, is_short
+        return answers_of_items, is_short
 
     async def stream(self, order: TaskOrder) -> AsyncGenerator[bytes]:
-        """Yields nothing once the order has been taken: what is wrong with it is raised by then. Then the events of its
-        response, as they come."""
-        started, is_first, made = time.perf_counter(), True, order.events
-        async with self._entered(order, text=True) as (task, works, replies):
+        """Yields b"" when the order has been accepted, by when errors of the request are raised, and then the events of
+        its response as they come."""
+        started, is_first, writer = time.perf_counter(), True, order.events
+        async with self._submitted(order, text=True) as (task, works, replies):
 
             def ended(number: int, answer: Any) -> tuple[dict[str, Any], bytes]:
-                result = raised(*finish_items(task, [works[number]], [[answer]]))
-                return result, event_bytes(made, made.end(number, result))
+                result = result_or_raise(*finish_items(task, [works[number]], [[answer]]))
+                return result, event_bytes(writer, writer.end(number, result))
 
             yield b""
-            yield event_bytes(made, made.begin([work.note for work in works]))
+            yield event_bytes(writer, writer.begin([work.note for work in works]))
             async with aclosing(events_of(replies)) as events:
-                async for number, came in events:
+                async for number, event in events:
                     if is_first:
                         self._metrics.first.observe(time.perf_counter() - started)
                         is_first = False
                     for gap in replies[number].take_gaps():
                         self._metrics.between.observe(gap)
-                    if isinstance(came, TextPiece):
+                    if isinstance(event, TextPiece):
                         tokens = [
                             {"id": id} if logprobs is None else task.token_logprobs(id, logprobs)
-                            for id, logprobs in came.tokens
+                            for id, logprobs in event.tokens
                         ]
-                        yield event_bytes(made, made.piece(number, came.sample, came.text, tokens, came.count))
+                        yield event_bytes(writer, writer.piece(number, event.sample, event.text, tokens, event.count))
                         continue
-                    end = partial(ended, number, came)
-                    result, body = end() if are_short([[came]]) else await self.in_pool(order.owner, end)
+                    end = partial(ended, number, event)
+                    result, body = end() if are_short([[event]]) else await self.in_pool(order.owner, end)
                     self._metrics.prompt(order.owner.tenant, result)
                     yield body
-        yield event_bytes(made, made.last())
+        yield event_bytes(writer, writer.last())
 
     async def requests(self, order: TaskOrder) -> list[Request]:
-        """Returns the requests that an order makes; computes nothing. Raises InputError or Refusal."""
+        """Returns the engine's requests for an order, without running them. Raises InputError or Refusal."""
         with self.backpressure.preparing(order.num_bytes, order.owner, computes=False):
             _, works = await self._prepared(replace(order, computes=False))
         return [request for work in works for request in work.requests]
 
     async def without_engine(self, owner: Owner, num_bytes: int, function: Callable[[], T]) -> T:
-        """Returns what `function` returns, which needs no engine: in the pool of threads, but for a short body.
-        Raises Refusal where too many wait."""
+        """Returns function(), which needs no engine. It runs in the pool of threads, unless the body is short. Raises
+        Refusal if too many requests wait."""
         with self.backpressure.preparing(num_bytes, owner, computes=False):
             return function() if num_bytes <= SHORT_BYTES else await self.in_pool(owner, function)
 
     def task(self, order: TaskOrder) -> BoundedTask:
-        """Returns the task of an order, within the server's limits and the order's namespace. Its requests read no file
-        of this machine, but those that the tenant has uploaded, and their images are in the namespace. A model without
-        logits takes conversations too, where the engine does not compute them."""
+        """Returns the task of an order, within the server's limits and the order's namespace. Its requests can read no
+        file of this machine but the tenant's uploads, and their images are in the namespace. For a model without logits
+        a conversation can be tokenised, but not continued."""
         options = {**(self._of_texts if order.task == "generate" else {}), **order.options}
         if order.task == "generate" and not order.computes and not self.llm.config.lm_head:
             inputs = inputs_of(self.llm.config, self.llm.tokenizer, options.pop("max_length", None))
@@ -179,7 +179,7 @@ class RequestHandler:
                 store, tenant = self._store, str(order.owner.tenant or "")
                 uploaded = None if store is None else lambda id: store.path_of(tenant, id)
                 task = copy(task)
-                task.inputs = replace(task.inputs, images=images.for_strangers(uploaded, order.namespace))
+                task.inputs = replace(task.inputs, images=images.for_clients(uploaded, order.namespace))
         if order.echo is not None:
             task = PromptTask(task, order.echo, self.llm.engine.options.eos_ids)
         if order.readout is not None:
@@ -195,13 +195,13 @@ class RequestHandler:
 
     def _prepare(self, order: TaskOrder) -> tuple[Any, list[Work]]:
         task = self.task(order)
-        works: list[Work] = [raised(work) for work in task.prepare(order.items)]
-        if not any(work.requests for work in works):  # no answer would ever come
+        works: list[Work] = [result_or_raise(work) for work in task.prepare(order.items)]
+        if not any(work.requests for work in works):  # the engine would never answer
             raise InputError("the request holds no text", remedy="give at least one", code="empty")
         return task, works
 
     async def _prepared(self, order: TaskOrder) -> tuple[Any, list[Work]]:
-        """Returns what `_prepare` does, called in a pool of threads, when it is the tenant's turn."""
+        """Returns the result of `_prepare`, called in a pool of threads when it is the tenant's turn."""
         pool = self._pool
         if self.llm.images is not None and any(map(has_images, order.items)):
             pool = self._pool_of_images
@@ -210,7 +210,7 @@ class RequestHandler:
         return await asyncio.wrap_future(pool.submit(order.owner.tenant, self._prepare, order))
 
     @asynccontextmanager
-    async def _entered(
+    async def _submitted(
         self, order: TaskOrder, *, text: bool
     ) -> AsyncIterator[tuple[Any, list[Work], list[ResponseStream]]]:
         """Gives (task, a Work of each item, replies) of an order that the engine works for within the context, and
@@ -237,8 +237,8 @@ class RequestHandler:
                     requests = [work.requests for work in works]
                     requests = requests if is_text else [list(chain.from_iterable(requests))]
                     # Numbers that are not to be shared are in a namespace of their own, in which they share rows.
-                    how = {"text": text, "share": None if order.share or not is_text else False}
-                    begin = partial(self._submit, requests, task.readout, replies, **how)
+                    options = {"text": text, "share": None if order.share or not is_text else False}
+                    begin = partial(self._submit, requests, task.readout, replies, **options)
                     begin() if is_short else await self.in_pool(order.owner, begin)
                     yield task, works, replies
                 finally:
@@ -284,18 +284,17 @@ class RequestHandler:
 
 
 def fingerprint(llm: Any) -> str:
-    """Returns a text that is another one where answers may be others: of the version, the model, and how it is
-    computed."""
-    engine, kept = llm.engine.options, llm.engine.options.generation
-    how = [llm.device.type, engine.sharing, kept.looped.exits, getattr(kept.cache, "shifted", None)]
+    """Returns a text that changes whenever answers may change: a digest of the version, the model and the settings."""
+    engine, generation = llm.engine.options, llm.engine.options.generation
+    settings = [llm.device.type, engine.sharing, generation.looped.exits, getattr(generation.cache, "shifted", None)]
     named = llm.identity
-    identity = {**named, "model": {**named["model"], "name": ""}}  # which may be the path of its folder
-    content = json.dumps([__version__, identity, how], sort_keys=True, default=str)
+    identity = {**named, "model": {**named["model"], "name": ""}}  # the name may be a path
+    content = json.dumps([__version__, identity, settings], sort_keys=True, default=str)
     return f"fp_{hashlib.blake2b(content.encode(), digest_size=6).hexdigest()}"
 
 
 class BoundedTask:
-    """A task whose requests are in a namespace, outside of which they share nothing, and whose items are within the
+    """A BoundedTask is a task whose requests share nothing outside a namespace, and whose items are checked against the
     server's limits."""
 
     def __init__(self, task: Any, options: ServeOptions, namespace: str):
@@ -305,11 +304,11 @@ class BoundedTask:
         return getattr(self._task, name)
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        """Returns what the task prepares, and an InputError in place of each item that is refused."""
+        """Returns the task's Work for each item, or its InputError."""
         items = list(items)
         errors = [attempt(check_item, item, self._options, self._task.inputs.tokenizer) for item in items]
-        made = iter(self._task.prepare([item for item, error in zip(items, errors, strict=True) if error is None]))
-        works = [next(made) if error is None else error for error in errors]
+        prepared = iter(self._task.prepare([item for item, error in zip(items, errors, strict=True) if error is None]))
+        works = [next(prepared) if error is None else error for error in errors]
         for work in works:
             if self._namespace and not isinstance(work, InputError):
                 salted = [replace(request, salt=within(self._namespace, request.salt)) for request in work.requests]
@@ -317,27 +316,27 @@ class BoundedTask:
         return works
 
 
-def event_bytes(made: Events, events: Iterable[dict[str, Any]]) -> bytes:
-    """Returns events as they are sent, with their "type" as their names where the API names them."""
-    named = b"event: %b\n" if made.is_named else b""
+def event_bytes(writer: Events, events: Iterable[dict[str, Any]]) -> bytes:
+    """Returns the bytes of server-sent events, named by their "type" if the API names events."""
+    named = b"event: %b\n" if writer.is_named else b""
     return b"".join(
         (named % event["type"].encode() if named else b"") + b"data: %b\n\n" % json_of(event) for event in events
     )
 
 
-def raised(value: Any) -> Any:
-    """Returns a value; raises it where it is an InputError."""
+def result_or_raise(value: Any) -> Any:
+    """Returns a value, or raises it if it is an InputError."""
     if isinstance(value, InputError):
         raise value
     return value
 
 
 class PromptTask:
-    """A PromptTask reads the log-probabilities of the tokens of prompts that a GenerateTask would continue.
+    """A PromptTask computes the log-probabilities of the tokens of prompts that a GenerateTask would continue.
 
-    Result: {"prompt": one entry a token}, an entry being one of "logprobs" in a result of generation, with the token's
-    "rank"; "logprob" is None in the first. Where no token is to be made, or only the most likely one, which is known
-    too, the result of generation is there as well.
+    Result: {"prompt": an entry for each token}. An entry is one of "logprobs" in a result of generation, with the
+    token's "rank"; "logprob" is None in the first. If no token is to be generated, or only the most likely one, which
+    is known as well, the result has the fields of a result of generation too.
     """
 
     name = "generate"
@@ -360,7 +359,7 @@ class PromptTask:
             message, remedy = "the prompt has images, whose rows have no probabilities", "leave it out"
             raise InputError(message, field="prompt_logprobs", remedy=remedy, code="unsupported")
         self.readout = replace(self.readout, exits=request.sampling.exits)  # all items have the same
-        # Every row is read: behind the last one there is no token of the prompt, but the most likely one is wanted.
+        # Every row is read: the last one for the most likely next token, with any target.
         targets = np.concatenate((request.tokens[1:], request.tokens[:1]))
         note = {"note": work.note, "request": request}
         return Work([replace(request, targets=targets, sampling=None)], note)
@@ -377,11 +376,11 @@ class PromptTask:
                 prompt.append(names(token, TokenLogprobs(0.0)) | {"logprob": None, "rank": None})
             else:
                 prompt.append(names(token, entry[1]) | {"rank": int(entry[0][1])})
-        made = self._made(request, rows[-1])
-        return ({} if made is None else self._inner.finish(note["note"], [[made]])) | {"prompt": prompt}
+        generated = self._generated(request, rows[-1])
+        return ({} if generated is None else self._inner.finish(note["note"], [[generated]])) | {"prompt": prompt}
 
-    def _made(self, request: Request, last: TokenLogprobs) -> Generated | None:
-        """Returns what is generated, None where that is not known. last: what was read behind the prompt."""
+    def _generated(self, request: Request, last: TokenLogprobs) -> Generated | None:
+        """Returns the generated output; None if it has to be computed. last: the log-probabilities after the prompt"""
         sampling = request.sampling
         assert sampling is not None
         tokenizer = self.inputs.tokenizer
@@ -397,6 +396,6 @@ class PromptTask:
 
 
 def _top(row: Sequence[float]) -> tuple[tuple[int, float], ...]:
-    """Returns the most likely (id, log-probability) of a row that was read with `Readout.top`."""
+    """Returns the most likely (id, log-probability) pairs of a row that was read with `Readout.top`."""
     count = len(row) // 2 - 1
     return tuple((int(id), value) for value, id in zip(row[2 : 2 + count], row[2 + count :], strict=True))

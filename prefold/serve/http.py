@@ -1,5 +1,4 @@
-"""What every dialect needs of HTTP: refusals, a client that leaves noticed, bodies read within limits, JSON and events
-written."""
+"""HTTP for all dialects: refusals, clients that leave, bodies within limits, JSON and events, foreign pages."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ T = TypeVar("T")
 
 
 class Refusal(Exception):
-    """An answer that is no result.
+    """A Refusal is an error response.
 
     status, headers  of the response
-    param, remedy    what of the request is wrong, and what to do about it
+    param, remedy    the wrong field of the request, and how to correct it
     code             a short stable word for machines
     """
 
@@ -69,15 +68,15 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 # -------------------------------------------------------------------------------------------- clients that leave
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Returns what `work` returns; cancels it and raises ClientGone where the client leaves before. The body must have
+    """Returns the result of `work`; if the client leaves earlier, cancels it and raises ClientGone. The body must have
     been read."""
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
@@ -97,10 +96,10 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 class EventStream(Response):
     """An EventStream sends events as they are made, each of them the bytes of one server-sent event.
 
-    The events end when the client leaves, or takes too little (see `protocol.py`); where there is none for
-    `ping_seconds`, a comment is sent, so that proxies keep the connection.
+    The events end when the client leaves, or reads too slowly (see `protocol.py`). After `ping_seconds` without an
+    event a comment is sent, so that proxies keep the connection.
 
-    left  called where the client has left, or takes nothing any more
+    on_disconnect  is called when the client has left, or reads no more
     """
 
     def __init__(
@@ -108,21 +107,21 @@ class EventStream(Response):
         events: AsyncGenerator[bytes],
         request: Request,
         options: ServeOptions,
-        left: Callable[[], object] = lambda: None,
+        on_disconnect: Callable[[], object] = lambda: None,
     ):
         super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"}, "text/event-stream")
         del self.headers["content-length"]
-        self._events, self._request, self._options, self._left = events, request, options, left
+        self._events, self._request, self._options, self._on_disconnect = events, request, options, on_disconnect
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await unless_gone(self._request, self._write(send))
         except ClientGone:
-            self._left()
+            self._on_disconnect()
 
     async def _write(self, send: Any) -> None:
-        # An event makes no task and no timer of its own: there is one for each token of each text.
+        # There is an event for each token of each text, so it must cost no task and no timer.
         loop, every = asyncio.get_running_loop(), self._options.ping_seconds
         last = loop.time()
 
@@ -156,7 +155,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Bodies:
-    """A Bodies reads bodies, and counts the bytes of those that have not come wholly: they are held in memory."""
+    """A Bodies reads bodies, and bounds the bytes of those that are being received, which are in memory."""
 
     def __init__(self, options: ServeOptions):
         self._options = options
@@ -177,8 +176,8 @@ class Bodies:
         return value, len(body)
 
     async def read(self, request: Request, tenant: Tenant) -> bytes:
-        """Returns the body of a request. Raises Refusal for one that is too large (413) or too slow (408), or where too
-        much is being received (429); ClientGone."""
+        """Returns the body of a request. Raises Refusal if it is too large (413) or too slow (408), or too much is
+        being received (429); ClientGone if the client leaves."""
         options = self._options
         too_large = Refusal(
             413,
@@ -197,12 +196,12 @@ class Bodies:
                     size += len(part)
                     if size > options.max_body_bytes:
                         raise too_large
-                    taken = self.num_bytes + len(part), self._sizes[tenant.name] + len(part)
-                    if taken[0] > options.max_receiving_bytes or taken[1] > options.most_of_one_tenant:
+                    totals = self.num_bytes + len(part), self._sizes[tenant.name] + len(part)
+                    if totals[0] > options.max_receiving_bytes or totals[1] > options.most_of_one_tenant:
                         message = "the bodies of too many requests are being received"
                         headers, code = {"retry-after": "1"} | _CLOSING, "rate_limit_exceeded"
                         raise Refusal(429, message, remedy="send the request again", code=code, headers=headers)
-                    self.num_bytes, self._sizes[tenant.name] = taken
+                    self.num_bytes, self._sizes[tenant.name] = totals
                     parts.append(part)
         except TimeoutError:
             message = f"the body did not come within {options.body_seconds:g} seconds"
@@ -220,16 +219,16 @@ class Bodies:
 
 # ------------------------------------------------------------------------------------------------- foreign pages
 #
-# A page of any site may send requests to this machine, and where the name of its own server is made to stand for this
-# address (DNS rebinding), it may read the answers too. What browsers say of such a page tells it apart: the name that
-# the request is sent to (Host), and the site that the page is from (Origin).
+# A page of any site may send requests to this machine, and if the name of its own server is made to resolve to this
+# address (DNS rebinding), it may read the answers too. Browsers identify such a page: by the name that the request is
+# sent to (Host), and by the site that the page is from (Origin).
 
 
 class Hosts:
-    """Hosts are the names by which a server may be asked, and whose pages may ask it.
+    """A Hosts is the allowlist of host names: requests may be sent to them, and come from their pages.
 
-    A server that other machines reach without keys was opened to them on purpose, and they ask it by names that it does
-    not know: of a container, of a proxy, of a domain. It may be asked by any name, unless some are allowed.
+    A server that is open to other machines without keys is reached by names that it does not know: of a container, of a
+    proxy, of a domain. It accepts any name, unless some are allowed explicitly.
     """
 
     def __init__(self, options: ServeOptions):
@@ -238,15 +237,15 @@ class Hosts:
         self._is_any_name_right = not (options.is_local or options.allowed_hosts)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises Refusal (403) for a request to another name, or of a page of another site. headers: (name, value) of
-        each, the names in small letters."""
+        """Raises Refusal (403) for a request to another name, or from a page of another site. headers: (name, value) of
+        each, with names in lower case"""
         host = origin = None
         for name, value in headers:
             if name == b"host" and host is None:
                 host = value.decode("latin-1").lower()
             elif name == b"origin":
                 origin = value.decode("latin-1").lower()
-        # A name can be made to stand for this address, an address cannot.
+        # A name can be made to resolve to this address; an address cannot.
         if host and not self._is_any_name_right and not (name_of(host) in self._names or is_address(name_of(host))):
             remedy = "ask by its address, or start it with --allowed-host and this name"
             raise Refusal(403, f"this server is not {host!r:.100}", remedy=remedy, code="unknown_host")
@@ -261,12 +260,12 @@ class Hosts:
 
 
 def plain(name: str) -> str:
-    """Returns a name as it is compared: in small letters, without the dot that may end a whole one."""
+    """Returns a host name in lower case, without a final dot, for comparisons."""
     return name.lower().removesuffix(".")
 
 
 def name_of(host: str) -> str:
-    """Returns the name or address in a host with a port or without, as `plain` does; "" where it cannot be read."""
+    """Returns the name or address in a host, which may have a port, in the form of `plain`; "" if it is invalid."""
     try:
         return plain(urlsplit(f"//{host}").hostname or "")
     except ValueError:
@@ -274,7 +273,7 @@ def name_of(host: str) -> str:
 
 
 def is_address(name: str) -> bool:
-    """Returns whether this is an address in numbers."""
+    """Returns whether a host is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads the file of keys: the tenants that they stand for, and the namespace in which a tenant's prompts are shared."""
+"""Reads the file of keys, with their tenants, and gives each tenant a namespace in which its prompts are shared."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from ..types import Owner, Share
 
 @dataclass(frozen=True, slots=True)
 class Limits(Share):
-    """A Limits says how much of the server a tenant may have at once, besides its share of the engine.
+    """A Limits bounds what a tenant may use of the server, besides its share of the engine.
 
-    max_waiting_requests  that wait to be computed; further ones are refused with 429
+    max_waiting_requests  requests that wait to be computed; further ones are refused with 429
     max_waiting_tokens    tokens of their prompts
-    max_stored_bytes      of its files and batches together; further ones are refused with 413. None: the
-                          half of the disk
+    max_stored_bytes      bytes of its files and batches; further ones are refused with 413. None: half of the disk
     """
 
     max_waiting_requests: int | None = None
@@ -38,12 +37,12 @@ UNLIMITED = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A Tenant is the person or program that a key stands for.
+    """A Tenant is the person or program that uses a key.
 
     name      in metrics; None where there are no keys
     admin     whether it may see metrics, and look after the cache
     is_batch  whether requests with this key wait until no others do
-    limits    of all keys that stand for it
+    limits    of all of its keys together
     """
 
     name: str | None
@@ -53,7 +52,7 @@ class Tenant:
 
     @property
     def owner(self) -> Owner:
-        """Returns for whom requests with this key run."""
+        """Returns the owner of requests with this key."""
         return Owner(self.name, self.is_batch)
 
 
@@ -62,7 +61,7 @@ _Least1 = Annotated[int, Meta(ge=1)]
 
 
 class _Key(Body, kw_only=True):
-    """A key in the file of keys."""
+    """A _Key is a key in the file of keys."""
 
     key: Annotated[str, Meta(pattern=r"\S")] | None = None
     sha256: Annotated[str, Meta(pattern="^[0-9a-fA-F]{64}$")] | None = None
@@ -91,7 +90,7 @@ ANYBODY = Tenant(None, admin=True)
 
 
 class Keys:
-    """The keys of a file in TOML, one table a key:
+    """A Keys holds the keys of a TOML file, one table a key:
 
         [[key]]
         key = "sk-..."       # or sha256 = "...", its SHA-256 in hexadecimal
@@ -100,14 +99,14 @@ class Keys:
         class = "interactive"   # or "batch"
         weight = 1.0            # and the other fields of Limits
 
-    Keys are kept as their SHA-256, and compared in constant time. Several keys may stand for one tenant; their limits
-    must be equal, or be given at one of them. One of 10,000 keys is found as fast as one of two.
+    Keys are stored as their SHA-256, and compared in constant time; a look-up among 10,000 keys is as fast as among
+    two. A tenant may have several keys; its limits stand at one key, or are the same at every key.
     """
 
     def __init__(self, path: str | None):
         self._path = path
         self._secret = secrets.token_bytes(32)
-        # By the HMAC of a key's SHA-256 with the secret: how long a look-up takes tells nothing about a key.
+        # By the HMAC of a key's SHA-256 with the secret, so that the time of a look-up tells nothing about keys.
         self._tenants: dict[bytes, tuple[bytes, Tenant]] = {}
         self._names: dict[str, str | None] = {}
         self._limits: dict[str | None, Limits] = {}
@@ -115,12 +114,12 @@ class Keys:
 
     @property
     def tenants(self) -> list[Tenant]:
-        """Returns the tenants that keys stand for, each once."""
+        """Returns the tenants with keys, each once."""
         return list({tenant.name: tenant for _, tenant in self._tenants.values()}.values())
 
     @property
     def num_tenants(self) -> int:
-        """Returns how many tenants keys stand for; 0 where there are no keys."""
+        """Returns the number of tenants with keys; 0 without a file of keys."""
         return len(self._limits)
 
     @property
@@ -129,7 +128,7 @@ class Keys:
         return self._names
 
     def reload(self) -> None:
-        """Reads the file again. Raises JobError where it is wrong, and then the keys stay as they were."""
+        """Reads the file again. Raises JobError if it is wrong; the keys then stay as they were."""
         if self._path is not None:
             keys = read_keys(Path(self._path))
             self._tenants = {self._place(digest): (digest, tenant) for digest, tenant in keys}
@@ -137,16 +136,17 @@ class Keys:
             self._limits = {tenant.name: tenant.limits for tenant in self.tenants}
 
     def tenant_of(self, namespace: Hashable) -> Hashable:
-        """Returns the name of the tenant whose rows are in a namespace (adapter, salt) of the engine; None: of none."""
+        """Returns the name of the tenant of an engine's namespace (adapter, salt), or None."""
         salt = namespace[1] if isinstance(namespace, tuple) else ""
         return self._names.get(str(salt).partition("/")[0])
 
     def limits_of(self, name: Hashable) -> Limits:
-        """Returns how much a tenant may have at once."""
+        """Returns the limits of a tenant."""
         return self._limits.get(name, UNLIMITED)  # type: ignore[call-overload]
 
     def most_stored(self, owner: str) -> int | None:
-        """Returns how many bytes may be stored for an owner of the store; None: there is no limit of its own."""
+        """Returns how many bytes a tenant may store; None if it has no limit of its own. owner: its name in the
+        store"""
         return self.limits_of(owner or None).max_stored_bytes
 
     def tenant(self, header: Mapping[str, str]) -> Tenant | None:
@@ -156,16 +156,16 @@ class Keys:
         scheme, _, key = header.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = header.get("x-api-key", "")
-        # Starlette reads headers as Latin-1: these are the bytes that were sent.
+        # Starlette decodes headers as Latin-1; encoding restores the bytes that were sent.
         digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        known, tenant = self._tenants.get(self._place(digest), (bytes(len(digest)), None))
-        return tenant if hmac.compare_digest(known, digest) else None
+        stored, tenant = self._tenants.get(self._place(digest), (bytes(len(digest)), None))
+        return tenant if hmac.compare_digest(stored, digest) else None
 
     def _place(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
 
     def namespace(self, tenant: Tenant) -> str:
-        """Returns the text before the salts of a tenant's requests, so that no prefix is shared with another."""
+        """Returns the prefix of the salts of a tenant's requests, which keeps tenants from sharing rows."""
         if tenant.name is None:
             return ""
         return hmac.new(self._secret, tenant.name.encode(), "sha256").hexdigest()
@@ -189,12 +189,12 @@ def read_keys(path: Path) -> list[tuple[bytes, Tenant]]:
             raise JobError(f"{where}: {wrong}") from None
         if (key.key is None) == (key.sha256 is None):
             raise JobError(f"{where} needs either key or sha256")
-        given = {name: value for name in _LIMITS if (value := getattr(key, name)) is not None}
-        before = limits.setdefault(key.tenant, given)
-        if given and before and before != given:
+        limits_of_key = {name: value for name in _LIMITS if (value := getattr(key, name)) is not None}
+        before = limits.setdefault(key.tenant, limits_of_key)
+        if limits_of_key and before and before != limits_of_key:
             message = f"{where} has other limits than an earlier key of the same tenant"
             raise JobError(f"{message}; give them at one of the keys")
-        before.update(given)
+        before.update(limits_of_key)
     return [
         (key.digest, Tenant(key.tenant, key.admin, key.kind == "batch", Limits(**limits[key.tenant]))) for key in keys
     ]

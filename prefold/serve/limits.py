@@ -20,12 +20,9 @@ MOST_STOPS, MOST_STOP_LETTERS = 64, 1024
 
 
 def check_item(item: Any, options: ServeOptions, tokenizer: Tokenizer | None) -> None:
-    """Raises InputError for an item of a task that strangers may not send: for too many texts that end an output, or
-    too long ones; for a schema, expression or grammar that might take long to compile, and much memory; for a chat
-    template that is not the checkpoint's own.
-
-    tokenizer  of the model that is served
-    """
+    """Raises InputError for an item that clients may not send: with too many or too long stop texts; with a schema,
+    expression or grammar that might take much time and memory to compile; with a chat template that is not the
+    checkpoint's own. tokenizer: of the served model"""
     if not isinstance(item, Mapping):
         return
     sampling = item.get("sampling") or {}
@@ -60,33 +57,31 @@ def check_texts(body: Mapping[str, Any], most: int) -> None:
 
 
 def check_samples(items: Sequence[Any], most: int) -> None:
-    """Raises InputError where more than `most` texts are to be generated for the items of one request."""
+    """Raises InputError if more than `most` texts are to be generated for the items of a request."""
     if (count := num_samples(items)) > most:
         message, remedy = f"{count} texts are to be generated, n for each prompt", f"ask for at most {most} at once"
         raise InputError(message, field="n", remedy=remedy, code="too_many")
 
 
 def most_tokens(llm: Any) -> int:
-    """Returns how many tokens a request may hold that asks for nothing but them, or their text."""
+    """Returns how many tokens a request to tokenise or detokenise may have."""
     return max(MOST_TOKENS, llm.config.max_positions)
 
 
 def too_many_tokens(llm: Any, field: str) -> InputError:
-    """Returns the error of such a request with more tokens."""
+    """Returns the error of a request with more than `most_tokens` tokens."""
     message, remedy = f"{field!r} holds more than {most_tokens(llm)} tokens", "send it in several requests"
     return InputError(message, field=field, remedy=remedy, code="too_many")
 
 
-# The bytes of a body, the texts to generate, and the results and tokens of an answer, that are short.
+# Up to so many bytes of a body, texts to generate, and results and tokens of an answer, work is short.
 SHORT_BYTES, SHORT_SAMPLES, SHORT_RESULTS, SHORT_TOKENS = 4096, 16, 16, 1024
-# A token with the most likely ones beside it is as long as so many tokens.
-TOKENS_A_LOGPROB = 16
+TOKENS_A_LOGPROB = 16  # a token with its log-probabilities takes as long as so many tokens without
 
 
 def are_soon_ready(items: Sequence[Any], num_bytes: int) -> bool:
-    """Returns whether requests are soon made of items: their body is short, few texts are to be generated, no grammar
-    is to be compiled, and none brings a chat template, which is a program and may take all the time that it is
-    allowed."""
+    """Returns whether making requests from items is short work: their body is short, few texts are to be generated, no
+    grammar has to be compiled, and no item has a chat template, a program that may use up its time limit."""
     if num_bytes > SHORT_BYTES or num_samples(items) > SHORT_SAMPLES:
         return False
     objects = [item for item in items if isinstance(item, Mapping)]
@@ -94,24 +89,24 @@ def are_soon_ready(items: Sequence[Any], num_bytes: int) -> bool:
 
 
 def num_samples(items: Sequence[Any]) -> int:
-    """Returns how many texts are generated for items; an item of another task, or that is wrong, counts once."""
+    """Returns how many texts are generated for items. An invalid item, or one of another task, counts once."""
     counts = ((item.get("sampling") or {}).get("n") if isinstance(item, Mapping) else 1 for item in items)
     return sum(n if isinstance(n, int) and n > 1 else 1 for n in counts)
 
 
 def has_images(item: Any) -> bool:
-    """Returns whether images are to be decoded for an item. One may keep others waiting for long."""
+    """Returns whether images have to be decoded for an item, which may take long."""
     return isinstance(item, Mapping) and (bool(item.get("images")) or chat_of(item.get("messages")) is not None)
 
 
 def has_template(item: Any) -> bool:
-    """Returns whether an item brings a chat template, or names one."""
+    """Returns whether an item has or names a chat template."""
     return isinstance(item, Mapping) and item.get("chat_template") is not None
 
 
 def are_short(results: Iterable[Sequence[Any]]) -> bool:
-    """Returns whether it takes no time to make what a task gives of the engine's results, each of them a Result or a
-    list of Generated, and to write that."""
+    """Returns whether making and writing answers from the engine's results is short work. A result is a Result or a
+    list of Generated."""
     answers = [result for group in results for result in group]
     texts = [text for result in answers if isinstance(result, list) for text in result]
     return len(answers) <= SHORT_RESULTS and sum(map(_length, texts)) <= SHORT_TOKENS

@@ -1,5 +1,5 @@
-"""The metrics for Prometheus: vLLM's names with our prefix, and the rows that prefold is about; and the access log: a
-line for each request once its answer has been sent, without prompts, answers and keys."""
+"""The metrics for Prometheus, with vLLM's names and prefold's prefix, and the access log, which has a line for each
+request without prompts, answers and keys."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 log = logging.getLogger("prefold.serve")
 
 
-disable_created_metrics()  # series of the times at which others began
+disable_created_metrics()  # series of creation times, which are of no use
 
 
 def hits_of(stats: GenerationStats) -> int:
-    """Returns how many tokens of prompts had been computed, or were in the same step, when they were needed."""
+    """Returns how many tokens of prompts were computed before they were needed, or for another request's step."""
     return stats.first_admission_hits + stats.in_step_hits + stats.cross_window_hits
 
 
 class Metrics:
-    """A Metrics counts what happens to requests; the counts of the engine are read when metrics are asked for.
+    """A Metrics counts requests; the counts of the engine are read when metrics are scraped.
 
     handler  returns the RequestHandler; None until the model is loaded
     """
@@ -127,25 +127,25 @@ class Metrics:
 
 
 LONGEST_PATH = 200
-LEFT = 499  # nginx' status for a client that left before its answer had been sent wholly
+LEFT = 499  # nginx's status for a client that left before its response was completely sent
 _access_log = logging.getLogger("prefold.access")
 _noted: ContextVar[dict[str, Any] | None] = ContextVar("noted", default=None)
 
 
 def note(**counts: int) -> None:
-    """Adds tokens to those of the request that is being answered, where there is an access log."""
+    """Adds token counts to the access log's line for the present request."""
     if (noted := _noted.get()) is not None:
         for name, count in counts.items():
             noted[name] = noted.get(name, 0) + count
 
 
 def log_refusal(status: int) -> None:
-    """Writes the line of a request that was refused before its path was read."""
+    """Logs a request that was refused before its path was read."""
     _access_log.info("access method=- path=- status=%d tenant=- ms=- prompt_tokens=- completion_tokens=-", status)
 
 
 class AccessLog:
-    """An ASGI application that has another answer, and writes a line about each request when its answer has ended."""
+    """An AccessLog is an ASGI application that logs each request of another application after its response."""
 
     def __init__(self, app: Any):
         self._app = app
@@ -183,7 +183,7 @@ STEPS, SHOWN_SECONDS, BINS = 4096, 300.0, 240
 
 
 class StepWatch:
-    """The last steps of an engine: (start, seconds, 1, rows, path rows, sequences running) of each."""
+    """A StepWatch records the last steps of an engine: (start, seconds, 1, rows, path rows, running sequences)."""
 
     def __init__(self, engine: Any):
         self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS)
@@ -194,12 +194,12 @@ class StepWatch:
         self._steps.append((step.started, step.seconds, 1, step.rows, step.path_rows, step.running))
 
     def bins(self) -> list[list[float]]:
-        """Returns the steps of the last minutes, neighbours added up; their start is in seconds before now."""
+        """Returns the steps of the last minutes, with neighbours merged; their start is relative to now, in seconds."""
         now = time.perf_counter()
         steps = np.array([step for step in list(self._steps) if step[0] > now - SHOWN_SECONDS]).reshape(-1, 6)
         steps[:, 0] -= now
         return [[float(f"{value:.6g}") for value in entry] for entry in merged(steps, BINS).tolist()]
 
     def close(self) -> None:
-        """Ends the watching."""
+        """Stops recording."""
         self._end.close()

@@ -1,4 +1,4 @@
-"""How a server behaves: its address, its names, its limits. What the engine does is settled by the LLM's options."""
+"""The options of a server: its address, its names, its limits. The LLM has the options of the engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """ServeOptions says how a server behaves. Its fields are declared as in `prefold.options`; those whose
-    parameter of the command line is None are set in Python only."""
+    """ServeOptions are the options of a server, declared as in `prefold.options`. Those whose parameter of the command
+    line is None are set in Python only."""
 
     host: str = option("127.0.0.1", "Address to listen on.", metavar="ADDRESS")
     port: int = option(8000, "Port to listen on; 0: one that is free.", least=0, most=65535)
@@ -80,21 +80,21 @@ class ServeOptions:
 
     @property
     def most_of_one_tenant(self) -> int:
-        """Returns how many bytes of one tenant's bodies may be received at once: of several tenants none takes all."""
+        """Returns how many bytes of one tenant's bodies may be received at once: with several tenants, half of all."""
         return self.max_receiving_bytes // (1 if self.api_keys is None else 2)
 
     def check(self) -> None:
-        """Raises JobError where other machines could reach the server and no option allows that, and where a body that
-        is allowed could never be received."""
+        """Raises JobError if other machines could reach the server without an option that allows it, or if a body of
+        the allowed size could never be received."""
         if not self.is_local and self.api_keys is None and not self.insecure:
             raise JobError(
                 f"{self.host} can be reached by other machines, and there are no keys; give --api-keys FILE, or"
                 " --insecure to let everybody in"
             )
         if self.max_body_bytes > self.most_of_one_tenant:
-            times, whose = (1, "") if self.api_keys is None else (2, " of one tenant")
+            times, owner = (1, "") if self.api_keys is None else (2, " of one tenant")
             raise JobError(
                 f"--max-body-bytes allows a body of {self.max_body_bytes} bytes, --max-receiving-bytes only"
-                f" {self.most_of_one_tenant}{whose} at once; give --max-receiving-bytes"
+                f" {self.most_of_one_tenant}{owner} at once; give --max-receiving-bytes"
                 f" {times * self.max_body_bytes} or more, or a smaller --max-body-bytes"
             )

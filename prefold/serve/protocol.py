@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .options import ServeOptions
 
-TAKEN_BYTES = 1 << 14  # that a client takes within `send_seconds`, where so much waits for it
+TAKEN_BYTES = 1 << 14  # that a client must read within `send_seconds`
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\nretry-after: 1\r\n\r\n"
 _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -19,25 +19,23 @@ _WRONG = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\
 
 
 class _Refused(Exception):
-    """The head of a request is refused; its argument is the answer."""
+    """A _Refused is raised when the head of a request is refused; its argument is the response."""
 
 
 def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> type[asyncio.Protocol]:
-    """Returns the protocol of a server with these options.
-
-    refused  called with the status of each answer that the protocol gives itself
-    """
+    """Returns the protocol class of a server. refused: is called with the status of each response of the protocol
+    itself"""
 
     class LimitedProtocol(HttpToolsProtocol):
-        """A LimitedProtocol closes connections that are too many, those whose headers or trailers are too slow or
-        too large, or leave open where a body ends, those that go on sending what no answer waits for, and those that
-        do not take what they are sent."""
+        """A LimitedProtocol closes connections beyond the limit, connections whose headers or trailers are too slow or
+        too large, or do not say where a body ends, those that send more after the response, and those that do not read
+        the response."""
 
-        _beside_bytes = 0  # that came since the last byte of a body: headers, trailers, and what parts chunks
+        _head_bytes = 0  # received since the last byte of a body: headers, trailers, and chunk sizes
         _in_trailers = False
         _slow: asyncio.TimerHandle | None = None
         _not_taking: asyncio.TimerHandle | None = None
-        _left = 0  # bytes that were to be taken when it was looked at last
+        _unsent = 0  # bytes that waited to be sent at the last look
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -47,28 +45,28 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
                 self._wait_for_request()
 
         def data_received(self, data: bytes) -> None:
-            self._beside_bytes += len(data)
+            self._head_bytes += len(data)
             if not self.transport.is_closing():
                 self._unset_keepalive_if_required()
                 self._parse(data)
-            if self._beside_bytes > options.max_header_bytes:
+            if self._head_bytes > options.max_header_bytes:
                 self._refuse(_LARGE)
             elif self._is_answered and self.timeout_keep_alive_task is None:
                 self._wait_for_request()  # these bytes have ended uvicorn's own waiting
 
         def _parse(self, data: bytes) -> None:
-            """Parses what came. A request that offers another protocol is parsed again without the offer, which nobody
-            takes here (RFC 9110, 7.8): the parser takes what follows it for that protocol, and not for its body."""
-            left = data
-            while left:
+            """Parses received bytes. A request that offers to upgrade the protocol is parsed again without the offer,
+            which is ignored (RFC 9110, 7.8): otherwise the parser would not read its body."""
+            rest = data
+            while rest:
                 try:
-                    self.parser.feed_data(left)
+                    self.parser.feed_data(rest)
                     return
                 except httptools.HttpParserUpgrade as offer:
                     headers = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
                     version = self.parser.get_http_version().encode()
                     head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, headers)
-                    left = head + left[offer.args[0] :]
+                    rest = head + rest[offer.args[0] :]
                     self.parser = httptools.HttpRequestParser(self)
                 except httptools.HttpParserError as error:
                     refused = error.__context__
@@ -81,8 +79,8 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
             return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
 
         def _check_head(self) -> None:
-            """Raises _Refused for a head that is too large, and for one that a proxy before the server might read in
-            another way: it would see other requests on the connection."""
+            """Raises _Refused for a head that is too large, and for one that a proxy in front of the server might parse
+            differently, and so see other requests on the connection (request smuggling)."""
             if (
                 len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
                 > options.max_header_bytes
@@ -107,7 +105,7 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
                 return
             self._check_head()
             self._stop_waiting()
-            self._in_trailers, self._beside_bytes = True, 0
+            self._in_trailers, self._head_bytes = True, 0
             super().on_headers_complete()
 
         def on_header(self, name: bytes, value: bytes) -> None:
@@ -115,13 +113,13 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
                 super().on_header(name, value)
 
         def on_body(self, body: bytes) -> None:
-            self._beside_bytes = 0
+            self._head_bytes = 0
             super().on_body(body)
 
         def on_message_complete(self) -> None:
             if self._is_offer:
                 return
-            self._beside_bytes = 0
+            self._head_bytes = 0
             super().on_message_complete()
             if self._is_answered:  # before its body had come
                 self._stop_waiting()
@@ -147,13 +145,13 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
 
         def _look_later(self) -> None:
             if self._not_taking is None:
-                self._left = self.transport.get_write_buffer_size()
+                self._unsent = self.transport.get_write_buffer_size()
                 self._not_taking = self.loop.call_later(options.send_seconds, self._look)
 
         def _look(self) -> None:
-            """Ends the connection where its client has taken too little; closing it would wait for the rest."""
+            """Aborts the connection if its client has read too little; closing it would wait for the rest."""
             self._not_taking = None
-            if self._left - self.transport.get_write_buffer_size() < TAKEN_BYTES:
+            if self._unsent - self.transport.get_write_buffer_size() < TAKEN_BYTES:
                 self.transport.abort()
             else:
                 self._look_later()
@@ -169,7 +167,7 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
             return self.cycle is not None and self.cycle.response_complete
 
         def _wait_for_request(self) -> None:
-            """Closes the connection unless the headers of a request have come by then."""
+            """Closes the connection unless the headers of a request come within `header_seconds`."""
             if self._slow is None and not self.transport.is_closing():
                 self._slow = self.loop.call_later(options.header_seconds, self._refuse, _SLOW)
 

@@ -1,4 +1,4 @@
-"""Binds the address, loads the model beside, serves, and drains when the process is told to end."""
+"""Binds the address, loads the model in a thread, serves, and drains when the process is to end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .protocol import protocol_with
 from .state import AppState
 
 _log = logging.getLogger("prefold.serve")
-CLOSE_SECONDS = 5  # in which connections must take the rest of what they are sent, after draining
+CLOSE_SECONDS = 5  # in which clients must read the rest of their responses after draining
 
 
 def run(load: Callable[[], Any], options: ServeOptions) -> None:
@@ -66,10 +66,7 @@ def bind(options: ServeOptions) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """A Server serves an application on a socket that is bound.
-
-    error  what the model could not be loaded for
-    """
+    """A Server serves the application on a bound socket. error: why the model could not be loaded"""
 
     def __init__(self, state: AppState, bound: socket.socket):
         self.state, self.bound = state, bound
@@ -95,11 +92,11 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def say(self, line: str) -> None:
-        """Tells a person, in the log."""
+        """Writes a line to the log."""
         _log.info(line)
 
     def load(self, load: Callable[[], Any]) -> None:
-        """Loads the model; where that fails, the server ends."""
+        """Loads the model; if that fails, the server ends."""
         started = time.perf_counter()
         try:
             llm = load()
@@ -107,7 +104,7 @@ class Server(uvicorn.Server):
             self.error, self.state.status = error, "failed"
             self.should_exit = True
             return
-        # What is there now stays. Looking through it for garbage again and again would stop everybody for 0.1 s.
+        # The loaded objects stay. Searching them for garbage again and again would stop all threads for 0.1 s.
         gc.collect()
         gc.freeze()
         self.state.ready(llm)
@@ -127,7 +124,7 @@ class Server(uvicorn.Server):
         await super().serve(sockets)
 
     def reload_keys(self) -> None:
-        """Reads the file of keys again; where it is wrong, the keys stay."""
+        """Reads the file of keys again; if it is wrong, the keys stay."""
         try:
             self.state.reload_keys()
             self.say("the keys have been read again")
@@ -146,7 +143,7 @@ class Server(uvicorn.Server):
         self._draining = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
-        """Takes no more requests, waits for those that run, `drain_seconds` at most, and ends."""
+        """Stops accepting requests, waits at most `drain_seconds` for those that run, and ends the server."""
         if self.state.status != "failed":
             self.state.status = "draining"
         if self.state.batches is not None:
@@ -156,8 +153,8 @@ class Server(uvicorn.Server):
             self.say(f"draining: {self.state.busy} requests, {self.state.options.drain_seconds:g} s at most")
         while self.state.busy and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        left = f"{self.state.busy} requests are given up" if self.state.busy else "all requests have been answered"
-        self.say(f"the server ends; {left}")
+        outcome = f"{self.state.busy} requests are given up" if self.state.busy else "all requests have been answered"
+        self.say(f"the server ends; {outcome}")
         if self.state.handler is not None:
             message, remedy = "the server is being shut down", "send the request to another"
             self.state.handler.give_up(Refusal(503, message, remedy=remedy, code="unavailable"))

@@ -17,17 +17,16 @@ from .metrics import Metrics, log
 from .options import ServeOptions
 from .store import Store
 
-# For so long the server is said to fail after a step that failed, unless one does not.
-FAILING_SECONDS = 10.0
+FAILING_SECONDS = 10.0  # how long health is "failing" after a failed step, unless a step succeeds
 
 Status = Literal["loading", "ready", "draining", "failed"]
 
 
 class AppState:
-    """An AppState is one served model, with the keys of its clients and what they keep here.
+    """An AppState holds the served model, the keys of clients, and their files and batches.
 
-    handler  None until the model is loaded
-    store    what clients leave here, and `batches` what is done with it; None without a folder for data
+    handler         None until the model is loaded
+    store, batches  None without a folder for data
     """
 
     def __init__(self, options: ServeOptions):
@@ -42,7 +41,7 @@ class AppState:
         self.batches = None if self.store is None else Batches(self.store, self.metrics.log)
 
     def ready(self, llm: Any) -> None:
-        """Begins to answer with this LLM."""
+        """Starts to answer with an LLM."""
         self.handler = RequestHandler(llm, self.options, self.metrics, self.keys, self.store)
         if self.batches is not None:
             self.batches.start(self.handler, self.keys)
@@ -50,25 +49,25 @@ class AppState:
             self.status = "ready"
 
     def reload_keys(self) -> None:
-        """Reads the file of keys again. Raises JobError where it is wrong, and then all stays as it was."""
+        """Reads the file of keys again. Raises JobError if it is wrong; all stays as it was then."""
         self.keys.reload()
         if self.handler is not None:
             self.handler.read_shares()
 
     @property
     def failing(self) -> str | None:
-        """Returns the present failure in words; None where there is none."""
+        """Returns a description of the present failure, or None."""
         failure = None if self.handler is None else self.handler.engine.failure
         if isinstance(failure, RankError):
             return "a rank of the model is gone, and the server has to be started again"
-        # Of anything else it may have recovered, which shows only when it is asked for something.
+        # The engine may have recovered from other failures, which only the next step shows.
         if failure is not None and time.monotonic() - self.handler.engine.failed_at < FAILING_SECONDS:  # type: ignore[union-attr]
-            what = "memory was too small for it" if isinstance(failure, MemoryError) else "see the log"
-            return f"the last step failed: {what}"
+            reason = "memory was too small for it" if isinstance(failure, MemoryError) else "see the log"
+            return f"the last step failed: {reason}"
         return None if self.store is None else next(iter(self.store.troubles.values()), None)
 
     def close(self) -> None:
-        """Ends all threads; batches go on where they are when a server is started with the same folder."""
+        """Ends all threads. Batches go on when a server is started with the same folder."""
         if self.batches is not None:
             self.batches.stop()
         if self.handler is not None:
@@ -88,10 +87,8 @@ class AppState:
         return self.handler.names
 
     def model_of(self, name: Any) -> tuple[str, str | None]:
-        """Returns (model's name in the response, LoRA adapter) for the name that a request gives; None: it gives none.
-
-        Raises Refusal (404) for a model that is not served.
-        """
+        """Returns (the model's name in the response, LoRA adapter) for the name in a request, which may be None. Raises
+        Refusal (404) for a model that is not served."""
         assert self.handler is not None
         if name is not None and not isinstance(name, str):
             message = f"'model' is {name!r:.100}, not a text"
@@ -106,26 +103,26 @@ class AppState:
         raise Refusal(404, message, param="model", remedy=remedy, code="model_not_found")
 
     def tenant_of(self, headers: Mapping[str, str]) -> Tenant:
-        """Returns the tenant whose key the headers of a request hold. Raises Refusal (401) where there is none."""
+        """Returns the tenant of the key in a request's headers. Raises Refusal (401) without a valid key."""
         tenant = self.keys.tenant(headers)
         if tenant is None:
             message, remedy = "the key is missing or unknown", "send Authorization: Bearer KEY"
-            wanted = {"www-authenticate": "Bearer"}
-            raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=wanted)
+            challenge = {"www-authenticate": "Bearer"}
+            raise Refusal(401, message, remedy=remedy, code="invalid_api_key", headers=challenge)
         return tenant
 
     def handler_for_requests(self) -> RequestHandler:
-        """Returns the handler. Raises Refusal (503) while there is none, or no more requests are taken."""
+        """Returns the handler. Raises Refusal (503) while the model is not loaded, or the server drains."""
         if self.status == "ready" and self.handler is not None:
             return self.handler
-        what = {"loading": "is being loaded", "draining": "is being shut down", "failed": "could not be loaded"}
-        message = f"the model {what.get(self.status, 'is not ready')}"
+        states = {"loading": "is being loaded", "draining": "is being shut down", "failed": "could not be loaded"}
+        message = f"the model {states.get(self.status, 'is not ready')}"
         headers = {"retry-after": "5"} | ({"connection": "close"} if self.status == "draining" else {})
         raise Refusal(503, message, remedy="send the request again later", code="unavailable", headers=headers)
 
     def refusal(self, error: Exception) -> tuple[Refusal, str]:
-        """Returns the Refusal that stands for an error, and its message for clients. Errors of the server are written
-        to the log, and the messages that name a path of this machine."""
+        """Returns (the Refusal for an error, its message for clients). Errors of the server, and messages that name a
+        path of this machine, are written to the log."""
         refusal = as_refusal(error)
         message = str(refusal) if self.handler is None else self.handler.public(str(refusal))
         if refusal.status >= 500 and refusal is not error:
@@ -136,7 +133,7 @@ class AppState:
 
 
 def as_refusal(error: Exception) -> Refusal:
-    """Returns the Refusal that stands for an error."""
+    """Returns the Refusal for an error."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, InputError):
@@ -152,5 +149,5 @@ def as_refusal(error: Exception) -> Refusal:
 
 
 def new_id() -> str:
-    """Returns a text that makes a response's id different from all others."""
+    """Returns a random text for an id."""
     return secrets.token_hex(12)

@@ -1,7 +1,8 @@
-"""Keeps what clients leave with a server: objects of its API in SQLite, and beside them the contents of files.
+"""Stores clients' files and batches: objects of the API in SQLite, and the contents of files beside it.
 
-What a method of `Store` has returned from is on disk: SQLite's log (WAL) is synchronised at every change, and a content
-is synchronised before the object that names it is written. So a server that is killed has lost nothing it confirmed.
+When a method of `Store` returns, its change is on disk: SQLite's log (WAL) is synchronised at every change, and a
+content is synchronised before the object that names it is written. So a killed server has lost nothing that it
+confirmed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from ..files import replacing
 from ..job.journal import lock
 from .http import Refusal
 
-# How long a thread waits for a database that another process has locked.
-LOCKED_SECONDS = 2.0
+LOCKED_SECONDS = 2.0  # how long a thread waits for a database that another process has locked
 _TABLES = """
 CREATE TABLE IF NOT EXISTS objects (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, kind TEXT NOT NULL, tenant TEXT NOT NULL,
@@ -33,7 +33,7 @@ CREATE INDEX IF NOT EXISTS by_kind ON objects (kind, tenant, number);
 CREATE INDEX IF NOT EXISTS by_end ON objects (drop_at) WHERE drop_at IS NOT NULL;
 CREATE TABLE IF NOT EXISTS probe (number INTEGER PRIMARY KEY, content BLOB);
 """
-# What each tenant stores is counted while the database is open: its objects, and the contents of its files.
+# The bytes of each tenant's objects and contents are counted in a temporary table while the database is open.
 _CONTENT = "CASE {0}.kind WHEN 'file' THEN coalesce(json_extract({0}.body, '$.bytes'), 0) ELSE 0 END"
 _SIZE = "length(CAST({0}.body AS BLOB)) + " + _CONTENT
 _NEW, _OLD = _SIZE.format("new"), _SIZE.format("old")
@@ -57,19 +57,18 @@ Body = dict[str, Any]
 
 
 class Store:
-    """Objects of several kinds ("file", "batch", "response"), each of one tenant, and a folder for files' contents.
+    """A Store holds objects of several kinds ("file", "batch", "response"), each of one tenant, and files' contents.
 
-    Methods may be called from any thread, and raise Refusal (503) where the disk or the database fails.
+    Methods may be called from any thread, and raise Refusal (503) if the disk or the database fails.
 
-    troubles   what fails at present, {where: what and why}; `probe` looks whether it still does
-    receiving  {tenant: bytes of its files that are coming}, which the event loop counts
+    troubles   present failures, {where: description}; `probe` removes those that are over
+    receiving  {tenant: bytes of its files that are being received}, which the event loop counts
     """
 
     def __init__(self, folder: Path, most_of: Callable[[str], int | None] = lambda tenant: None):
-        """Opens the folder, and makes it where there is none. Raises JobError where another server has it, or it cannot
-        be written.
+        """Opens the folder, or makes it. Raises JobError if another server uses it, or it cannot be written.
 
-        most_of  returns how many bytes a tenant may store; None: the half of the disk
+        most_of  returns how many bytes a tenant may store; None: half of the disk
         """
         self._most_of = most_of
         self.folder, self.files, self.batches = folder, folder / "files", folder / "batches"
@@ -79,7 +78,7 @@ class Store:
         try:
             for each in (self.files, self.batches):
                 each.mkdir(parents=True, exist_ok=True)
-            self._held = _hold(folder / "lock")
+            self._lock_file = _hold(folder / "lock")
             self._db = sqlite3.connect(
                 folder / "prefold.sqlite", timeout=LOCKED_SECONDS, isolation_level=None, check_same_thread=False
             )
@@ -92,26 +91,21 @@ class Store:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Removes contents that no object names: the server was killed before it had confirmed them."""
+        """Removes contents without an object, which a killed server had not confirmed."""
         ids = {row[0] for row in self._db.execute("SELECT id FROM objects")}
         for path in [*self.files.iterdir()]:
             if path.name not in ids:
                 path.unlink()
 
-    # ------------------------------------------------------------------------------------------------- objects
-
     def add(self, kind: str, tenant: str, body: Body, drop_at: float | None = None) -> None:
-        """Keeps a new object, whose id is in its body; one with this id is replaced.
-
-        drop_at  when it is to be forgotten, in time.time() (see `ended`); None: never
-        """
+        """Stores an object, whose id is in its body, and replaces one with the same id. drop_at: when it expires, in
+        time.time() (see `ended`); None: never"""
         self.add_all([(kind, tenant, body, drop_at)], is_bounded=True)
 
     def add_all(self, objects: Iterable[tuple[str, str, Body, float | None]], *, is_bounded: bool = False) -> None:
-        """Keeps objects (kind, tenant, body, drop_at), all of them or, where that fails, none.
-
-        is_bounded  whether Refusal (413) is raised where their tenant would store more than it may
-        """
+        """Stores objects (kind, tenant, body, drop_at), all of them or none. is_bounded: whether Refusal (413) is
+        raised
+        if their tenant would store more than it may"""
         with self._changing() as db:
             for kind, tenant, body, drop_at in objects:
                 db.execute(
@@ -123,7 +117,7 @@ class Store:
                     raise self.full(-left)
 
     def left(self, tenant: str) -> int:
-        """Returns how many bytes a tenant may still store; less than 0 where it stores more than it may."""
+        """Returns how many more bytes a tenant may store; negative if it stores more than it may."""
         with self._reading() as db:
             row = db.execute("SELECT bytes FROM stored WHERE tenant = ?", (tenant,)).fetchone()
         most = self._most_of(tenant)
@@ -131,13 +125,13 @@ class Store:
 
     @staticmethod
     def full(more: int) -> Refusal:
-        """Returns the Refusal for a tenant that would store so many bytes more than it may."""
+        """Returns the Refusal for a tenant that would store so many bytes too many."""
         message = f"what you store here would be {more} bytes more than it may be"
         remedy = "delete files that you need no more, or ask for a larger max_stored_bytes"
         return Refusal(413, message, remedy=remedy, code="storage_quota")
 
     def get(self, kind: str, tenant: str | None, id: str) -> Body | None:
-        """Returns the object; None where there is none of this kind and tenant. tenant None: of any."""
+        """Returns an object, or None. tenant: None for any"""
         with self._reading() as db:
             row = db.execute("SELECT kind, tenant, body FROM objects WHERE id = ?", (id,)).fetchone()
         if row is None or row[0] != kind or tenant not in (None, row[1]):
@@ -146,8 +140,8 @@ class Store:
         return body
 
     def change(self, kind: str, id: str, changes: Mapping[str, Any], *, only: Iterable[str] = ()) -> Body | None:
-        """Changes fields of an object, and returns it. With `only`, its status must be one of these, else None is
-        returned; so is it where there is no such object."""
+        """Changes fields of an object, and returns it; None if there is no such object, or its status is not one of
+        `only`."""
         with self._changing() as db:
             row = db.execute("SELECT body FROM objects WHERE id = ? AND kind = ?", (id, kind)).fetchone()
             body: Body | None = None if row is None else json.loads(row[0])
@@ -158,7 +152,7 @@ class Store:
         return body
 
     def delete(self, kind: str, tenant: str, id: str) -> bool:
-        """Forgets an object; returns whether there was one."""
+        """Deletes an object, and returns whether there was one."""
         with self._changing() as db:
             sql = "DELETE FROM objects WHERE id = ? AND kind = ? AND tenant = ?"
             return db.execute(sql, (id, kind, tenant)).rowcount > 0
@@ -173,10 +167,8 @@ class Store:
         newest: bool = True,
         purpose: str | None = None,
     ) -> tuple[list[Body], bool]:
-        """Returns (objects of a tenant, whether there are more), at most `limit`, those that come behind `after`.
-
-        Raises Refusal (404) where there is no object `after`.
-        """
+        """Returns (at most `limit` objects of a tenant that follow the object `after`, whether there are more). Raises
+        Refusal (404) for an unknown `after`."""
         order, sign = ("DESC", "<") if newest else ("ASC", ">")
         sql, values = "SELECT body FROM objects WHERE kind = ? AND tenant = ?", [kind, tenant]
         if purpose is not None:
@@ -192,29 +184,28 @@ class Store:
         return [json.loads(row[0]) for row in rows[:limit]], len(rows) > limit
 
     def ended(self, now: float) -> list[tuple[str, str, str]]:
-        """Returns (kind, tenant, id) of the objects that are to be forgotten by now."""
+        """Returns (kind, tenant, id) of the expired objects."""
         with self._reading() as db:
             return db.execute("SELECT kind, tenant, id FROM objects WHERE drop_at <= ?", (now,)).fetchall()
 
     def all(self, kind: str) -> Iterator[tuple[str, Body]]:
-        """Yields (tenant, object) of all objects of a kind, the oldest first; one at a time is in memory."""
+        """Yields (tenant, object) of all objects of a kind, the oldest first, without having all in memory."""
         with self._reading() as db:
             rows = db.execute("SELECT tenant, body FROM objects WHERE kind = ? ORDER BY number", (kind,))
             yield from ((tenant, json.loads(body)) for tenant, body in rows)
 
-    # ------------------------------------------------------------------------------------------------ contents
-
     def path(self, id: str) -> Path:
-        """Returns where the content of a file lies."""
+        """Returns the path of a file's content."""
         return self.files / id
 
     def path_of(self, tenant: str, id: str) -> Path | None:
-        """Returns where the content of a tenant's file lies; None where it has no such file."""
+        """Returns the path of the content of a tenant's file, or None."""
         return None if self.get("file", tenant, id) is None else self.path(id)
 
     @contextmanager
     def writing_content(self, id: str) -> Iterator[Path]:
-        """Gives the path to which a file's content is to be written; behind the context it is on disk."""
+        """Returns a context with the path to which a file's content is to be written; after it the content is on
+        disk."""
         with self._failures("files"):
             with replacing(self.path(id)) as temporary:
                 yield temporary
@@ -225,14 +216,12 @@ class Store:
                 os.close(number)
 
     def drop_content(self, id: str) -> None:
-        """Removes a file's content. Where that fails, the next start does it."""
+        """Removes a file's content; if that fails, the next start does it."""
         with suppress(OSError):
             self.path(id).unlink(missing_ok=True)
 
-    # ------------------------------------------------------------------------------------------------ failures
-
     def probe(self) -> None:
-        """Looks whether what failed works again: writes, and takes back, some bytes to the database and the folder."""
+        """Tests whether the database and the folder can be written, and updates `troubles`."""
         with suppress(Refusal), self._changing() as db:
             db.execute("INSERT OR REPLACE INTO probe VALUES (1, randomblob(?))", (PROBE_BYTES,))
         with suppress(Refusal), self._failures("files"):
@@ -247,7 +236,7 @@ class Store:
 
     @contextmanager
     def _failures(self, where: str | None) -> Iterator[None]:
-        """Raises Refusal where the disk or the database fails, and notes it. where: None: it is not noted."""
+        """Raises Refusal for an error of the disk or the database in the context, and records it under `where`."""
         try:
             yield
         except (sqlite3.Error, OSError) as error:
@@ -277,14 +266,14 @@ class Store:
                 raise
 
     def close(self) -> None:
-        """Closes the database, and lets another server have the folder."""
+        """Closes the database, and unlocks the folder."""
         with self._lock:
             self._db.close()
-            self._held.close()
+            self._lock_file.close()
 
 
 def _hold(path: Path) -> Any:
-    """Returns a file that is locked while it is open. Raises OSError where another process has it."""
+    """Returns a file that is locked while it is open. Raises OSError if another process has locked it."""
     file = path.open("a")
     if not lock(file):
         file.close()

@@ -140,23 +140,23 @@ class ChunkIndex:
 
     def _around(self, node: Node, end: int, tokens: np.ndarray, at: int, first: int, stop: int) -> Chunk | None:
         """Returns the chunk around the block at `at` that the rows of a path have which ends at `end` in `node`."""
-        there, slots = _rows(node.path())
+        rows, slots = _rows(node.path())
         source = end - self._size
         back = min(at - first, source)
-        same = (there[source - back : source] == tokens[at - back : at]) & (slots[source - back : source] > 0)
+        same = (rows[source - back : source] == tokens[at - back : at]) & (slots[source - back : source] > 0)
         before = _num_leading(same[::-1])
         begin = source - before
         start = at - before
         while True:
-            size = min(len(there) - begin, stop - start)
-            same = (there[begin : begin + size] == tokens[start : start + size]) & (slots[begin : begin + size] > 0)
+            size = min(len(rows) - begin, stop - start)
+            same = (rows[begin : begin + size] == tokens[start : start + size]) & (slots[begin : begin + size] > 0)
             size = _num_leading(same)
-            follows = node.children.get(int(tokens[start + size])) if begin + size == len(there) else None
+            follows = node.children.get(int(tokens[start + size])) if begin + size == len(rows) else None
             if follows is None or start + size >= stop:
                 break
             node = follows
             more, behind = _rows([node])
-            there, slots = np.concatenate((there, more)), np.concatenate((slots, behind))
+            rows, slots = np.concatenate((rows, more)), np.concatenate((slots, behind))
         if size < before + self._size:
             return None
         return Chunk(start, start + size, slots[begin : begin + size], begin, node)
@@ -218,7 +218,7 @@ class ChunkIndex:
 
     def check(self) -> None:
         """Raises AssertionError where the blocks that are noted and the rows of the tree do not agree; for tests."""
-        wanted: dict[Hashable, dict[Key, set[Node]]] = {}
+        expected: dict[Hashable, dict[Key, set[Node]]] = {}
         for node in self._tree.nodes():
             path, stop = node.path(), node.start + node.computed
             tokens = np.concatenate([one.tokens for one in path])[:stop]
@@ -227,9 +227,9 @@ class ChunkIndex:
                 block = tokens[end - self._size : end]
                 if end > node.start and block.max() < MEDIA_BASE:
                     key = (_images_before(tokens, end - self._size), int(window_hashes(block, self._size)[0]))
-                    wanted.setdefault(path[0].parent.namespace, {}).setdefault(key, set()).add(node)
+                    expected.setdefault(path[0].parent.namespace, {}).setdefault(key, set()).add(node)
         noted = {name: {key: set(places) for key, places in table.items()} for name, table in self._blocks.items()}
-        assert noted == wanted
+        assert noted == expected
 
 
 def window_hashes(tokens: np.ndarray, size: int) -> np.ndarray:

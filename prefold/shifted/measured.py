@@ -1,4 +1,4 @@
-"""How far reuse at other positions moved results on somebody's prompts, the bound on that, and the file of both.
+"""The measured effect on results of reuse at other positions, the bound on it, and the file of both.
 
 `prefold verify --reuse shifted` writes the file, and a model starts with reuse at other positions by that file alone:
 it has the settings that were measured, and is refused where it is of another model or the bound was not met.
@@ -23,7 +23,7 @@ T = TypeVar("T", "Bound", "Drift", ShiftedReuse)
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A Bound says how far results may move.
+    """A Bound is how far results may move.
 
     logprob  the most that the log-probability of a likely first token may change by
     changed  the part (0 to 1) of prompts whose likeliest first token may be another one
@@ -35,7 +35,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A Drift says how far results have moved, on the prompts of which chunks were reused.
+    """A Drift is how far results have moved, on the prompts of which chunks were reused.
 
     prompts             how many were run
     shifted             how many of these had chunks that were met elsewhere
@@ -55,7 +55,7 @@ class Drift:
     changed: int
 
     def unmet(self, bound: Bound) -> str | None:
-        """Returns why a bound is not met, in words; None where it is. Where nothing was reused nothing was shown."""
+        """Returns why a bound is not met, in words; None where it is. A run without any reuse meets none."""
         if not self.approximate_tokens:
             return f"no chunk of the {self.prompts:,} prompts was met elsewhere, so no drift was measured"
         if not self.logprob <= bound.logprob:
@@ -68,7 +68,7 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A Measured is what the file says.
+    """A Measured is the content of the file.
 
     model     which model was measured: its identity, dtype and adapters
     settings  which chunks were reused
@@ -106,7 +106,7 @@ class Measured:
 
 
 def permitted(cache: CacheOptions | None, model: Mapping[str, Any]) -> CacheOptions | None:
-    """Returns options with the settings of the file in `shifted.chunks`, if one is there. model: as of Measured.
+    """Returns the options, with the settings of a file that `shifted.chunks` names. model: that of a Measured.
 
     Raises InputError where the file is of another model, its bound was not met, or there is no file for reuse that is
     not a trial.
@@ -128,17 +128,17 @@ def permitted(cache: CacheOptions | None, model: Mapping[str, Any]) -> CacheOpti
     return replace(cache, shifted=measured.settings)
 
 
-def _made(kind: type[T], given: Any) -> T:
+def _made(kind: type[T], values: Any) -> T:
     names = {field.name for field in fields(kind)} - {"trial"}
-    if not isinstance(given, dict) or set(given) != names:
+    if not isinstance(values, dict) or set(values) != names:
         raise TypeError(f"it must have {', '.join(sorted(names))}")
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in given.values()):
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values()):
         raise TypeError("it must have numbers")
-    return kind(**given)
+    return kind(**values)
 
 
-def _short(what: Any) -> str:
-    return json.dumps(what) if what else "none"
+def _short(value: Any) -> str:
+    return json.dumps(value) if value else "none"
 
 
 def _refused(message: str) -> InputError:

@@ -12,7 +12,7 @@ from ..errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class ShiftedReuse:
-    """A ShiftedReuse says which chunks of text are reused at other positions than they were computed at.
+    """A ShiftedReuse is the choice of the chunks of text that are reused at other positions than they were computed at.
 
     min_tokens   the fewest tokens of a chunk; it has more than `recompute` in any case
     recompute    how many of the first rows of each chunk are computed anew; 0: none

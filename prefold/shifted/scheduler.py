@@ -32,7 +32,7 @@ from .options import ShiftedReuse
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Moved:
-    """A Moved says that rows were copied for a request.
+    """A Moved is a copy of rows for a request.
 
     key      the request's
     message  which rows, for the worker
@@ -46,22 +46,22 @@ class Moved:
 
 
 class ShiftingScheduler(GenerateScheduler):
-    """A ShiftingScheduler is a GenerateScheduler that reuses chunks, as `shifted.chunks` says.
+    """A ShiftingScheduler is a GenerateScheduler that reuses chunks, by the options `shifted.chunks`.
 
     moves  what the worker has to be given before the next step, in this order; whoever gives it empties the list
     """
 
-    def __init__(self, pool: SlotPool, *, cache: CacheOptions, **how: Any):
-        super().__init__(pool, cache=cache, **how)
+    def __init__(self, pool: SlotPool, *, cache: CacheOptions, **options: Any):
+        super().__init__(pool, cache=cache, **options)
         assert isinstance(cache.shifted, ShiftedReuse) and self.cache is not None
         self.chunks = ChunkIndex(self.tree, cache.shifted)
         self.moves: list[Moved] = []
         self._may_shift: set[Hashable] = set()  # requests of which no sequence was admitted yet
         self._apart: dict[Node, None] = {}  # the nodes of prompts that are not in the trie
 
-    def submit(self, key: Hashable, tokens: np.ndarray, *, shifts: bool = False, **how: Any) -> None:
+    def submit(self, key: Hashable, tokens: np.ndarray, *, shifts: bool = False, **options: Any) -> None:
         """Takes a prompt, as a GenerateScheduler does. shifts: whether chunks are reused for it."""
-        super().submit(key, tokens, **how)
+        super().submit(key, tokens, **options)
         if shifts:
             self._may_shift.add(key)
 
@@ -121,8 +121,8 @@ class ShiftingScheduler(GenerateScheduler):
         return len(message.slots)
 
     def _take_out(self, path: list[Node], cut: int, users: int) -> tuple[Node, np.ndarray]:
-        """Takes the rows of a prompt from `cut` on out of the trie. Returns the node that ends before them, and their
-        slots, int64."""
+        """Takes the rows of a prompt from `cut` on out of the trie. Returns the node that ends before `cut`, and the
+        slots of the rows, int64."""
         at = next(i for i, node in enumerate(path) if node.stop > cut)
         above = path[at].parent if path[at].start == cut else self.tree.split(path[at], cut - path[at].start)
         assert above is not None and above.parent is not None
@@ -135,7 +135,7 @@ class ShiftingScheduler(GenerateScheduler):
         return above, np.concatenate(slots[::-1])
 
     def _hang(self, above: Node, tokens: np.ndarray, slots: np.ndarray, request: Collection[SequenceState]) -> Node:
-        """Returns a node below `above` for rows that nobody else meets; `above` itself where there are none."""
+        """Returns a node below `above` for rows that no other request shares; `above` itself without rows."""
         if not len(tokens):
             return above
         node = Node(above, tokens.tolist(), above.stop)  # a list, as of a tail
@@ -194,8 +194,8 @@ class Shifting(EnginePart):
         return {"shifts": True}
 
     def before_plan(self, scheduler: ShiftingScheduler, requests: Mapping[Any, Any]) -> Mapping[Hashable, Exception]:
-        """Gives the worker the copies that were decided on, and notes them with the requests. No step is planned
-        between the decision and this, so whatever a copy reads is still there."""
+        """Gives the worker the copies that were decided on, and adds them to the requests' counts. No step is planned
+        between the decision and this call, so the rows that are copied are still there."""
         for moved in scheduler.moves:
             self._worker.start(moved.message).result()
             if moved.key in requests:
@@ -206,8 +206,8 @@ class Shifting(EnginePart):
 
 
 def engine_part(worker: Worker, options: EngineOptions, meter: Meter) -> Shifting | None:
-    """Returns the part of an engine; None where reuse is exact. Raises InputError where chunks should be reused at
-    other positions, and cannot be."""
+    """Returns the part of an engine that reuses chunks; None where reuse is exact. Raises InputError where the model
+    cannot reuse chunks at other positions."""
     cache, field = options.generation.cache, "cache_reuse_shifted"
     if cache is None or cache.shifted is None:
         return None

@@ -95,21 +95,21 @@ def drift_between(
     log-probability in the other is taken as that of the last which is listed there: it is that at most.
     """
     tokens = approximate = changed = shifted = prompts = 0
-    largest, first = 0.0, []
-    for request, one, other in zip(requests, exact, reused, strict=True):
-        if one is None or other is None:
+    largest, likeliest = 0.0, []
+    for request, first, second in zip(requests, exact, reused, strict=True):
+        if first is None or second is None:
             continue
         prompts += 1
-        if not other.approximate_tokens:
+        if not second.approximate_tokens:
             continue
-        assert one.logprobs is not None and other.logprobs is not None
+        assert first.logprobs is not None and second.logprobs is not None
         shifted, tokens = shifted + 1, tokens + len(request.tokens)
-        approximate += other.approximate_tokens
-        a, b = dict(one.logprobs[0].top), dict(other.logprobs[0].top)
+        approximate += second.approximate_tokens
+        a, b = dict(first.logprobs[0].top), dict(second.logprobs[0].top)
         least = min(b.values())
         moved = [abs(value - b.get(token, least)) for token, value in a.items()]
         largest = max(largest, *moved)
         best = max(a, key=lambda token: a[token])
-        first.append(abs(a[best] - b.get(best, least)))
-        changed += one.tokens != other.tokens
-    return Drift(prompts, shifted, tokens, approximate, largest, sum(first) / max(1, len(first)), changed)
+        likeliest.append(abs(a[best] - b.get(best, least)))
+        changed += first.tokens != second.tokens
+    return Drift(prompts, shifted, tokens, approximate, largest, sum(likeliest) / max(1, len(likeliest)), changed)

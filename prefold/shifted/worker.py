@@ -38,8 +38,8 @@ def move_rows(model: CausalLM, store: KVStore, message: MoveRows) -> None:
 
 
 def between(before: Tensor, after: Tensor) -> Tensor:
-    """Returns cosines and sines of the angles between two positions of each row, float32 [rows, dim], from those of the
-    positions themselves, [rows, dim] each.
+    """Returns cosines and sines of the angle between two positions of each row, float32 [rows, dim]. before, after:
+    cosines and sines of the positions themselves, [rows, dim].
 
     They come from the tables that keys are turned by, so what rounding does to large angles is in them; a factor on
     cosines and sines (as of YaRN) is not, for the keys have it already.

@@ -1,4 +1,4 @@
-"""What `prefold simulate` runs, a fleet of one's own by names of its parts, and what it prints of it."""
+"""Runs fleets that are described by the names of their parts, for `prefold simulate`, and prints the outcomes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from ..cluster.router import policy_named
 from ..errors import InputError
 from .costs import Machine, ModelShape, StepCost
 from .engines import RowEngine
-from .fleet import IDLE_CAUSES, Feeder, FleetOutcome, Lists, Replica, Routed, Streamed, contiguous, run_fleet
+from .fleet import IDLE_CAUSES, FleetOutcome, ListFeeder, Replica, RoutedFeeder, StreamFeeder, contiguous, run_fleet
 from .requests import SimRequest
+
+_Requests = Sequence[SimRequest]
 
 ENGINES: dict[str, Any] = {"prefold": RowEngine}
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A fleet and how it gets its work.
+    """A Setup describes a fleet and how it gets its work.
 
     engine    one of ENGINES
-    feeder    one of FEEDERS: "segments" knows all requests; "stream" is the live window; "routed" gives each request
-              away as it comes
+    feeder    one of FEEDERS: "segments" knows all requests; "stream" is the live window; "routed" sends each request to
+              a replica when it arrives
     policy    of "stream" and "routed": one of cluster.router.POLICIES
-    reports   of "stream" and "routed": whether replicas tell what their caches hold; else it is estimated
-    steal     of "segments": whether work is divided anew
-    load      seconds until a model is there
+    reports   of "stream" and "routed": whether replicas report what their caches hold; else it is estimated
+    steal     of "segments": whether idle replicas take work from others
+    load      seconds until a model is loaded
     slow      every second replica takes so many times as long for a step
-    max_batch_rows  rows of a step; None: ours finds how many are fast
-    rate      records a second that come in; None: all are there from the start, or at their own times
+    max_batch_rows  rows of a step; None: the engine finds how many are fast
+    rate      requests that arrive a second; None: requests have arrival times, or are there from the start
     """
 
     machine: Machine
@@ -47,24 +49,24 @@ class Setup:
     max_running: int = 256
 
     @property
-    def in_time(self) -> bool:
-        """Returns whether requests may come in time."""
+    def takes_arrivals(self) -> bool:
+        """Returns whether requests may arrive over time."""
         return self.feeder.startswith(("stream", "routed"))
 
     @property
     def name(self) -> str:
-        name = f"{self.engine}, {self.feeder}" + (f", {self.policy}" if self.in_time else "")
+        name = f"{self.engine}, {self.feeder}" + (f", {self.policy}" if self.takes_arrivals else "")
         return name + ("" if self.reports else ", no events") + ("" if self.steal else ", no stealing")
 
     @property
     def step_options(self) -> dict[str, int | None]:
-        """Returns the options of an engine that its steps have."""
+        """Returns the limits of an engine's steps."""
         return {"max_batch_rows": self.max_batch_rows, "max_running": self.max_running}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a setup gave. facts: what else there is to say of it, {what: number}."""
+    """An Outcome is the outcome of a Setup. facts: {name: number}, printed below the table's line"""
 
     name: str
     setup: Setup
@@ -73,17 +75,15 @@ class Outcome:
 
 
 def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetOutcome:
-    """Returns what a fleet does with these requests. Where they have times of arrival they come at those.
-
-    Raises InputError for unknown names, for no replicas, and where a request fits on no machine.
-    """
+    """Returns the outcome of a fleet with these requests, which arrive at their times if they have any. Raises
+    InputError for unknown names, for no replicas, and for a request that fits on no machine."""
     for name, value, table in (("engine", setup.engine, ENGINES), ("feeder", setup.feeder, FEEDERS)):
         if value not in table:
             raise InputError(f"there is no {name} {value!r}", field=name, remedy=f"use {', '.join(table)}")
     if setup.replicas < 1:
         raise InputError(f"replicas is {setup.replicas}", field="replicas", remedy="give 1 or more")
     cost = StepCost(setup.machine, setup.model)
-    options = setup.step_options | {"reports": setup.in_time and setup.reports}
+    options = setup.step_options | {"reports": setup.takes_arrivals and setup.reports}
     replicas = [
         Replica(lambda: ENGINES[setup.engine](cost, **options), setup.load, setup.slow if number % 2 else 1.0)
         for number in range(setup.replicas)
@@ -91,47 +91,45 @@ def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetOutcome:
     if setup.rate is not None:
         requests = [replace(request, arrival=i / setup.rate) for i, request in enumerate(requests)]
     come = any(request.arrival for request in requests)
-    if come and not setup.in_time:
+    if come and not setup.takes_arrivals:
         message = f"{setup.feeder} knows all requests from the start, these come in time"
         raise InputError(message, field="feeder", remedy="use stream or routed")
     feeder = FEEDERS[setup.feeder](setup, cost, requests, () if come else requests)
     return run_fleet(replicas, feeder, requests if come else ())
 
 
-def streamed(
-    setup: Setup, cost: StepCost, requests: Sequence[SimRequest], there: Sequence[SimRequest], **options: Any
-) -> Streamed:
-    """Returns the live window of a setup. options: others of `Streamed`."""
-    return Streamed(
-        cost, count=len(requests), policy=policy_named(setup.policy), reports=setup.reports, requests=there,
+def streamed(setup: Setup, cost: StepCost, requests: _Requests, initial: _Requests, **options: Any) -> StreamFeeder:
+    """Returns the feeder "stream" of a setup. options: further ones of `StreamFeeder`"""
+    return StreamFeeder(
+        cost, count=len(requests), policy=policy_named(setup.policy), reports=setup.reports, requests=initial,
         reserves=ENGINES[setup.engine].reserves, **options,
     )  # fmt: skip
 
 
-def _routed(setup: Setup, cost: StepCost, requests: Sequence[SimRequest], there: Sequence[SimRequest]) -> Routed:
-    return Routed(policy_named(setup.policy), cost, reports=setup.reports, requests=there)
+def _routed(setup: Setup, cost: StepCost, requests: _Requests, initial: _Requests) -> RoutedFeeder:
+    return RoutedFeeder(policy_named(setup.policy), cost, reports=setup.reports, requests=initial)
 
 
-def _segments(setup: Setup, cost: StepCost, requests: Sequence[SimRequest], there: Sequence[SimRequest]) -> Lists:
+def _segments(setup: Setup, cost: StepCost, requests: _Requests, initial: _Requests) -> ListFeeder:
     in_order = sorted(requests, key=lambda request: request.path)
-    return Lists(contiguous(in_order, setup.replicas), in_flight=_ahead(cost, requests), steal=setup.steal)
+    return ListFeeder(contiguous(in_order, setup.replicas), in_flight=_in_flight(cost, requests), steal=setup.steal)
 
 
-def _ahead(cost: StepCost, requests: Sequence[SimRequest]) -> int:
-    """Returns how many requests keep a replica busy: as many as would fit if they shared half of their rows."""
+def _in_flight(cost: StepCost, requests: Sequence[SimRequest]) -> int:
+    """Returns how many requests keep a replica busy: as many as fit if they share half of their rows."""
     if not requests:
         return 2
-    some = requests[:: max(1, len(requests) // 1000)]
-    each = sum(request.rows / 2 + request.limit for request in some) / len(some)
+    sample = requests[:: max(1, len(requests) // 1000)]
+    each = sum(request.rows / 2 + request.limit for request in sample) / len(sample)
     return max(2, int(1.25 * cost.kv_rows / each))
 
 
-# {name: what makes the feeder of (setup, costs of a step, all requests, those that are there from the start)}
-FEEDERS: dict[str, Callable[..., Feeder]] = {"segments": _segments, "stream": streamed, "routed": _routed}
+# {name: function(setup, costs of a step, all requests, the requests from the start) -> Feeder}
+FEEDERS: dict[str, Callable[..., Any]] = {"segments": _segments, "stream": streamed, "routed": _routed}
 
 
 _NAME = 48  # width of a system's name
-# (name, width, what stands there of an outcome)
+# (name, width, function(outcome) -> text)
 Column = tuple[str, int, Callable[[Any], str]]
 COLUMNS: tuple[Column, ...] = (
     ("requests", 11, lambda o: f"{o.run.requests:,}"),
@@ -153,7 +151,7 @@ use: part of the replicas' time at work. Idle: load, until the model is there; i
 
 
 def machine_line(outcome: Outcome) -> str:
-    """Returns what is simulated on what, in words."""
+    """Returns a description of the model and the machine of an outcome."""
     machine, model = outcome.setup.machine, outcome.setup.model
     rates = f"{machine.flops / 1e12:,.3g} TFLOP/s, {machine.bandwidth / 1e9:,.4g} GB/s"
     overhead = f"{machine.overhead * 1e3:,.3g} ms beside each step"
@@ -166,9 +164,9 @@ def header(columns: Sequence[Column] = COLUMNS) -> str:
 
 
 def line(outcome: Outcome, columns: Sequence[Column] = COLUMNS) -> str:
-    """Returns one line of the table, and below it one for each further fact."""
+    """Returns a line of the table, and below it a line for each fact."""
     row = f"{outcome.name:<{_NAME}}" + "".join(f"{of(outcome):>{width}}" for _, width, of in columns)
-    return "\n".join([row, *(f"    {what:<40}{number:>14,.6g}" for what, number in outcome.facts.items())])
+    return "\n".join([row, *(f"    {fact:<40}{number:>14,.6g}" for fact, number in outcome.facts.items())])
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:

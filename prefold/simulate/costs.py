@@ -1,8 +1,8 @@
-"""How long a step takes: a roofline of data. `costs.json` holds the machines and models that are known by name.
+"""Estimates how long a step takes, by a roofline. `costs.json` holds machines and models by name.
 
     seconds = overhead + max(weights / bandwidth, linear FLOPs / rate) + K/V read / bandwidth + attention FLOPs / rate
 
-A machine's numbers are what it reaches, not what its data sheet says.
+A machine's numbers are those that it reaches, not those of its data sheet.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..errors import InputError
 # Decode rows for which a shared run of K/V is read once.
 TILE = 64
 
-_RESERVED = 1.5e9  # bytes of a GPU that neither weights nor K/V take, and the share that an engine may use at all
-_USABLE = 0.9
+_RESERVED = 1.5e9  # bytes of a GPU that neither weights nor K/V take
+_USABLE = 0.9  # the share of a GPU's memory that an engine uses
 WEIGHT_BYTES = 2  # of a number: bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A device. flops: operations a second; bandwidth: bytes a second; memory: bytes; overhead: seconds of a step."""
+    """A Machine is a device. flops: operations a second; bandwidth: bytes a second; overhead: seconds of a step"""
 
     name: str
     flops: float
@@ -36,8 +36,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model. linear: parameters that every row is multiplied with; total: with the embeddings; others as in its
-    configuration."""
+    """A ModelShape describes a model. linear: parameters that every row is multiplied with; total: all parameters; the
+    other fields are those of its config"""
 
     name: str
     linear: float
@@ -56,13 +56,13 @@ class ModelShape:
 
 
 class StepRows(NamedTuple):
-    """What a step computes.
+    """A StepRows counts the work of a step.
 
     prefill  rows of prompts
     decode   rows of running sequences
-    keys     rows of K/V that the decode rows read, each sequence's counted
+    keys     rows of K/V that the decode rows read, summed over sequences
     pairs    (row, key) pairs of the prompts' rows
-    reads    rows whose logits are wanted
+    reads    rows whose logits are computed
     """
 
     prefill: int
@@ -74,7 +74,7 @@ class StepRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Times of one model on one machine."""
+    """A StepCost computes the times of a model on a machine."""
 
     machine: Machine
     model: ModelShape
@@ -95,17 +95,17 @@ class StepCost:
 
     @property
     def kv_rows(self) -> int:
-        """Returns how many rows' K/V fit beside the weights. Raises InputError where the weights do not."""
-        left = (
+        """Returns how many rows' K/V fit beside the weights. Raises InputError if the weights do not fit."""
+        free = (
             self.machine.memory * _USABLE - self.model.total * WEIGHT_BYTES - min(_RESERVED, self.machine.memory / 10)
         )
-        if left < self.model.kv_bytes:
+        if free < self.model.kv_bytes:
             raise InputError(
                 f"{self.model.name} does not fit on one {self.machine.name}",
                 field="machine",
                 remedy="name a machine with more memory, or a smaller model",
             )
-        return int(left / self.model.kv_bytes)
+        return int(free / self.model.kv_bytes)
 
     @property
     def prefill_seconds(self) -> float:
@@ -113,22 +113,22 @@ class StepCost:
         return 2 * self.model.linear / self.machine.flops
 
     def decode_seconds(self, running: int) -> float:
-        """Returns the seconds of one row of an output where so many sequences run."""
+        """Returns the seconds of one row of an output while so many sequences run."""
         return self.seconds(StepRows(0, running, 0, 0, running)) / running
 
 
 def machine_named(name: str) -> Machine:
-    """Returns a machine of costs.json. Raises InputError for one that is not there."""
+    """Returns a machine of costs.json. Raises InputError for an unknown name."""
     return Machine(name, **_named("machines", name))
 
 
 def model_named(name: str) -> ModelShape:
-    """Returns a model of costs.json. Raises InputError for one that is not there."""
+    """Returns a model of costs.json. Raises InputError for an unknown name."""
     return ModelShape(name, **_named("models", name))
 
 
 def _named(kind: str, name: str) -> dict[str, Any]:
-    known = json.loads(files(__package__).joinpath("costs.json").read_text())[kind]
-    if name not in known:
-        raise InputError(f"there is no {name!r} among the {kind}", field=kind[:-1], remedy=f"use {', '.join(known)}")
-    return known[name]
+    entries = json.loads(files(__package__).joinpath("costs.json").read_text())[kind]
+    if name not in entries:
+        raise InputError(f"there is no {name!r} among the {kind}", field=kind[:-1], remedy=f"use {', '.join(entries)}")
+    return entries[name]

@@ -1,6 +1,6 @@
-"""What stands for a replica's engine in the simulator: it takes requests, and says what each of its steps does.
+"""A replica's engine in the simulator: it takes requests, and says what each of its steps does.
 
-`RowEngine` is our engine: the rules of the real scheduler on (prefix, length) in place of tokens, for large fleets.
+`RowEngine` applies the rules of the real scheduler to (prefix, length) in place of tokens, for large fleets.
 """
 
 from __future__ import annotations
@@ -20,56 +20,55 @@ from ..errors import InputError
 from .costs import TILE, StepCost, StepRows
 from .requests import SimRequest
 
-# The most rows of a step where none are asked for.
-MOST_ROWS = 8192
+MOST_ROWS = 8192  # of a step, without max_batch_rows
 
 
 @dataclass(slots=True)
 class Hits:
-    """Counts tokens of prompts, each where it was found.
+    """A Hits counts tokens of prompts.
 
-    asked            of all requests, each once
-    first_admission  there when the request was first admitted
+    tokens           of all requests, each once
+    first_admission  in the cache when the request was first admitted
     in_step          shared with a request that was admitted in the same step
-    computed         rows of prompts that were computed, again ones included
+    computed         rows of prompts that were computed, including rows that were computed again
     """
 
-    asked: int = 0
+    tokens: int = 0
     first_admission: int = 0
     in_step: int = 0
     computed: int = 0
 
     def add(self, other: Hits) -> None:
-        """Adds what another engine of the same kind has counted."""
+        """Adds the counts of another engine."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def rates(self) -> dict[str, float]:
-        """Returns the counters of what was found as shares of the tokens asked for."""
-        asked = max(1, self.asked)
-        return {"first_admission": self.first_admission / asked, "in_step": self.in_step / asked}
+        """Returns the tokens that were not computed for their request, as shares of all tokens."""
+        tokens = max(1, self.tokens)
+        return {"first_admission": self.first_admission / tokens, "in_step": self.in_step / tokens}
 
 
-class Ended(NamedTuple):
-    """A request that has ended; cached: tokens of its prompt that were not computed for it."""
+class EndedRequest(NamedTuple):
+    """An EndedRequest is a request that has ended. cached: tokens of its prompt that were not computed for it"""
 
     request: SimRequest
     cached: int
 
 
 class Stretch(NamedTuple):
-    """One step, or several alike. `running` sequences took part."""
+    """A Stretch is a step, or several equal steps. running: the sequences that took part"""
 
     seconds: float
     prefill: int
     decode: int
     steps: int
     running: int
-    ended: Sequence[Ended] = ()
+    ended: Sequence[EndedRequest] = ()
 
 
 class _Node:
-    """A part of a path. mark: all its rows are computed once so many rows of prompts are."""
+    """A _Node is a part of a path. mark: its rows are computed when so many rows of prompts are"""
 
     __slots__ = ("children", "mark", "number", "parent", "rows", "running", "users")
 
@@ -78,7 +77,7 @@ class _Node:
         self.children: dict[int, _Node] = {}
         self.users = 0  # sequences that run
         self.mark = 0
-        self.running = 0  # of them, those that decode
+        self.running = 0  # sequences that decode
 
 
 class _RowSequence:
@@ -92,14 +91,15 @@ class _RowSequence:
 
 
 class RowEngine:
-    """The rules of `GenerateScheduler` with room set aside for each output, on parts instead of tokens: prompts are
-    computed first come first, each part once; a part stays until its room is needed, the one used longest ago first.
-    Steps in which no sequence comes or goes are one stretch, so time depends on requests, not on tokens.
+    """A RowEngine follows the rules of `GenerateScheduler` with room set aside for each output, on parts of prompts
+    instead of tokens: prompts are computed in order of arrival, each part once; a part stays until its room is needed,
+    and the least recently used goes first. Steps in which no sequence comes or goes are one stretch, so the time of a
+    simulation depends on the number of requests, not of tokens.
 
     cost                         of its steps
-    max_batch_rows, max_running  of a step; None: as many rows as it finds to be fast, as a real engine does
-    slots                        rows that its KV store holds; None: what memory holds
-    reports                      whether events are kept for a router
+    max_batch_rows, max_running  of a step; None: it finds how many rows are fast, as a real engine does
+    slots                        rows that its KV store holds; None: as many as fit into memory
+    reports                      whether it keeps events for a router
     reserves                     whether it sets room aside for the longest output that a request may have
     """
 
@@ -134,8 +134,8 @@ class RowEngine:
         self._queued = self._done = 0  # rows of prompts, ever
         self._steps = 0  # decode steps, ever
         self._number = 0
-        self._is_stuck = False  # there is no room for the sequence that waits first, before another ends
-        self._shared_keys = 0  # rows of parts that decoding sequences read, each once for a tile of them
+        self._is_stuck = False  # whether the first waiting sequence has no room until another ends
+        self._shared_keys = 0  # rows of parts that decoding sequences read, once for a tile of sequences
         self._tail_keys = 0  # rows of outputs that they read
         self._log = EventLog() if self.reports else None
 
@@ -147,21 +147,21 @@ class RowEngine:
                 field="max_tokens",
                 remedy="name a machine with more memory",
             )
-        self.hits.asked += request.rows
+        self.hits.tokens += request.rows
         self._waiting.append(_RowSequence(request))
 
     @property
     def num_waiting(self) -> int:
-        """Returns how many sequences were not admitted yet."""
+        """Returns how many sequences wait for admission."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Returns how many sequences were."""
+        """Returns how many sequences have been admitted and have not ended."""
         return len(self._decoding) + len(self._prefilling)
 
     def step(self) -> Stretch | None:
-        """Runs the next step, or several alike; returns None when no sequence waits or runs."""
+        """Runs the next step, or several equal ones. Returns None if no sequence waits or runs."""
         size = self.size
         if size is None:
             return self._step()
@@ -176,7 +176,7 @@ class RowEngine:
                 stretch.prefill // steps, decode, stretch.seconds / steps, max_rows=self._most,
                 waiting=self.num_waiting,
                 began=stretch.running - decode, ended=len(stretch.ended),
-                tokens=sum(one.request.output for one in stretch.ended), steps=steps,
+                tokens=sum(ended.request.output for ended in stretch.ended), steps=steps,
             )  # fmt: skip
         return stretch
 
@@ -190,7 +190,7 @@ class RowEngine:
         prefill = min(budget, self._queued - self._done)
         if prefill or self._prefilling:
             return self._mixed(prefill, running)
-        # No sequence waits that there is room for, so nothing changes before the first of those that decode ends.
+        # No waiting sequence has room, so nothing changes until the first decoding sequence ends.
         count = self._decoding[0][0] - self._steps
         keys = self._shared_keys + self._tail_keys
         first = self.cost.seconds(StepRows(0, running, keys, 0, running))
@@ -201,7 +201,7 @@ class RowEngine:
 
     def _mixed(self, prefill: int, running: int) -> Stretch:
         prefilling = self._prefilling
-        # (row, key) pairs of the prompts' rows: they lie behind half of those who wait for them, on average.
+        # (row, key) pairs of the prompts' rows: on average a row sees half of its prompt.
         pairs = prefill * prefilling[0].request.rows // 2 if prefilling else 0
         done = self._done = self._done + prefill
         self.hits.computed += prefill
@@ -211,7 +211,7 @@ class RowEngine:
         keys = self._shared_keys + self._tail_keys
         seconds = self.cost.seconds(StepRows(prefill, running, keys, pairs, running + len(ready)))
         self._steps += 1
-        self._tail_keys += running + len(ready)  # a row for each token that was made
+        self._tail_keys += running + len(ready)  # a row for each new token
         for sequence in ready:
             self._number += 1
             heapq.heappush(self._decoding, (self._steps + sequence.request.output - 1, self._number, sequence))
@@ -223,7 +223,7 @@ class RowEngine:
                 node = node.parent
         return Stretch(seconds, prefill, running, 1, running + len(ready), self._end())
 
-    def _end(self) -> Sequence[Ended]:
+    def _end(self) -> Sequence[EndedRequest]:
         decoding, steps = self._decoding, self._steps
         if not decoding or decoding[0][0] > steps:
             return ()
@@ -245,7 +245,7 @@ class RowEngine:
                     if not node.children:
                         self._evictable[node] = None
                 node = node.parent
-            ended.append(Ended(request, sequence.cached))
+            ended.append(EndedRequest(request, sequence.cached))
         return ended
 
     def _admit(self) -> None:
@@ -256,7 +256,7 @@ class RowEngine:
                 return
             request = waiting[0].request
             node, depth = self._root, 0
-            fresh, kept = request.rows, 0  # rows to compute; rows of the path that would be evictable
+            fresh, pinned = request.rows, 0  # rows to compute; rows of the path that would not be evictable any more
             for number, rows in request.path:
                 child = node.children.get(number)
                 if child is None:
@@ -264,9 +264,9 @@ class RowEngine:
                 node, depth = child, depth + 1
                 fresh -= rows
                 if not child.users:
-                    kept += rows
+                    pinned += rows
             need = fresh + request.limit - 1
-            if need > self.free + self._evictable_rows - kept:
+            if need > self.free + self._evictable_rows - pinned:
                 self._is_stuck = True
                 return
             self._enter(waiting.popleft(), node, depth)

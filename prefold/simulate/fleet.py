@@ -1,4 +1,4 @@
-"""Discrete events: replicas that load, step and end requests; feeders that give them work; where the time goes."""
+"""Simulates the events of a fleet: replicas that load, step and end requests, and feeders that give them work."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ _BINS = 200
 
 
 class Feeder:
-    """Gives replicas their work, and knows how many requests each was given and has not ended.
+    """A Feeder gives replicas their work. in_flight: {replica: requests that it has and that have not ended}
 
-    All is called at the time `now`, in seconds.
+    Each method is called with the time `now`, in seconds.
     """
 
     def __init__(self) -> None:
         self.in_flight: dict[int, int] = {}
 
     def joined(self, replica: int, engine: Any, now: float) -> None:
-        """Notes that a replica has loaded its model."""
+        """Records that a replica has loaded its model."""
         self.in_flight[replica] = 0
 
     def arrived(self, request: SimRequest, now: float) -> None:
-        """Takes a request that has come."""
+        """Takes a request that has arrived."""
         raise TypeError("all requests are there from the start")
 
     def worked(self, replica: int, stretch: Stretch, events: CacheEvents | None, now: float) -> None:
-        """Notes the steps of a replica, and what its cache reports of them."""
+        """Records the steps of a replica, and the events of its cache."""
         self.in_flight[replica] -= len(stretch.ended)
 
     def give(self, now: float) -> Iterable[tuple[int, Sequence[SimRequest]]]:
-        """Returns what replicas get now."""
+        """Returns (replica, requests) for each replica that gets work now."""
         raise NotImplementedError
 
     def idle_cause(self, replica: int) -> Idle:
-        """Returns why a replica has nothing to do: no request has come, others are waited for, or all are given out."""
+        """Returns why a replica has nothing to do."""
         return "border"
 
     def next_time(self) -> float | None:
-        """Returns when `give` should be called though nothing happens; None where it need not be."""
+        """Returns a time at which `give` should be called even if no event happens, or None."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A replica. load: seconds until its model is there; slow: its steps take so many times as long."""
+    """A Replica is a machine with a model. load: seconds until it is loaded; slow: a factor on its steps' times"""
 
     engine: Callable[[], Any]
     load: float = 0.0
@@ -70,13 +70,13 @@ class Replica:
 
 @dataclass(slots=True)
 class FleetOutcome:
-    """What came of a run.
+    """A FleetOutcome is the outcome of a simulation.
 
     seconds      until the last request ended
-    idle         replica-seconds by cause, sum over replicas
+    idle         replica-seconds by cause, summed over replicas
     busy         replica-seconds of steps
     ended_at     when each replica ended its last request
-    use          share of the replicas at work, in each of equal parts of the time
+    use          share of the replicas at work, in each of `_BINS` equal parts of the time
     waits        seconds from the arrival of each request to its end
     """
 
@@ -94,12 +94,12 @@ class FleetOutcome:
     waits: array[float] = field(default_factory=lambda: array("d"))
 
     def idle_share(self, *causes: Idle) -> float:
-        """Returns the share of all replicas' time that was idle, by these causes; all where none is given."""
+        """Returns the share of all replicas' time that was idle by these causes; without causes, by any."""
         total = self.replicas * self.seconds
         return sum(self.idle[cause] for cause in causes or IDLE_CAUSES) / total if total else 0.0
 
     def dollars_per_million(self, dollars_per_hour: float) -> float:
-        """Returns what a million tokens of prompts and outputs cost, at so much a replica and hour."""
+        """Returns the price of a million tokens of prompts and outputs. dollars_per_hour: of a replica"""
         tokens = self.prompt_tokens + self.output_tokens
         return self.replicas * self.seconds / 3600 * dollars_per_hour / max(1, tokens) * 1e6
 
@@ -119,9 +119,9 @@ def run_fleet(replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[Si
 
 
 class Simulation:
-    """A run of a fleet, until nothing happens any more. Work is given at once, whenever a request has ended.
+    """A Simulation runs a fleet until no events are left. Work is given whenever a request has ended.
 
-    arrivals  requests that come at their times, ascending; what a feeder has from the start needs none
+    arrivals  requests by their times of arrival, ascending; requests that a feeder has from the start are not in it
     """
 
     def __init__(self, replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[SimRequest]):
@@ -134,7 +134,7 @@ class Simulation:
         self._order = itertools.count()
         self._stretches: list[tuple[float, float]] = []
         self._wake: float | None = None
-        self._given = 0.0  # when something was given last: all idle time after it is the tail
+        self._last_work = 0.0  # when work was given last: all idle time after it is the tail
 
     def run(self) -> FleetOutcome:
         for number, replica in enumerate(self._replicas):
@@ -145,9 +145,9 @@ class Simulation:
             now = self._events[0][0]
             touched: set[int] = set()
             is_news = False
-            while self._events and self._events[0][0] == now:  # what happens at one time is known before work is given
-                _, _, kind, what = heapq.heappop(self._events)
-                is_news |= self.handle(kind, what, now, touched)
+            while self._events and self._events[0][0] == now:  # all events of one time come before work is given
+                _, _, kind, subject = heapq.heappop(self._events)
+                is_news |= self.handle(kind, subject, now, touched)
             if is_news:
                 self._give(now, touched)
             for number in sorted(touched):
@@ -155,30 +155,31 @@ class Simulation:
         self._finish(now)
         return self.result
 
-    def push(self, time: float, kind: str, what: object) -> None:
-        heapq.heappush(self._events, (time, next(self._order), kind, what))
+    def push(self, time: float, kind: str, subject: object) -> None:
+        heapq.heappush(self._events, (time, next(self._order), kind, subject))
 
     def _next_arrival(self) -> None:
         request = next(self._arrivals, None)
         if request is not None:
             self.push(request.arrival, "arrive", request)
 
-    def handle(self, kind: str, what: object, now: float, touched: set[int]) -> bool:
-        """Handles an event, and returns whether it may let replicas get work; adds the event's replica to `touched`."""
+    def handle(self, kind: str, subject: object, now: float, touched: set[int]) -> bool:
+        """Handles an event of a replica or request, and returns whether replicas may get work because of it. touched:
+        a set to which the event's replica is added"""
         if kind == "join":
-            assert isinstance(what, int)
-            replica = self._replicas[what]
-            state = self._states[what] = _State(replica.engine(), idle_since=now)
+            assert isinstance(subject, int)
+            replica = self._replicas[subject]
+            state = self._states[subject] = _State(replica.engine(), idle_since=now)
             self.result.idle["load"] += now
-            self.feeder.joined(what, state.engine, now)
-            touched.add(what)
+            self.feeder.joined(subject, state.engine, now)
+            touched.add(subject)
         elif kind == "arrive":
-            assert isinstance(what, SimRequest)
-            self.feeder.arrived(what, now)
+            assert isinstance(subject, SimRequest)
+            self.feeder.arrived(subject, now)
             self._next_arrival()
         elif kind == "step":
-            assert isinstance(what, tuple)
-            number, stretch = what
+            assert isinstance(subject, tuple)
+            number, stretch = subject
             events = self._stepped(number, stretch, now)
             touched.add(number)
             return self.worked(number, stretch, events, now)
@@ -187,12 +188,12 @@ class Simulation:
         return True
 
     def worked(self, number: int, stretch: Stretch, events: CacheEvents | None, now: float) -> bool:
-        """Tells the feeder what a replica has done; returns whether work may be given because of it."""
+        """Passes a replica's stretch to the feeder, and returns whether work may be given because of it."""
         self.feeder.worked(number, stretch, events, now)
         return bool(stretch.ended)
 
     def _stepped(self, number: int, stretch: Stretch, now: float) -> CacheEvents | None:
-        """Counts what a replica has done, and returns what its cache reports."""
+        """Counts a replica's stretch, and returns the events of its cache."""
         state, result = self._states[number], self.result
         assert state is not None
         state.is_busy = False
@@ -209,18 +210,18 @@ class Simulation:
         return events
 
     def _give(self, now: float, touched: set[int]) -> None:
-        for number, requests in self.given(now):
-            self._given = now
+        for number, requests in self.assignments(now):
+            self._last_work = now
             self.submit(number, requests)
             touched.add(number)
         time = self.feeder.next_time()
-        # A time that has passed needs no call: whatever happens next brings one.
+        # A time that has passed needs no wake-up: the next event calls `give` anyway.
         if time is not None and time > now and (self._wake is None or time < self._wake):
             self._wake = time
             self.push(time, "wake", None)
 
-    def given(self, now: float) -> Iterable[tuple[int, Sequence[SimRequest]]]:
-        """Returns what replicas get now."""
+    def assignments(self, now: float) -> Iterable[tuple[int, Sequence[SimRequest]]]:
+        """Returns (replica, requests) for each replica that gets work now."""
         return self.feeder.give(now)
 
     def submit(self, number: int, requests: Sequence[SimRequest]) -> None:
@@ -252,7 +253,7 @@ class Simulation:
         self.push(now + seconds, "step", (number, stretch))
 
     def slowness(self, number: int) -> float:
-        """Returns how many times as long as elsewhere a step takes on a replica."""
+        """Returns how many times as long a step takes on a replica."""
         return self._replicas[number].slow
 
     def _finish(self, now: float) -> None:
@@ -261,7 +262,7 @@ class Simulation:
             assert state is not None
             result.ended_at.append(state.ended)
             if 0 <= state.idle_since < result.seconds:
-                tail = min(max(state.idle_since, self._given), result.seconds)
+                tail = min(max(state.idle_since, self._last_work), result.seconds)
                 result.idle[state.cause] += tail - state.idle_since
                 result.idle["tail"] += result.seconds - tail
         kinds = [state.engine.hits for state in self._states if state is not None]
@@ -280,11 +281,11 @@ def _use(stretches: list[tuple[float, float]], seconds: float, replicas: int) ->
     return (np.diff(before) / (seconds / _BINS) / replicas).tolist()
 
 
-class Lists(Feeder):
-    """A list of requests for each replica, given in order.
+class ListFeeder(Feeder):
+    """A ListFeeder gives each replica a list of requests, in order.
 
     in_flight  requests that a replica may have at a time; None: all at once
-    steal      a replica that has none left takes the later half of what the replica with most left has not begun
+    steal      whether a replica whose list is empty takes the later half of the longest list
     """
 
     def __init__(self, parts: Sequence[Sequence[SimRequest]], *, in_flight: int | None = None, steal: bool = False):
@@ -319,8 +320,8 @@ class Lists(Feeder):
 
 
 def contiguous(requests: Sequence[SimRequest], parts: int) -> list[list[SimRequest]]:
-    """Returns segments of about equal cost of requests in order: rows of prompts that the one before does not have,
-    and rows of outputs, which count four times."""
+    """Returns segments of requests of about equal cost, which is the rows of prompts that the request before does not
+    have, and four times the rows of outputs."""
     sums, total = [], 0.0
     before: tuple[tuple[int, int], ...] = ()
     for request in requests:
@@ -331,12 +332,12 @@ def contiguous(requests: Sequence[SimRequest], parts: int) -> list[list[SimReque
     return [list(requests[cuts[i] : cuts[i + 1]]) for i in range(parts)]
 
 
-class _OnRouter(Feeder):
-    """A feeder with the real router, which is told of what replicas do.
+class _RouterFeeder(Feeder):
+    """A _RouterFeeder is a Feeder with the real router.
 
-    reports  whether replicas tell what their caches hold
-    learns   whether it learns from steps how fast replicas are, as a real fleet does; else it knows that from the start
-    slots    rows that a replica's KV store holds; None: what memory holds
+    reports  whether replicas report what their caches hold
+    learns   whether the router learns from steps how fast replicas are, as in a real fleet; else it knows that
+    slots    rows that a replica's KV store holds; None: as many as fit into memory
     """
 
     def __init__(
@@ -372,8 +373,8 @@ class _OnRouter(Feeder):
             self.router.end(ended.request.key, output_rows=ended.request.output, cached_rows=ended.cached)
 
 
-class Routed(_OnRouter):
-    """Each request is given to a replica as it comes, by a policy."""
+class RoutedFeeder(_RouterFeeder):
+    """A RoutedFeeder sends each request to a replica when it arrives, by a policy."""
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
         orders = []
@@ -391,15 +392,15 @@ class Routed(_OnRouter):
         return "input"
 
 
-class Streamed(_OnRouter):
-    """Ours: requests go into the live window as they come, and leave by `Dispatcher`.
+class StreamFeeder(_RouterFeeder):
+    """A StreamFeeder puts requests into the live window as they arrive, and sends them by a `Dispatcher`.
 
-    count    of the requests that will come, after which the input has ended
-    kind     of the dispatcher
+    count    the number of requests, after which the input has ended
+    kind     the class of the dispatcher
     backlog  rows that a replica may have been sent, as a multiple of its KV store
     reserves whether replicas set room aside for the longest output that a request may have
     window   options of `LiveWindow`
-    known    options of `_OnRouter`
+    options  those of `_RouterFeeder`
     """
 
     def __init__(
@@ -412,11 +413,11 @@ class Streamed(_OnRouter):
         backlog: float = 1.25,
         reserves: bool = True,
         window: Mapping[str, Any] = {"max_tokens": 1 << 23},  # it is only read
-        **known: Any,
+        **options: Any,
     ):
-        super().__init__(policy, cost, **known)
+        super().__init__(policy, cost, **options)
         self.dispatcher = kind(self.router, limit_of=lambda request: request.limit, **window)
-        self._left = count
+        self._to_come = count
         self.limits = Limits(int(backlog * self._slots), reserves=reserves)
 
     def joined(self, replica: int, engine: Any, now: float) -> None:
@@ -424,25 +425,25 @@ class Streamed(_OnRouter):
         self.dispatcher.join(replica, self.limits)
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
-        given: list[tuple[int, list[SimRequest]]] = []
+        assigned: list[tuple[int, list[SimRequest]]] = []
         window = self.dispatcher.window
         while True:
             while self._new and not window.is_full:
                 request = self._new.popleft()
                 window.put(request.key, request.tokens(), now=now, payload=request)
-                self._left -= 1
-                if not self._left:
+                self._to_come -= 1
+                if not self._to_come:
                     window.close()
             orders = self.dispatcher.dispatch(now)
             for order in orders:
                 assert isinstance(order.replica, int)
                 self.in_flight[order.replica] += len(order.requests)
-                given.append((order.replica, [waiting.payload for waiting in order.requests]))
+                assigned.append((order.replica, [waiting.payload for waiting in order.requests]))
             if not orders or not self._new:
-                return given
+                return assigned
 
     def idle_cause(self, replica: int) -> Idle:
         return "border" if len(self.dispatcher.window) or self._new else "input"
 
     def next_time(self) -> float | None:
-        return self.dispatcher.window.next_pressed()
+        return self.dispatcher.window.next_deadline()

@@ -1,7 +1,7 @@
-"""Requests of the simulator: what they share is known by name, so that no token needs to be held.
+"""Requests of the simulator, whose prompts are paths of numbered parts in place of tokens.
 
-A prompt is a path of *parts*, each a number and its rows; two prompts share their leading parts of equal numbers. Of
-`prefix repetition` that is (prefix, rows) and then the prompt's own rows. Traces and generators are made into these.
+A *part* is a number and its rows; two prompts share their leading parts of equal numbers. A prompt of
+`prefix_repetition` has two parts: its prefix and its own rows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..errors import InputError
 
 @dataclass(eq=False, slots=True)
 class SimRequest:
-    """A request, which is never changed. (Millions are made: a frozen dataclass takes three times as long to make.)
+    """A SimRequest is a request, which is never changed. (A frozen dataclass would take three times as long to make.)
 
     path    ((number, rows), ...), no part empty
-    output  tokens that it makes, of at most `limit`
+    output  tokens of its output, at most `limit`
     rows    of its prompt
     """
 
@@ -41,13 +41,13 @@ class SimRequest:
         self.rows = rows
 
     def tokens(self) -> np.ndarray:
-        """Returns tokens, int32 [rows], that share with those of others what the paths share: each part's number."""
+        """Returns tokens, int32 [rows], each its part's number, so that prompts share the tokens of equal parts."""
         numbers, rows = zip(*self.path, strict=True)
         return np.repeat(np.array(numbers, np.int32), rows)
 
     def drawn_tokens(self, vocab: int) -> np.ndarray:
-        """Returns tokens that share likewise and look like text to a model: each part's are drawn with its number as
-        seed, from ids 0 to `vocab` - 1."""
+        """Returns tokens, int32 [rows], from 0 to `vocab` - 1: those of a part are drawn with its number as seed, so
+        that prompts share the tokens of equal parts, and a model finds no repetition."""
         parts = [np.random.default_rng(number).integers(0, vocab, rows) for number, rows in self.path]
         return np.concatenate(parts).astype(np.int32)
 
@@ -55,8 +55,8 @@ class SimRequest:
 def prefix_repetition(
     count: int, *, prefixes: int, prefix: int, suffix: int, output: int, seed: int = 0, skew: float = 0.0
 ) -> list[SimRequest]:
-    """Returns `count` requests in random order, as vLLM's PrefixRepetitionRandomDataset makes them: each of `prefixes`
-    prefixes equally often. skew: prefix i comes in proportion to 1 / (i + 1) ** skew."""
+    """Returns `count` requests in random order, with each of `prefixes` prefixes equally often, like vLLM's
+    PrefixRepetitionRandomDataset. skew: prefix i comes in proportion to 1 / (i + 1) ** skew"""
     rng = np.random.default_rng(seed)
     if skew:
         weights = 1 / np.arange(1, prefixes + 1) ** skew
@@ -72,8 +72,9 @@ def prefix_repetition(
 def read_trace(path: str | Path, *, limit: int | None = None) -> list[SimRequest]:
     """Returns the requests of a trace in JSON lines, by arrival; the file may be compressed (.gz).
 
-    Mooncake's have `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, each for 512 tokens and all before
-    them; Azure's have `timestamp_ms` and the two lengths, and share nothing. InputError for other lines.
+    Mooncake's traces have `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, each of which stands for
+    512 tokens and all before them; Azure's have `timestamp_ms` and the two lengths, and their requests share nothing.
+    Raises InputError for other lines.
     """
     opened = gzip.open if str(path).endswith(".gz") else open
     requests: list[SimRequest] = []
@@ -98,9 +99,9 @@ def _request(number: int, line: dict[str, Any]) -> SimRequest:
     if rows < 1:
         raise ValueError("input_length is below 1")
     path = list(_parts(line.get("hash_ids", []), rows))
-    left = rows - sum(size for _, size in path)
-    if left:
-        path.append((_OWN + number, left))
+    unnamed = rows - sum(size for _, size in path)
+    if unnamed:
+        path.append((_OWN + number, unnamed))
     arrival = line["timestamp"] if "timestamp" in line else line["timestamp_ms"]
     return SimRequest(number, tuple(path), output, output, arrival / 1000)
 
@@ -112,10 +113,10 @@ def _parts(ids: list[int], rows: int) -> Iterator[tuple[int, int]]:
             yield number, size
 
 
-def shared_rows(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int:
+def shared_rows(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> int:
     """Returns how many leading rows two paths share."""
     shared = 0
-    for (number, rows), (twin, _) in zip(one, other, strict=False):
+    for (number, rows), (twin, _) in zip(first, second, strict=False):
         if number != twin:
             break
         shared += rows

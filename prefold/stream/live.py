@@ -1,7 +1,7 @@
 """The live window: requests of a stream that wait for a replica, in buckets that share a prefix.
 
-It is bounded in tokens. A prompt goes into its trie in the time of its own length, and leaves with others of its
-bucket when a replica has room. It knows no clock; the time is handed in.
+It is bounded in tokens. A prompt enters its trie in time proportional to its length, and leaves with others of its
+bucket when a replica has room. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..errors import InputError
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Waiting:
-    """A request in the window. since: the time at which it came; payload: the data of its owner."""
+class WaitingRequest:
+    """A WaitingRequest is a request in the window. since: when it came; payload: the caller's data"""
 
     key: Hashable
     tokens: np.ndarray
@@ -33,12 +33,12 @@ class Waiting:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bucket:
-    """A bucket is a maximal node of the window's trie whose path is at least `threshold` of the mean length of the
-    prompts below it. A prompt that ends above all such nodes is one by itself.
+    """A Bucket is a maximal node of the window's trie whose path is at least `threshold` of the mean length of the
+    prompts below it. A prompt that ends above all such nodes is a bucket by itself.
 
     prefix    int32 [n]: the tokens that all its requests begin with
-    requests  how many
-    tokens    of all of them
+    requests  the number of its requests
+    tokens    the number of their tokens
     """
 
     namespace: Hashable
@@ -46,27 +46,27 @@ class Bucket:
     requests: int
     tokens: int
     node: Node
-    is_whole: bool  # whether it has all prompts below the node, or those only that end there
+    is_whole: bool  # whether it has all prompts below the node, or only those that end there
 
 
 @dataclass(slots=True)
-class _Sum:
-    """Of the prompts below a node: how many, their tokens; and those that end there."""
+class _Totals:
+    """A _Totals counts the prompts below a node and their tokens, and holds the prompts that end there."""
 
     requests: int = 0
     tokens: int = 0
-    ending: dict[Hashable, Waiting] = field(default_factory=dict)
+    ending: dict[Hashable, WaitingRequest] = field(default_factory=dict)
 
 
 class LiveWindow:
     """A LiveWindow holds requests until they leave.
 
-    max_tokens    when the window holds so many it is full, and takes no more
+    max_tokens    with so many tokens the window is full, and takes no more
     threshold     share of a prompt that a bucket has in common
-    grown_tokens  buckets of so many tokens leave when there is room; smaller ones wait for more of their kind
+    grown_tokens  buckets of so many tokens leave when there is room; smaller ones wait for more requests
     max_age       seconds after which a request waits no longer for others
-    homes         called with (namespace, prefix): the replicas that hold it, each of which has a queue; a bucket that
-                  none holds is in the queue None
+    homes         homes(namespace, prefix) -> the replicas whose caches hold the prefix, each of which has a queue; a
+                  bucket without such a replica is in the queue None
     """
 
     def __init__(
@@ -88,21 +88,19 @@ class LiveWindow:
         self._homes = homes
         self._tree = RadixTree()
         self._tree.on_split.append(self._split)
-        self._sums: dict[Node, _Sum] = {}
-        self._waiting: OrderedDict[Hashable, Waiting] = OrderedDict()
-        # The buckets of each queue, the one of most tokens at the head, as (-tokens, place, node, is_whole). An entry
-        # whose bucket has changed is passed over; a change enters the bucket once more. Where most are such, they go.
+        self._sums: dict[Node, _Totals] = {}
+        self._waiting: OrderedDict[Hashable, WaitingRequest] = OrderedDict()
+        # The buckets of each queue as a heap of (-tokens, place, node, is_whole). When a bucket changes, it is entered
+        # once more, and its old entry is skipped. When most entries are old, they are removed.
         self._queues: dict[Hashable, list[tuple[int, int, Node, bool]]] = {}
         self._places = itertools.count()
-
-    # ----------------------------------------------------------------------------------------------- coming in
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def is_full(self) -> bool:
-        """Whether it takes no more until some have left."""
+        """Returns whether it takes no more requests until some have left."""
         return self.num_tokens >= self.max_tokens
 
     def put(
@@ -115,59 +113,54 @@ class LiveWindow:
         payload: Any = None,
         returns: bool = False,
     ) -> None:
-        """Takes a prompt, int32 [n], n >= 1. returns: it had left, and comes back, which it may when all is closed.
-
-        Raises InputError where one of this key waits, and when it is closed; RuntimeError when it is full."""
+        """Adds a prompt, int32 [n], n >= 1. returns: whether it comes back after it had left, which a closed window
+        allows. Raises InputError if its key waits already, or the window is closed; RuntimeError if it is full."""
         if key in self._waiting:
             raise InputError(f"the request {key!r} waits already", field="key", remedy="give each its own key")
         if self.is_closed and not returns:
             raise InputError("the window is closed", field="key", remedy="put requests in before it is closed")
         if self.is_full:
             raise RuntimeError("the window is full")
-        # A node that is a bucket now may be none afterwards: those below it are then.
+        # The bucket on the path may be split by this prompt into the buckets below it.
         path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node)]
         before = next((node for node in path if self._has_enough(node)), None)
         leaf = self._tree.insert(namespace, tokens)
-        waiting = Waiting(key, tokens, namespace, now, payload, leaf)
+        waiting = WaitingRequest(key, tokens, namespace, now, payload, leaf)
         self._waiting[key] = waiting
         self.num_tokens += len(tokens)
         for node in leaf.path():
-            total = self._sums.setdefault(node, _Sum())
+            total = self._sums.setdefault(node, _Totals())
             total.requests += 1
             total.tokens += len(tokens)
         self._sums[leaf].ending[key] = waiting
         self._enter_along(leaf, before)
 
     def close(self) -> None:
-        """Declares that no more requests come: nothing waits for others any longer."""
+        """Declares that no more requests come, so that no bucket waits for more."""
         self.is_closed = True
 
-    # --------------------------------------------------------------------------------------------- going out
-
-    def waiting(self) -> Iterator[Waiting]:
-        """Yields all that wait, in the order in which they came."""
+    def waiting(self) -> Iterator[WaitingRequest]:
+        """Yields the waiting requests in the order in which they came."""
         return iter(list(self._waiting.values()))
 
     def oldest(self) -> Bucket | None:
-        """Returns the bucket of the request that has waited longest, None where none waits."""
+        """Returns the bucket of the request that has waited longest; None if no request waits."""
         waiting = next(iter(self._waiting.values()), None)
         return None if waiting is None else self.bucket_of(waiting.key)
 
-    def next_pressed(self) -> float | None:
-        """Returns the time at which the age of the oldest request lets it wait no longer."""
+    def next_deadline(self) -> float | None:
+        """Returns the time at which the oldest request reaches `max_age`; None if no request waits."""
         waiting = next(iter(self._waiting.values()), None)
         return None if waiting is None else waiting.since + self.max_age
 
-    def pressed(self, now: float) -> Bucket | None:
-        """Returns the bucket of the oldest request if that has waited for `max_age`."""
-        due = self.next_pressed()
+    def overdue(self, now: float) -> Bucket | None:
+        """Returns the bucket of the oldest request if it has waited for `max_age`; else None."""
+        due = self.next_deadline()
         return self.oldest() if due is not None and now >= due else None
 
     def largest(self, queue: Hashable = None, *, grown: bool = True) -> Bucket | None:
-        """Returns the bucket of most tokens of a queue, None where there is none.
-
-        grown  only one of `grown_tokens`, unless the window is full or closed
-        """
+        """Returns the bucket of a queue with most tokens, or None. grown: only if it has `grown_tokens`, unless the
+        window is full or closed"""
         heap = self._queues.get(queue)
         while heap:
             tokens, _, node, is_whole = heap[0]
@@ -176,7 +169,7 @@ class LiveWindow:
                 heapq.heappop(heap)
                 continue
             homes = self._homes(bucket.namespace, bucket.prefix)
-            if queue not in homes and (homes or queue is not None):  # it is held elsewhere by now
+            if queue not in homes and (homes or queue is not None):  # other replicas hold it by now
                 heapq.heappop(heap)
                 self._enter(node, is_whole)
                 continue
@@ -186,15 +179,15 @@ class LiveWindow:
         return None
 
     def bucket_of(self, key: Hashable) -> Bucket:
-        """Returns the bucket that a request is in. KeyError where it does not wait."""
+        """Returns the bucket that a request is in. Raises KeyError if it does not wait."""
         leaf = self._waiting[key].leaf
         node = next((node for node in leaf.path() if self._has_enough(node)), None)
         bucket = self._bucket(leaf, False) if node is None else self._bucket(node, True)
         assert bucket is not None
         return bucket
 
-    def now(self, bucket: Bucket) -> Bucket | None:
-        """Returns the bucket as it is now that requests have left it and others have come; None if it is gone."""
+    def current(self, bucket: Bucket) -> Bucket | None:
+        """Returns the present form of a bucket that requests have left and entered; None if it is empty."""
         if bucket.node not in self._sums:
             return None
         current = self._bucket(bucket.node, bucket.is_whole)
@@ -212,47 +205,46 @@ class LiveWindow:
                     assert bucket is not None
                     yield bucket
 
-    def take(self, bucket: Bucket, max_tokens: int | None = None) -> list[Waiting]:
-        """Returns requests of a bucket, which leave: those of at most `max_tokens` tokens, one at least; None: all.
-        They lie side by side in the trie, so that they share as much as can be. KeyError for one that has changed."""
+    def take(self, bucket: Bucket, max_tokens: int | None = None) -> list[WaitingRequest]:
+        """Removes requests of a bucket from the window and returns them: all, or those that fit into `max_tokens`, but
+        at least one. They are neighbours in the trie, so that they share as much as possible. Raises KeyError for a
+        bucket that has changed."""
         now = self._bucket(bucket.node, bucket.is_whole)
         if now is None or (now.requests, now.tokens) != (bucket.requests, bucket.tokens):
             raise KeyError("the bucket has changed")
-        taken: list[Waiting] = []
-        left = bucket.tokens if max_tokens is None else max_tokens
+        requests: list[WaitingRequest] = []
+        room = bucket.tokens if max_tokens is None else max_tokens
         for waiting in self.requests_of(bucket):
-            if taken and len(waiting.tokens) > left:
+            if requests and len(waiting.tokens) > room:
                 break
-            left -= len(waiting.tokens)
-            taken.append(waiting)
-        for waiting in taken:
+            room -= len(waiting.tokens)
+            requests.append(waiting)
+        for waiting in requests:
             self._remove(waiting)
         node: Node | None = bucket.node
         while node is not None and node not in self._sums and node.parent is not None:
             node = node.parent
         if node is not None and node.parent is not None:
             self._enter_along(node, bucket.node if bucket.is_whole and node is bucket.node else None)
-        return taken
+        return requests
 
     @property
     def queues(self) -> list[Hashable]:
         """Returns the queues that may have a bucket."""
         return list(self._queues)
 
-    def requests_of(self, bucket: Bucket) -> Iterator[Waiting]:
-        """Yields the requests of a bucket, side by side as they lie in the trie."""
+    def requests_of(self, bucket: Bucket) -> Iterator[WaitingRequest]:
+        """Yields the requests of a bucket in the order of the trie."""
         if bucket.is_whole:
             return self._requests_below(bucket.node)
         return iter(list(self._sums[bucket.node].ending.values()))
-
-    # ------------------------------------------------------------------------------------------------- buckets
 
     def _has_enough(self, node: Node) -> bool:
         total = self._sums[node]
         return node.stop * total.requests >= self.threshold * total.tokens
 
     def _bucket(self, node: Node, is_whole: bool) -> Bucket | None:
-        """Returns the bucket at a node; None where it is no bucket."""
+        """Returns the bucket at a node; None if there is none."""
         size = self._size(node, is_whole)
         if size is None:
             return None
@@ -266,7 +258,7 @@ class LiveWindow:
         return Bucket(above.namespace, prefix, *size, node, is_whole)
 
     def _size(self, node: Node, is_whole: bool) -> tuple[int, int] | None:
-        """Returns the requests and tokens of the bucket at a node; None where it is no bucket."""
+        """Returns the numbers of requests and tokens of the bucket at a node; None if there is none."""
         total = self._sums.get(node)
         if total is None or any(self._has_enough(above) for above in node.path()[:-1]):
             return None
@@ -288,7 +280,8 @@ class LiveWindow:
             unseen.extend(node.children.values())
 
     def _enter_along(self, end: Node, before: Node | None) -> None:
-        """Enters the buckets on the path of `end`, after its sums have changed. before: the bucket there until now."""
+        """Enters the buckets on the path of `end` into queues, after its totals have changed. before: the bucket there
+        until now"""
         path = end.path()
         first = next((node for node in path if self._has_enough(node)), None)
         if first is not None:
@@ -315,14 +308,14 @@ class LiveWindow:
         size = self._size(node, is_whole)
         return size is not None and size[1] == -tokens
 
-    def _requests_below(self, node: Node) -> Iterator[Waiting]:
+    def _requests_below(self, node: Node) -> Iterator[WaitingRequest]:
         unseen = [node]
         while unseen:
             node = unseen.pop()
             yield from self._sums[node].ending.values()
             unseen.extend(reversed(node.children.values()))
 
-    def _remove(self, waiting: Waiting) -> None:
+    def _remove(self, waiting: WaitingRequest) -> None:
         del self._waiting[waiting.key]
         self.num_tokens -= len(waiting.tokens)
         del self._sums[waiting.leaf].ending[waiting.key]
@@ -336,12 +329,10 @@ class LiveWindow:
 
     def _split(self, upper: Node, lower: Node) -> None:
         total = self._sums[lower]
-        self._sums[upper] = _Sum(total.requests, total.tokens)
-
-    # ------------------------------------------------------------------------------------------------ checking
+        self._sums[upper] = _Totals(total.requests, total.tokens)
 
     def check(self) -> None:
-        """Raises AssertionError where the books do not balance."""
+        """Raises AssertionError if the totals or the queues are wrong."""
         sums: dict[Node, list[int]] = {}
         for key, waiting in self._waiting.items():
             assert self._sums[waiting.leaf].ending[key] is waiting

@@ -23,13 +23,13 @@ _POLL = 0.005
 
 
 class LiveInput(NamedTuple):
-    """A LiveInput holds the requests of a stream for an owner of several engines, which divides them.
+    """A LiveInput holds the requests of a stream, for an owner of several engines to divide.
 
-    feed        those that come
-    max_tokens  of those that wait
-    rest        returns the others, once the feed has ended; None: there are none
-    see         is shown the windows as they are taken
-    wants       takes the tag of a request, and returns whether it is still wanted when it would be sent; None: all are
+    feed        the requests that arrive
+    max_tokens  of the requests that wait
+    rest        returns the windows of further requests, once the feed has ended; None: there are none
+    see         is called with each window that is taken
+    wants       wants(tag) -> whether a request is still to be sent; None: all are
     """
 
     feed: Feed
@@ -42,10 +42,9 @@ class LiveInput(NamedTuple):
 class Feed:
     """A Feed passes on the requests of one task as they come, those of a record together. One thread puts, one takes.
 
-    bound      tokens that may lie in it. The putting thread looks at `has_room` first; a longer record is
-               taken whole
-    is_hungry  set by the taking thread: engines have room, and nothing waits. The reader then hands on what it has
-    is_urgent  whether others wait for the engines, so that the taking thread should come to an end; `is_over` calls it
+    bound      the most tokens in it. The putting thread checks `has_room` first; a longer record is taken whole
+    is_hungry  set by the taking thread: engines have room, and no request waits. The reader then passes on all it has
+    is_urgent  returns whether other requests wait for the engines, so that the taking thread should stop
 
     Neither side holds a lock: a signal may interrupt either anywhere.
     """
@@ -55,81 +54,76 @@ class Feed:
         self.is_hungry = False
         self.has_ended = False
         self._is_urgent = is_urgent
-        self._came: deque[tuple[float, Sequence[Sequence[SpooledRequest]]]] = deque()
-        self._put = self._taken = 0  # tokens, each counted by one side
+        self._records: deque[tuple[float, Sequence[Sequence[SpooledRequest]]]] = deque()
+        self._tokens_put = self._tokens_taken = 0  # tokens, each counted by one side
         self._number = 0
-
-    # -------------------------------------------------------------------------------- the putting thread
 
     @property
     def has_room(self) -> bool:
-        """Returns whether more may be put."""
-        return self._put - self._taken < self.bound
+        """Returns whether more may be put. For the putting thread, as `put` and `end`."""
+        return self._tokens_put - self._tokens_taken < self.bound
 
     def put(self, requests: Sequence[tuple[Request, bytes]]) -> list[bool]:
-        """Passes on the requests of one record with their tags; returns which are new prompts, as `Spool.add` does.
-        Further reads of the prompt before (see `Window.twins`) stay with it."""
-        made: list[Sequence[SpooledRequest]] = []
+        """Passes on the requests of one record with their tags. Returns for each whether it is a new prompt; a further
+        read of the prompt before it (see `Window.twins`) stays with that prompt."""
+        prompts: list[Sequence[SpooledRequest]] = []
         is_new = []
         last: tuple[str, str, bytes] | None = None
         for request, tag in requests:
             spooled = encode(request, tag, self._number)
             is_new.append(request.sampling is not None or spooled[:3] != last)
             last, self._number = spooled[:3], self._number + 1
-            made.append((spooled,) if is_new[-1] else (*made.pop(), spooled))
-            self._put += spooled.num_tokens if is_new[-1] else 0
+            prompts.append((spooled,) if is_new[-1] else (*prompts.pop(), spooled))
+            self._tokens_put += spooled.num_tokens if is_new[-1] else 0
         self.is_hungry = False
-        self._came.append((time.monotonic(), made))
+        self._records.append((time.monotonic(), prompts))
         return is_new
 
     def end(self) -> None:
         """Declares that no more requests come."""
         self.has_ended = True
 
-    # -------------------------------------------------------------------------------- the taking thread
-
     def take(self, timeout: float = 0.0) -> Sequence[Sequence[SpooledRequest]] | None:
-        """Returns the reads of each prompt of the next record; None where none has come within `timeout` seconds."""
+        """Returns the reads of each prompt of the next record; None if none comes within `timeout` seconds. For the
+        taking thread."""
         deadline = time.monotonic() + timeout
-        while not self._came:
+        while not self._records:
             if time.monotonic() >= deadline or self.has_ended:
                 return None
             time.sleep(_POLL)
-        _, record = self._came.popleft()
-        self._taken += sum(reads[0].num_tokens for reads in record)
+        _, record = self._records.popleft()
+        self._tokens_taken += sum(reads[0].num_tokens for reads in record)
         return record
-
-    # ----------------------------------------------------------------------------------------- any thread
 
     @property
     def since(self) -> float | None:
-        """Returns when what waits longest was put, by time.monotonic(); None where nothing waits."""
+        """Returns when the oldest record was put, by time.monotonic(); None if no record waits."""
         try:
-            return self._came[0][0]
+            return self._records[0][0]
         except IndexError:
             return None
 
     @property
     def is_over(self) -> bool:
-        """Returns whether the taking thread should stop: nothing comes any more, or other requests wait."""
+        """Returns whether the taking thread should stop: no more records come, or other requests wait."""
         ended = self.has_ended  # looked at before the queue, into which nothing is put afterwards
-        return (ended and not self._came) or self._is_urgent()
+        return (ended and not self._records) or self._is_urgent()
 
 
 _WAIT = 0.02
-_AHEAD = 0.05  # a device that computes ahead gives its last results when nothing more is asked of it
+_AHEAD = 0.05  # an engine that keeps back its last results gives them after so many seconds without a window
 
 
 class LiveWindows:
-    """The requests of a feed as windows for one engine, in one live window.
+    """A LiveWindows takes the requests of a feed out of a live window, as windows for one engine.
 
-    feed        where they come from
+    feed        the source of the requests
     max_tokens  of requests that wait
-    most        tokens of one window: about what an engine can begin with at once
-    share       whether requests share rows; otherwise they leave as they came
-    busy        an engine with so many requests lets others wait for more of their kind
-    is_held     called with (namespace, prefix): whether the engine holds its K/V; such buckets leave first
-    stopping    asked while there is nothing to do: whether to end
+    most        tokens of a window: about as many as an engine can begin with at once
+    share       whether requests share rows; otherwise they leave in order of arrival
+    busy        while the engine has so many requests, small buckets wait for more requests
+    is_held     is_held(namespace, prefix) -> whether the engine holds its K/V; such buckets leave first
+    stopping    called while there is nothing to do; returns whether to end
 
     The caller counts in `num_answered` the requests whose answers it has.
     """
@@ -149,12 +143,12 @@ class LiveWindows:
         self.num_answered = self.num_taken = 0
         self.is_closed = False
         self._is_held = is_held
-        # A bucket whose prefix the engine holds is in the queue True.
-        held = is_held or (lambda *prefix: False)
-        self.window = LiveWindow(max_tokens=max_tokens, homes=lambda *prefix: (True,) if held(*prefix) else ())
+        # The queue True has the buckets whose prefix the engine holds.
+        holds = is_held or (lambda *prefix: False)
+        self.window = LiveWindow(max_tokens=max_tokens, homes=lambda *prefix: (True,) if holds(*prefix) else ())
         self._most, self._share, self._busy, self._stopping = most, share, busy, stopping
-        self._late: deque[Sequence[SpooledRequest]] = deque()  # of a record of which not all had room
-        self._made: deque[Window] = deque()
+        self._pending: deque[Sequence[SpooledRequest]] = deque()  # the rest of a record that did not fit
+        self._windows: deque[Window] = deque()
         self._last: SpooledRequest | None = None
 
     def close(self) -> None:
@@ -163,11 +157,11 @@ class LiveWindows:
 
     @property
     def is_done(self) -> bool:
-        """Returns whether there is nothing left to be given."""
-        return self.is_closed or (not (self.window or self._late or self._made) and self.feed.is_over)
+        """Returns whether there are no more windows."""
+        return self.is_closed or (not (self.window or self._pending or self._windows) and self.feed.is_over)
 
     def __iter__(self) -> Iterator[Window | None]:
-        """Yields windows, and None where nothing is there while the engine has others to go on with."""
+        """Yields windows, and None when no request waits while the engine has others to go on with."""
         while not self.is_done:
             window = self._next()
             if window is None and not self._num_open:
@@ -177,12 +171,9 @@ class LiveWindows:
                 window = self._next()
             yield window
 
-    def steady(self, *, ahead: bool) -> Iterator[Window]:
-        """Yields windows, for a run that takes no None.
-
-        ahead  whether the engine keeps back the last step's results until it is asked for the next: then this ends when
-               nothing has come for a while
-        """
+    def without_pauses(self, *, ahead: bool) -> Iterator[Window]:
+        """Yields windows, and no None. ahead: whether the engine keeps back the last step's results until the next
+        window; then this ends when no request has come for a while"""
         began = time.monotonic()
         while not self.is_done:
             window = self._next()
@@ -203,52 +194,52 @@ class LiveWindows:
         self._take_in(_WAIT)
 
     def _take_in(self, timeout: float = 0.0) -> None:
-        """Moves what has come into the window, as long as there is room."""
+        """Moves requests from the feed into the window, as long as there is room."""
         window, now = self.window, time.monotonic()
         while not window.is_full:
-            if self._late:
-                reads = self._late.popleft()
+            if self._pending:
+                reads = self._pending.popleft()
                 first = reads[0]
                 window.put(first.number, first.tokens, now=now, namespace=first.namespace, payload=reads)
                 continue
-            if self.feed.is_over or (came := self.feed.take(timeout)) is None:
+            if self.feed.is_over or (record := self.feed.take(timeout)) is None:
                 break
             timeout = 0.0
-            self._late.extend(came)
-        if not window and not self._late and self.feed.since is None:
+            self._pending.extend(record)
+        if not window and not self._pending and self.feed.since is None:
             self.feed.is_hungry = True
 
     def _next(self) -> Window | None:
-        if not self._made:
+        if not self._windows:
             self._take_in()
             requests = self._leaving()
             self.num_taken += len(requests)
-            self._made.extend(window_of(requests, share=self._share))
-            if self._made and self._share:
+            self._windows.extend(window_of(requests, share=self._share))
+            if self._windows and self._share:
                 first, last, self._last = requests[0], self._last, requests[-1]
-                if last is not None and last.namespace == first.namespace:  # else it has nothing in common with it
-                    self._made[0] = replace(self._made[0], common=shared_by(last.key, first.key))
-        return self._made.popleft() if self._made else None
+                if last is not None and last.namespace == first.namespace:  # else they share nothing
+                    self._windows[0] = replace(self._windows[0], common=shared_by(last.key, first.key))
+        return self._windows.popleft() if self._windows else None
 
     def _leaving(self) -> list[SpooledRequest]:
-        """Returns the requests that leave now, sorted: buckets until there are enough tokens."""
+        """Returns the requests of the next window, sorted: those of buckets, until there are enough tokens."""
         leaving: list[SpooledRequest] = []
-        left = self._most
-        while left > 0 and (bucket := self._best()) is not None:
-            taken = self.window.take(bucket, left)
-            leaving += [request for waiting in taken for request in waiting.payload]
-            left -= sum(len(waiting.tokens) for waiting in taken)
+        room = self._most
+        while room > 0 and (bucket := self._best()) is not None:
+            requests = self.window.take(bucket, room)
+            leaving += [request for waiting in requests for request in waiting.payload]
+            room -= sum(len(waiting.tokens) for waiting in requests)
         return sorted(leaving, key=lambda request: request[:4]) if self._share else leaving
 
     def _best(self) -> Bucket | None:
         window = self.window
         if not self._share:
             return window.oldest()
-        if (pressed := window.pressed(time.monotonic())) is not None:
-            return pressed
+        if (overdue := window.overdue(time.monotonic())) is not None:
+            return overdue
         grown = self._num_open >= self._busy
-        held = window.largest(True, grown=grown) if self._is_held is not None else None
-        return held or window.largest(grown=grown)
+        bucket = window.largest(True, grown=grown) if self._is_held is not None else None
+        return bucket or window.largest(grown=grown)
 
 
 def window_of(requests: Sequence[SpooledRequest], *, share: bool = True) -> Iterator[Window]:

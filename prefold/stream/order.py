@@ -1,7 +1,7 @@
-"""Writes requests as bytes, and reads them in their sorted order by an index, so that several readers may read ranges.
+"""Keeps sorted requests in memory or in a file, and reads ranges of them, from several threads at once.
 
-Requests that are in memory stay there. Otherwise they are written once, one behind the other, with sixteen bytes of
-index for each, which are mapped and take no memory of their own.
+In a file requests are written one after the other, with sixteen bytes of index for each; the index is mapped and takes
+no memory of its own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SAMPLING = {field.name: field.default for field in fields(Sampling)}
 
 
 # Most requests of a job have the same options as the request before, so both directions are cached. (1 and 1.0 are
-# equal as keys of the cache. Either is right in place of the other.)
+# equal keys of the cache, and mean the same.)
 @lru_cache(maxsize=64)
 def encode_options(sampling: Sampling | None, priority: int) -> bytes:
-    """Returns a request's sampling and priority as JSON of what differs from the defaults; b"" for the defaults."""
+    """Returns a request's sampling and priority as JSON, without defaults; b"" if all are defaults."""
     values: dict[str, Any] = {"priority": priority} if priority else {}
     if sampling is not None:
         values["sampling"] = changed = {name: getattr(sampling, name) for name in _SAMPLING}
@@ -54,12 +54,12 @@ def decode_options(data: bytes) -> tuple[Sampling | None, int]:
 
 
 def _tuples(value: Any) -> Any:
-    """Returns a value with tuples in place of the lists that JSON has made of them."""
+    """Returns a value of JSON with tuples in place of lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-# What a file has before each request: its number, how many tokens and targets it has (-1: no targets), and how many
-# bytes its tag, its options, the name of its adapter and its salt take.
+# A request's header in a file: its number, its numbers of tokens and targets (-1: no targets), and the bytes of its
+# tag, options, adapter name and salt.
 _HEADER = struct.Struct("<QIiIIII")
 _INDEX = np.dtype([("offset", "<i8"), ("length", "<i4"), ("shared", "<i4")])
 _CHUNK_TOKENS = 1 << 16
@@ -67,10 +67,8 @@ _BUFFER = 1 << 20
 
 
 class SpooledRequest(NamedTuple):
-    """A SpooledRequest holds one request of the spool, or of a feed. It compares as (adapter, salt, tokens, arrival).
-
-    Requests share a prefix only where adapter and salt are equal.
-    """
+    """A SpooledRequest is a request of a spool or a feed. It compares as (adapter, salt, tokens, arrival); requests
+    share a prefix only if adapter and salt are equal."""
 
     adapter: str  # "": none
     salt: str
@@ -79,7 +77,7 @@ class SpooledRequest(NamedTuple):
     targets: bytes | None  # int32, native
     tag: bytes
     options: bytes = b""  # see `encode_options`
-    media: tuple[Medium, ...] = ()  # where nothing else refers to them; they are not written to files
+    media: tuple[Medium, ...] = ()  # unless the spool holds them; they are not written to files
 
     @property
     def num_tokens(self) -> int:
@@ -95,8 +93,8 @@ class SpooledRequest(NamedTuple):
 
 
 def encode(request: Request, tag: bytes = b"", number: int = 0) -> SpooledRequest:
-    """Returns a request as it is spooled. Raises InputError when tokens or targets are not flat arrays of ids from 0 to
-    2**31 - 1, when there are no tokens, or more targets than tokens."""
+    """Returns a request as a SpooledRequest. Raises InputError if tokens or targets are not flat arrays of ids from 0
+    to 2**31 - 1, if there are no tokens, or more targets than tokens."""
     key = _ids(request.tokens, "tokens", ">i4")
     targets = None if request.targets is None else _ids(request.targets, "targets", "=i4")
     options = encode_options(request.sampling, request.priority)
@@ -123,10 +121,10 @@ def _ids(array: Any, name: str, dtype: str) -> bytes:
 
 
 class Order:
-    """The requests of a spool in lexicographic order. Any thread may read ranges.
+    """An Order holds the requests of a spool in lexicographic order. Any thread may read ranges.
 
-    lengths  int32 [requests]: tokens of each
-    shared   int32 [requests]: how many leading tokens it has in common with the one before it
+    lengths  int32 [requests]: the tokens of each
+    shared   int32 [requests]: how many leading tokens each shares with the request before it
     """
 
     lengths: np.ndarray
@@ -140,8 +138,8 @@ class Order:
         raise NotImplementedError
 
 
-class HeldOrder(Order):
-    """An order of requests that are in memory."""
+class MemoryOrder(Order):
+    """A MemoryOrder is an Order of requests in memory."""
 
     def __init__(self, requests: Sequence[SpooledRequest]):
         self._requests = requests
@@ -154,7 +152,7 @@ class HeldOrder(Order):
 
 
 class FileOrder(Order):
-    """An order that is written to a temporary file, and its index to another."""
+    """A FileOrder is an Order in a temporary file, with its index in another."""
 
     def __init__(self, requests: Iterable[SpooledRequest], directory: str | os.PathLike[str] | None = None):
         self._file, index_file = TempFile(directory), TempFile(directory)
@@ -178,12 +176,12 @@ class FileOrder(Order):
 
 
 def _with_shared(requests: Iterable[SpooledRequest]) -> Iterator[tuple[list[SpooledRequest], np.ndarray]]:
-    """Yields sorted requests in chunks, with how many leading tokens each shares with the one before it."""
+    """Yields sorted requests in chunks, with the number of leading tokens that each shares with the request before."""
     chunk: list[SpooledRequest] = []
     last: list[SpooledRequest] = []
     tokens = 0
 
-    def made() -> tuple[list[SpooledRequest], np.ndarray]:
+    def compared() -> tuple[list[SpooledRequest], np.ndarray]:
         joined, offsets = join([*last, *chunk])
         shared = common_prefix_lengths(joined, offsets, np.arange(len(offsets) - 1)).astype(np.int32)[len(last) :]
         before = [*(last or chunk[:1]), *chunk[:-1]]
@@ -194,14 +192,14 @@ def _with_shared(requests: Iterable[SpooledRequest]) -> Iterator[tuple[list[Spoo
         chunk.append(request)
         tokens += request.num_tokens
         if tokens >= _CHUNK_TOKENS:
-            yield made()
+            yield compared()
             last, chunk, tokens = chunk[-1:], [], 0
     if chunk:
-        yield made()
+        yield compared()
 
 
 def unique_tokens(orders: Iterable[Order]) -> int:
-    """Returns the rows of the stream that all requests of some orders make together. Reads each order once."""
+    """Returns the rows of the stream of all requests of some orders together. Reads each order once."""
     merged = heapq.merge(*(order.read(0, len(order)) for order in orders), key=lambda request: request[:3])
     return sum(
         sum(request.num_tokens for request in chunk) - int(shared.sum()) for chunk, shared in _with_shared(merged)
@@ -209,7 +207,7 @@ def unique_tokens(orders: Iterable[Order]) -> int:
 
 
 def join(requests: Sequence[SpooledRequest]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the requests' (tokens, offsets), as a ragged array."""
+    """Returns the tokens of requests as a ragged array: (tokens, offsets)."""
     tokens = np.frombuffer(b"".join([r.key for r in requests]), ">i4").astype(np.int32)
     offsets = np.zeros(len(requests) + 1, np.int64)
     np.cumsum([r.num_tokens for r in requests], out=offsets[1:])
@@ -217,7 +215,7 @@ def join(requests: Sequence[SpooledRequest]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def request_bytes(request: SpooledRequest) -> bytes:
-    """Returns a request as it is written to files."""
+    """Returns a request as bytes for a file."""
     adapter, salt = request.adapter.encode("utf-8", "surrogatepass"), request.salt.encode("utf-8", "surrogatepass")
     targets, key = request.targets, request.key
     num_targets = -1 if targets is None else len(targets) // 4
@@ -227,7 +225,7 @@ def request_bytes(request: SpooledRequest) -> bytes:
 
 
 def read_requests(file: Any) -> Iterator[SpooledRequest]:
-    """Yields the requests that a file holds from where it stands."""
+    """Yields the requests from a file's position on."""
     read = file.read
     while header := read(_HEADER.size):
         number, num_tokens, num_targets, num_tag, num_options, num_adapter, num_salt = _HEADER.unpack(header)

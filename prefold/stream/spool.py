@@ -1,7 +1,7 @@
-"""The spool takes a job's requests in any order and gives them back sorted, in bounded memory.
+"""The spool takes a job's requests in any order and returns them sorted, in bounded memory.
 
-Requests are kept in memory up to a limit. Beyond it they go to disk as sorted runs, which are merged while they
-are read (external merge sort). Nothing is read from the disk that this process did not write there.
+Requests stay in memory up to a limit. Beyond it they go to disk as sorted runs, which are merged while they are read
+(external merge sort). The spool reads no file that this process did not write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..errors import InputError
 from ..types import Medium, Request
-from .order import FileOrder, HeldOrder, Order, SpooledRequest, encode, read_requests, request_bytes
+from .order import FileOrder, MemoryOrder, Order, SpooledRequest, encode, read_requests, request_bytes
 from .tempfiles import TempFile
 from .window import Windows, cut_into_windows
 
@@ -29,13 +29,13 @@ _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
 class Spool:
     """A Spool holds the requests of one job.
 
-    All requests are added first, from any threads; then windows are read, from one thread, as often as wanted, or
-    ranges of the sorted order, from any threads (`order`). Reading needs memory for one window, and about
-    `memory_bytes` beside it. A spool is a context manager, which closes it at its end. What it writes to disk has no
-    name there, and is gone with it.
+    All requests are added first, from any threads. Then windows are read, from one thread and any number of times, or
+    ranges of the sorted order (`order`), from any threads. Reading needs memory for one window, and about
+    `memory_bytes` beside it. A spool is a context manager, which closes it at its end. Its files have no names, and
+    vanish with it.
 
-    memory_bytes  bytes of requests that are held in memory before they go to disk. InputError when below 1
-    directory     where temporary files are made, once there is something to write; None: the system's default
+    memory_bytes  bytes of requests that stay in memory before they go to disk. InputError when below 1
+    directory     of temporary files; None: the system's default
     """
 
     def __init__(self, *, memory_bytes: int = 64 << 20, directory: str | os.PathLike[str] | None = None) -> None:
@@ -45,9 +45,9 @@ class Spool:
         self.num_tokens = 0
         self._memory_bytes = memory_bytes
         self._directory = directory
-        self._held: list[SpooledRequest] = []
-        self._held_bytes = 0
-        self._media: dict[int, Medium] = {}  # the images of all requests: their rows' ids are theirs while we hold them
+        self._requests: list[SpooledRequest] = []
+        self._request_bytes = 0
+        self._media: dict[int, Medium] = {}  # the images of all requests: referring to them keeps the ids of their rows
         self._namespaces: set[tuple[str, str]] = set()  # adapters and salts
         self._file: TempFile | None = None  # of all runs
         self._runs: list[_Run] = []  # sorted; each holds a consecutive range of arrivals
@@ -66,50 +66,45 @@ class Spool:
         self.close()
 
     def close(self) -> None:
-        """Forgets all requests and removes what is on disk. Closing twice is harmless."""
+        """Drops all requests and their files. Closing twice is harmless."""
         with self._lock:
             self._state = "closed"
-            self._held, self._runs, self._merged, self._order, self._media = [], [], None, None, {}
+            self._requests, self._runs, self._merged, self._order, self._media = [], [], None, None, {}
             self._file = None
 
     def add(self, request: Request, tag: bytes = b"") -> bool:
-        """Takes one request; `tag` comes back with it in its window.
-
-        Returns whether it is a new prompt; False for a further read of the prompt that was added just before (see
-        `Window.twins`). Raises InputError when tokens or targets are not flat arrays of ids from 0 to 2**31 - 1, when
-        there are no tokens, or more targets than tokens; RuntimeError once windows have been read.
-        """
+        """Adds a request, and a tag that its window returns with it. Returns whether it is a new prompt: False for a
+        further read of the prompt that was added just before (see `Window.twins`). Raises InputError as `order.encode`,
+        RuntimeError once windows have been read."""
         new = encode(request, tag)
         size = len(new.key) + len(new.targets or b"") + len(tag) + len(new.options) + _REQUEST_OVERHEAD
         with self._lock:
             if self._state != "adding":
                 raise RuntimeError(f"a request was added to a spool that is {self._state}")
-            self._held.append(new._replace(number=self.num_requests, media=()))
+            self._requests.append(new._replace(number=self.num_requests, media=()))
             self._namespaces.add(new.namespace)
             self._media.update((int(medium.ids[0]), medium) for medium in request.media)
             before, self._last = self._last, new[:3]
             is_new = request.sampling is not None or self._last != before
             self.num_requests += 1
             self.num_tokens += new.num_tokens
-            self._held_bytes += size
-            if self._held_bytes > self._memory_bytes:
+            self._request_bytes += size
+            if self._request_bytes > self._memory_bytes:
                 self._spill()
         return is_new
 
     def finish_adding(self) -> None:
-        """Declares that no more requests come; reading the first window does so too.
-
-        Raises RuntimeError once the spool is closed.
-        """
+        """Declares that no more requests come; reading the first window does so too. Raises RuntimeError once the spool
+        is closed."""
         with self._lock:
             if self._state == "closed":
                 raise RuntimeError("the spool is closed")
             if self._state == "adding":
                 self._state = "complete"
-                if self._runs and self._held:
+                if self._runs and self._requests:
                     self._spill()
                 else:
-                    self._sort_held()
+                    self._sort()
 
     def windows(self, *, max_tokens: int, share: bool = True) -> Windows:
         """Returns the job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
@@ -127,35 +122,36 @@ class Spool:
         return Windows(windows, max_tokens, self.order)
 
     def order(self) -> Order:
-        """Returns the sorted requests with an index, for readers of ranges; what is on disk is merged there, once."""
+        """Returns the sorted requests, for readers of ranges. Runs on disk are merged at the first call."""
         self.finish_adding()
         with self._lock:
             if self._order is None:
                 if self._runs:
                     self._order = FileOrder(self._sorted_requests(), self._directory)
                 else:
-                    self._order = HeldOrder(self._held)
+                    self._order = MemoryOrder(self._requests)
             return self._order
 
     def unique_tokens(self) -> int:
-        """Returns the rows of the job's stream: its tokens, each shared prefix counted once. Reads the job once."""
+        """Returns the number of rows of the job's stream: its tokens, each shared prefix counted once. Reads the job
+        once."""
         return sum(w.unique_tokens for w in self.windows(max_tokens=1 << 20))
 
-    def _sort_held(self) -> None:
+    def _sort(self) -> None:
         # Stable: equal requests stay in order of arrival.
         names = ("adapter", "salt", "key") if len(self._namespaces) > 1 else ("key",)
-        self._held.sort(key=attrgetter(*names))
+        self._requests.sort(key=attrgetter(*names))
 
     def _spill(self) -> None:
-        self._sort_held()
+        self._sort()
         if self._file is None:
             self._file = TempFile(self._directory)
-        self._runs.append(_Run.of(self._held, self._file))
-        self._held, self._held_bytes = [], 0
+        self._runs.append(_Run.of(self._requests, self._file))
+        self._requests, self._request_bytes = [], 0
 
     def _sorted_requests(self) -> Iterator[SpooledRequest]:
         if not self._runs:
-            yield from self._held
+            yield from self._requests
             return
         if self._order is not None:
             yield from self._order.read(0, len(self._order))
@@ -165,8 +161,7 @@ class Spool:
         yield from self._merge(self._merged)
 
     def _merge_runs(self, runs: list[_Run]) -> list[_Run]:
-        """Returns at most _FAN_IN runs that hold the requests of all `runs`. A file of merged runs goes once they are
-        merged again, as nothing refers to it any more."""
+        """Returns at most _FAN_IN runs with the requests of all `runs`."""
         while len(runs) > _FAN_IN:
             file = TempFile(self._directory)
             runs = [_Run.of(self._merge(runs[i : i + _FAN_IN]), file) for i in range(0, len(runs), _FAN_IN)]
@@ -178,7 +173,7 @@ class Spool:
 
     def _arrived_requests(self) -> Iterator[SpooledRequest]:
         if not self._runs:
-            yield from sorted(self._held, key=attrgetter("namespace", "number"))
+            yield from sorted(self._requests, key=attrgetter("namespace", "number"))
             return
         # Runs hold consecutive ranges of arrivals. Each is read once, together with the others, by namespace.
         parts = (_parts(number, run) for number, run in enumerate(self._runs))
@@ -195,7 +190,7 @@ class _Run(NamedTuple):
 
     @classmethod
     def of(cls, requests: Iterable[SpooledRequest], file: TempFile) -> _Run:
-        """Returns the run of these requests, which are written to the file."""
+        """Writes requests to a file, and returns their run."""
         return cls(file, *file.append(map(request_bytes, requests)))
 
     def requests(self, buffering: int) -> Iterator[SpooledRequest]:

@@ -1,5 +1,5 @@
-"""Holds what does not fit in memory in temporary files without names, so that nothing is left of them on the disk,
-however a process ends."""
+"""Keeps data that does not fit in memory in temporary files without names, of which nothing stays on disk however a
+process ends."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _BUFFER = 1 << 20
 
 
 class TempFile:
-    """A TempFile is a temporary file without a name: the system takes its room back when nothing refers to it any more,
-    or when its process has ended. Any thread may use it."""
+    """A TempFile is a temporary file without a name: it vanishes when nothing refers to it any more, or its process
+    ends. Any thread may use it."""
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         """Makes a file in `directory`, by default the system's for temporary files. Raises OSError."""
@@ -29,24 +29,24 @@ class TempFile:
         self.end = 0  # where `append` goes on
 
     def append(self, parts: Iterable[bytes]) -> tuple[int, int]:
-        """Writes parts behind those that were appended before; returns where they begin and end. Raises OSError."""
-        start, held, size = self.end, list[bytes](), 0
+        """Appends parts to the file, and returns where they begin and end. Raises OSError."""
+        start, buffer, size = self.end, list[bytes](), 0
         for part in chain(parts, (None,)):
             if size >= _BUFFER or part is None:
-                self.write(b"".join(held), self.end)
-                self.end, held, size = self.end + size, [], 0
+                self.write(b"".join(buffer), self.end)
+                self.end, buffer, size = self.end + size, [], 0
             if part is not None:
-                held.append(part)
+                buffer.append(part)
                 size += len(part)
         return start, self.end
 
     def write(self, data: bytes, place: int) -> None:
         """Writes data at a place. Raises OSError."""
-        left = memoryview(data)
+        rest = memoryview(data)
         with self._lock:
             self._file.seek(place)
-            while left:
-                left = left[self._file.write(left) :]
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
     def read(self, place: int, size: int) -> bytes:
         """Returns bytes at a place: `size` of them, or fewer where the file ends."""
@@ -59,7 +59,7 @@ class TempFile:
         return io.BufferedReader(_Part(self, place, stop), buffering)
 
     def mapped(self) -> mmap:
-        """Returns the content, at least a byte, as memory that is mapped and takes none of its own."""
+        """Returns the content, at least a byte, as mapped memory."""
         return mmap(self._file.fileno(), 0, access=ACCESS_READ)
 
 
@@ -80,21 +80,20 @@ class _Part(io.RawIOBase):
 
 
 class BlobStore:
-    """A BlobStore holds blobs that requests will need later, such as images that came within items, as long as
-    something refers to them: in memory where there is room, else on disk, and in memory again where the disk takes no
-    more. Any thread may use it.
+    """A BlobStore holds blobs, such as images of items, as long as something refers to them: in memory up to a limit,
+    then on disk, and in memory again if the disk is full. Any thread may use it.
 
-    memory     bytes of blobs that are held in memory as long as there is a disk to hold more
-    directory  where the temporary file is made, once there is something to write; None: the system's default
+    memory     the limit, in bytes
+    directory  of the temporary file; None: the system's default
     """
 
     def __init__(self, memory: int = MEMORY, directory: str | os.PathLike[str] | None = None):
         self._memory, self._directory = memory, directory
-        self._held = 0
+        self._used = 0
         self._file: TempFile | None = None
         self._end = 0  # bytes of the file
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # {size: places in the file that are free}
-        # A blob may be given up wherever memory is cleared, and so also by the thread that holds the lock.
+        # The garbage collector may delete a blob at any time, and so also in the thread that holds the lock.
         self._lock = threading.RLock()
 
     def put(self, data: bytes) -> Blob:
@@ -107,11 +106,11 @@ class BlobStore:
             return blob
 
     def _in_memory(self, data: bytes, most: float = math.inf) -> Blob | None:
-        """Returns a blob in memory; None where the store would then hold more than `most` bytes there."""
+        """Returns a blob in memory; None if the store would then have more than `most` bytes there."""
         with self._lock:
-            if self._held + len(data) > most:
+            if self._used + len(data) > most:
                 return None
-            self._held += len(data)
+            self._used += len(data)
         return Blob(self, data, len(data))
 
     def _on_disk(self, data: bytes) -> Blob:
@@ -123,8 +122,8 @@ class BlobStore:
                 place = free.pop()
             else:
                 place, self._end = self._end, self._end + _room(len(data))
-        blob = Blob(self, place, len(data))  # it gives its place back where it cannot be written
-        # Not under the lock: a thread that holds the file's lock may give up a blob, and wait for this one.
+        blob = Blob(self, place, len(data))  # which gives its place back if writing fails
+        # Not under the lock: a thread that holds the file's lock may delete a blob, and wait for this lock.
         self._file.write(data, place)
         return blob
 
@@ -133,21 +132,21 @@ class BlobStore:
         return self._file.read(place, size)
 
     def give_back(self, content: bytes | int, size: int) -> None:
-        """Gives back the memory, or the place in the file, of a blob."""
+        """Frees the memory, or the place in the file, of a blob."""
         with self._lock:
             if isinstance(content, bytes):
-                self._held -= size
+                self._used -= size
             else:
                 self._free[_room(size)].append(content)
 
 
 def _room(size: int) -> int:
-    """Returns the bytes of the file that a blob takes: a power of two, so that other blobs fit where it was."""
+    """Returns the bytes that a blob takes in the file: a power of two, so that other blobs fit into its place later."""
     return 1 << max(12, (size - 1).bit_length())
 
 
 class Blob:
-    """A Blob is a blob in a store. It is gone when nothing refers to it any more."""
+    """A Blob refers to bytes in a store, which frees them when nothing refers to the Blob any more."""
 
     __slots__ = ("_content", "_size", "_store")
 

@@ -1,4 +1,4 @@
-"""Windows are consecutive pieces of a job's sorted requests; this module also decides where to cut between them."""
+"""Cuts a job's requests into windows, consecutive pieces that are run one after the other."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _LATEST_SHARE = 4  # a window may end anywhere in its last 1/4
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """A window is a part of a job's requests that is run together: B requests of N tokens in all.
+    """A Window is a part of a job's requests that is run together: B requests of N tokens in all.
 
     tokens          int32 [N]      the token ids of all requests, ragged
     offsets         int64 [B + 1]
-    targets         int32 [T]      what is to be scored, ragged; a request without targets has none here
+    targets         int32 [T]      the targets of scores, ragged; a request without targets has none here
     target_offsets  int64 [B + 1]
     tags            [B]            the bytes that were added with each request
     is_sorted                      whether the requests of all windows lie in lexicographic order
     common                         how many leading tokens the first request shares with the last request of the
                                    window before; 0 in the first window, and in all windows when not sorted
-    options         [B]            what else is wanted of each request (see `encode_options`)
+    options         [B]            the options of each request (see `encode_options`)
     adapter, salt                  of all requests
     numbers         int64 [B]      each request's place in the order of arrival
-    media                          the images of the requests that nothing else refers to
+    media                          the images of the requests, unless the spool holds them
     """
 
     tokens: np.ndarray
@@ -58,13 +58,13 @@ class Window:
 
     def take(self, numbers: np.ndarray) -> Window:
         """Returns a window of the requests at these places, given in ascending order."""
-        tokens, offsets = _taken(self.tokens, self.offsets, numbers)
-        targets, target_offsets = _taken(self.targets, self.target_offsets, numbers)
+        tokens, offsets = _selected(self.tokens, self.offsets, numbers)
+        targets, target_offsets = _selected(self.targets, self.target_offsets, numbers)
         options = [self.options[i] for i in numbers] if self.options else []
         tags = [self.tags[i] for i in numbers]
         places = self.numbers[numbers] if len(self.numbers) else self.numbers
-        beside = (options, self.adapter, self.salt, places, self.media)
-        return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, *beside)
+        further = (options, self.adapter, self.salt, places, self.media)
+        return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, *further)
 
     def without_twins(self) -> Window:
         """Returns the window without its `twins`; the window itself where it has none."""
@@ -81,16 +81,15 @@ class Window:
 
     @cached_property
     def shared(self) -> np.ndarray:
-        """Returns how many leading tokens each request has in common with the one before it, int64 [B]; 0 first."""
+        """Returns how many leading tokens each request shares with the request before it, int64 [B]; 0 for the
+        first."""
         return common_prefix_lengths(self.tokens, self.offsets, np.arange(len(self.offsets) - 1))
 
     @cached_property
     def twins(self) -> np.ndarray:
-        """Returns which requests are further reads of one prompt, bool [B], as for labels of one token.
-
-        Such a request has the tokens of the request that arrived just before it. A prompt that is continued is never
-        a twin: it has an answer of its own.
-        """
+        """Returns which requests are twins, bool [B]: further reads of one prompt, as for labels of one token. A twin
+        has the tokens of the request that arrived just before it. A prompt that is continued is never a twin: it has an
+        answer of its own."""
         if not len(self.numbers) or any(decode_options(options)[0] is not None for options in set(self.options)):
             return np.zeros(self.num_requests, bool)
         lengths = np.diff(self.offsets)
@@ -104,10 +103,10 @@ class Window:
 
 
 class Windows(Iterator[Window]):
-    """A Windows yields the windows of a spool, and has in `order` its sorted order, for readers of ranges.
+    """A Windows yields the windows of a spool.
 
-    max_tokens  tokens of a window
-    order       returns the requests in that order; the windows are consecutive pieces of it, where they are sorted
+    max_tokens  the most tokens of a window
+    order       returns the spool's requests in sorted order, for readers of ranges; sorted windows are pieces of it
     """
 
     def __init__(self, windows: Iterator[Window], max_tokens: int, order: Callable[[], Order]):
@@ -118,13 +117,13 @@ class Windows(Iterator[Window]):
         return next(self._windows)
 
 
-def _taken(values: np.ndarray, offsets: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _selected(values: np.ndarray, offsets: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.diff(offsets)[numbers]
     return values[ragged_ranges(offsets[numbers], lengths)], np.concatenate(([0], lengths.cumsum()))
 
 
 def shared_by(key: bytes, other: bytes) -> int:
-    """Returns how many leading tokens the keys of two requests have in common."""
+    """Returns how many leading tokens the keys of two requests share."""
     if other.startswith(key) or key.startswith(other):
         return min(len(key), len(other)) // 4
     size = min(len(key), len(other)) // 4
@@ -132,35 +131,31 @@ def shared_by(key: bytes, other: bytes) -> int:
 
 
 def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool) -> Iterator[Window]:
-    """Returns windows of at most `max_tokens` tokens, or of one longer request; each of one adapter and salt.
-
-    Sorted requests are cut in the last quarter of a window, where the fewest leading tokens are shared across the
-    cut. Other requests are cut as late as possible.
-    """
-    held: list[SpooledRequest] = []
+    """Yields windows of at most `max_tokens` tokens, or of one longer request, each of one adapter and salt. Sorted
+    requests are cut in the last quarter of a window, at the place across which the fewest leading tokens are shared.
+    Other requests are cut as late as possible."""
+    pending: list[SpooledRequest] = []
     tokens = 0
     last: bytes | None = None
     for request in requests:
-        if held and request.namespace != held[0].namespace:
-            yield _make_window(held, last if is_sorted else None, is_sorted)
-            held, tokens, last = [], 0, None
-        while held and tokens + request.num_tokens > max_tokens:
-            cut = _best_cut([*held, request], max_tokens) if is_sorted else len(held)
-            yield _make_window(held[:cut], last if is_sorted else None, is_sorted)
-            last = held[cut - 1].key
-            held = held[cut:]
-            tokens = sum(r.num_tokens for r in held)
-        held.append(request)
+        if pending and request.namespace != pending[0].namespace:
+            yield _make_window(pending, last if is_sorted else None, is_sorted)
+            pending, tokens, last = [], 0, None
+        while pending and tokens + request.num_tokens > max_tokens:
+            cut = _best_cut([*pending, request], max_tokens) if is_sorted else len(pending)
+            yield _make_window(pending[:cut], last if is_sorted else None, is_sorted)
+            last = pending[cut - 1].key
+            pending = pending[cut:]
+            tokens = sum(r.num_tokens for r in pending)
+        pending.append(request)
         tokens += request.num_tokens
-    if held:
-        yield _make_window(held, last if is_sorted else None, is_sorted)
+    if pending:
+        yield _make_window(pending, last if is_sorted else None, is_sorted)
 
 
 def _best_cut(requests: Sequence[SpooledRequest], max_tokens: int) -> int:
-    """Returns the place c at which to cut into requests[:c] and requests[c:].
-
-    Of the places in the last quarter it is the one across which the fewest tokens are shared, the latest of several.
-    """
+    """Returns the place c at which to cut into requests[:c] and requests[c:]: the latest place in the last quarter
+    across which the fewest tokens are shared."""
     latest = len(requests) - 1
     tokens = np.cumsum([r.num_tokens for r in requests[:-1]])
     earliest = int(np.searchsorted(tokens, max_tokens - max_tokens // _LATEST_SHARE)) + 1

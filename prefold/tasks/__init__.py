@@ -1,6 +1,6 @@
-"""Tasks turn what is wanted of a text into requests, and the engine's results into answers. They never import torch.
+"""Tasks turn items into requests, and the engine's results into answers. They never import torch.
 
-See `base.py` for the protocol; `make_task` makes a task the way a checkpoint wants it.
+`base.py` defines the interface; `make_task` makes a task for a checkpoint.
 """
 
 from __future__ import annotations

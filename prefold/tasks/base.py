@@ -1,10 +1,8 @@
-"""Defines what the tasks have in common: items in, requests out, and each error kept to the item that it belongs to.
+"""Defines the interface of tasks, and how they check, encode and cut texts.
 
-A prompt that is too long is cut in its longest column, and what stands around that column stays.
-
-A task turns items (one record each) into requests for the engine, and the engine's results into a
-dict. Between the two calls it keeps nothing but a small JSON-able note, so a job may put the
-requests on disk and run them in any order.
+A task turns items (one record each) into requests for the engine, and the engine's results into a dict. Between the two
+calls it keeps only a small JSON-able note, so a job may put the requests on disk and run them in any order. An error
+belongs to one item. A prompt that is too long is cut in its longest column, and the text around that column stays.
 
     works = task.prepare(items)                    # a Work, or an InputError, for each item
     results = [... of task.readout, for each work.requests ...]
@@ -36,7 +34,7 @@ Text = str | np.ndarray
 
 @dataclass(frozen=True)
 class Work:
-    """A Work holds the requests of one item, at least one, and what `finish` must know about the item (JSON-able, or
+    """A Work holds the requests of one item, at least one, and a note about the item for `finish` (JSON-able, or
     None)."""
 
     requests: list[Request]
@@ -44,8 +42,7 @@ class Work:
 
 
 def attempt(make: Callable[..., T], *args: Any) -> T | InputError:
-    """Calls make(*args) and returns its value, or the InputError that stands for the exception it raised (see
-    `record_error`)."""
+    """Returns make(*args), or the InputError that `record_error` makes of the exception it raised."""
     try:
         return make(*args)
     except Exception as error:
@@ -53,8 +50,7 @@ def attempt(make: Callable[..., T], *args: Any) -> T | InputError:
 
 
 class TextBatch:
-    """A TextBatch encodes many texts together, without special tokens. Token ids in place of a text are taken as
-    they are."""
+    """A TextBatch encodes many texts together, without special tokens. Token ids stay as they are."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
@@ -62,8 +58,8 @@ class TextBatch:
         self._ids: list[np.ndarray | InputError] = []
 
     def add(self, text: Text) -> Callable[[], np.ndarray]:
-        """Returns a function that gives the text's ids, int32 [n], once `encode` was called. That function raises
-        InputError for a text that cannot be encoded, and this one where there is no tokenizer."""
+        """Returns a function that returns the text's ids, int32 [n], after `encode`, or raises the InputError of a text
+        that cannot be encoded. Raises InputError where there is no tokenizer."""
         if isinstance(text, np.ndarray):
             return lambda: text
         if self._tokenizer is None:
@@ -79,10 +75,8 @@ class TextBatch:
         return ids
 
     def add_pieces(self, pieces: Sequence[Text]) -> Callable[[], np.ndarray]:
-        """Returns a function that gives the ids of one prompt made of pieces, as `add` does for one text.
-
-        Neighbouring texts are joined and encoded as one; token ids among the pieces are taken as they are.
-        """
+        """Returns a function that returns the ids of a prompt made of pieces, after `encode`. Neighbouring texts are
+        joined and encoded as one; token ids among the pieces stay as they are."""
         joined: list[Text] = []
         for piece in pieces:
             if isinstance(piece, str) and joined and isinstance(joined[-1], str):
@@ -94,7 +88,7 @@ class TextBatch:
             return getters[0]
         return lambda: np.concatenate([np.empty(0, np.int32), *(get() for get in getters)])
 
-    def now(self, text: str) -> np.ndarray:
+    def encode_now(self, text: str) -> np.ndarray:
         """Returns the ids of one text, int32 [n], without waiting for `encode`."""
         assert self._tokenizer is not None
         return self._tokenizer.encode(text, special=False)
@@ -106,7 +100,7 @@ class TextBatch:
         try:
             self._ids = list(self._tokenizer.encode_batch(texts, special=False))
         except Exception:
-            # The error does not say which text is at fault. Encoded one by one, each text has an error of its own.
+            # The error does not name the text. Encoded one by one, each text gets an error of its own.
             self._ids = [attempt(self._tokenizer.encode, text, False) for text in texts]
 
 
@@ -115,7 +109,7 @@ Plan = Callable[[Any, TextBatch], Callable[[], Work]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """An Inputs checks the inputs of all tasks, and makes requests of them.
+    """An Inputs checks the inputs of all tasks, and makes requests from them.
 
     max_length  rows that one request may have, None for any number
     vocab_size  the size of the model's vocabulary, None when unknown
@@ -137,29 +131,29 @@ class Inputs:
         self.check_adapter(self.adapter)
 
     def check_adapter(self, name: Any) -> str | None:
-        """Returns `name`: that of a loaded adapter, or None. Raises InputError for any other value."""
+        """Returns the name of an adapter, or None. Raises InputError unless it is the name of a loaded one, or None."""
         if name is not None and not isinstance(name, str):
             message = f"adapter is of type {type(name).__name__}, not a text"
             raise InputError(message, field="adapter", remedy="give the name of an adapter", code="wrong_type")
         if name is not None and name not in self.adapters:
-            known = ", ".join(sorted(self.adapters)) or "none"
-            remedy = f"the adapters that are loaded: {known}"
+            loaded = ", ".join(sorted(self.adapters)) or "none"
+            remedy = f"the adapters that are loaded: {loaded}"
             raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")
         return name
 
     def check_exits(self, exits: Exits | None) -> None:
-        """Raises InputError for exits that rows of the model cannot have."""
+        """Raises InputError for exits that the model does not have."""
         if exits is not None and self.config is not None:
             self.config.check_exits(exits)
         elif exits is not None:
             refuse_exits(exits)
 
     def prepare(self, items: Sequence[Any], plan: Plan) -> list[Work | InputError]:
-        """Returns a Work, or an InputError, for each item, whose requests run with the adapter that the item names. All
-        texts of all items are encoded in one batch.
+        """Returns a Work, or an InputError, for each item. All texts of all items are encoded in one batch; an item's
+        requests run with the adapter that it names.
 
         plan  plan(item, batch) checks an item, adds its texts to the batch and returns a function that makes the Work
-              once the batch is encoded. What either of them raises is the error of that item alone
+              once the batch is encoded. An exception of either is the error of that item alone
         """
         batch = TextBatch(self.tokenizer)
         makers = [attempt(plan, item, batch) for item in items]
@@ -177,34 +171,34 @@ class Inputs:
             return work
         return replace(work, requests=[replace(request, adapter=name) for request in work.requests])
 
-    def text(self, value: Any, field: str, seen: list[Picture] | None = None) -> Text:
-        """Returns a text as it is, or token ids as int32 [n]; of a text with images the ids of both. Raises InputError
-        for any other value, and for no token ids. seen: gets the images."""
+    def text(self, value: Any, field: str, pictures: list[Picture] | None = None) -> Text:
+        """Returns a text as it is, token ids as int32 [n], or the ids of a text with images. Raises InputError for any
+        other value, and for no token ids. pictures: a list to which the images are added"""
         if isinstance(value, Pictured):
-            return self._pictured(value, field, [] if seen is None else seen)
+            return self._encode_pictured(value, field, [] if pictures is None else pictures)
         if isinstance(value, str) or value is None or isinstance(value, (bytes, Mapping)):
             return valid_text(value, field)
         return self._ids(value, field)
 
-    def said(self, value: Any, field: str, seen: list[Picture] | None = None, *, blank: bool = False) -> Text:
-        """Returns the text or ids as `text` does. Raises InputError also for a text that says nothing (see
+    def content(self, value: Any, field: str, pictures: list[Picture] | None = None, *, blank: bool = False) -> Text:
+        """Returns the text or ids of a value, like `text`. Raises InputError also for an empty text (see
         `check_said`)."""
-        text = self.text(value, field, seen)
+        text = self.text(value, field, pictures)
         if isinstance(text, str):
             check_said(text, field, blank=blank)
         return text
 
-    def _pictured(self, value: Pictured, field: str, seen: list[Picture]) -> np.ndarray:
+    def _encode_pictured(self, value: Pictured, field: str, pictures: list[Picture]) -> np.ndarray:
         """Returns the ids of a text with images, int32 [n]."""
         if self.images is None:
             raise refuse_images(field)
         if not isinstance(value.text, str):
-            message = f"{field!r} has images beside what is no text"
+            message = f"{field!r} has images beside a value that is no text"
             raise InputError(message, field=field, remedy="give a text beside them", code="wrong_type")
         images = [(image, f"images[{i}]") for i, image in enumerate(value.images)]
-        pictures = self.images.read(images)
-        seen += pictures
-        return self.images.encode_pictured(value.text, pictures, field)
+        own = self.images.read(images)
+        pictures += own
+        return self.images.encode_pictured(value.text, own, field)
 
     def bounded(
         self,
@@ -216,16 +210,13 @@ class Inputs:
         limit: int | None = None,
         remedy: str = "",
     ) -> Any:
-        """Returns a text that is to be encoded, so that a text of any size takes little memory.
+        """Returns a text, cut before it is encoded if its length alone shows that it has too many tokens, so that a
+        text of any size takes little memory. With truncate=True a text made of a template is cut in each column. Other
+        values are returned as they are. Raises InputError for a text that is too long without `truncate`.
 
-        A text of which it is known unencoded that it has too many tokens is refused, or with `truncate` only what may
-        be kept of it is returned: of a text that was made of a template, with truncate=True, of each column.
-
-        left   whether the end is kept, and not the beginning
-        limit  the tokens that may be kept, by default the model's
-        remedy what to do where it is refused
-
-        Anything else is returned as it is. Raises InputError for a text that is refused.
+        left    whether the end is kept, and not the beginning
+        limit   the tokens that may be kept, by default the model's
+        remedy  the error's remedy
         """
         tokenizer, limit = self.tokenizer, self.max_length if limit is None else limit
         if not isinstance(text, str) or tokenizer is None or limit is None or not tokenizer.is_longer(text, limit):
@@ -258,7 +249,7 @@ class Inputs:
         return ids.astype(np.int32)
 
     def check_ids(self, ids: np.ndarray, field: str) -> None:
-        """Raises InputError for a token id that is not one of the model's vocabulary."""
+        """Raises InputError for a token id outside the model's vocabulary."""
         limit = self.vocab_size if self.vocab_size is not None else MEDIA_BASE
         if ids.size and (ids.min() < 0 or ids.max() >= limit):
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
@@ -274,26 +265,24 @@ class Inputs:
         value: Any,
         field: str,
         batch: TextBatch,
-        seen: list[Picture],
+        pictures: list[Picture],
         *,
         truncate: Truncate = False,
         change: Callable[[str], str] = str,
     ) -> Callable[[], Request]:
-        """Returns a function that makes the request of a whole text, once the batch is encoded.
+        """Returns a function that makes the request of a whole text, once the batch is encoded. Token ids stay as they
+        are. An image is never cut.
 
-        seen      gets the text's images
+        pictures  a list to which the text's images are added
         change    applied to the text before it is encoded; the tokenizer's special tokens are put around it
-        truncate  whether to cut a text that is too long; the special tokens are kept. True: the longest column of a
-                  text that was made of a template, else the end that the tokenizer's files say. "left", "right": that
-                  end
-
-        Token ids are taken as they are. Of a text with images an end is cut, too, and never an image.
+        truncate  where to cut a text that is too long. True: in the longest column of a text made of a template, else
+                  at the end that the tokenizer's files say. "left", "right": at that end. The special tokens stay
         """
         left = self.tokenizer is not None and self.tokenizer.truncation_side == "left"
         left = left if truncate is True else truncate == "left"
         if isinstance(value, Pictured) and isinstance(value.text, str):
-            value = replace(value, text=change(value.text))  # once it is encoded, it is too late
-        whole = text = self.bounded(self.said(value, field, seen), field, truncate, left=left)
+            value = replace(value, text=change(value.text))  # before it is encoded
+        whole = text = self.bounded(self.content(value, field, pictures), field, truncate, left=left)
         nothing = np.empty(0, np.int32)
         before = after = nothing
         if isinstance(text, (str, ImageIds)):
@@ -301,7 +290,7 @@ class Inputs:
             if self.tokenizer is not None:
                 before, after = self.tokenizer.prefix_ids, self.tokenizer.suffix_ids
         get = batch.add(text)
-        # Where the beginning is cut, it must be that of the text, and not of what `change` puts before the text.
+        # A cut at the beginning must cut the text, and not what `change` puts before it.
         by_column = isinstance(whole, Filled) or (isinstance(whole, str) and left and whole != text)
 
         def make() -> Request:
@@ -309,7 +298,9 @@ class Inputs:
             around = before.size + after.size
             over = self.over(around + ids.size)
             if over and truncate is True and by_column:
-                ids = self.cut(whole, lambda cut: batch.now(change(cut)), self.max_length - around, ids, left=left)
+                ids = self.cut(
+                    whole, lambda cut: batch.encode_now(change(cut)), self.max_length - around, ids, left=left
+                )
             elif over and truncate and over < ids.size:
                 ids = cut_end(ids, over, field, left=left)
             return self.request(np.concatenate((before, ids, after)), field)
@@ -326,8 +317,8 @@ class Inputs:
         left: bool = False,
         size: Callable[[T], int] = np.size,
     ) -> T:
-        """Returns the ids, at most `room`, that `make` gives for the text with its longest column cut; `ids` where
-        nothing of that column would be left. size: counts what `make` gives."""
+        """Returns what `make` returns for the text with its longest column cut, at most `room` tokens; `ids` if nothing
+        of that column would be left. size: counts the tokens of what `make` returns"""
         assert self.tokenizer is not None
         columns, filled = columns_of(text)
         cut = cut_columns(self.tokenizer, columns, lambda values: make(filled(values)), size, room, left=left)
@@ -338,8 +329,8 @@ class Inputs:
         return 0 if self.max_length is None else max(0, num_tokens - self.max_length)
 
     def request(self, tokens: np.ndarray, field: str, targets: np.ndarray | None = None, remedy: str = "") -> Request:
-        """Returns the Request. Raises InputError for one that is empty, too long, or has ids outside of the
-        vocabulary."""
+        """Returns the Request of some tokens. Raises InputError if there are none or too many, or if ids lie outside
+        the vocabulary."""
         if tokens.size == 0:
             remedy = "give a text that is not empty"
             raise InputError(f"{field!r} has no tokens", field=field, remedy=remedy, code="empty")
@@ -363,13 +354,13 @@ class Inputs:
 
 
 class Task:
-    """A Task prepares the requests of items and makes answers of their results.
+    """A Task prepares the requests of items and makes answers from their results.
 
-    name       the word for the task: "embed", "rerank", "classify", "score", "generate"
+    name       "embed", "rerank", "classify", "score" or "generate"
     inputs     checks the texts of items
     readout    what the engine reads for every request
     item_type  the dataclass of an item; `prepare` also takes mappings with its fields
-    example    an answer to an item of one text: the names that all answers have, with values of their types
+    example    an answer to an item of one text, for the names and types of its fields
     """
 
     name: str
@@ -381,57 +372,57 @@ class Task:
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
         """Returns a Work for each item, or the InputError of an item that is wrong."""
         return self.inputs.prepare(
-            items, lambda item, batch: self._plan(as_item(self.item_type, self._named(item)), batch)
+            items, lambda item, batch: self._plan(as_item(self.item_type, self._as_item(item)), batch)
         )
 
-    def _named(self, item: Any) -> Any:
-        """Returns an item that is given without names as one with them: a text stands for the first field."""
+    def _as_item(self, item: Any) -> Any:
+        """Returns a value as an item: a bare text becomes the item's first field."""
         return item if isinstance(item, (self.item_type, Mapping)) else self.item_type(item)
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
-        """Checks an item of `item_type` and adds its texts to a batch; returns a function that makes its Work once the
-        batch is encoded."""
+        """Checks an item and adds its texts to a batch. Returns a function that makes its Work once the batch is
+        encoded."""
         raise NotImplementedError
 
     def finish(self, note: Any, results: Sequence[Any]) -> dict[str, Any]:
-        """Returns the answer to an item, by the note of its Work and the results of its requests, in their order."""
+        """Returns the answer to an item. note, results: of its Work; results of its requests, in order"""
         raise NotImplementedError
 
     def calibration_items(self) -> list[Any]:
-        """Returns the items that are to run first, with whose answers the task is then calibrated; mostly none."""
+        """Returns the items whose answers calibrate the task; they run first. By default there are none."""
         return []
 
 
-def work_of(requests: list[Request], seen: Sequence[Picture] = (), **note: Any) -> Work:
-    """Returns the Work of these requests; its note has their tokens, and notes on the images that were seen."""
-    return Work(requests, {"tokens": sum(request.tokens.size for request in requests), **note} | notes_of(seen))
+def work_of(requests: list[Request], pictures: Sequence[Picture] = (), **note: Any) -> Work:
+    """Returns the Work of these requests; its note counts their tokens and describes the images."""
+    return Work(requests, {"tokens": sum(request.tokens.size for request in requests), **note} | notes_of(pictures))
 
 
 def as_item(kind: type[T], value: Any) -> T:
-    """Returns `value`, an item of the dataclass `kind` or a mapping with its fields, as such an item. Raises
-    InputError."""
+    """Returns an item of the dataclass `kind` for such an item, or for a mapping with its fields. Raises InputError for
+    other values."""
     if isinstance(value, kind):
         return value
-    known = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    entries = kind.__dataclass_fields__  # type: ignore[attr-defined]
     if not isinstance(value, Mapping):
         raise InputError(
             f"the item is of type {type(value).__name__}",
-            remedy=f"give an object with the fields {', '.join(known)}",
+            remedy=f"give an object with the fields {', '.join(entries)}",
             code="wrong_type",
         )
     for name in value:
-        if name not in known:
-            remedy = f"the fields are {', '.join(known)}"
+        if name not in entries:
+            remedy = f"the fields are {', '.join(entries)}"
             raise InputError(f"unknown field {name!r}", field=str(name), remedy=remedy, code="unknown_field")
-    for name, field in known.items():
+    for name, field in entries.items():
         if name not in value and field.default is MISSING:
             raise InputError(f"{name!r} is missing", field=name, remedy="give it", code="missing_field")
     return kind(**value)
 
 
-def encoded(tokenizer: Tokenizer | None, add: Callable[[TextBatch], Callable[[], T]]) -> T:
-    """Returns the ids of texts that are encoded by themselves. add: adds them to a batch, and returns a function that
-    gives the ids once the batch is encoded."""
+def encode_alone(tokenizer: Tokenizer | None, add: Callable[[TextBatch], Callable[[], T]]) -> T:
+    """Returns the ids of texts, encoded in a batch of their own. add: adds the texts to a batch, and returns a function
+    that returns their ids"""
     batch = TextBatch(tokenizer)
     get = add(batch)
     batch.encode()
@@ -441,9 +432,9 @@ def encoded(tokenizer: Tokenizer | None, add: Callable[[TextBatch], Callable[[],
 def cut_end(ids: np.ndarray, over: int, field: str, *, left: bool = False) -> np.ndarray:
     """Returns ids without their last `over` ids, or with `left` without their first. Raises InputError where that would
     cut an image."""
-    kept = ids[over:] if left else ids[: ids.size - over]
-    check_cut(ids, kept, field)
-    return kept
+    rest = ids[over:] if left else ids[: ids.size - over]
+    check_cut(ids, rest, field)
+    return rest
 
 
 def sigmoid(x: Any) -> Any:
@@ -456,8 +447,8 @@ TRIES = 16
 
 
 def columns_of(text: str) -> tuple[list[str], Callable[[Sequence[str]], str]]:
-    """Returns the columns of a text, and a function that makes the text of other columns. A text that was not made
-    of a template is one column."""
+    """Returns the columns of a text, and a function that makes a text from other columns. A text that was not made from
+    a template is one column."""
     if isinstance(text, Filled) and any(text.columns):
         return text.columns, text.refilled
     return [text], lambda columns: columns[0]
@@ -472,17 +463,15 @@ def cut_columns(
     *,
     left: bool = False,
 ) -> T | None:
-    """Returns make(columns) with the longest columns cut, so that its size is at most `room` and one token more is too
-    much.
+    """Returns the prompt of columns whose longest ones are cut to one length, the greatest at which the prompt fits
+    into `room` tokens; None if nothing would be left of them.
 
-    make  makes a prompt of columns
-    size  gives the tokens of what `make` returned
-    room  tokens that the prompt may have
+    make  makes a prompt from columns
+    size  counts the tokens of a prompt
     left  whether each column keeps its end instead of its beginning
 
-    All columns that are longer than some length are cut to that length. Returns None where nothing would be left of
-    them. The prompt is encoded as a whole, so that its size need not be the sum of the sizes of its parts: the number
-    of tokens to keep is searched for, beginning with the one that those sizes suggest.
+    The prompt is encoded as a whole, so its size is not the sum of the sizes of its parts: the number of tokens to keep
+    is searched for, beginning with the one that those sizes suggest.
     """
     spans = [tokenizer.spans(column) for column in columns]
     total = sum(len(tokens) for tokens in spans)
@@ -492,16 +481,16 @@ def cut_columns(
         return make([part_of(*column, left) for column in zip(columns, spans, counts, strict=True)])
 
     best: T | None = None
-    low, high = 0, total  # `low` tokens are known to fit (or low is 0), and `high` tokens are known not to
+    low, high = 0, total  # `low` tokens fit (or low is 0), and `high` tokens do not
     keep = total - (size(make(columns)) - room)
     for _ in range(TRIES):
         keep = min(max(keep, low + 1), high - 1)
         if keep <= low:
             break
-        made = cut(keep)
-        over = size(made) - room
+        prompt = cut(keep)
+        over = size(prompt) - room
         if over <= 0:
-            best, low = made, keep
+            best, low = prompt, keep
             if not over:
                 break
         else:
@@ -511,8 +500,7 @@ def cut_columns(
 
 
 def level(sizes: Sequence[int], keep: int) -> list[int]:
-    """Returns how many tokens to keep of each column, `keep` in all, so that the largest columns are cut to one
-    size."""
+    """Returns how many tokens to keep of each column, `keep` in all: the largest columns are cut to one size."""
     low, high = 0, max(sizes)
     while low < high:  # searches for the largest cap that leaves at most `keep` tokens
         cap = (low + high + 1) // 2
@@ -526,8 +514,7 @@ def level(sizes: Sequence[int], keep: int) -> list[int]:
 
 
 def part_of(text: str, spans: Sequence[tuple[int, int]], count: int, left: bool) -> str:
-    """Returns the first `count` tokens of a text, or with `left` the last ones. spans: where each token begins and
-    ends."""
+    """Returns the text of the first `count` tokens, or with `left` of the last. spans: (begin, end) of each token"""
     if count >= len(spans):
         return text
     if not count:

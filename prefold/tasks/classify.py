@@ -1,8 +1,5 @@
-"""Classification says which of some labels fits a text.
-
-It compares how likely the model finds each label after a prompt (with any causal model; labels of several
-tokens are scored whole), or reads the classification head of the checkpoint.
-"""
+"""Classification chooses the label that fits a text: by how likely a causal model finds each label after a prompt, or
+by the checkpoint's classification head."""
 
 from __future__ import annotations
 
@@ -47,18 +44,17 @@ class ClassifyTask(Task):
 
     Contextual calibration (Zhao et al. 2021, "Calibrate Before Use": W = diag(1 / p_cf), b = 0) divides
     each probability by the mean it has for texts without content, and scales their sum back to 1. These
-    texts run first, where `calibrate` was asked for:
+    texts run first, with the option `calibrate`:
 
         if items := task.calibration_items():
-            task = task.with_calibration([what task.finish gave for each of the items])
+            task = task.with_calibration([the answer to each of the items])
     """
 
     name = "classify"
     item_type = ClassifyItem
 
     def __init__(self, inputs: Inputs, options: ClassifyOptions):
-        """Checks the labels and the examples. Raises InputError for labels that could not be told apart, and bad
-        examples."""
+        """Checks the labels and the examples. Raises InputError for labels with equal tokens, and bad examples."""
         self.inputs = inputs
         self.labels, self.written = _labels(options.labels)
         words = dict(zip(self.labels, self.written, strict=True))
@@ -74,31 +70,32 @@ class ClassifyTask(Task):
         self._check_label_tokens()
 
     def _check_label_tokens(self) -> None:
-        """Raises InputError for labels that have the same token ids, or none: they could not be told apart."""
+        """Raises InputError for labels that have the same token ids, or none."""
         batch = TextBatch(self.inputs.tokenizer)
         pairs = self._add_pairs(batch, self.prompt.render("x"))
         batch.encode()
-        seen: dict[tuple[int, ...], str] = {}
+        label_of: dict[tuple[int, ...], str] = {}
         for label, pair in zip(self.labels, pairs, strict=True):
             ids = tuple(pair()[1].tolist())
-            if not ids or ids in seen:
-                what = f"encodes like {seen[ids]!r}" if ids else "has no tokens of its own"
-                message = f"the label {label!r} {what} in this model's vocabulary"
+            if not ids or ids in label_of:
+                problem = f"encodes like {label_of[ids]!r}" if ids else "has no tokens of its own"
+                message = f"the label {label!r} {problem} in this model's vocabulary"
                 raise InputError(message, field="labels", remedy="write it differently: {label: text}")
-            seen[ids] = label
+            label_of[ids] = label
 
     def _add_pairs(self, batch: TextBatch, prompt: Text) -> list[PairOfIds]:
         return [add_pair(batch, self.inputs, prompt, label) for label in self.written]
 
     def calibration_items(self) -> list[ClassifyItem]:
-        """Returns the texts without content that are to run first; none where calibration is not wanted, or is done."""
+        """Returns the texts without content whose answers calibrate the task; none without `calibrate`, and none once
+        it is calibrated."""
         wanted = self.calibrate and self.calibration is None
         return [ClassifyItem(text) for text in CONTENT_FREE] if wanted else []
 
     def with_calibration(self, outputs: Sequence[Mapping[str, Any]] | np.ndarray) -> ClassifyTask:
-        """Returns a copy of the task that is calibrated by what this one, uncalibrated, gave for `calibration_items()`.
+        """Returns a calibrated copy of the task.
 
-        outputs   the dicts of `finish`, or probabilities, float [labels] or [texts, labels]
+        outputs   the answers to `calibration_items()`, or probabilities, float [labels] or [texts, labels]
 
         Raises InputError for outputs of another shape, and for values that are not probabilities.
         """
@@ -116,13 +113,13 @@ class ClassifyTask(Task):
         if self.calibrate and item.adapter not in (None, self.inputs.adapter):
             message = f"the labels were calibrated with {self.inputs.adapter or 'no adapter'}, not {item.adapter!r}"
             raise InputError(message, field="adapter", remedy="calibrate with one adapter for all texts")
-        seen: list[Picture] = []
+        pictures: list[Picture] = []
         is_free = self.calibrate and self.calibration is None  # a text without content, to calibrate by
-        text = (self.inputs.text if is_free else self.inputs.said)(item.text, "text", seen)
+        text = (self.inputs.text if is_free else self.inputs.content)(item.text, "text", pictures)
         text = self.inputs.bounded(text, "text", self.truncate, left=self.truncate == "left")
         if isinstance(text, str):
             return partial(self._work, text, self._add_pairs(batch, self.prompt.render(text)))
-        return partial(self._work_of_ids, text, seen)
+        return partial(self._work_of_ids, text, pictures)
 
     def _work(self, text: str, pairs: list[PairOfIds]) -> Work:
         ids = [pair() for pair in pairs]
@@ -136,24 +133,24 @@ class ClassifyTask(Task):
             whole = self.inputs.cut(text, encode, whole.size - over, whole)
         return self._work_of_ids(whole)
 
-    def _work_of_ids(self, text: np.ndarray, seen: Sequence[Picture] = ()) -> Work:
-        """Returns the Work of a text in token ids: the parts of the prompt are encoded apart, and the text is cut if
-        need be. seen: its images."""
+    def _work_of_ids(self, text: np.ndarray, pictures: Sequence[Picture] = ()) -> Work:
+        """Returns the Work of a text in token ids, cut if it is too long. The parts of the prompt around it are encoded
+        by themselves. pictures: the text's images"""
         ids = self._pairs_around(text)
         over = self._over(ids)
         if over and self.truncate and over < text.size:
             ids = self._pairs_around(cut_end(text, over, "text", left=self.truncate == "left"))
-        return self._finish_work(ids, seen)
+        return self._finish_work(ids, pictures)
 
     @cached_property
     def _around(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-        """Returns the ids of the prompt before a text, and for each label those between the text and the label, and
-        its own."""
+        """Returns (the ids of the prompt before a text, for each label the ids between the text and the label, and the
+        label's own)."""
         batch = TextBatch(self.inputs.tokenizer)
         head = batch.add(self.prompt.head)
         tails = [add_joint(batch, self.prompt.tail, label) for label in self.written]
         batch.encode()
-        # Where nothing stands before the text the prompt begins with the text, which is not empty: "x" stands for it.
+        # If nothing stands before the text, the prompt begins with it: "x" stands for a text that is not empty.
         before = leading_ids(self.inputs.tokenizer, self.prompt.head or "x")
         return np.concatenate((before, head())), [tail() for tail in tails]
 
@@ -164,7 +161,7 @@ class ClassifyTask(Task):
     def _over(self, ids: Sequence[tuple[np.ndarray, np.ndarray]]) -> int:
         return max(self.inputs.over(prompt.size + label.size - 1) for prompt, label in ids)
 
-    def _finish_work(self, ids: Sequence[tuple[np.ndarray, np.ndarray]], seen: Sequence[Picture] = ()) -> Work:
+    def _finish_work(self, ids: Sequence[tuple[np.ndarray, np.ndarray]], pictures: Sequence[Picture] = ()) -> Work:
         requests = []
         for name, (prompt, label) in zip(self.labels, ids, strict=True):
             if label.size == 0:
@@ -172,7 +169,7 @@ class ClassifyTask(Task):
                 raise InputError(message, field="text", remedy="end the template's text before {label} differently")
             tokens = prompt if label.size == 1 else np.concatenate((prompt, label[:-1]))
             requests.append(self.inputs.request(tokens, "text", label))
-        return work_of(requests, seen)
+        return work_of(requests, pictures)
 
     @property
     def example(self) -> dict[str, Any]:
@@ -203,8 +200,8 @@ class ClassifyTask(Task):
 
 
 class ClassifyHeadTask(Task):
-    """A ClassifyHeadTask classifies by the checkpoint's classification head. Items are those of ClassifyTask; a text is
-    encoded as it is.
+    """A ClassifyHeadTask classifies by the checkpoint's classification head. Items are ClassifyItem, a mapping with its
+    fields, or a bare text, which is encoded as it is.
 
     Result: {"label": the best, "probabilities": {label: p}, "logits": {label: logit}, "num_tokens"}.
     One label: the sigmoid of its logit, as for reward models. Several labels: their softmax, or, where
@@ -222,16 +219,16 @@ class ClassifyHeadTask(Task):
         self.readout = Readout("head")
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
-        seen: list[Picture] = []
+        pictures: list[Picture] = []
         if isinstance(item.text, (tuple, list)) and [*map(type, item.text)] == [str, str]:
             maker = self._plan_pair(item.text, batch)
         else:
-            maker = self.inputs.plan_whole(item.text, "text", batch, seen, truncate=self.truncate)
+            maker = self.inputs.plan_whole(item.text, "text", batch, pictures, truncate=self.truncate)
 
-        return lambda: work_of([maker()], seen)
+        return lambda: work_of([maker()], pictures)
 
     def _plan_pair(self, pair: Sequence[str], batch: TextBatch) -> Callable[[], Request]:
-        """Returns a function that makes the request of two texts with the special tokens of a pair, once the batch is
+        """Returns a function that makes the request of two texts, with the special tokens of a pair, once the batch is
         encoded. Truncation cuts the longer text first."""
         tokenizer = self.inputs.tokenizer
         left = self.truncate == "left" or (
@@ -280,7 +277,8 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _labels(labels: Any) -> tuple[list[str], list[str]]:
-    """Returns the labels and how each is written. Raises InputError for labels that could not be told apart."""
+    """Returns (the labels, the text of each in the prompt). Raises InputError for fewer than two labels, and for empty
+    or equal ones."""
     if isinstance(labels, str) or not isinstance(labels, (Sequence, Mapping)) or len(labels) < 2:
         message = f"labels is {labels!r:.200}"
         raise InputError(message, field="labels", remedy="give a list of two labels or more, or {label: text}")
@@ -300,7 +298,7 @@ def _labels(labels: Any) -> tuple[list[str], list[str]]:
 
 
 def _example(example: Any, index: int, written: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the (text, written label) pair of an example. Raises InputError for anything else."""
+    """Returns (the text, the label's text in the prompt) of an example. Raises InputError for other values."""
     field = f"examples[{index}]"
     if isinstance(example, Mapping):
         pair: Any = (example.get("text"), example.get("label"))

@@ -1,5 +1,4 @@
-"""Holds the items of generation, writes conversations as texts of prompts, by chat templates, and describes Python
-functions as tools in the JSON schemas that chat templates read."""
+"""Renders conversations as prompts by chat templates, and describes Python functions as tools."""
 
 from __future__ import annotations
 
@@ -32,21 +31,21 @@ class GenerateItem:
 
     prompt                  a text or token ids; or else
     messages                a conversation: [{"role": "user", "content": "..."}, ...]
-    images                  for a model that sees images: what stands for each of them. They belong where messages
+    images                  for a model that sees images: paths, URLs or other image values. They belong where messages
                             have a part {"type": "image"}, and where a prompt has the model's placeholder; where a
                             prompt has none, they come first
     tools, documents        passed to the chat template; a Python function among the tools as its schema
-    chat_template_kwargs    {name: value}, further names for the chat template
+    chat_template_kwargs    {name: value}, further variables for the chat template
     chat_template           the name of one of the checkpoint's templates, or the text of a template
-    add_generation_prompt   whether to end with what introduces the assistant's message. None: unless the last message
-                            is continued
+    add_generation_prompt   whether to end with the header of the assistant's message. None: unless the last message is
+                            continued
     continue_final_message  whether the last message is continued
     sampling                {field of Sampling: value}, in place of the task's own values
     adapter                 the LoRA adapter; None: the task's
     salt                    as in Request; None: the task's
     priority                as in Request; None: the task's
     with_ids                whether the result has the ids of the prompt's tokens, and of the text's
-    with_reasoning          whether the result says of a model that thinks what is known of its reasoning
+    with_reasoning          whether the result counts the reasoning of a model that thinks
     """
 
     prompt: Any = None
@@ -68,35 +67,31 @@ class GenerateItem:
 
 @dataclass(frozen=True)
 class Conversations(ConversationOptions):
-    """A Conversations writes the texts of conversations, as its options say."""
+    """A Conversations renders conversations as texts, with these options."""
 
     def ids(self, messages: Any, inputs: Inputs, *, add_generation_prompt: bool) -> np.ndarray:
-        """Returns the token ids of a conversation, int32 [n], for a task that reads it and does not continue it.
-
-        add_generation_prompt   whether to end with what introduces the assistant's message
-
-        Raises InputError for a conversation that cannot be written, and for one with images.
-        """
+        """Returns the token ids of a conversation, int32 [n]. add_generation_prompt: whether to end with the header of
+        the assistant's message. Raises InputError for a conversation that cannot be rendered, or has images."""
         if chat_of(messages) is not None:
             remedy = "leave it out, or give a text with --image in place of the conversation"
             raise InputError("the conversation holds an image", field="messages", remedy=remedy, code="unsupported")
         item = GenerateItem(messages=messages, add_generation_prompt=add_generation_prompt)
-        text, encode = self.written(item, inputs, [], "")
-        assert inputs.tokenizer is not None  # else it could not be written
+        text, encode = self.render(item, inputs, [], "")
+        assert inputs.tokenizer is not None  # else it could not be rendered
         return inputs.tokenizer.encode(text, special=False) if encode is None else encode(text)
 
-    def written(
-        self, item: GenerateItem, inputs: Inputs, seen: list[Picture], salt: str
+    def render(
+        self, item: GenerateItem, inputs: Inputs, pictures: list[Picture], salt: str
     ) -> tuple[str, Callable[[str], np.ndarray] | None]:
-        """Returns the text of an item's conversation, and what encodes it where special tokens are escaped in it, or
-        images have places; None: any tokenizer does. seen: the item's images."""
-        escaping = self._escaping(item, inputs, seen)
-        text = self._render(item, inputs, escaping)
-        return text, None if escaping is None else partial(_encoded, inputs, escaping, seen, salt)
+        """Returns (the text of an item's conversation, a function that encodes it). None in place of the function: the
+        tokenizer encodes it, as no special tokens are escaped and it has no images. pictures: the item's images"""
+        escaping = self._escaping(item, inputs, pictures)
+        text = self._text(item, inputs, escaping)
+        return text, None if escaping is None else partial(_encoded, inputs, escaping, pictures, salt)
 
-    def _escaping(self, item: GenerateItem, inputs: Inputs, seen: list[Picture]) -> Escaping | None:
-        """Returns the escaping of special tokens in the texts of a conversation; None where nothing is to be escaped.
-        Where a model sees images, the tokens that stand for them are text in what users write."""
+    def _escaping(self, item: GenerateItem, inputs: Inputs, pictures: list[Picture]) -> Escaping | None:
+        """Returns the Escaping of special tokens in what users write; None if nothing has to be escaped. For a model
+        that sees images, the image tokens that users write are escaped."""
         tokenizer, images = inputs.tokenizer, inputs.images
         if tokenizer is None:
             return None
@@ -105,10 +100,10 @@ class Conversations(ConversationOptions):
         if images is None:
             return None
         written = repr((item.messages, item.tools, item.documents, item.chat_template_kwargs))
-        return images.escaping if seen or images.escaping.finds(written) else None
+        return images.escaping if pictures or images.escaping.finds(written) else None
 
-    def _render(self, item: GenerateItem, inputs: Inputs, escaping: Escaping | None) -> str:
-        """Returns the text of a conversation; with `escaping` it is for what encodes it only."""
+    def _text(self, item: GenerateItem, inputs: Inputs, escaping: Escaping | None) -> str:
+        """Returns the text of a conversation; with `escaping` only that encodes it correctly."""
         if inputs.tokenizer is None:
             remedy = "give a prompt of token ids instead of messages"
             raise InputError("the model has no tokenizer", field="messages", remedy=remedy, code="no_tokenizer")
@@ -152,18 +147,18 @@ class Conversations(ConversationOptions):
         )
 
 
-def _encoded(inputs: Inputs, escaping: Escaping, seen: list[Picture], salt: str, text: str) -> np.ndarray:
-    """Returns the token ids of a text that was written with special tokens escaped, and images in their places."""
-    if not seen:
+def _encoded(inputs: Inputs, escaping: Escaping, pictures: list[Picture], salt: str, text: str) -> np.ndarray:
+    """Returns the token ids of a text with escaped special tokens, and with images in their places."""
+    if not pictures:
         return escaping.encode(text)
     assert inputs.images is not None
-    ids, media = inputs.images.encode(text, seen, salt, "messages", escaping)
+    ids, media = inputs.images.encode(text, pictures, salt, "messages", escaping)
     return ImageIds.of(ids, media)
 
 
 def plain_message(message: Any, index: int) -> Any:
-    """Returns a message in OpenAI's format as chat templates expect it: parts of text joined, arguments of calls as
-    objects."""
+    """Returns a message in OpenAI's format as chat templates expect it: with parts of text joined, and the arguments of
+    calls as objects."""
     if not isinstance(message, Mapping):
         return message  # `ChatTemplates.render` says what is wrong with it
     out, field = dict(message), f"messages[{index}]"
@@ -194,7 +189,7 @@ def _part(part: Any, field: str) -> str | None:
 
 
 def in_parts(message: Any) -> Any:
-    """Returns a message whose content is a list of parts, for templates that know no other."""
+    """Returns a message with its content as a list of parts."""
     content = message.get("content") if isinstance(message, Mapping) else None
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
@@ -248,7 +243,7 @@ _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 
 def as_tools(tools: Any) -> Any:
-    """Returns a list of tools with the schema of each Python function in its place; any other value as it is.
+    """Returns a list of tools with each Python function replaced by its schema; other values stay as they are.
 
     A function's description is its docstring up to a section such as "Args:", whose lines "name: text" describe the
     parameters (Google's style, as transformers' get_json_schema reads it). Raises InputError for a function without a
@@ -280,25 +275,25 @@ def _schema(function: Callable[..., object]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def _type(hint: Any, what: str) -> dict[str, Any]:
-    """Returns the JSON schema of a type. Raises InputError, which calls it `what`."""
+def _type(hint: Any, subject: str) -> dict[str, Any]:
+    """Returns the JSON schema of a type. Raises InputError for a type without one. subject: the parameter in errors"""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         kinds = [kind for kind in inner if kind is not type(None)]
-        schema = _type(kinds[0], what) if len(kinds) == 1 else {"anyOf": [_type(kind, what) for kind in kinds]}
+        schema = _type(kinds[0], subject) if len(kinds) == 1 else {"anyOf": [_type(kind, subject) for kind in kinds]}
         return {**schema, "nullable": True} if len(kinds) < len(inner) else schema
     if origin is Literal and {type(kind) for kind in inner} in ({str}, {int}):
         return {"type": _TYPES[type(inner[0])], "enum": list(inner)}
     if origin in (list, Sequence):
-        return {"type": "array", **({"items": _type(inner[0], what)} if inner else {})}
+        return {"type": "array", **({"items": _type(inner[0], subject)} if inner else {})}
     if origin in _TYPES:
         return {"type": _TYPES[origin]}
     problem = "has no type" if hint is None else f"is of type {getattr(hint, '__name__', hint)}, which JSON lacks"
-    raise InputError(f"{what} {problem}", field="tools", remedy=_GIVE, code="wrong_type")
+    raise InputError(f"{subject} {problem}", field="tools", remedy=_GIVE, code="wrong_type")
 
 
 def _sections(text: str) -> tuple[str, dict[str, str]]:
-    """Returns (what a docstring says before its sections, {name: description} of the section of arguments)."""
+    """Returns (a docstring's text before its sections, {name: description} of its section of arguments)."""
     parts = re.split(r"^(\w+):[ ]*$", text, flags=re.MULTILINE)
     arguments: dict[str, str] = {}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):

@@ -1,4 +1,4 @@
-"""Embedding makes one vector of a text."""
+"""Embedding computes a vector for each text."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class EmbedTask(Task):
         """Chooses the prompt. Raises InputError for options that exclude each other, or that the checkpoint does not
         have.
 
-        settings  how the checkpoint wants to be used, where the options do not say
+        settings  the checkpoint's settings, which options override
         """
         self.inputs, options = inputs, options or EmbedOptions()
         self.settings = settings = settings or EmbedSettings()
         if settings.pooling not in POOLING_MODES.values():
-            known = ", ".join(POOLING_MODES.values())
-            raise InputError(f"pooling is {settings.pooling!r}", field="pooling", remedy=f"give one of {known}")
+            modes = ", ".join(POOLING_MODES.values())
+            raise InputError(f"pooling is {settings.pooling!r}", field="pooling", remedy=f"give one of {modes}")
         self.readout = Readout(settings.pooling)
         self.dimensions = None if options.dimensions is None else self._dimensions(options.dimensions)
         self.truncate = options.truncate
@@ -85,10 +85,10 @@ class EmbedTask(Task):
             return prompt or "", instruction or ""
         prompts, name = self.settings.prompts, name or self.settings.default_prompt_name
         if name is not None and name not in prompts:
-            known = ", ".join(prompts) or "none"
+            names = ", ".join(prompts) or "none"
             message = f"prompt_name: the checkpoint has no prompt {name!r}"
             raise InputError(
-                message, field="prompt_name", remedy=f"name one that it has ({known}), or give prompt or instruction"
+                message, field="prompt_name", remedy=f"name one that it has ({names}), or give prompt or instruction"
             )
         return ("" if name is None else prompts[name]), ""
 
@@ -103,32 +103,30 @@ class EmbedTask(Task):
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
         dimensions = None if item.dimensions is None else self._dimensions(item.dimensions)
-        many = is_list_of_texts(item.text)
-        texts = list(item.text) if many else [item.text]
-        names = [f"text[{i}]" for i in range(len(texts))] if many else ["text"]
+        is_list = is_list_of_texts(item.text)
+        texts = list(item.text) if is_list else [item.text]
+        names = [f"text[{i}]" for i in range(len(texts))] if is_list else ["text"]
         plan = self._plan_text if self.settings.chat is None else self._plan_message
-        seen: list[Picture] = []
-        makers = [plan(text, name, batch, seen) for text, name in zip(texts, names, strict=True)]
+        pictures: list[Picture] = []
+        makers = [plan(text, name, batch, pictures) for text, name in zip(texts, names, strict=True)]
 
         def make() -> Work:
-            return work_of([maker() for maker in makers], seen, many=many, dimensions=dimensions)
+            return work_of([maker() for maker in makers], pictures, many=is_list, dimensions=dimensions)
 
         return make
 
-    def _plan_text(self, text: Any, field: str, batch: TextBatch, seen: list[Picture]) -> Callable[[], Request]:
-        return self.inputs.plan_whole(text, field, batch, seen, truncate=self.truncate, change=self._prompted)
+    def _plan_text(self, text: Any, field: str, batch: TextBatch, pictures: list[Picture]) -> Callable[[], Request]:
+        return self.inputs.plan_whole(text, field, batch, pictures, truncate=self.truncate, change=self._prompted)
 
-    def _plan_message(self, text: Any, field: str, batch: TextBatch, seen: list[Picture]) -> Callable[[], Request]:
+    def _plan_message(self, text: Any, field: str, batch: TextBatch, pictures: list[Picture]) -> Callable[[], Request]:
         """Returns a function that makes the request of a text in the chat template, as sentence-transformers does.
-
-        Token ids are taken as they are.
-        """
+        Token ids stay as they are."""
         if isinstance(text, Pictured):
             message = f"{field!r} has images, and the checkpoint embeds chat messages, which are of text alone here"
             raise InputError(message, field=field, remedy="leave the images out", code="unsupported")
-        chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.said(text, field, seen)
+        chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.content(text, field, pictures)
         if not isinstance(text, str) or tokenizer is None or chat is None:
-            return self._plan_text(text, field, batch, seen)
+            return self._plan_text(text, field, batch, pictures)
         side = tokenizer.truncation_side if self.truncate is True else self.truncate
         text = self.inputs.bounded(text, field, self.truncate, left=side == "left")
         get = batch.add(self._in_template(text, chat, tokenizer))
@@ -138,7 +136,7 @@ class EmbedTask(Task):
             over = self.inputs.over(ids.size)
             if over and self.truncate is True and isinstance(text, Filled):
                 ids = self.inputs.cut(
-                    text, lambda cut: batch.now(self._in_template(cut, chat, tokenizer)), ids.size - over, ids
+                    text, lambda cut: batch.encode_now(self._in_template(cut, chat, tokenizer)), ids.size - over, ids
                 )
             elif over and self.truncate:
                 ids = ids[over:] if side == "left" else ids[: ids.size - over]

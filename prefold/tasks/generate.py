@@ -24,8 +24,7 @@ from .conversations import Conversations, GenerateItem, as_tools, has_images, is
 from .sampling import format_grammar, sampling_from
 from .score import leading_ids
 
-# What max_tokens "auto" stands for; it is fewer where the model's context ends.
-AUTO_MAX_TOKENS = 256
+AUTO_MAX_TOKENS = 256  # max_tokens "auto", if the model's context has room for as many
 
 
 class GenerateTask(Task):
@@ -57,15 +56,15 @@ class GenerateTask(Task):
         o, self.inputs, self.context = options, inputs, context
         self.compact = o.json_space == "compact"
         self.auto_max_tokens = o.max_tokens == "auto"
-        wanted = {option.name: getattr(o, option.name) for option in fields(Sampling)}
+        sampling = {option.name: getattr(o, option.name) for option in fields(Sampling)}
         if o.response_format is not None:
             if o.grammar is not None:
                 message = "grammar and response_format exclude each other"
                 raise InputError(message, field="response_format", remedy="give one of them")
-            wanted["grammar"] = format_grammar(o.response_format)
+            sampling["grammar"] = format_grammar(o.response_format)
         if self.auto_max_tokens:
-            wanted["max_tokens"] = AUTO_MAX_TOKENS
-        self.sampling = self._sampling(wanted, Sampling())
+            sampling["max_tokens"] = AUTO_MAX_TOKENS
+        self.sampling = self._sampling(sampling, Sampling())
         written = {option.name: getattr(o, option.name) for option in fields(Conversations)}
         self.conversations = Conversations(**written | {"tools": as_tools(o.tools)})
         # An item's own sampling may ask for no more, unless the task's does.
@@ -84,9 +83,8 @@ class GenerateTask(Task):
         logprobs = None if top is None else (TokenLogprobs(0.0, ((0, 0.0),) * top),)
         return self.finish({"tokens": 0}, [[Generated((0,), output, "stop", logprobs=logprobs)] * self.sampling.n])
 
-    def _named(self, item: Any) -> Any:
-        """Returns an item: a bare prompt or a list of messages becomes a GenerateItem, and other values stay as they
-        are."""
+    def _as_item(self, item: Any) -> Any:
+        """Returns a value as an item: a bare prompt or a list of messages becomes a GenerateItem."""
         if isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping):
             return GenerateItem(messages=item)
         return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray, Pictured)) else item
@@ -95,33 +93,33 @@ class GenerateTask(Task):
         if isinstance(item.prompt, Pictured) and item.images is None:
             item = replace(item, prompt=item.prompt.text, images=item.prompt.images)
         sampling = self._items_sampling(item.sampling) if item.sampling else self.sampling
-        # A prompt is too long for the max_tokens that was asked for, but never for a default.
+        # A request's own max_tokens can make a prompt too long, but a default cannot.
         is_limited = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
-        beside = {
+        fields = {
             "salt": checked(str, self.salt if item.salt is None else item.salt, "salt"),
             "priority": checked(int, self.priority if item.priority is None else item.priority, "priority"),
         }
         item = self._bounded(item)
-        seen = self._seen(item)
-        before, get, field, text = self._prompt(item, batch, seen, beside["salt"])
-        cut = partial(self._cut, item, batch, before.size, seen, beside["salt"]) if self.truncate is True else None
+        pictures = self._pictures(item)
+        before, get, field, text = self._prompt(item, batch, pictures, fields["salt"])
+        cut = partial(self._cut, item, batch, before.size, pictures, fields["salt"]) if self.truncate is True else None
 
         def make() -> Work:
-            made = self._fit(before, get(), field, sampling.max_tokens if is_limited else None, cut)
-            drawn = sampling if is_limited else self._within_context(sampling, made.tokens.size)
-            request = replace(made, sampling=drawn, **beside)
+            fitting = self._fit(before, get(), field, sampling.max_tokens if is_limited else None, cut)
+            drawn = sampling if is_limited else self._within_context(sampling, fitting.tokens.size)
+            request = replace(fitting, sampling=drawn, **fields)
             note: dict[str, Any] = {}
             if item.with_ids:
                 note["ids"] = _plain_ids(request)
             if item.with_reasoning and text is not None and self._may_think(item):
                 note["thinks"] = text.rstrip().endswith(THINK[0])
-            return work_of([request], seen, **note)
+            return work_of([request], pictures, **note)
 
         return make
 
-    def _seen(self, item: GenerateItem) -> list[Picture]:
-        """Returns the images of an item. Raises InputError for images that cannot be read, that have no place, and for
-        a model that sees none."""
+    def _pictures(self, item: GenerateItem) -> list[Picture]:
+        """Returns the images of an item. Raises InputError for images that cannot be read or have no place, and if the
+        model takes none."""
         if item.images is not None and not isinstance(item.images, (list, tuple)):
             message = "'images' is not a list"
             raise InputError(message, field="images", remedy="give a list of images", code="wrong_type")
@@ -141,11 +139,11 @@ class GenerateTask(Task):
 
     def _sampling(self, options: Mapping[str, Any], defaults: Sampling) -> Sampling:
         tokenizer, vocab_size = self.inputs.tokenizer, self.inputs.vocab_size
-        made = sampling_from(options, vocab_size=vocab_size, tokenizer=tokenizer, defaults=defaults)
-        self.inputs.check_exits(made.exits)
-        if made.grammar is None or self.compact:
-            return made
-        return replace(made, grammar=replace(made.grammar, compact=False))
+        sampling = sampling_from(options, vocab_size=vocab_size, tokenizer=tokenizer, defaults=defaults)
+        self.inputs.check_exits(sampling.exits)
+        if sampling.grammar is None or self.compact:
+            return sampling
+        return replace(sampling, grammar=replace(sampling.grammar, compact=False))
 
     def _items_sampling(self, options: Mapping[str, Any]) -> Sampling:
         """Returns the sampling of an item with options of its own. Raises InputError where it asks for more than
@@ -161,16 +159,16 @@ class GenerateTask(Task):
         return sampling
 
     def _prompt(
-        self, item: GenerateItem, batch: TextBatch, seen: list[Picture], salt: str
+        self, item: GenerateItem, batch: TextBatch, pictures: list[Picture], salt: str
     ) -> tuple[np.ndarray, Callable[[], np.ndarray], str, str | None]:
-        """Returns the special tokens before a prompt, a function that gives its other tokens once the batch is
-        encoded, the field that they come from, and the text of a conversation. seen: the item's images."""
+        """Returns (the special tokens before a prompt, a function that returns its other tokens once the batch is
+        encoded, the field that they come from, the text of a conversation). pictures: the item's images"""
         nothing = np.empty(0, np.int32)
         if item.messages is not None:
             if item.prompt is not None:
                 message = "the item has both a 'prompt' and 'messages'"
                 raise InputError(message, field="prompt", remedy="give one of them")
-            text, encode = self.conversations.written(item, self.inputs, seen, salt)
+            text, encode = self.conversations.render(item, self.inputs, pictures, salt)
             if encode is not None:
                 return nothing, batch.add(encode(text)), "messages", text
             if self.truncate is not True:
@@ -178,11 +176,11 @@ class GenerateTask(Task):
             return nothing, batch.add(text), "messages", text
         if item.prompt is None:
             raise InputError("'prompt' is missing", field="prompt", remedy="give it, or messages", code="missing_field")
-        if seen:
+        if pictures:
             assert self.inputs.images is not None
-            ids = self.inputs.images.encode_pictured(item.prompt, seen, "prompt", salt)
+            ids = self.inputs.images.encode_pictured(item.prompt, pictures, "prompt", salt)
             return leading_ids(self.inputs.tokenizer, ids), batch.add(ids), "prompt", None
-        text = self.inputs.said(item.prompt, "prompt", blank=True)
+        text = self.inputs.content(item.prompt, "prompt", blank=True)
         return leading_ids(self.inputs.tokenizer, text), batch.add(text), "prompt", None
 
     def _may_think(self, item: GenerateItem) -> bool:
@@ -191,7 +189,7 @@ class GenerateTask(Task):
         return auto or self.reasoning_parser == "think"
 
     def _bounded(self, item: GenerateItem) -> GenerateItem:
-        """Returns the item with what may be kept of texts that are far too long (see `Inputs.bounded`)."""
+        """Returns the item with texts that are far too long cut (see `Inputs.bounded`)."""
         if isinstance(item.prompt, str):
             left = self.truncate != "right" and not (self.truncate is True and isinstance(item.prompt, Filled))
             return replace(item, prompt=self._part(item.prompt, "prompt", left=left))
@@ -213,12 +211,12 @@ class GenerateTask(Task):
         max_tokens: int | None,
         cut: Callable[[int], np.ndarray | None] | None,
     ) -> Request:
-        """Returns the request of the prompt's tokens, if there is room behind them for max_tokens (None: for one
-        token). Raises InputError.
+        """Returns the request of a prompt's tokens. Raises InputError if there is no room behind them for max_tokens
+        (None: for one token), and they cannot be cut.
 
-        cut: cut(room) gives the prompt's ids with its longest column cut, or None. Where there is no such column the
-        whole prompt is cut at the end that was asked for, by default its beginning, because the text goes on at its
-        end.
+        cut  cut(room) returns the prompt's ids with its longest column cut, or None. Without such a column the whole
+             prompt is cut at the side that `truncate` names, by default at its beginning, because the output follows
+             its end
         """
         room = self.inputs.max_length
         if self.context is not None:
@@ -236,27 +234,27 @@ class GenerateTask(Task):
         return self.inputs.request(np.concatenate((before, ids)), field)
 
     def _within_context(self, sampling: Sampling, size: int) -> Sampling:
-        """Returns the sampling of a prompt of so many tokens that asks for no max_tokens: with fewer than the default
-        where the context ends."""
+        """Returns the sampling of a prompt of so many tokens without a max_tokens of its own, with max_tokens lowered
+        to the room in the context."""
         if self.context is None or sampling.max_tokens is None or size + sampling.max_tokens <= self.context:
             return sampling
         room = self.context - size
         return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
 
     def _cut(
-        self, item: GenerateItem, batch: TextBatch, before: int, seen: list[Picture], salt: str, room: int
+        self, item: GenerateItem, batch: TextBatch, before: int, pictures: list[Picture], salt: str, room: int
     ) -> np.ndarray | None:
-        """Returns the ids of an item's prompt with its longest column cut, at most `room` with the `before` tokens
-        before them; None where it has no column. The columns of a conversation are its contents, but for those of
+        """Returns the ids of an item's prompt with its longest column cut, which with the `before` tokens before them
+        fit into `room`; None if it has no column. The columns of a conversation are the contents of all messages but
         system messages."""
         tokenizer = self.inputs.tokenizer
         if tokenizer is None:
             return None
         if item.messages is None:
-            if not (isinstance(item.prompt, Filled) or seen):
+            if not (isinstance(item.prompt, Filled) or pictures):
                 return None
             columns, filled = columns_of(item.prompt)
-            encode_cut = partial(self._pictured, item.prompt, seen, salt) if seen else batch.now
+            encode_cut = partial(self._encode_pictured, item.prompt, pictures, salt) if pictures else batch.encode_now
             left = not isinstance(item.prompt, Filled)
             return cut_columns(
                 tokenizer, columns, lambda values: encode_cut(filled(values)), len, room - before, left=left
@@ -268,19 +266,20 @@ class GenerateTask(Task):
             left, chat = iter(values), list(messages)
             for i, (columns, filled) in parts.items():
                 chat[i] = {**chat[i], "content": filled([next(left) for _ in columns])}
-            text, encode = self.conversations.written(replace(item, messages=chat), self.inputs, seen, salt)
-            return batch.now(text) if encode is None else encode(text)
+            text, encode = self.conversations.render(replace(item, messages=chat), self.inputs, pictures, salt)
+            return batch.encode_now(text) if encode is None else encode(text)
 
         every = [column for columns, _ in parts.values() for column in columns]
         return cut_columns(tokenizer, every, make, len, room) if every else None
 
-    def _pictured(self, whole: str, seen: list[Picture], salt: str, text: str) -> np.ndarray:
-        """Returns the ids of what is left of a prompt with images. Raises InputError where a place of one is not."""
+    def _encode_pictured(self, whole: str, pictures: list[Picture], salt: str, text: str) -> np.ndarray:
+        """Returns the ids of a prompt with images that was cut to `text`. Raises InputError if an image's place was
+        cut."""
         assert self.inputs.images is not None
         placeholder = self.inputs.images.processor.placeholder
         if text.count(placeholder) < whole.count(placeholder):
             raise too_long("prompt")
-        return self.inputs.images.encode_pictured(text, seen, "prompt", salt)
+        return self.inputs.images.encode_pictured(text, pictures, "prompt", salt)
 
     def _too_long(self, size: int, field: str, max_tokens: int | None, room: int) -> InputError:
         message, remedy = f"{field!r} makes a prompt of {size} tokens; ", f"shorten it, or have it cut with {TRUNCATE}"
@@ -327,8 +326,7 @@ class GenerateTask(Task):
         return choice
 
     def _reasoning_tokens(self, sample: Generated, opened: bool) -> int:
-        """Returns how many tokens of a sample are reasoning, up to what ends it. opened: whether the prompt ends with
-        what begins it."""
+        """Returns how many tokens of a sample are reasoning. opened: whether the prompt ends with <think>"""
         (begin, end), text, ids = THINK, sample.text or "", sample.tokens
         if not opened and not text.lstrip().startswith(begin):
             return 0
@@ -338,7 +336,7 @@ class GenerateTask(Task):
         return bisect_left(range(len(ids)), True, key=lambda n: end in decode(ids[:n], skip_special=True))
 
     def token_logprobs(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
-        """Returns a token of an output with its log-probabilities, as they stand in the result."""
+        """Returns the result's entry for a token of an output and its log-probabilities."""
         return self._token(token, entry.logprob) | {"top": [self._token(*pair) for pair in entry.top]}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Makes the tasks by name, and reads from a checkpoint's files how it wants to be used."""
+"""Makes tasks by name, and reads the settings for them from a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..text import Tokenizer
 
-# What chat templates end a message with. A model whose template has one of them ends its own messages with it too,
-# even where its files name another EOS.
+# The tokens with which chat templates end a message. A model whose template has one of them ends its own messages with
+# it too, even where its files name another EOS.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|eot|>")
 GGUF_EOS = ("eos", "eot", "eom")  # the {} of the keys tokenizer.ggml.{}_token_id
 
@@ -48,10 +48,10 @@ def make_task(
 ) -> Task:
     """Returns the task `name` for a checkpoint, with the options that `prefold.options` has for it.
 
-    options    as the task's dataclass or as a mapping; or else they are given as keywords
+    options    the task's dataclass or a mapping; options may be keywords instead
     tokenizer  None: the task takes token ids only
     adapters   the names of the LoRA adapters that are loaded
-    images     what reads images (`ImageInputs`); None: the task takes text alone
+    images     the `ImageInputs`; None: the task takes text alone
 
     Raises InputError for an unknown task or option, and for bad values; UnsupportedModelError for a model that cannot
     do the task.
@@ -79,21 +79,21 @@ def inputs_of(
     adapter: Any = None,
     adapters: Collection[str] = (),
 ) -> Inputs:
-    """Returns the checks for a model. max_length: rows of a request, None for all positions of the model."""
+    """Returns the Inputs for a model. max_length: rows of a request, None for all positions of the model"""
     return Inputs(tokenizer, _rows(config, max_length), config.vocab_size, adapter, adapters, config)
 
 
 def _rows(config: ModelConfig, max_length: int | None) -> int:
-    """Returns the most rows of a request. A model has no more than its own positions without rotary embeddings, and
-    where these were chosen by its context."""
+    """Returns the most rows of a request: at most the model's positions if it has no rotary embeddings, or if these
+    were chosen by its context."""
     limit = config.max_positions if max_length is None else max_length
     return min(limit, config.max_positions) if config.rope is None or config.chosen_positions else limit
 
 
 def _embed(checkpoint: Checkpoint, inputs: Inputs, o: EmbedOptions) -> Task:
     settings = embed_settings(checkpoint)
-    wanted = {"pooling": o.pooling, "normalize": o.normalize}
-    settings = replace(settings, **{name: value for name, value in wanted.items() if value is not None})
+    overrides = {"pooling": o.pooling, "normalize": o.normalize}
+    settings = replace(settings, **{name: value for name, value in overrides.items() if value is not None})
     if o.max_length is None and inputs.config is not None:
         inputs = replace(inputs, max_length=_rows(inputs.config, settings.max_length))
     return EmbedTask(inputs, o, settings)
@@ -154,7 +154,7 @@ def labels_of_head(config: ModelConfig) -> list[str] | None:
 
 
 def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> None:
-    """Raises UnsupportedModelError for a model without an LM head, which gives no logits. task: what needs them."""
+    """Raises UnsupportedModelError for a model without an LM head, which gives no logits. task: its name in errors"""
     if not config.lm_head:
         has = "a classification head" if config.num_labels else "no head at all"
         message = f"{task} needs a language model's logits; {checkpoint.name} has {has}"
@@ -169,11 +169,11 @@ def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> N
 def generation_settings(
     checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int | None = None
 ) -> tuple[tuple[int, ...], dict[str, int | float]]:
-    """Returns the ids that end a text, and {field of Sampling: value}, the sampling that the checkpoint recommends.
+    """Returns (the ids that end a text, {field of Sampling: recommended value}).
 
-    The ids are those of generation_config.json, config.json, the tokenizer and a GGUF file's metadata, and what the
-    chat template ends a message with. Ids from `vocab_size` on are left out, since the model has no logits for them.
-    The recommendation is that of generation_config.json; it is empty where that file does not ask for sampling.
+    The ids are those of generation_config.json, config.json, the tokenizer and a GGUF file's metadata, and the tokens
+    with which the chat template ends a message. Ids from `vocab_size` on are left out: the model has no logits for
+    them. The recommendation is that of generation_config.json, and empty if that file does not ask for sampling.
     """
     config = read_object(checkpoint, "generation_config.json")
     ids = [*_ids(config.get("eos_token_id")), *_ids(checkpoint.config.get("eos_token_id"))]

@@ -1,4 +1,4 @@
-"""Reranking says how well documents answer a query, by the logit of "yes" against that of "no"."""
+"""Reranking scores how well documents answer a query, by the logits of "yes" and "no"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..text.media import Picture, check_cut, with_notes
 from ..text.prompts import fields_of, fill
 from ..text.valid import valid_text, wrong_type
 from ..types import Readout, Request, Result
-from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, encoded, part_of, sigmoid, work_of
+from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, encode_alone, part_of, sigmoid, work_of
 from .embed import is_list_of_texts
 from .sentence import PairSettings
 
@@ -31,7 +31,7 @@ class RerankItem:
     query               a text or token ids
     document            one text or token ids; or else
     documents           a list of them; {"text": ...} is taken for a text
-    instruction         what is wanted of a document, None for the task's
+    instruction         how a document is to be judged, None for the task's
     top_n               list only so many documents, the best
     return_documents    whether to give the documents back in the result
     max_tokens_per_doc  read only so many tokens of each document, its first; None: all
@@ -69,13 +69,13 @@ class RerankTask(Task):
     def __init__(self, inputs: Inputs, options: RerankOptions, settings: PairSettings | None = None):
         """Checks the template and the words. Raises InputError where they are wrong, or there is no tokenizer.
 
-        settings  how the checkpoint's classification head wants its pairs; None: the logits of the words are compared
+        settings  those of the checkpoint's classification head; None: the logits of the words are compared
         """
         if inputs.tokenizer is None:
             raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
         self.inputs = inputs
-        wanted = RERANK_INSTRUCTION if options.instruction is None else options.instruction
-        self.instruction = valid_text(wanted, "instruction")
+        instruction = RERANK_INSTRUCTION if options.instruction is None else options.instruction
+        self.instruction = valid_text(instruction, "instruction")
         prompt = None if settings is None else settings.prompt
         if options.template is not None:
             prompt = RerankPrompt.from_template(valid_text(options.template, "template"))
@@ -90,8 +90,8 @@ class RerankTask(Task):
         self.truncate = options.truncate
         self.readout = Readout("logits", word_ids(inputs, options.words)) if settings is None else Readout("head")
 
-    def _named(self, item: Any) -> Any:
-        """Returns an item: a pair becomes a RerankItem, and other values stay as they are."""
+    def _as_item(self, item: Any) -> Any:
+        """Returns a value as an item: a pair becomes a RerankItem."""
         if isinstance(item, (tuple, list)) and len(item) == 2:
             query, value = item
             several = is_list_of_texts(value) or (isinstance(value, (list, tuple)) and len(value) == 0)
@@ -99,10 +99,10 @@ class RerankTask(Task):
         return item
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
-        seen: list[Picture] = []
-        query = self.inputs.bounded(self.inputs.said(item.query, "query", seen), "query", remedy=QUERY_TOO_LONG)
-        wanted = self.instruction if item.instruction is None else item.instruction
-        instruction = self.inputs.text(wanted, "instruction", seen)
+        pictures: list[Picture] = []
+        query = self.inputs.bounded(self.inputs.content(item.query, "query", pictures), "query", remedy=QUERY_TOO_LONG)
+        instruction = self.instruction if item.instruction is None else item.instruction
+        instruction = self.inputs.text(instruction, "instruction", pictures)
         if self.pair and item.instruction is not None:
             message = "the checkpoint reads query and document as they are, without an instruction"
             raise InputError(message, field="instruction", remedy="leave it out, or give a template")
@@ -115,7 +115,7 @@ class RerankTask(Task):
         documents, names = _documents(item)
         makers = []
         for value, name in zip(documents, names, strict=True):
-            document = self.inputs.said(_text_of(value), name, seen)
+            document = self.inputs.content(_text_of(value), name, pictures)
             document = document if most is None else self._first(document, most, name)
             document = self.inputs.bounded(document, name, self.truncate, left=self.truncate == "left")
             fields = {"instruction": instruction, "query": query, "document": document}
@@ -127,13 +127,12 @@ class RerankTask(Task):
             if item.documents is not None and item.return_documents:
                 texts = map(_text_of, documents)
                 note["documents"] = [text if isinstance(text, str) else [int(i) for i in text] for text in texts]
-            return work_of([maker() for maker in makers], seen, **note)
+            return work_of([maker() for maker in makers], pictures, **note)
 
         return make
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
-        """Returns one item made of several that have one document each and the same query, so that they are ranked
-        together."""
+        """Returns one Work for several of one document each and the same query, so that they are ranked together."""
         top_n = None if top_n is None else checked(int, top_n, "top_n", least=1)
         return work_of([request for work in works for request in work.requests], list=True, top_n=top_n)
 
@@ -169,7 +168,7 @@ class RerankTask(Task):
         return self.inputs.request(tokens, name, remedy=f"shorten it, or have documents cut with {TRUNCATE}")
 
     def _encode_body(self, fields: Mapping[str, Text]) -> np.ndarray:
-        return encoded(self.inputs.tokenizer, lambda batch: self._add_body(batch, fields))
+        return encode_alone(self.inputs.tokenizer, lambda batch: self._add_body(batch, fields))
 
     def _add_body(self, batch: TextBatch, fields: Mapping[str, Text]) -> Callable[[], np.ndarray]:
         if not self.pair:
@@ -178,7 +177,7 @@ class RerankTask(Task):
         return lambda: np.concatenate((query(), self.between, document()))
 
     def _check_room_for_document(self, fields: Mapping[str, Text], name: str) -> None:
-        """Raises InputError where truncation would have to cut more than the document."""
+        """Raises InputError if truncation would have to cut more than the document."""
         before = self._encode_body({**fields, "document": ""})
         if self.inputs.over(self.prefix.size + before.size + 1 + self.suffix.size):
             raise InputError(
@@ -229,7 +228,7 @@ def word_ids(inputs: Inputs, words: Sequence[str]) -> tuple[int, int]:
 
 
 def _documents(item: RerankItem) -> tuple[list[Any], list[str]]:
-    """Returns the documents of an item, and the field that errors call each of them. Raises InputError."""
+    """Returns (the documents of an item, the field of each in errors). Raises InputError for an item without them."""
     if (item.document is None) == (item.documents is None):
         both = "both" if item.document is not None else "neither"
         message = f"the item has {both} of the fields 'document' and 'documents'"
@@ -248,7 +247,7 @@ def _text_of(document: Any) -> Any:
 
 
 def _pieces(template: str, values: Mapping[str, Text]) -> list[Text]:
-    """Returns a filled template as one text, or as several pieces where the value of a field is token ids."""
+    """Returns a filled template as one text, or as several pieces if the value of a field is token ids."""
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     pieces: list[Text] = []
     rest = template

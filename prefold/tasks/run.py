@@ -25,14 +25,12 @@ _TAG = struct.Struct("<qq")  # number of the work, part of the work
 def results_of(
     engine: Any, task: Any, windows: Iterable[Window], *, owner: Owner | None = None, **run: Any
 ) -> Iterator[tuple[bytes, Any]]:
-    """Yields (tag, result) of every request, as the results come.
+    """Yields (tag, result) of every request, as the results come. A result is a Result, a list of Generated where text
+    is generated, or the InputError of a request that cannot be run.
 
-    owner  the tenant and the class that the requests run for beside others (`ModelEngine.run_beside`); None: none
-           (`Engine.run`)
+    owner  the tenant and class of the requests, which then run beside others (`ModelEngine.run_beside`); None: they run
+           alone (`Engine.run`)
     run    the keywords of that method
-
-    A result is a Result, or where text is generated a list of Generated; or it is the InputError of a request that
-    cannot be run.
     """
     begin = engine.run if owner is None else partial(engine.run_beside, owner=owner)
     results: Iterator[tuple[bytes, Any]] = begin(windows, task.readout, task.inputs.tokenizer, **run)
@@ -72,7 +70,7 @@ def run_works(
 
 
 def checked(results: list[list[Any] | None]) -> list[list[Any] | None]:
-    """Returns the results of `run_works` as they are. Raises the first InputError among them."""
+    """Returns the results of `run_works` unchanged. Raises the first InputError among them."""
     for of_work in results:
         for result in of_work or ():
             if isinstance(result, InputError):
@@ -81,26 +79,24 @@ def checked(results: list[list[Any] | None]) -> list[list[Any] | None]:
 
 
 def finish(task: Any, note: Any, results: Sequence[Any]) -> dict[str, Any]:
-    """Returns the task's answer to an item, made of its results.
-
-    Raises the InputError that is among them, and one of code "not_finite" for a result that holds NaN or infinity.
-    """
+    """Returns the task's answer to an item. Raises an InputError that is among the results, and one of code
+    "not_finite" for an answer that holds NaN or infinity."""
     for result in results:
         if isinstance(result, InputError):
             raise result
-    made = task.finish(note, results)
-    if not all_finite(made):
+    answer = task.finish(note, results)
+    if not all_finite(answer):
         remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
         raise InputError("the result is not a finite number", remedy=remedy, code="not_finite")
-    return made
+    return answer
 
 
 def all_finite(value: Any) -> bool:
-    """Whether no number in a result is NaN or infinite."""
+    """Returns whether no number in a result is NaN or infinite."""
     if isinstance(value, dict):
         return all(map(all_finite, value.values()))
     if isinstance(value, (list, tuple)):
-        # The log-probabilities of a long text are many: they are not looked at one call each.
+        # One call for each log-probability of a long text would take long.
         return all(map(isfinite if {*map(type, value)} == {float} else all_finite, value))
     if isinstance(value, (float, np.floating, np.ndarray)):
         return bool(np.isfinite(value).all())
@@ -116,13 +112,13 @@ def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | 
 
 
 def run_items(engine: Any, task: Any, items: Sequence[Any], **run: Any) -> list[Any]:
-    """Returns the task's result of each item, or its InputError, in order. run: as in `run_works`."""
+    """Returns the task's answer to each item, or the item's InputError, in order. run: keywords of `run_works`"""
     works = task.prepare(items)
     return finish_items(task, works, run_works(engine, task, works, **run))
 
 
 def calibrated(engine: Any, task: Any, **run: Any) -> Any:
-    """Returns the task, which for a classification that asks for it is calibrated first. run: as in `run_works`."""
+    """Returns the task, calibrated if it asks for calibration. run: keywords of `run_works`"""
     items = task.calibration_items()
     return calibrated_by(task, run_items(engine, task, items, **run)) if items else task
 
@@ -144,10 +140,8 @@ def draw_seed() -> int:
 
 
 def with_seed(request: Request, seed: int, *place: int) -> Request:
-    """Returns the request; one that samples without a seed gets one that is made of the job's seed and its place there.
-
-    So equal prompts of a job are continued differently, and each in the same way when the job is run again.
-    """
+    """Returns the request; if it samples without a seed, it gets one made from the job's seed and its place in the job.
+    So equal prompts of a job get different outputs, and the same ones when the job runs again."""
     sampling = request.sampling
     if sampling is None or sampling.seed is not None or not sampling.temperature:
         return request

@@ -101,8 +101,8 @@ def format_grammar(value: Any) -> dict[str, Any] | None:
     )
 
 
-def _wrong(value: Any, field: str, wanted: str) -> InputError:
-    return InputError(f"{field!r} is {value!r:.200}", field=field, remedy=f"give {wanted}", code="wrong_type")
+def _wrong(value: Any, field: str, expected: str) -> InputError:
+    return InputError(f"{field!r} is {value!r:.200}", field=field, remedy=f"give {expected}", code="wrong_type")
 
 
 def _listed(value: Any) -> list[Any]:

@@ -1,7 +1,5 @@
-"""Scoring gives the log-probability that a model assigns to a continuation, or to a whole text.
-
-The conventions are those of EleutherAI's lm-evaluation-harness, so that its numbers come out.
-"""
+"""Scoring computes the log-probability that a model assigns to a continuation, or to a whole text, by the conventions
+of EleutherAI's lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from ..text import Filled, Tokenizer
 from ..text.media import ImageIds, Picture, check_cut, notes_of, with_notes
 from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
-from .base import Inputs, Task, Text, TextBatch, Work, encoded
+from .base import Inputs, Task, Text, TextBatch, Work, encode_alone
 
 CONTINUATION_TOO_LONG = "shorten it, since truncation cuts the prompt only"
 PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
@@ -28,8 +26,8 @@ PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
 class ScoreItem:
     """A ScoreItem is a continuation with its prompt, or a whole text.
 
-    prompt, continuation   texts or token ids: how likely is the continuation after the prompt; or else
-    text                   a text or token ids: how likely is it, as a whole (rolling)
+    prompt, continuation   texts or token ids: the continuation is scored after the prompt; or else
+    text                   a text or token ids, which is scored as a whole (rolling)
     adapter                the LoRA adapter; None: the task's
     """
 
@@ -62,17 +60,18 @@ class ScoreTask(Task):
     item_type = ScoreItem
 
     def __init__(self, inputs: Inputs, options: ScoreOptions):
-        """Chooses the prefix token. Raises InputError where the options have one that is no token id."""
+        """Chooses the prefix token. Raises InputError if the options' one is no token id."""
         self.inputs = inputs
         self.truncate = options.truncate
-        wanted = options.prefix_token
-        self.prefix_token = None if wanted is None else checked(int, wanted, "prefix_token", least=0)
-        if wanted is None and inputs.tokenizer is not None:
+        prefix_token = options.prefix_token
+        self.prefix_token = None if prefix_token is None else checked(int, prefix_token, "prefix_token", least=0)
+        if prefix_token is None and inputs.tokenizer is not None:
             self.prefix_token = inputs.tokenizer.eos_id if inputs.tokenizer.bos_id is None else inputs.tokenizer.bos_id
         self.readout = Readout("logprobs")
 
-    def _named(self, item: Any) -> Any:
-        """Returns an item: a pair or a bare text becomes a ScoreItem. A list of numbers is a text in token ids."""
+    def _as_item(self, item: Any) -> Any:
+        """Returns a value as an item: a pair or a bare text becomes a ScoreItem. A list of numbers is a text in token
+        ids."""
         if isinstance(item, (str, np.ndarray)):
             return ScoreItem(text=item)
         if isinstance(item, (list, tuple)) and len(item) == 2 and not isinstance(item[0], (int, np.integer)):
@@ -82,12 +81,12 @@ class ScoreTask(Task):
         return item
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
-        seen: list[Picture] = []
+        pictures: list[Picture] = []
         if item.text is not None:
             if item.prompt is not None or item.continuation is not None:
                 message = "the item has both a 'text' and a 'prompt' or 'continuation'"
                 raise InputError(message, field="text", remedy="give text alone, or prompt and continuation")
-            text = self.inputs.text(item.text, "text", seen)
+            text = self.inputs.text(item.text, "text", pictures)
             _refuse_rows(text, "text")
             num_bytes = len(text.encode()) if isinstance(text, str) else None
             return partial(self._rolling, batch.add(text), num_bytes)
@@ -97,30 +96,29 @@ class ScoreTask(Task):
         prompt = item.prompt
         # An empty list of token ids is an empty text.
         empty = isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) == 0
-        prompt = "" if empty else self.inputs.text(prompt, "prompt", seen)
+        prompt = "" if empty else self.inputs.text(prompt, "prompt", pictures)
         left = self.truncate != "right" and not (self.truncate is True and isinstance(prompt, Filled))
         whole, prompt = prompt, self.inputs.bounded(prompt, "prompt", self.truncate, left=left)
         if self.truncate == "right" and len(prompt) < len(whole):
-            prompt += whole[-PART_CHARACTERS:]  # with which the continuation is encoded
-        continuation = self.inputs.text(item.continuation, "continuation", seen)
+            prompt += whole[-PART_CHARACTERS:]  # the continuation is encoded together with the prompt's end
+        continuation = self.inputs.text(item.continuation, "continuation", pictures)
         _refuse_rows(continuation, "continuation")
         continuation = self.inputs.bounded(continuation, "continuation", remedy=CONTINUATION_TOO_LONG)
         pair = add_pair(batch, self.inputs, prompt, continuation)
         if self.truncate is not True or not isinstance(prompt, Filled) or not isinstance(continuation, str):
-            return lambda: Work([self._pair(*pair())], notes_of(seen) or None)
-        return lambda: Work([self._pair(*self._cut(prompt, continuation, pair()))], notes_of(seen) or None)
+            return lambda: Work([self._pair(*pair())], notes_of(pictures) or None)
+        return lambda: Work([self._pair(*self._cut(prompt, continuation, pair()))], notes_of(pictures) or None)
 
     def _cut(
         self, prompt: Filled, continuation: str, ids: tuple[np.ndarray, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of a prompt, with its longest column cut where it is too long, and those of its
-        continuation."""
+        """Returns the ids of a prompt, with its longest column cut if it is too long, and those of its continuation."""
 
         def size(pair: tuple[np.ndarray, np.ndarray]) -> int:
             return pair[0].size + pair[1].size - 1
 
         def make(text: str) -> tuple[np.ndarray, np.ndarray]:
-            return encoded(self.inputs.tokenizer, lambda batch: add_pair(batch, self.inputs, text, continuation))
+            return encode_alone(self.inputs.tokenizer, lambda batch: add_pair(batch, self.inputs, text, continuation))
 
         over = self.inputs.over(size(ids))
         return self.inputs.cut(prompt, make, size(ids) - over, ids, size=size) if over else ids
@@ -148,11 +146,11 @@ class ScoreTask(Task):
                     remedy=CONTINUATION_TOO_LONG,
                     code="too_long",
                 )
-            whole, kept = tokens, tokens.size - over
+            whole, most = tokens, tokens.size - over
             tokens = (
                 np.concatenate((prompt[: prompt.size - over], continuation[:-1]))
                 if self.truncate == "right" and prompt.size > over
-                else tokens[-kept:]
+                else tokens[-most:]
             )
             check_cut(whole, tokens, "prompt")
         return self.inputs.request(tokens, "prompt", continuation)
@@ -184,7 +182,7 @@ class ScoreTask(Task):
 
 
 def _refuse_rows(text: Text, field: str) -> None:
-    """Raises InputError for what is to be scored and has images."""
+    """Raises InputError for a scored text with images."""
     if isinstance(text, ImageIds):
         message = f"{field!r} has images, whose rows have no probabilities"
         remedy = "give them in the prompt, and what stands behind them as its continuation"
@@ -192,13 +190,11 @@ def _refuse_rows(text: Text, field: str) -> None:
 
 
 def add_pair(batch: TextBatch, inputs: Inputs, prompt: Text, continuation: Text) -> PairOfIds:
-    """Adds a prompt and its continuation to a batch, and returns a function that gives the ids of both after `encode`.
-
-    Special tokens come before the prompt as ScoreTask says; an empty prompt gives no ids.
-    """
+    """Adds a prompt and its continuation to a batch, and returns a function that returns the ids of both after
+    `encode`. Special tokens come before the prompt as ScoreTask says; an empty prompt gives no ids."""
     pair = add_joint(batch, prompt, continuation)
     if isinstance(prompt, str) and isinstance(continuation, str):
-        prompt = prompt.rstrip()  # a prompt of which nothing is left is empty: the prefix token takes its place
+        prompt = prompt.rstrip()  # the prefix token takes the place of an empty prompt
     before = leading_ids(inputs.tokenizer, prompt)
     if not before.size:
         return pair
@@ -211,23 +207,20 @@ def add_pair(batch: TextBatch, inputs: Inputs, prompt: Text, continuation: Text)
 
 
 def add_joint(batch: TextBatch, prompt: Text, continuation: Text) -> PairOfIds:
-    """Adds two texts to a batch, without special tokens, and returns a function that gives the ids of both after
-    `encode`.
-
-    They are encoded together and split after the length of the prompt's own ids. White space at the prompt's end goes
-    to the continuation. Where one of the two is token ids already, each is encoded by itself.
-    """
+    """Adds two texts to a batch, without special tokens, and returns a function that returns the ids of both after
+    `encode`. They are encoded together and split after the length of the prompt's own ids. White space at the prompt's
+    end goes to the continuation. If one of the two is token ids already, the other is encoded by itself."""
     if isinstance(prompt, str) and isinstance(continuation, str):
-        kept = prompt.rstrip()
-        first, whole = batch.add(kept), batch.add(prompt + continuation)
+        stripped = prompt.rstrip()
+        first, whole = batch.add(stripped), batch.add(prompt + continuation)
         return lambda: (first(), whole()[first().size :])
     first, second = batch.add(prompt), batch.add(continuation)
     return lambda: (first(), second())
 
 
 def leading_ids(tokenizer: Tokenizer | None, prompt: Text) -> np.ndarray:
-    """Returns the special tokens to put before a prompt, int32 [n]: none before token ids (but for those of a text with
-    images), before an empty text, and before a text that begins with the BOS."""
+    """Returns the special tokens to put before a prompt, int32 [n]. There are none before token ids (unless they are a
+    text with images), before an empty text, and before a text that begins with the BOS."""
     if isinstance(prompt, ImageIds) and tokenizer is not None:
         return tokenizer.prefix_ids
     if tokenizer is None or not isinstance(prompt, str) or not prompt:
@@ -239,11 +232,9 @@ def leading_ids(tokenizer: Tokenizer | None, prompt: Text) -> np.ndarray:
 def rolling_stretches(
     ids: np.ndarray, prefix: np.ndarray, max_length: int | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (tokens, targets) that score every id exactly once, tokens at most max_length long.
-
-    The first pair reads `prefix` (one token) and all but its last target. Later ones are as long as the model allows:
-    the last one reaches back over ids that are scored already, as context.
-    """
+    """Yields (tokens, targets) that score every id exactly once, with at most max_length tokens. The first pair begins
+    with `prefix` (one token). Later ones are as long as the model allows: the last reaches back over ids that are
+    scored already, as context."""
     size = ids.size if max_length is None else min(max_length, ids.size)
     yield np.concatenate((prefix, ids[: size - 1])), ids[:size]
     done = size

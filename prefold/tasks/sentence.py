@@ -1,5 +1,5 @@
-"""Reads how a checkpoint wants to embed, or to score pairs: from sentence-transformers' files in its folder, or from
-a GGUF file's metadata."""
+"""Reads a checkpoint's settings for embedding and for scoring pairs, from sentence-transformers' files in its folder,
+or from a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Pooling = Literal["last", "mean", "first"]
 POOLING_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "first"}
 # The pooling modes of GGUF files, by the value of {architecture}.pooling_type.
 GGUF_POOLING: dict[int, Pooling] = {1: "mean", 2: "first", 3: "last"}
-# Arguments of a tokenizer's call that a folder may set for the chat template. They are refused, because they would
-# change how a text is cut.
+# Arguments of a tokenizer's call that a folder may set for the chat template. They would change how a text is cut, and
+# are refused.
 _CALL_OPTIONS = {"padding", "truncation", "max_length", "return_tensors", "tokenize", "return_dict"}
 _SIGNS_OF_PARTS = ("content[0]", ".type", "'type'", '"type"', "message.content[")
 
@@ -33,8 +33,8 @@ class ChatSettings:
     """A ChatSettings says how texts become messages.
 
     parts           whether a content is a list of parts, [{"type": "text", "text": "..."}], instead of a text
-    options         what the chat template is given beside the messages
-    restore_suffix  whether a text that was cut still ends with what the template writes after every text
+    options         options of rendering the chat template
+    restore_suffix  whether a text that was cut still ends with the template's text after each content
     """
 
     parts: bool = False
@@ -44,13 +44,13 @@ class ChatSettings:
 
 @dataclass(frozen=True)
 class EmbedSettings:
-    """An EmbedSettings says how an embedding checkpoint wants to be used.
+    """An EmbedSettings holds the settings of an embedding checkpoint.
 
     pooling      where the embedding is read
     normalize    whether it is scaled to length 1
-    max_length   tokens a text may have, None for what the model takes
+    max_length   tokens a text may have, None for as many as the model takes
     prompts      {name: text put before the input}
-    default_prompt_name   the prompt used when none is asked for, None for none
+    default_prompt_name   the prompt of a task that names none, None for no prompt
     lower_case   whether texts are lower-cased first
     pool_prompt  whether the prompt's tokens take part in pooling
     chat         a text is written as a user's message by the chat template, a prompt as a system message before it;
@@ -70,19 +70,13 @@ class EmbedSettings:
 def embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
     """Returns the settings in sentence-transformers' files (modules.json), or by a GGUF file's pooling type.
 
-    Without either they are the last token, normalised, as Qwen3-Embedding and most embedding models made of
-    causal transformers have it. Raises UnsupportedModelError for modules and pooling modes that prefold lacks,
+    Without either the embedding is the last token's, normalised, as in Qwen3-Embedding and most embedding models made
+    from causal transformers. Raises UnsupportedModelError for modules and pooling modes that prefold lacks,
     CheckpointError for files that cannot be read.
     """
     try:
         return _embed_settings(checkpoint)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-    ) as error:  # the files hold values of another type
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # values of another type
         line = f"{type(error).__name__}: {error}"[:200]
         raise CheckpointError(f"the files of sentence-transformers in {checkpoint.name} are broken: {line}") from error
 
@@ -127,10 +121,9 @@ def _transformer_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _chat_settings(checkpoint: Checkpoint, transformer: Mapping[str, Any]) -> ChatSettings | None:
-    """Returns how sentence-transformers (6 and later) makes messages of texts; None where it takes texts as they are.
-
-    It makes messages for every folder whose `modality_config` has "message": that of a decoder with a chat template.
-    """
+    """Returns the ChatSettings with which sentence-transformers (6 and later) turns texts into messages; None if it
+    takes texts as they are. It makes messages if a folder's `modality_config` has "message", which a decoder with a
+    chat template has."""
     modalities = transformer.get("modality_config") or {}
     for name in {"text", "message"} & modalities.keys():
         if [modalities[name].get(key) for key in ("method", "method_output_name")] != ["forward", "last_hidden_state"]:
@@ -139,8 +132,8 @@ def _chat_settings(checkpoint: Checkpoint, transformer: Mapping[str, Any]) -> Ch
                 " prefold knows forward and last_hidden_state"
             )
     processing = {name: values for name, values in (transformer.get("processing_kwargs") or {}).items() if values}
-    known = {"chat_template"} if "message" in modalities else set()
-    if set(processing) - known or _CALL_OPTIONS & processing.get("chat_template", {}).keys():
+    accepted = {"chat_template"} if "message" in modalities else set()
+    if set(processing) - accepted or _CALL_OPTIONS & processing.get("chat_template", {}).keys():
         raise UnsupportedModelError(
             f"{checkpoint.name} has processing_kwargs in sentence_bert_config.json that prefold does not know:"
             f" {json.dumps(processing)[:200]}"
@@ -168,11 +161,11 @@ def _takes_parts(checkpoint: Checkpoint, form: str) -> bool:
 def _max_length(checkpoint: Checkpoint, transformer: Mapping[str, Any]) -> int | None:
     limits = [transformer.get("max_seq_length")]
     if limits[0] is None:
-        # Where the model sets no limit, that of the tokenizer counts, as in sentence-transformers.
+        # Without a limit of the model the tokenizer's limit counts, as in sentence-transformers.
         limits = [(checkpoint.read_json("tokenizer_config.json") or {}).get("model_max_length")]
     limits.append(checkpoint.config.get("max_position_embeddings"))
-    known = [int(limit) for limit in limits if limit is not None and 0 < limit < 1e12]
-    return min(known) if known else None
+    bounds = [int(limit) for limit in limits if limit is not None and 0 < limit < 1e12]
+    return min(bounds) if bounds else None
 
 
 def _pooling_mode(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Pooling:
@@ -183,8 +176,8 @@ def _pooling_mode(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Pooling:
         modes = [{"cls_token": "cls", "mean_tokens": "mean"}.get(name, name) for name in named] or ["mean"]
     modes = [modes] if isinstance(modes, str) else list(modes)
     if len(modes) != 1 or modes[0] not in POOLING_MODES:
-        known = ", ".join(POOLING_MODES)
-        raise UnsupportedModelError(f"{checkpoint.name} pools by {' and '.join(modes)}; prefold knows one of {known}")
+        choices = ", ".join(POOLING_MODES)
+        raise UnsupportedModelError(f"{checkpoint.name} pools by {' and '.join(modes)}; prefold knows one of {choices}")
     return POOLING_MODES[modes[0]]
 
 
@@ -197,7 +190,7 @@ def _gguf_pooling(checkpoint: Checkpoint) -> Pooling:
 
 @dataclass(frozen=True)
 class PairSettings:
-    """A PairSettings says how a reranker with a classification head wants its pairs.
+    """A PairSettings holds the settings of a reranker with a classification head.
 
     prompt   None: query and document as they are, with the special tokens of a pair
     raw      whether the score is the head's logit itself, not its sigmoid
@@ -208,13 +201,13 @@ class PairSettings:
 
 
 def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSettings:
-    """Returns the settings in the files of sentence-transformers' CrossEncoder; without them, those that the tokenizer
-    suggests.
+    """Returns the settings in the files of sentence-transformers' CrossEncoder, or if there are none, settings that the
+    tokenizer suggests.
 
-    A CrossEncoder joins the pair plainly, or writes it as messages of the roles query and document where its
+    A CrossEncoder joins the pair plainly, or writes it as messages of the roles query and document if its
     `modality_config` has "message". A checkpoint without such files that has Qwen3's thinking tokens is taken for
     Qwen3-Reranker turned into a classifier, which keeps its prompt. Any other classifier reads the pair as its
-    tokenizer writes one.
+    tokenizer writes it.
     """
     saved = checkpoint.read_json("config_sentence_transformers.json") or {}
     own = checkpoint.config.get("sentence_transformers")

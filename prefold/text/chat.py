@@ -1,9 +1,7 @@
-"""Chat templates write a conversation as the text that a checkpoint was trained on.
-
-Templates see plain JSON values only, and run in Jinja's sandbox (`sandbox.py`); those of requests run in a process of
-their own, which bounds their time and memory (`template_process.py`). Whatever a template raises, `render` returns a
-text that UTF-8 can hold, or raises InputError.
-"""
+"""Renders chat templates, which write a conversation as the text that a checkpoint was trained on. Templates see plain
+JSON values only, and run in Jinja's sandbox (`sandbox.py`); templates of requests run in a subprocess, which bounds
+their time and memory (`template_process.py`). Whatever a template raises, `render` returns a text that UTF-8 can hold,
+or raises InputError."""
 
 from __future__ import annotations
 
@@ -40,7 +38,8 @@ class ChatTemplates:
         return bool(self.templates)
 
     def thinks(self, template: str | None) -> bool:
-        """Returns whether a template, or where none is named one of the checkpoint's, has the mark of reasoning."""
+        """Returns whether a template has the mark of reasoning; without a template, whether one of the checkpoint's has
+        it."""
         named = self.templates.values() if template is None else [self.templates.get(template, template)]
         return any(THINK[0] in source for source in named)
 
@@ -100,18 +99,18 @@ class ChatTemplates:
         return text if final is None else _close_final(text, final)
 
     def _choose(self, template: str | None, tools: object) -> tuple[str, str]:
-        """Returns the name by which messages call the template to use, and the template's source."""
+        """Returns (the template's name in messages, its source)."""
         if template is not None and not isinstance(template, str):
             remedy = "give the name of one of the checkpoint's templates, or the text of a template"
             raise wrong_type(template, "chat_template", "a text", remedy)
         if template is not None:
             named = self.templates.get(template)
             if named is None and "{" not in template:
-                known = ", ".join(sorted(self.templates)) or "none"
+                names = ", ".join(sorted(self.templates)) or "none"
                 raise InputError(
                     f"the checkpoint has no chat template {template!r}",
                     field="chat_template",
-                    remedy=f"name one that it has ({known}), or give the text of a template",
+                    remedy=f"name one that it has ({names}), or give the text of a template",
                     code="no_chat_template",
                 )
             return ("that was given", template) if named is None else (repr(template), named)
@@ -170,7 +169,7 @@ def _open_final(chat: list[dict[str, Any]], source: str) -> str:
 
 
 def _close_final(text: str, final: str) -> str:
-    """Returns the rendered text up to where the last message ends."""
+    """Returns the rendered text up to the end of the last message."""
     tag = text.rfind(_CONTINUE.strip())
     if tag < 0 or final.strip() not in text:
         raise InputError(
@@ -179,5 +178,5 @@ def _close_final(text: str, final: str) -> str:
             remedy="leave the option out",
         )
     # A template that trims its messages has also dropped the tag's own space.
-    kept = text[tag : tag + len(_CONTINUE)] == _CONTINUE
-    return text[:tag] if kept else text[:tag].rstrip()
+    has_space = text[tag : tag + len(_CONTINUE)] == _CONTINUE
+    return text[:tag] if has_space else text[:tag].rstrip()

@@ -76,7 +76,7 @@ class TextStream:
         return bisect_left(self._starts, self._given)
 
     def add(self, token: int) -> str:
-        """Takes a token, and returns the text that is certain now. It must not be called once a stop was found."""
+        """Takes a token, and returns the text that is certain now. Do not call it after a stop text."""
         more = self._pieces.add(token)
         self._starts.append(self._letters + self._pieces.start)
         self._letters += len(more)
@@ -84,7 +84,7 @@ class TextStream:
         return self._give(self._finder.add(more, self._pieces.coming, search=search))
 
     def finish(self) -> str:
-        """Ends the tokens, and returns the rest of the text: "" when a stop was found."""
+        """Ends the tokens, and returns the rest of the text: "" after a stop text."""
         if self.stopped is not None:
             return ""
         search = len(self._starts) > self._min_tokens
@@ -117,7 +117,7 @@ class StopFinder:
         self._free = 0  # a stop that ends within the first so many letters does not count
 
     def add(self, text: str, coming: str = "", *, search: bool = True) -> str:
-        """Takes more text, and returns what is certain to stand before any stop: up to the stop when one is found.
+        """Takes more text, and returns the text that certainly precedes any stop; with a stop, the text up to it.
 
         coming   text that is likely to follow. It is searched too, and returned where it stands before a stop
         search   False: a stop that is complete within this text does not count
@@ -133,7 +133,7 @@ class StopFinder:
         return self._pass(len(self._held) - self._beginning(self._held))
 
     def finish(self) -> str:
-        """Ends the text, and returns what was held back."""
+        """Ends the text, and returns the text that was held back."""
         return self._pass(len(self._held))
 
     def _pass(self, count: int) -> str:
@@ -200,10 +200,10 @@ def _pieces(tokenizer: Tokenizer) -> Callable[[], Pieces]:
 
 
 def _kind(step: dict) -> str:
-    """Returns the type of a decoder, or "unknown" where its settings are none that this module handles."""
+    """Returns the type of a decoder, or "unknown" if this module cannot handle its settings."""
     kind = step["type"]
-    known = (kind != "Replace" or "String" in step["pattern"]) and (kind != "Strip" or not step["stop"])
-    return str(kind) if known else "unknown"
+    is_handled = (kind != "Replace" or "String" in step["pattern"]) and (kind != "Strip" or not step["stop"])
+    return str(kind) if is_handled else "unknown"
 
 
 class _Table(dict):
@@ -273,8 +273,8 @@ def _replaced(name: str | None, pairs: list[tuple[str, str]]) -> str | int | Non
 
 
 class _ByteFallback:
-    """A _ByteFallback decodes tokens that are texts or single bytes. A run of bytes is decoded as UTF-8; where it is
-    not UTF-8, each of its bytes becomes U+FFFD.
+    """A _ByteFallback decodes tokens that are texts or single bytes. A run of bytes is decoded as UTF-8; if it is not
+    UTF-8, each of its bytes becomes U+FFFD.
 
     Because of that, the text of a run is not certain before the run has ended.
     """
@@ -326,8 +326,8 @@ class _ByteFallback:
 
 
 def _stripped(text: str, strips: list[tuple[str, int]]) -> tuple[str, list[tuple[str, int]]]:
-    """Returns a text without the letters that `strips` leaves out at its beginning, and the strips for the text
-    after it."""
+    """Returns (a text without the letters that `strips` removes from its beginning, the strips for the text after
+    it)."""
     remain = []
     for letter, count in strips:
         size = len(text)

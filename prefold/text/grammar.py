@@ -1,4 +1,4 @@
-"""Structured output: a grammar says which tokens may come next, so that the text is one that it describes.
+"""Structured output: a grammar determines which tokens may come next, so that the text matches the grammar.
 
 The library is llguidance. It reads JSON schemas, regular expressions and Lark grammars, compiles one in well under a
 millisecond and computes a mask in some ten microseconds, so that nothing need be prepared, and it is one wheel without
@@ -58,28 +58,28 @@ class Matcher:
         self._vocab_size = vocab_size
 
     def mask(self) -> np.ndarray:
-        """Returns which tokens may come next as bits, uint8 [ceil(vocabulary / 8)]: of token i, bit i % 8 of byte
-        i // 8. End-of-text is among them where the text is complete."""
+        """Returns the tokens that may come next as bits, uint8 [ceil(vocabulary / 8)]: token i is bit i % 8 of byte i
+        // 8. End-of-text is among them if the text is complete."""
         return np.frombuffer(self._inner.compute_bitmask(), np.uint8)[: -(-self._vocab_size // 8)]
 
     def accept(self, token: int) -> None:
-        """Moves on by one token, which the mask must allow. With any other token the matcher fails, and is done."""
+        """Takes a token, which the mask must allow. After any other token the matcher has failed, and is done."""
         self._inner.consume_token(token)
 
     @property
     def is_done(self) -> bool:
-        """Returns whether nothing but end-of-text may follow."""
+        """Returns whether only end-of-text may follow."""
         return self._inner.is_stopped()
 
     @property
     def is_complete(self) -> bool:
-        """Returns whether the text so far is one that the grammar describes."""
+        """Returns whether the text so far matches the grammar."""
         return self._inner.is_accepting()
 
     @property
     def failed(self) -> str | None:
-        """Returns why the matcher failed (a token that the mask did not allow, or a grammar that grew too complex),
-        or None."""
+        """Returns why the matcher failed (a token that the mask did not allow, or a grammar that grew too complex), or
+        None."""
         return self._inner.get_error() or None
 
     def copy(self) -> Matcher:
@@ -110,8 +110,8 @@ class GrammarCompiler:
         self._compiled = lru_cache(maxsize=CACHED)(self._compile)
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Returns a matcher at the beginning of a text. Raises InputError for a grammar that is invalid, or that no
-        text fits."""
+        """Returns a matcher at the beginning of a text. Raises InputError for an invalid grammar, and for one that no
+        text matches."""
         return self._compiled(grammar).copy()
 
     def _compile(self, grammar: Grammar) -> Matcher:
@@ -139,8 +139,8 @@ class GrammarCompiler:
 
 @lru_cache(maxsize=CACHED)
 def check_grammar(grammar: Grammar) -> None:
-    """Raises InputError for an invalid grammar, and MissingExtraError without the library. It needs no tokenizer, by
-    which alone one that is too large is seen."""
+    """Raises InputError for an invalid grammar, and MissingExtraError without the library. Whether a grammar is too
+    large only a tokenizer's GrammarCompiler can tell."""
     is_error, messages = _library().LLMatcher.validate_grammar_with_warnings(_source(grammar))
     if is_error:
         raise _refused(grammar, messages[0])
@@ -155,7 +155,7 @@ def _library() -> Any:
 
 
 def _source(grammar: Grammar) -> str:
-    """Returns the grammar in the form that the library takes."""
+    """Returns the grammar in the library's form."""
     make = _library().LLMatcher
     valid_text(grammar.text, "grammar")
     try:
@@ -173,8 +173,8 @@ def _source(grammar: Grammar) -> str:
 
 
 def _known(schema: str) -> str:
-    """Returns a JSON schema without the formats that the library does not know: of texts whose format is not known,
-    JSON Schema says nothing. Raises ValueError for what is no JSON."""
+    """Returns a JSON schema without formats that the library lacks: JSON Schema allows to ignore a format. Raises
+    ValueError for invalid JSON."""
     if '"format"' not in schema:
         return schema
 
@@ -208,7 +208,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 def with_keywords(schema: Any, change: Callable[[str, str], str | None], *, named: bool = False) -> Any:
-    """Returns a schema with its keywords whose values are texts changed.
+    """Returns a schema with changed texts of its keywords.
 
     change  (keyword, text) -> the new text; None: the keyword is dropped
     named   whether `schema` is no schema, but has schemas by names
@@ -231,31 +231,31 @@ def with_keywords(schema: Any, change: Callable[[str, str], str | None], *, name
     return changed
 
 
-def example_of(schema: Any, root: Any = None, seen: dict[str, Any] | None = None) -> Any:
-    """Returns a value of the type that a schema describes: of an object all properties, of several types the first but
-    for null. It is None where the schema says no type, or refers to itself.
+def example_of(schema: Any, root: Any = None, refs: dict[str, Any] | None = None) -> Any:
+    """Returns a value that a schema describes: an object with all properties; for several types the first one that is
+    not null. It is None if the schema has no type, or refers to itself.
 
-    root: where references begin. seen: {reference: its example}; of one within itself it is None
+    root: where references begin. refs: {reference: its example}; of one within itself it is None
     """
-    root, seen = schema if root is None else root, {} if seen is None else seen
+    root, refs = schema if root is None else root, {} if refs is None else refs
     if not isinstance(schema, Mapping):
         return None
     if isinstance(reference := schema.get("$ref"), str):
-        if reference in seen:
-            return seen[reference]
-        seen[reference], target = None, root
+        if reference in refs:
+            return refs[reference]
+        refs[reference], target = None, root
         for name in reference.split("/")[1:]:
             target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        seen[reference] = example_of(target, root, seen)
-        return seen[reference]
+        refs[reference] = example_of(target, root, refs)
+        return refs[reference]
     types = schema.get("type")
     kind = next((each for each in types if each != "null"), None) if isinstance(types, list) else types
     if properties := schema.get("properties"):
-        return {name: example_of(part, root, seen) for name, part in properties.items()}
+        return {name: example_of(part, root, refs) for name, part in properties.items()}
     if kind == "array":
-        item = example_of(schema.get("items"), root, seen)
+        item = example_of(schema.get("items"), root, refs)
         return [] if item is None else [item]
     branches = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or ()
     values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
-    examples = (_SIMPLE.get(kind), *values, *(example_of(part, root, seen) for part in branches))
+    examples = (_SIMPLE.get(kind), *values, *(example_of(part, root, refs) for part in branches))
     return next((value for value in examples if value is not None), None)

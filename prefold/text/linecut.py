@@ -1,5 +1,5 @@
-"""Uses what is known of tokenizers: encodes the beginning that neighbouring texts share only once, and says without
-encoding how many tokens a text has at least.
+"""Uses properties of tokenizers: encodes the common beginning of neighbouring texts once, and bounds the number of
+tokens of a text without encoding it.
 
 A byte-level BPE tokenizer first splits a text into words by a regular expression, and then encodes every word by
 itself. All the expressions known here split between a newline and a letter or digit that follows it, whatever stands
@@ -70,7 +70,7 @@ def cuts_at_lines(backend: tokenizers.Tokenizer) -> bool:
 
 
 def settings_of(part: Any) -> dict[str, Any] | None:
-    """Returns the settings of a part of a tokenizer, as tokenizer.json has them."""
+    """Returns the settings of a part of a tokenizer, in the form of tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
@@ -98,16 +98,16 @@ def _keeps_lines(part: dict[str, Any]) -> bool:
 
 
 def keeps_all(part: dict[str, Any]) -> bool:
-    """Returns whether a pre-tokenizer of type Split is known to drop nothing.
+    """Returns whether a pre-tokenizer of type Split certainly drops nothing.
 
     The known expressions match every character, and "Removed" with invert keeps what matches.
     """
-    known = part["pattern"].get("Regex") in LINE_SAFE_PATTERNS
-    return known and part["invert"] == (part["behavior"] == "Removed")
+    is_safe = part["pattern"].get("Regex") in LINE_SAFE_PATTERNS
+    return is_safe and part["invert"] == (part["behavior"] == "Removed")
 
 
 def encode_batch(texts: list[str], encode_all: EncodeAll, depth: int = 0) -> list[np.ndarray]:
-    """Returns the ids of each text, int32, without special tokens. What several texts begin with is encoded once.
+    """Returns the ids of each text, int32, without special tokens. A common beginning of several texts is encoded once.
 
     encode_all  encodes each text by itself
     depth       how many calls of this function this call lies in
@@ -126,7 +126,8 @@ def encode_batch(texts: list[str], encode_all: EncodeAll, depth: int = 0) -> lis
 
 
 def shared_cuts(texts: list[str]) -> list[int]:
-    """Returns for each text the place where it may be cut so that a neighbour begins with the same part; 0: nowhere."""
+    """Returns for each text the place where it may be cut so that a neighbour has the same beginning; 0 if there is
+    none."""
     cuts = [0] * len(texts)
     for i in range(len(texts) - 1):
         shared = common_prefix_length(texts[i], texts[i + 1])
@@ -137,7 +138,7 @@ def shared_cuts(texts: list[str]) -> list[int]:
 
 
 def common_prefix_length(a: str, b: str) -> int:
-    """Returns how many characters two texts begin with in common."""
+    """Returns the length of the common beginning of two texts, in characters."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -149,7 +150,7 @@ def common_prefix_length(a: str, b: str) -> int:
 
 
 def last_cut(text: str, limit: int) -> int:
-    """Returns the last place <= limit where `text` may be cut; 0 when there is none."""
+    """Returns the last place <= limit where `text` may be cut; 0 if there is none."""
     newline = text.rfind("\n", 1, limit)
     while newline > 0:
         after = text[newline + 1 : newline + 2]
@@ -165,7 +166,7 @@ NFC_CHARACTERS = 4
 
 @dataclass(frozen=True, slots=True)
 class LeastTokens:
-    """A LeastTokens counts the tokens that a text has at least.
+    """A LeastTokens gives a lower bound of the number of tokens of a text.
 
     longest  characters of a text that a token stands for at most
     dropped  characters that may give no token
@@ -175,12 +176,12 @@ class LeastTokens:
     dropped: tuple[str, ...]
 
     def of(self, text: str) -> int:
-        kept = len(text) - sum(map(text.count, self.dropped))
-        return -(-kept // self.longest)
+        size = len(text) - sum(map(text.count, self.dropped))
+        return -(-size // self.longest)
 
 
 def least_tokens(backend: tokenizers.Tokenizer, vocab: Mapping[str, int]) -> LeastTokens | None:
-    """Returns the LeastTokens of a tokenizer with this vocabulary; None where it is not known what a token may hold."""
+    """Returns the LeastTokens of a tokenizer with this vocabulary; None if a token may stand for any amount of text."""
     normalizer, pre_tokenizer = settings_of(backend.normalizer), settings_of(backend.pre_tokenizer)
     shrinks, dropped = _shrinks(normalizer), _dropped(backend, pre_tokenizer, vocab)
     if (
@@ -195,7 +196,7 @@ def least_tokens(backend: tokenizers.Tokenizer, vocab: Mapping[str, int]) -> Lea
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
-    """Returns how many characters a normalizer makes one of at most; None where that is not known."""
+    """Returns how many characters a normalizer joins to one, at most; None if that is unknown."""
     if normalizer is None:
         return 1
     kind = normalizer["type"]
@@ -208,7 +209,7 @@ def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
 
 
 def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
-    """Returns whether a pre-tokenizer leaves nothing of a text out."""
+    """Returns whether a pre-tokenizer keeps the whole text."""
     kind = pre_tokenizer["type"]
     if kind == "Sequence":
         return all(_keeps_text(part) for part in pre_tokenizer["pretokenizers"])
@@ -218,7 +219,7 @@ def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _dropped(backend: Any, pre_tokenizer: dict[str, Any] | None, vocab: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the characters that may give no token; None where that could be any that the vocabulary lacks."""
+    """Returns the characters that may give no token; None if any character that the vocabulary lacks may."""
     from tokenizers import models
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -1,4 +1,4 @@
-"""Makes the tokenizer of a checkpoint out of a folder's tokenizer.json, or a GGUF file's metadata."""
+"""Makes the tokenizer of a checkpoint from a folder's tokenizer.json, or a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     model = checkpoint.metadata("tokenizer.ggml.model")
     pre = checkpoint.metadata("tokenizer.ggml.pre") or "default"
     if model != "llama" and (model != "gpt2" or pre not in PRE_TOKENIZERS):
-        known = ", ".join(PRE_TOKENIZERS)
+        names = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedModelError(
             f"{checkpoint.name} has a tokenizer of model {model!r}, pre {pre!r}; of GGUF files prefold reads"
-            f" SentencePiece BPE (model 'llama'), and byte-level BPE (model 'gpt2') with pre {known}; use the"
+            f" SentencePiece BPE (model 'llama'), and byte-level BPE (model 'gpt2') with pre {names}; use the"
             " checkpoint's Hugging Face folder instead"
         )
     tokens = checkpoint.metadata("tokenizer.ggml.tokens")
@@ -171,7 +171,7 @@ def _templates(checkpoint: Checkpoint) -> dict[str, str]:
 def sentencepiece_backend(
     pieces: Sequence[str], ranks: Sequence[float | None], *, unknown: str | None, prefix_space: bool
 ) -> tokenizers.Tokenizer:
-    """Returns a SentencePiece BPE tokenizer without added tokens, made of its pieces.
+    """Returns a SentencePiece BPE tokenizer of these pieces, without added tokens.
 
     pieces        the pieces in the order of their ids, spaces as "▁"
     ranks         the rank of each piece: the lower, the sooner it is joined; -inf: before all others, and it is a part
@@ -193,7 +193,7 @@ def sentencepiece_backend(
 
 
 def _pairs(pieces: Sequence[str], ranks: Sequence[float | None]) -> Iterator[tuple[float, int, int, str, str]]:
-    """Yields (rank, ..., left, right) for every pair that joins to a piece; for one rank the longest left part sorts
+    """Yields (rank, ..., left, right) for every pair that joins to a piece; for equal ranks the longest left part sorts
     first."""
     joined = {piece: rank for piece, rank in zip(pieces, ranks, strict=True) if rank is not None}
     inner = {piece for piece, rank in joined.items() if rank > -math.inf}
@@ -209,7 +209,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Returns the tokenizer of a checkpoint.
+    """Returns the tokenizer of a checkpoint. Raises CheckpointError, naming the file, if it is missing or broken.
 
     Raises CheckpointError, naming the file, where there is none or it is broken.
 
@@ -281,23 +281,23 @@ def _content(token: Any) -> str:
 
 
 def _named_tokens(checkpoint: Checkpoint, config: dict) -> dict[str, Any]:
-    """Returns {"bos_token": "<s>" or {"content": "<s>", ...}, ...}: each from tokenizer_config.json, else from
-    special_tokens_map.json."""
+    """Returns {"bos_token": "<s>" or {"content": "<s>", ...}, ...}, from tokenizer_config.json, and what that lacks
+    from special_tokens_map.json."""
     fallback = read_object(checkpoint, "special_tokens_map.json")
     named = {name: config[name] if name in config else fallback.get(name) for name in NAMED}
     return {name: token for name, token in named.items() if token is not None}
 
 
 def _add_tokens(backend: Any, config: dict, named: dict[str, Any]) -> None:
-    """Adds to the backend the tokens that the configuration names and tokenizer.json does not have."""
+    """Adds to the backend the tokens of the configuration that tokenizer.json lacks."""
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     by_id = {int(token_id): token for token_id, token in (config.get("added_tokens_decoder") or {}).items()}
-    wanted: list[Any] = [by_id[token_id] for token_id in sorted(by_id)]
-    wanted += [*named.values(), *(extra.values() if isinstance(extra, dict) else extra)]
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for token in wanted:
-        if _content(token) not in known:
-            known.add(_content(token))
+    configured: list[Any] = [by_id[token_id] for token_id in sorted(by_id)]
+    configured += [*named.values(), *(extra.values() if isinstance(extra, dict) else extra)]
+    contents = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in configured:
+        if _content(token) not in contents:
+            contents.add(_content(token))
             _add_token(backend, token)
 
 
@@ -330,7 +330,7 @@ def _configured_ids(checkpoint: Checkpoint, config: dict) -> dict[str, int]:
 
 
 def folder_templates(checkpoint: Checkpoint, config: dict | None = None) -> dict[str, str]:
-    """Returns {name: chat template} of a checkpoint's folder. config: tokenizer_config.json, where it was read already.
+    """Returns {name: chat template} of a checkpoint's folder. config: tokenizer_config.json, if it was read already
 
     Template files take the place of tokenizer_config.json's chat_template, which is a text or a list of named texts.
     """

@@ -1,4 +1,4 @@
-"""What prompts have beside text: images that stand in an item or a conversation, their rows among token ids, notes."""
+"""The images of prompts: in items and conversations, as rows among token ids, and in notes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LOAD += "are sent text alone"
 
 
 class Pixels:
-    """A Pixels is an image that is decoded, and stands for itself wherever an image may stand."""
+    """A Pixels is a decoded image, which may stand wherever an image may stand."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pictured:
-    """A Pictured is a text with images, in place of a text.
+    """A Pictured is a text with images.
 
     text    has the placeholder of the model's images where they belong; where it has none, the images come first
     images  whatever stands for an image (see `Reader.read`)
@@ -37,8 +37,8 @@ class Pictured:
 
 
 class ImageIds(np.ndarray[Any, Any]):
-    """An ImageIds is token ids, int32 [n], with rows of images among them. It refers to the media: their rows have
-    these ids as long as something refers to them."""
+    """An ImageIds is token ids, int32 [n], with rows of images among them. It refers to the media, which keeps the ids
+    of their rows in use."""
 
     media: tuple[Medium, ...]
 
@@ -52,7 +52,7 @@ class ImageIds(np.ndarray[Any, Any]):
 
 @dataclass(frozen=True)
 class Picture:
-    """A Picture is an image of an item, as far as a prompt must know it.
+    """A Picture is the part of an image that its prompt needs.
 
     size      (height, width)
     key       by which its rows are known
@@ -69,13 +69,13 @@ class Picture:
 
     @property
     def note(self) -> str | None:
-        """Returns a sentence that the user should read about this image; None: there is none."""
+        """Returns a sentence about this image for the user, or None."""
         return f"{self.field} is an animation, of which the first frame is seen" if self.animated else None
 
 
-def check_cut(ids: np.ndarray, kept: np.ndarray, field: str) -> None:
-    """Raises InputError where rows of images are lost with what is cut off ids; kept: what is left of them."""
-    if np.count_nonzero(kept >= MEDIA_BASE) < np.count_nonzero(ids >= MEDIA_BASE):
+def check_cut(ids: np.ndarray, rest: np.ndarray, field: str) -> None:
+    """Raises InputError if rows of images are cut off. rest: the ids after the cut"""
+    if np.count_nonzero(rest >= MEDIA_BASE) < np.count_nonzero(ids >= MEDIA_BASE):
         raise too_long(field)
 
 
@@ -92,14 +92,14 @@ def too_long(field: str) -> InputError:
 KEY = "image_notes"
 
 
-def notes_of(seen: Sequence[Picture]) -> dict[str, Any]:
-    """Returns the notes on a Work's images, as a part of its note: {"image_notes": [...]}; {} without notes."""
-    notes = [picture.note for picture in seen if picture.note is not None]
+def notes_of(pictures: Sequence[Picture]) -> dict[str, Any]:
+    """Returns the notes on a Work's images as a part of its note: {"image_notes": [...]}, or {}."""
+    notes = [picture.note for picture in pictures if picture.note is not None]
     return {KEY: notes} if notes else {}
 
 
 def with_notes(line: dict[str, Any], note: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a line with the notes on images that a Work's note holds."""
+    """Returns a line with the image notes of a Work's note."""
     return line | {KEY: note[KEY]} if KEY in note else line
 
 
@@ -116,7 +116,7 @@ class Chat:
 
 
 def chat_of(messages: Any) -> Chat | None:
-    """Returns a conversation with images; None for one that has none, whatever it is."""
+    """Returns a Chat for a conversation with images; None for any other value."""
     if not isinstance(messages, (list, tuple)):
         return None
     images: list[tuple[Any, str]] = []
@@ -124,22 +124,21 @@ def chat_of(messages: Any) -> Chat | None:
     return Chat(plain, images) if images else None
 
 
-def all_images(chat: Chat, beside: Any) -> list[tuple[Any, str]]:
-    """Returns (what stands for an image, its field) of each image of a conversation. beside: the list of those that
-    parts {"type": "image"} are only the places of; None: there is no such list. Raises InputError where there are not
-    as many places as images."""
-    if beside is None:
+def all_images(chat: Chat, separate: Any) -> list[tuple[Any, str]]:
+    """Returns (image value, field) of each image of a conversation. separate: the images of parts {"type": "image"}, in
+    order; None: there are none. Raises InputError if the numbers of these images and parts differ."""
+    if separate is None:
         return chat.images
     places = sum(_is_place(value) for value, _ in chat.images)
-    if places != len(beside):
-        message = f"there are {len(beside)} images for {places} places in the messages"
+    if places != len(separate):
+        message = f"there are {len(separate)} images for {places} places in the messages"
         remedy = 'show where each belongs by a part {"type": "image"}'
         raise InputError(message, field="images", remedy=remedy, code="image_count")
-    left = iter(enumerate(beside))
+    remaining = iter(enumerate(separate))
     placed = []
     for value, where in chat.images:
         if _is_place(value):
-            number, image = next(left)
+            number, image = next(remaining)
             placed.append((image, f"images[{number}]"))
         else:
             placed.append((value, where))
@@ -178,7 +177,7 @@ def _message(message: Any, index: int, images: list[tuple[Any, str]]) -> Any:
 
 
 def _image_in(part: Any, field: str) -> Any:
-    """Returns the image in a part of content, in whatever form it has; None for a part of another type."""
+    """Returns the image value of a part of content; None for a part of another type."""
     if is_picture(part) or isinstance(part, (bytes, bytearray, np.ndarray)):
         return part
     if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
@@ -191,7 +190,7 @@ def _image_in(part: Any, field: str) -> Any:
 
 
 def is_picture(value: Any) -> bool:
-    """Returns whether a value is decoded pixels, or a picture of Pillow's."""
+    """Returns whether a value is decoded pixels, or a Pillow image."""
     if isinstance(value, Pixels):
         return True
     library = sys.modules.get("PIL.Image")  # a process with such a picture has imported it

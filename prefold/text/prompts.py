@@ -1,8 +1,5 @@
-"""Prompts of the tasks: reranking, instructed embedding, few-shot classification.
-
-A template here is text with {fields}. Nothing else in it has a meaning, and braces in the values of fields stay as
-they are.
-"""
+"""Prompts of the tasks: reranking, instructed embedding, few-shot classification. A template is a text with {fields};
+nothing else in it has a meaning, and braces in the values of fields stay as they are."""
 
 from __future__ import annotations
 
@@ -59,11 +56,11 @@ class RerankPrompt:
 
     @classmethod
     def from_template(cls, template: str) -> RerankPrompt:
-        """Splits a whole prompt into its parts. Raises InputError unless {query} and then, last, {document} stand in
-        it once."""
+        """Returns the parts of a whole prompt. Raises InputError unless it has {query} and then, last, {document}, once
+        each."""
         names = fields_of(template)
-        known = {"instruction", "query", "document"}
-        if set(names) - known or names.count("query") != 1 or names.count("document") != 1 or names[-1] != "document":
+        fields = {"instruction", "query", "document"}
+        if set(names) - fields or names.count("query") != 1 or names.count("document") != 1 or names[-1] != "document":
             raise InputError(
                 f"the fields of the rerank template are {', '.join(names) or '(none)'}",
                 field="template",
@@ -84,10 +81,8 @@ _NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 def rerank_prompt(tokenizer: Tokenizer) -> RerankPrompt:
-    """Returns Qwen3-Reranker's prompt; with its empty thought where the tokenizer has <think> as a token.
-
-    A tokenizer without the ChatML tokens encodes <|im_start|> as plain text.
-    """
+    """Returns Qwen3-Reranker's prompt, with its empty thought if the tokenizer has the token <think>. A tokenizer
+    without the ChatML tokens encodes <|im_start|> as plain text."""
     thinks = tokenizer.token_id("<think>") is not None and tokenizer.token_id("<|im_start|>") is not None
     return RerankPrompt(_JUDGE, _BODY, _ANSWER + (_NO_THOUGHT if thinks else ""))
 
@@ -132,7 +127,8 @@ class FewShotPrompt:
 
 
 def readable(decode: Callable[[np.ndarray], str]) -> Callable[[np.ndarray], str]:
-    """Returns a function that gives the text of token ids as `decode` does, with "[image]" for the rows of an image."""
+    """Returns a function that returns the text of token ids, as `decode` does, with "[image]" for the rows of an
+    image."""
 
     def read(tokens: np.ndarray) -> str:
         tokens = np.asarray(tokens)
@@ -148,7 +144,7 @@ def readable(decode: Callable[[np.ndarray], str]) -> Callable[[np.ndarray], str]
 
 
 class Filled(str):
-    """A Filled is a text made of a template: a str like any other, of which truncate=True cuts the longest column.
+    """A Filled is a text made from a template: a str, in which truncate=True cuts the longest column.
 
     parts   (text, whether it is a column) pairs that make up the whole
     """
@@ -157,9 +153,9 @@ class Filled(str):
 
     def __new__(cls, parts: Iterable[tuple[str, bool]]) -> Filled:
         parts = tuple(parts)
-        made = super().__new__(cls, "".join(text for text, _ in parts))
-        made.parts = parts
-        return made
+        text_of_parts = super().__new__(cls, "".join(text for text, _ in parts))
+        text_of_parts.parts = parts
+        return text_of_parts
 
     @classmethod
     def of(cls, template: str, **columns: str) -> Filled:
@@ -178,9 +174,9 @@ class Filled(str):
         return [text for text, is_column in self.parts if is_column]
 
     def refilled(self, columns: Sequence[str]) -> str:
-        """Returns the text with other columns: as many as `columns` has, in order."""
-        left = iter(columns)
-        return "".join(next(left) if is_column else text for text, is_column in self.parts)
+        """Returns the text with other columns, in order."""
+        remaining = iter(columns)
+        return "".join(next(remaining) if is_column else text for text, is_column in self.parts)
 
     def __reduce__(self) -> tuple[type[Filled], tuple[tuple[tuple[str, bool], ...]]]:
         return Filled, (self.parts,)

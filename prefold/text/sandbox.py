@@ -1,4 +1,4 @@
-"""Renders chat templates in Jinja's sandbox, with the functions and filters that transformers has for them.
+"""Renders chat templates in Jinja's sandbox, with the functions and filters of transformers.
 
 The sandbox keeps a template from the machine. It bounds neither time nor memory: a template that comes with a request
 is rendered in a process that does (`template_process.py`).
@@ -29,11 +29,11 @@ from ..errors import InputError
 
 
 class TooLong(InputError):
-    """A template writes more letters than it may."""
+    """A TooLong is raised when a template writes more letters than it may."""
 
 
 def write(name: str, source: str, values: Mapping[str, Any], longest: float = math.inf) -> str:
-    """Returns the text, which UTF-8 can hold, that a template writes.
+    """Returns the text of a template, which UTF-8 can hold.
 
     name     by which messages call the template
     values   {name: value} of what it may look up, plain JSON values: "messages", "tools", which are written into the
@@ -70,8 +70,8 @@ def compile_template(source: str) -> tuple[jinja2.Template, frozenset[str]]:
 
 
 def _write(name: str, template: jinja2.Template, values: Mapping[str, Any], longest: float) -> str:
-    """Returns the text that the template writes with these values. If it fails because an assistant's message has no
-    content, that content is made empty."""
+    """Returns the text of a template with these values. If it fails because an assistant's message has no content, that
+    content is made empty."""
 
     def written(values: Mapping[str, Any]) -> Iterator[str]:
         letters = 0
@@ -96,7 +96,7 @@ def _write(name: str, template: jinja2.Template, values: Mapping[str, Any], long
 
 @contextmanager
 def _input_errors(name: str) -> Iterator[None]:
-    """Raises whatever a template raises as an InputError of one line."""
+    """Turns any exception of a template into an InputError of one line."""
     field, remedy, code = "messages", "look up which fields the messages and tools of this model have", "invalid_input"
     try:
         yield
@@ -125,8 +125,8 @@ def _input_errors(name: str) -> Iterator[None]:
 
 
 class _Generation(Extension):
-    """A _Generation reads {% generation %}, which marks what the assistant wrote (for training), and writes its
-    content."""
+    """A _Generation is the Jinja extension for {% generation %}, which marks the assistant's text (for training); it
+    renders the content."""
 
     tags = frozenset({"generation"})
 
@@ -151,7 +151,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Dict:
-    """A _Dict makes objects, as Python's dict does, and has no methods that change them."""
+    """A _Dict makes objects, like Python's dict, without methods that change them."""
 
     __call__ = staticmethod(dict)
     fromkeys = staticmethod(dict.fromkeys)
@@ -169,11 +169,13 @@ def _tojson(
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _tojson  # Jinja's own escapes HTML
-    made.globals |= {"raise_exception": _raise_exception, "dict": _Dict(), "namespace": _Namespace}
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return made
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
+    environment.globals |= {"raise_exception": _raise_exception, "dict": _Dict(), "namespace": _Namespace}
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
 
 
 _TOOLS = """You can call functions. Each line between <tools> and </tools> describes a function in JSON:
@@ -187,7 +189,7 @@ To call a function, write its name and its arguments as a JSON object, in this f
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns messages that say as texts what tools there are, how they were called, and what they answered."""
+    """Returns messages that describe the tools, their calls and their results as texts."""
     in_parts = any(isinstance(message.get("content"), list) for message in messages)
     out: list[dict[str, Any]] = []
     is_result = False
@@ -223,7 +225,7 @@ def _call(call: Any) -> Any:
 
 
 def _without_nulls(tool: Any) -> Any:
-    """Returns a tool without what its function leaves out."""
+    """Returns a tool without null fields of its function."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         return tool
@@ -231,7 +233,7 @@ def _without_nulls(tool: Any) -> Any:
 
 
 def _joined(*contents: Any) -> Any:
-    """Returns contents as one: a text, or where there are parts among them a list of parts."""
+    """Returns contents as one: a text, or a list of parts if one of them is."""
     texts = [_json(content) if isinstance(content, Mapping) else content or "" for content in contents]
     if not any(isinstance(text, list) for text in texts):
         return "".join(texts)

@@ -1,9 +1,6 @@
-"""Renders the chat templates that requests bring in a process of its own, with limits of time and memory.
-
-A template is a program, and Jinja's sandbox (`sandbox.py`) bounds neither. The system ends the process after the
-processor time that a template may take, within compiled code too, and gives it no more memory than it may have;
-others notice nothing. Only on Linux is the limit of memory known to hold: elsewhere such templates are refused.
-"""
+"""Renders the chat templates of requests in a subprocess, with limits of time and memory. A template is a program, and
+Jinja's sandbox (`sandbox.py`) bounds neither. The system ends the subprocess after its processor time, within compiled
+code too, and bounds its memory. Only Linux reliably bounds memory: elsewhere such templates are refused."""
 
 from __future__ import annotations
 
@@ -27,8 +24,8 @@ PATIENCE = 20.0
 
 
 class TemplateProcess:
-    """A TemplateProcess renders conversations in a process of its own, one at a time; calls from several threads wait
-    for each other. Its process starts with the first conversation, and again where a template has ended it."""
+    """A TemplateProcess renders conversations in a subprocess, one at a time; calls from several threads wait for each
+    other. The subprocess starts with the first conversation, and again after a template has ended it."""
 
     def __init__(self, memory: int = MEMORY):
         """memory: bytes that the process may have."""
@@ -36,9 +33,8 @@ class TemplateProcess:
         self._subprocess = Subprocess(__name__, [str(memory)])
 
     def write(self, name: str, source: str, values: Mapping[str, Any], seconds: float) -> str:
-        """Returns the text that `sandbox.write` returns for the same arguments, and raises its errors; also InputError
-        for a template that takes more than so many seconds of processor time, or more memory than the process
-        may have."""
+        """Returns the text of `sandbox.write`, and raises its errors; also InputError for a template that takes more
+        than so many seconds of processor time, or too much memory."""
         if sys.platform != "linux":
             message = f"chat templates of requests are refused on {sys.platform}: their memory could not be limited"
             remedy = "name one of the model's templates, or run prefold on Linux"

@@ -1,4 +1,4 @@
-"""Turns text into token ids and back, as the checkpoint's own files say.
+"""Turns text into token ids and back, by the checkpoint's own files.
 
 It wraps the `tokenizers` library; `load.py` makes a tokenizer out of a checkpoint. It never truncates and never pads:
 the tasks refuse or cut what is too long.
@@ -38,10 +38,10 @@ SHIELD_WRITTEN = r"\ufdd0"
 
 
 class Escaping:
-    """An Escaping encodes conversations whose texts hold no special tokens, whatever is written in them."""
+    """An Escaping encodes conversations in which special tokens that users write stay plain text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, only: Collection[str] | None = None):
-        """Escapes the special tokens of a tokenizer. only: no others than these; None: all."""
+        """Escapes the special tokens of a tokenizer. only: those to escape; None: all"""
         added = backend.get_added_tokens_decoder()
         special = {token.content: id for id, token in added.items() if token.special}
         self._ids = {content: id for content, id in special.items() if only is None or content in only}
@@ -57,9 +57,9 @@ class Escaping:
         return self._special.search(text) is not None
 
     def shielded(self, value: Any, field: str) -> Any:
-        """Returns a JSON value with a SHIELD in each special token of its texts, and in what may become one with the
-        text behind it. Raises InputError for a text that holds what escaping needs for itself, for values nested too
-        deep, and for what is no JSON."""
+        """Returns a JSON value with a SHIELD in each special token of its texts, and in each end of a text that may
+        become one with the following text. Raises InputError for texts with the SHIELD itself, for values nested too
+        deep, and for other types."""
         return plain_json(value, field, self._shielded)
 
     def _shielded(self, text: str, field: str) -> str:
@@ -70,8 +70,8 @@ class Escaping:
         return self._ended(self._special.sub(lambda match: match[0][0] + SHIELD + match[0][1:], text))
 
     def _ended(self, text: str) -> str:
-        """Returns a text with a SHIELD in each end of it with which a special token begins. A single word is left as it
-        is: it may be a key, a role or a type, which templates compare."""
+        """Returns a text with a SHIELD in each end of it that begins a special token. A single word stays as it is: it
+        may be a key, a role or a type, which templates compare."""
         if text.isidentifier():
             return text
         ends = {len(text), len(text.rstrip())}  # templates may strip it
@@ -86,7 +86,7 @@ class Escaping:
         return text
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the token ids of a text that a template wrote of shielded values, int32 [n]; nothing is added."""
+        """Returns the token ids of a rendered text of shielded values, int32 [n], without added tokens."""
         marked = self._special.sub(lambda match: _name(self._ids[match[0]]), text)
         bare = marked.replace(SHIELD, "").replace(SHIELD_WRITTEN, "")
         return np.asarray(self._copy.encode(bare, add_special_tokens=False).ids, dtype=np.int32)
@@ -97,8 +97,8 @@ def _name(id: int) -> str:
 
 
 def _renamed(backend: tokenizers.Tokenizer, ids: Mapping[str, int]) -> tokenizers.Tokenizer:
-    """Returns a copy of a tokenizer in which special tokens have other names, also in its vocabulary, so that no text
-    is read as one of them."""
+    """Returns a copy of a tokenizer with other names for special tokens, also in its vocabulary, so that no text is
+    read as one of them."""
     import tokenizers
 
     names = {content: _name(id) for content, id in ids.items()}
@@ -188,17 +188,17 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def decode_batch(self, lists: Sequence[Sequence[int]], skip_special: bool = False) -> list[str]:
-        """Returns the text of each list of token ids, as `decode` does. Other threads run meanwhile."""
+        """Returns the text of each list of token ids. Other threads run meanwhile."""
         texts: list[str] = self.backend.decode_batch(lists, skip_special_tokens=skip_special)
         return texts
 
     def is_longer(self, text: str, tokens: int) -> bool:
-        """Returns whether a text has more than so many tokens, as far as that is known without encoding it."""
+        """Returns whether a text certainly has more than so many tokens, judged without encoding it."""
         least = self._least_tokens
         return least is not None and len(text) > tokens * least.longest and least.of(text) > tokens
 
     def part(self, text: str, tokens: int, *, left: bool = False) -> str:
-        """Returns the beginning of a text (left: its end) that holds more than its first (last) `tokens` tokens.
+        """Returns the beginning of a text (left: its end) with more than its first (last) `tokens` tokens.
 
         It is the whole text where `is_longer` does not know that the text is longer.
         """
@@ -212,7 +212,7 @@ class Tokenizer:
         return text
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Returns where each token of a text begins and ends in it, in characters; no special tokens are added."""
+        """Returns (begin, end) of each token in a text, in characters, without special tokens."""
         spans: list[tuple[int, int]] = self.backend.encode(text, add_special_tokens=False).offsets
         return spans
 
@@ -233,32 +233,30 @@ class Tokenizer:
         return ids[:first], ids[first + len(body) : second], ids[second + len(body) :]
 
     def token_id(self, token: str) -> int | None:
-        """Returns the id of a token by its exact name in the vocabulary ("<|im_end|>", "Ġthe"), None when there is
-        none."""
+        """Returns the id of a token by its exact name in the vocabulary ("<|im_end|>", "Ġthe"), or None."""
         return self.backend.token_to_id(token)
 
     def token_names(self, ids: Sequence[int]) -> list[str]:
-        """Returns the exact name of each token in the vocabulary ("Ġthe"), "" for an id that it does not have."""
+        """Returns the exact name of each token in the vocabulary ("Ġthe"), "" for an unknown id."""
         return [self.backend.id_to_token(id) or "" for id in ids]
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], /, **options: object) -> str:
-        """Returns the text of a conversation, as `ChatTemplates.render` does. Encode it with special=False: it has
-        its own."""
+        """Returns the text of a conversation by `ChatTemplates.render`. Encode it with special=False: it has its own
+        special tokens."""
         return self.chat_templates.render(messages, **options)  # type: ignore[arg-type]
 
     @cached_property
     def escaping(self) -> Escaping:
-        """Returns the encoder of conversations in whose texts all special tokens stay text. It is made at the first
-        use."""
+        """Returns the Escaping of all special tokens, which is made at the first use."""
         return Escaping(self.backend)
 
     def escaping_only(self, tokens: Collection[str]) -> Escaping:
-        """Returns the encoder of conversations in whose texts these special tokens stay text. It is made at the first
-        use, since it holds a copy of the whole tokenizer."""
-        wanted = frozenset(tokens)
-        if wanted not in self._escapings:
-            self._escapings[wanted] = Escaping(self.backend, wanted)
-        return self._escapings[wanted]
+        """Returns the Escaping of these special tokens, which is made at the first use because it holds a copy of the
+        tokenizer."""
+        key = frozenset(tokens)
+        if key not in self._escapings:
+            self._escapings[key] = Escaping(self.backend, key)
+        return self._escapings[key]
 
     def _encode_all(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:

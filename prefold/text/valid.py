@@ -8,14 +8,14 @@ from typing import Any
 from ..errors import InputError
 
 
-def wrong_type(value: object, field: str, wanted: str, remedy: str) -> InputError:
-    """Returns the error of a field whose value is of another type than is wanted, such as "a text"."""
-    message = f"{field!r} is of type {type(value).__name__}, not {wanted}"
+def wrong_type(value: object, field: str, expected: str, remedy: str) -> InputError:
+    """Returns the error of a value of a wrong type. expected: the right one, such as "a text"."""
+    message = f"{field!r} is of type {type(value).__name__}, not {expected}"
     return InputError(message, field=field, remedy=remedy, code="wrong_type")
 
 
 def check_said(text: str, field: str, *, blank: bool = False) -> None:
-    """Raises InputError for a text that is empty, and for one of white space alone, unless `blank` texts are taken.
+    """Raises InputError for an empty text, and for one of white space alone unless `blank` texts are allowed.
 
     Every way of asking comes here: a text that is embedded, classified or ranked has to say something; a prompt that is
     continued may be blank, as what follows depends on it.
@@ -49,10 +49,8 @@ DEEPEST = 100
 
 
 def plain_json(value: Any, field: str, write: Callable[[str, str], str] = valid_text, depth: int = 0) -> Any:
-    """Returns a copy of a value in plain JSON types. Raises InputError for other types, and for values nested too deep.
-
-    write: returns the text in place of one, by the text and its field
-    """
+    """Returns a copy of a value in plain JSON types. write: write(text, field) -> the text to put in its place. Raises
+    InputError for other types, and for values nested too deep."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):

@@ -22,7 +22,7 @@ from ..worker.rows import Batch, prepare
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Holds checked sequences, and says which of their tokens are targets: learned from, or read.
+    """An Examples holds checked sequences, and which of their tokens are targets: learned from, or read.
 
     tokens      int32 [N], offsets int64 [B + 1]: sequence s is tokens[offsets[s]:offsets[s + 1]]
     is_target   bool [N]; a target is read at the token before it, so a sequence's first token is none
@@ -75,7 +75,6 @@ class Examples:
 
     @property
     def num_sequences(self) -> int:
-        """Returns the number of sequences."""
         return len(self.offsets) - 1
 
     @property
@@ -98,8 +97,8 @@ class Examples:
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
-    """A TrainBatch is one forward and backward pass: rows, and (row, target id) pairs, the targets that are read at
-    them.
+    """A TrainBatch is what one forward and backward pass computes: rows, and the targets that are read at them, as
+    pairs (row, id).
 
     sharing         "full": the trie's rows; "mlp": attention over the sequences as they are, all else over the
                     trie's rows; "off": the sequences as they are
@@ -132,7 +131,7 @@ class TrainBatch:
         masks: Sequence[Any] | None = None,
         sharing: Sharing = "full",
     ) -> TrainBatch:
-        """Returns the batch of these sequences. The arguments but `sharing`, and the errors, are those of
+        """Returns the batch of sequences. The arguments but `sharing`, and the errors, are those of
         `Examples.build`."""
         examples = Examples.build(config, sequences, prompt_lengths=prompt_lengths, masks=masks)
         return cls.lay_out(config, examples, sharing=sharing)
@@ -141,7 +140,8 @@ class TrainBatch:
     def lay_out(
         cls, config: ModelConfig, examples: Examples, *, sharing: Sharing = "full", numbers: np.ndarray | None = None
     ) -> TrainBatch:
-        """Returns the batch of examples that have been checked. numbers: what to call them, by default 0, 1, 2, ..."""
+        """Returns the batch of examples that have been checked. numbers: their names in the batch, by default 0, 1, 2,
+        ..."""
         if sharing not in SHARING_MODES:
             raise InputError(
                 f"sharing is {sharing!r}", field="sharing", remedy=f"give one of {', '.join(SHARING_MODES)}"
@@ -169,12 +169,10 @@ class TrainBatch:
 
     @property
     def num_sequences(self) -> int:
-        """Returns the number of sequences."""
         return len(self.numbers)
 
     @property
     def num_targets(self) -> int:
-        """Returns the number of targets of all sequences."""
         return len(self.target_ids)
 
     @property
@@ -285,7 +283,7 @@ def micro_batches(
     groups: Sequence[int] | None = None,
     sharing: Sharing = "full",
 ) -> list[TrainBatch]:
-    """Returns the sequences in batches of at most `max_rows` rows each; a batch's `numbers` say which it has.
+    """Returns batches of at most `max_rows` rows that together have all sequences; their `numbers` say which.
 
     groups  a number for each sequence: those with the same number come into the same batch, in their order (the two
             of a DPO pair, the completions of a prompt). By default each sequence is a group
@@ -316,7 +314,8 @@ def accumulate(batches: Iterable[TrainBatch], loss: Callable[[TrainBatch], Tenso
 
 
 class _CountedRows:
-    """Says which rows of the whole each sequence has, so that the rows of any set of sequences can be counted."""
+    """A _CountedRows knows which rows of the whole stream each sequence has, so that the rows of any set of sequences
+    can be counted."""
 
     def __init__(self, examples: Examples, sharing: Sharing):
         tokens, self.offsets = examples.rows()

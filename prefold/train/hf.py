@@ -97,8 +97,8 @@ def logprobs(model: PreTrainedModel, batch: TrainBatch) -> Tensor:
     head = model.get_output_embeddings()
     strange = [name for name in LOGITS if getattr(model.config, name, None) not in (None, 1, 1.0)]
     if strange or type(head) is not torch.nn.Linear or head.bias is not None:
-        what = f"has {strange[0]}" if strange else "has an LM head that is no plain linear"
-        raise UnsupportedModelError(f"the model {what}; compute its logits and use `from_logits`")
+        problem = f"has {strange[0]}" if strange else "has an LM head that is no plain linear"
+        raise UnsupportedModelError(f"the model {problem}; compute its logits and use `from_logits`")
     hidden = model.get_decoder()(**folded_inputs(model, batch)).last_hidden_state[0]
     read = batch.prepared(model.device, dtype_on(model.device, model.dtype)).read_rows
     return target_logprobs(hidden.index_select(0, read), head.weight, batch.target_reads, batch.target_ids)
@@ -124,13 +124,13 @@ def completion_logprobs(
     input_ids, attention_mask  int64 [batch, length], padded on any side; the last `logits_to_keep` places of each row
                                are the completion and its padding
     """
-    ids, given = input_ids.cpu().numpy(), attention_mask.cpu().numpy().astype(bool)
-    is_target = given.copy()
+    ids, mask = input_ids.cpu().numpy(), attention_mask.cpu().numpy().astype(bool)
+    is_target = mask.copy()
     is_target[:, : ids.shape[1] - logits_to_keep] = False
-    is_target &= np.cumsum(given, 1) > 1  # not a sequence's first token
+    is_target &= np.cumsum(mask, 1) > 1  # not a sequence's first token
     rows = np.flatnonzero(is_target.any(1)).tolist()
-    masks = [is_target[i][given[i]] for i in rows]
-    batch = TrainBatch.build(config_of(model), [ids[i][given[i]] for i in rows], masks=masks, sharing=sharing)
+    masks = [is_target[i][mask[i]] for i in rows]
+    batch = TrainBatch.build(config_of(model), [ids[i][mask[i]] for i in rows], masks=masks, sharing=sharing)
     where = torch.from_numpy(is_target[:, ids.shape[1] - logits_to_keep :]).to(model.device)
     values = logprobs(model, batch)
     return values.new_zeros(where.shape).masked_scatter(where, values)
@@ -148,8 +148,8 @@ def _attention(
     prefold: TrainBatch | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Returns the attention of query [1, heads, rows, dim] over key, value [1, kv_heads, rows, dim]: [1, rows,
-    heads, dim]."""
+    """Returns the attention of query [1, heads, rows, dim] over key and value [1, kv_heads, rows, dim], as
+    transformers' models call it: [1, rows, heads, dim]."""
     if prefold is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options

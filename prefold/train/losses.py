@@ -1,4 +1,4 @@
-"""Reads the log-probabilities of a batch's targets, with gradients, and makes losses of them.
+"""Computes the log-probabilities of a batch's targets, with gradients, and losses from them.
 
 Each loss is a mean: over targets, pairs or sequences. `count` is how many of them the mean is over where the batch is a
 part of a larger one (see `micro_batches`): the losses of the parts then add up to the loss of the whole.
@@ -158,7 +158,7 @@ def target_logprobs(
 
 
 class Pairs:
-    """Holds targets sorted by their ids, so that those of a block of columns are a slice.
+    """A Pairs holds targets sorted by their ids, so that those of a block of columns are a slice.
 
     order   int64 [targets]: the number of each target, in this order
     """

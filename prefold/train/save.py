@@ -79,7 +79,7 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     """Returns the tensors under the names of the checkpoint's family, and in its shapes: the inverse of
     `Names.of_tensor`."""
     names = config.names
-    stored_as = {here: (stored, parts) for stored, parts in names.parts.items() for here in parts}
+    stored_as = {names_of_parts: (stored, parts) for stored, parts in names.parts.items() for names_of_parts in parts}
     if (order := config.head_order) is not None:
         in_heads = SafetensorsSource.IN_HEADS.search
         tensors = {name: as_stored(t, order) if in_heads(name) else t for name, t in tensors.items()}
@@ -106,15 +106,15 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
 
 def _stacks(tensors: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns the stacks of a checkpoint (`Names.stacks`) by their names there, and the tensors that are in none."""
-    names, left, stored = config.names, dict(tensors), {}
+    names, remaining, stored = config.names, dict(tensors), {}
     for number in range(config.layers):
         for stack, templates in names.stacks.items():
             matrices: list[Tensor] = []
-            while (first := f"layers.{number}.{templates[0].format(len(matrices))}") in left:
+            while (first := f"layers.{number}.{templates[0].format(len(matrices))}") in remaining:
                 parts = [first, *(f"layers.{number}.{other.format(len(matrices))}" for other in templates[1:])]
-                matrices.append(torch.cat([left.pop(part) for part in parts]))
+                matrices.append(torch.cat([remaining.pop(part) for part in parts]))
             stored[f"{names.prefix}{names.layer(number)}.{stack}"] = torch.stack(matrices)
-    return stored, left
+    return stored, remaining
 
 
 def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:

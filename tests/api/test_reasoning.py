@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefold.api.answers import Parting, parted
+from prefold.api.answers import ReasoningSplitter, split_reasoning
 from prefold.api.completions import Chat, Chunks, StreamOptions, chat_body
 from prefold.api.responses import ResponseEvents, Responses, responses_body
 from prefold.errors import InputError
@@ -27,8 +27,8 @@ CASES = [
 @pytest.mark.parametrize(("text", "opened", "thought", "answer"), CASES)
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_parting(text, opened, thought, answer, size):
-    assert parted(text, opened) == (thought, answer)
-    parting = Parting(opened)
+    assert split_reasoning(text, opened) == (thought, answer)
+    parting = ReasoningSplitter(opened)
     pieces = [parting.add(text[i : i + size]) for i in range(0, len(text), size)] + [parting.rest()]
     assert tuple(map("".join, zip(*pieces, strict=True))) == (thought, answer)
 

@@ -60,10 +60,10 @@ def test_books_balance_and_every_request_ends(seed):
         _, _, prefill, decode = run(engine, requests, check=True)
         hits = engine.hits
         preemptions = getattr(hits, "preemptions", 0)
-        assert hits.asked == sum(request.rows for request in requests)
+        assert hits.tokens == sum(request.rows for request in requests)
         assert prefill == hits.computed >= unique_rows(requests)
         if not preemptions:
-            assert hits.first_admission + hits.in_step + hits.computed == hits.asked
+            assert hits.first_admission + hits.in_step + hits.computed == hits.tokens
             assert decode == sum(request.output - 1 for request in requests)
 
 
@@ -87,7 +87,7 @@ def test_blocks_count_what_is_structurally_possible():
     run(in_order, sorted(requests, key=lambda request: request.path))
     rates = in_order.hits.rates()
     assert rates["first_admission"] + rates["in_step"] == pytest.approx(0.5 * (1 - 160 / 800), abs=0.002)
-    assert shuffled.hits.first_admission + shuffled.hits.in_step < 0.15 * shuffled.hits.asked
+    assert shuffled.hits.first_admission + shuffled.hits.in_step < 0.15 * shuffled.hits.tokens
     assert rates["vllm"] > 0.4  # it counts look-ups of those that were preempted, and of those that did not fit
     off = BlockEngine(COST, caching=False)
     run(off, requests[:100])

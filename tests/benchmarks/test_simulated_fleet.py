@@ -23,7 +23,7 @@ from prefold.cluster.router import POLICIES, Speed
 from prefold.simulate.cases import ENGINES, FEEDERS, Setup, run_setup
 from prefold.simulate.costs import StepCost, machine_named, model_named
 from prefold.simulate.engines import RowEngine
-from prefold.simulate.fleet import Lists, Replica, Streamed, run_fleet
+from prefold.simulate.fleet import ListFeeder, Replica, StreamFeeder, run_fleet
 from prefold.simulate.requests import prefix_repetition, shared_rows
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
@@ -34,7 +34,7 @@ MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
 def test_every_request_ends_once_and_time_adds_up(engine, feeder):
     requests = prefix_repetition(240, prefixes=12, prefix=128, suffix=64, output=16)
     run = run_setup(Setup(MACHINE, MODEL, replicas=3, engine=engine, feeder=feeder, load=2.0), requests)
-    assert run.requests == 240 and run.hits.asked == 240 * 192 and run.hits.computed >= unique_rows(requests)
+    assert run.requests == 240 and run.hits.tokens == 240 * 192 and run.hits.computed >= unique_rows(requests)
     assert run.busy + sum(run.idle.values()) == pytest.approx(3 * run.seconds, rel=1e-6)
 
 
@@ -51,7 +51,7 @@ def test_what_is_given_may_come_late():
     requests = [replace(request, output=1 + request.key % 8) for request in some]  # they do not end together
     found = []
     for delay in (0.0, 0.001, 2.0):
-        feeder = Lists([requests], in_flight=20)
+        feeder = ListFeeder([requests], in_flight=20)
         driver = Driver(delay) if delay else None
         found.append(run_driven([Replica(lambda: RowEngine(StepCost(MACHINE, MODEL)))], feeder, driver=driver))
     at_once, soon, late = found
@@ -65,7 +65,7 @@ def test_what_is_given_may_come_late():
 def test_what_is_idle_begins_with_the_first_lease_that_comes():
     """Four leases of one request each: together they are one step, one after the other the first is a step alone."""
 
-    class OneByOne(Lists):
+    class OneByOne(ListFeeder):
         def give(self, now):
             return [(replica, [one]) for replica, some in super().give(now) for one in some]
 
@@ -84,19 +84,19 @@ def test_a_replica_that_works_alone_is_faster():
     parts, ended = (requests[:10], requests[10:]), []
     for alone in (1.0, 0.5):
         replicas = [Replica(lambda: RowEngine(StepCost(MACHINE, MODEL)))] * 2
-        run = run_driven(replicas, Lists(parts), alone=alone)
+        run = run_driven(replicas, ListFeeder(parts), alone=alone)
         ended.append(run.ended_at)
         assert run.busy == pytest.approx(sum(run.ended_at))
     together, rest = ended[0][0], ended[0][1] - ended[0][0]
     assert ended[1][0] == together and ended[1][1] == pytest.approx(together + rest / 2, rel=0.15)
-    only = [run_driven(replicas[:1], Lists([requests]), alone=alone).seconds for alone in (1.0, 0.5)]
+    only = [run_driven(replicas[:1], ListFeeder([requests]), alone=alone).seconds for alone in (1.0, 0.5)]
     assert only[1] == pytest.approx(only[0] / 2)
 
 
 def test_a_driver_looks_what_it_may_give_after_every_step():
     looks = []
 
-    class Looked(Lists):
+    class Looked(ListFeeder):
         def give(self, now):
             looks.append(now)
             return super().give(now)
@@ -112,7 +112,7 @@ def test_a_fleet_learns_how_fast_its_replicas_are_and_how_much_they_hold():
     engine = ScheduledEngine(cost, slots=700, reports=True)
     told = []
     for learns in (True, False, True):
-        feeder = Streamed(cost, count=60, slots=700, requests=requests, learns=learns)
+        feeder = StreamFeeder(cost, count=60, slots=700, requests=requests, learns=learns)
         feeder.joined(0, engine, 0.0)
         told.append(feeder.router.load(0).speed)
         assert feeder.router._members[0].capacity == 700
@@ -123,12 +123,12 @@ def test_an_engine_that_begins_anew_tells_what_it_holds_and_counts_from_nothing(
     cost, requests = StepCost(MACHINE, MODEL), prefix_repetition(20, prefixes=4, prefix=64, suffix=32, output=4)
     engine, found = ScheduledEngine(cost, slots=3000, reports=True), []
     for _ in range(2):
-        feeder = Streamed(cost, count=20, slots=3000, requests=requests)
+        feeder = StreamFeeder(cost, count=20, slots=3000, requests=requests)
         found.append(run_fleet([Replica(engine.begin)], feeder))
         held = sum(place.stop - place.start for place, _ in feeder.router._members[0].runs.values())
         assert held == unique_rows(requests) + 20 * 3, "rows of outputs are held too, but for the last"
     first, again = found
-    assert first.hits.computed == unique_rows(requests) and first.hits.asked == again.hits.asked == 20 * 96
+    assert first.hits.computed == unique_rows(requests) and first.hits.tokens == again.hits.tokens == 20 * 96
     assert again.hits.computed == 20, "the last token of each prompt, for its logits"
 
 

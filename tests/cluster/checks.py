@@ -99,7 +99,7 @@ def _unsent(source: Source, sent: set[int]) -> list[int]:
         check_router(source.router)
         source.window.check()
         assert {source._prompts[number].key for number in sent} == set(source.router.in_flight)
-        unsent = [*(waiting.payload for waiting in source.window.waiting()), *source._late]
+        unsent = [*(waiting.payload for waiting in source.window.waiting()), *source._queued]
         return [number for prompt in unsent for number in prompt.unanswered]
     assert isinstance(source, OfflineSource)
     segments = [*source._free, *(one.segment for one in source._replicas.values() if one.segment is not None)]

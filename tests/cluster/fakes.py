@@ -108,9 +108,9 @@ class ThreadReplicas(Replicas):
         if (host := self.hosts.get(name)) is not None:
             host.end()
 
-    def retell(self, name):
+    def report_anew(self, name):
         if name in self.hosts:
-            self.hosts[name].retell()
+            self.hosts[name].report_anew()
 
     def kill(self, name):
         self.lose(name, "killed")

@@ -55,7 +55,7 @@ def test_nobody_is_lost_and_nobody_goes_twice(seed, policy):
         d.window.check()
         check_router(d.router)
         has_room = any(d.room(replica) > 0 for replica in "abc")
-        assert not has_room or len(d.window) == 0 or now - d.window.next_pressed() < 0
+        assert not has_room or len(d.window) == 0 or now - d.window.next_deadline() < 0
         for one in list(d.router.in_flight):
             if rng.random() < 0.4:
                 d.router.end(one, output_rows=int(rng.integers(1, 9)))

@@ -384,7 +384,7 @@ def test_streams_on_real_engines(tmp_path, kind, lose):
     run = fleet.run(LiveInput(feed, 4000), Readout(kind))
     found = {int.from_bytes(tag, "little"): answer for tag, answer in run}
     fleet.close()
-    assert bool(held) == (kind != "mean") and bool(fleet.retold) == bool(lose and held)
+    assert bool(held) == (kind != "mean") and bool(fleet.re_reported) == bool(lose and held)
     with Spool() as spool:
         for place_, text in enumerate(texts):
             tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -462,17 +462,17 @@ def reported(facts):
     run = FleetRun(fleet, LiveInput(Feed(), 1000), RunCall(Readout("tokens")), None)
     fleet.ready["a"], run._work["a"] = facts, fleet_module._Work(measured_at=100.0)
     run.book.join("a", facts, 100.0)
-    replicas.retold = []
-    replicas.retell = replicas.retold.append
+    replicas.re_reported = []
+    replicas.report_anew = replicas.re_reported.append
     return run, fleet, replicas
 
 
 def test_a_replica_whose_events_do_not_follow_is_asked_to_tell_anew():
     run, fleet, replicas = reported(ReplicaFacts(reports_cache=True))
     run._tell_router("a", ReplicaReport(events=CacheEvents(0, 0, (Cleared(),))), 101.0)
-    assert not replicas.retold
+    assert not replicas.re_reported
     run._tell_router("a", ReplicaReport(events=CacheEvents(0, 5, (Removed(1),))), 102.0)
-    assert replicas.retold == ["a"] and fleet.retold == 1
+    assert replicas.re_reported == ["a"] and fleet.re_reported == 1
     fleet.close()
 
 

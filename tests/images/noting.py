@@ -8,7 +8,7 @@ from generating import AtOnce
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.meter import Meter
 from prefold.images.config import TowerConfig
-from prefold.images.desk import ImageDesk
+from prefold.images.scheduler import ImageScheduler
 from prefold.images.steps import DropImages, Encoded, EncodeImage, ImageFacts
 from prefold.images.table import MediaTable
 from prefold.prefix import MEDIA_BASE
@@ -67,14 +67,14 @@ class Ticket:
         self.result = lambda: result
 
 
-def desk_of(memory: int = 1000) -> tuple[ImageDesk, Noting, MediaTable, Meter]:
+def desk_of(memory: int = 1000) -> tuple[ImageScheduler, Noting, MediaTable, Meter]:
     worker, table, meter = Noting(), MediaTable(), Meter()
-    desk = ImageDesk(worker, table, memory, meter)
+    desk = ImageScheduler(worker, table, memory, meter)
     desk._pool = AtOnce()
     return desk, worker, table, meter
 
 
-def finish(desk: ImageDesk):
+def finish(desk: ImageScheduler):
     """Runs the tower for all that is wanted, or until it fails."""
     for _ in range(4 * PIECES):
         failed = desk.advance(100.0)

@@ -15,7 +15,7 @@ import pytest
 from tiny_vision import drawing
 
 from prefold.errors import InputError
-from prefold.images.decode import Allowance, Decoder, Limits, image_of
+from prefold.images.decode import DecodeBudget, Decoder, Limits, image_of
 
 PICTURE = PIL.Image.fromarray(drawing(0, 23, 37))
 
@@ -215,10 +215,10 @@ def test_an_interrupt_leaves_no_answer_for_the_next_file(monkeypatch, read):
 def test_files_of_an_item_have_an_allowance_together():
     data = file_of(PICTURE, "PNG")
     with Decoder() as decoder:
-        allowance = Allowance(20)
+        allowance = DecodeBudget(20)
         decoder.decode(data, "a", allowance)
-        assert 0 < allowance.left < 20
-        allowance = Allowance(1)
+        assert 0 < allowance.seconds_left < 20
+        allowance = DecodeBudget(1)
         decoder.decode(data, "a", allowance)
         os.kill(decoder._helper.process.pid, signal.SIGSTOP)
         with pytest.raises(InputError, match=r"'b' and the images before it could not be decoded in 1 s") as caught:
@@ -226,12 +226,12 @@ def test_files_of_an_item_have_an_allowance_together():
         assert caught.value.code == "image_too_large"
         with pytest.raises(InputError, match="'c' and the images before it"):
             decoder.decode(data, "c", allowance)
-        decoder.decode(data, "another item's", Allowance(20))
+        decoder.decode(data, "another item's", DecodeBudget(20))
     with Decoder(Limits(seconds=1)) as decoder:
         decoder.decode(data)
         os.kill(decoder._helper.process.pid, signal.SIGSTOP)
         with pytest.raises(InputError, match=r"'a' could not be decoded in 1 s"):
-            decoder.decode(data, "a", Allowance(1))
+            decoder.decode(data, "a", DecodeBudget(1))
 
 
 def test_nothing_is_decoded_where_nothing_is_left_of_the_allowance(monkeypatch):
@@ -239,7 +239,7 @@ def test_nothing_is_decoded_where_nothing_is_left_of_the_allowance(monkeypatch):
     with Decoder() as decoder:
         monkeypatch.setattr(decoder._helper, "ask", lambda *_: pytest.fail("the process was asked"))
         with pytest.raises(InputError, match="'c' and the images before it"):
-            decoder.decode(file_of(PICTURE, "PNG"), "c", Allowance(0))
+            decoder.decode(file_of(PICTURE, "PNG"), "c", DecodeBudget(0))
 
 
 def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):

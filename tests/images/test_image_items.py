@@ -19,7 +19,7 @@ from tiny_vision import FAMILIES, IMAGE_TOKENS, PLACEHOLDER, drawing, tiny_visio
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
 from prefold.images.decode import Decoded, Image
-from prefold.images.items import FILES, ImageInputs, Recent, recent_images
+from prefold.images.items import FILES, ImageInputs, LRUCache, image_cache
 from prefold.images.processor import load_processor
 from prefold.images.reading import Reader
 from prefold.images.table import MediaTable
@@ -362,7 +362,7 @@ def test_a_file_that_comes_again_is_decoded_once(made, tmp_path, monkeypatch, ki
     not learn what another has sent."""
     task, images = made("score")
     files, decoded = [file_of(PIL.Image.fromarray(drawing(60 + i, 20, 20))) for i in range(3)], []
-    images = replace(images, files=Recent(FILES))
+    images = replace(images, files=LRUCache(FILES))
     task.inputs = replace(task.inputs, images=images)
     decode = images.reader.decoder.decode
     monkeypatch.setattr(images.reader.decoder, "decode", lambda *given: decoded.append(given) or decode(*given))
@@ -390,7 +390,7 @@ def test_a_file_that_comes_again_is_decoded_once(made, tmp_path, monkeypatch, ki
 def test_files_in_items_are_held_in_bounded_memory(made, tmp_path, monkeypatch):
     """Those of all requests of a job wait for the tower, however large they are."""
     task, images = made("embed")
-    images = replace(images, shelf=BlobStore(1 << 20, tmp_path), recent=recent_images(1 << 20))
+    images = replace(images, blobs=BlobStore(1 << 20, tmp_path), recent=image_cache(1 << 20))
     task.inputs = replace(task.inputs, images=images)
     decoder = SimpleNamespace(decode=lambda data, *given: Decoded(Image(drawing(data[0], 8, 8)), False))
     task.inputs = replace(task.inputs, images=replace(images, reader=Reader(decoder)))
@@ -408,20 +408,20 @@ def test_files_in_items_are_held_in_bounded_memory(made, tmp_path, monkeypatch):
         assert tracemalloc.get_traced_memory()[0] < 6 << 20
     finally:
         tracemalloc.stop()
-    shelf = images.shelf
-    assert 18 <= shelf._end // (2 << 20) <= 20 and not any(shelf._free.values()), "each takes a power of two"
+    blobs = images.blobs
+    assert 18 <= blobs._end // (2 << 20) <= 20 and not any(blobs._free.values()), "each takes a power of two"
     (window,) = spool.windows(max_tokens=1 << 20)
     media = images.table.find(window.tokens[window.tokens >= MEDIA_BASE])
     assert len(media) == 20 and all(medium.load().shape[1] == 3 for medium in media)
     spool.close()
     del media, window
     gc.collect()
-    assert len(shelf._free[2 << 20]) == shelf._end // (2 << 20)
+    assert len(blobs._free[2 << 20]) == blobs._end // (2 << 20)
 
 
 def test_what_is_held_of_recent_images():
     one, two, three = (Image(drawing(i, 10, 10)) for i in range(3))
-    recent = recent_images(2 * 300)
+    recent = image_cache(2 * 300)
     for image in (one, two, one, three):  # `two` was put longest ago
         recent.put(image.digest, image)
         large = Image(drawing(3, 100, 100))
@@ -461,7 +461,7 @@ def test_images_of_another_namespace_have_ids_of_their_own(made, family):
     item = {"messages": [{"role": "user", "content": content}], "salt": "s"}
     (request,) = task.prepare([item])[0].requests
     theirs = copy(task)
-    theirs.inputs = replace(task.inputs, images=images.for_strangers(namespace="tenant"))
+    theirs.inputs = replace(task.inputs, images=images.for_clients(namespace="tenant"))
     (other,) = theirs.prepare([item])[0].requests
     assert {medium.salt for medium in request.media} == {"s"} and {m.salt for m in other.media} == {"tenant/s"}
     assert with_tokens(other.tokens, images) == with_tokens(request.tokens, images)

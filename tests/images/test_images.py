@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from generating import AtOnce, engine_of, generate, image_desk, tokens_of
+from generating import AtOnce, engine_of, generate, image_scheduler, tokens_of
 from running import run
 from tiny_vision import drawing, tiny_vision, vision_reference
 
@@ -73,7 +73,7 @@ class Case:
         for number in prompt.images:
             image = self.images[number]
             media.append(
-                image_desk(engine).media.medium(
+                image_scheduler(engine).media.medium(
                     processor.key(image.digest),
                     tiles=processor.layout(image.height, image.width).tiles,
                     rows_per_tile=processor.rows_per_tile,
@@ -222,8 +222,8 @@ def test_warm_cache(case):
     assert tokens_of(generate(engine, found.asked(engine, asked), window=20)) == greedy
     before, runs = engine.stats.generation.prefill_rows, engine.stats.tower_runs
     assert runs == 5
-    image_desk(engine).clear()
-    assert not image_desk(engine).bytes_held
+    image_scheduler(engine).clear()
+    assert not image_scheduler(engine).bytes_held
     assert tokens_of(generate(engine, found.asked(engine, asked[:7]))) == greedy[:7]
     assert engine.stats.tower_runs == runs, "an image whose rows are cached is not encoded"
     assert engine.stats.generation.prefill_rows - before == 7, "the last row of each"
@@ -347,11 +347,11 @@ def test_others_generate_while_the_tower_runs(case, tmp_path):
     requests = found.asked(engine, [seen, Prompt([*seen.parts, [7]])])
     for name, request in zip(("image", "same image"), requests, strict=True):
         engine.generator.add(request, None, lambda answer, name=name: told.__setitem__(name, answer))
-    image_desk(engine)._pool = AtOnce()
+    image_scheduler(engine)._pool = AtOnce()
     steps = 0
     with pytest.MonkeyPatch.context() as patch:
         # As of a large one: a piece of work at a time, of two a layer.
-        patch.setattr(image_desk(engine), "_stop", lambda run, seconds, idle: run.done + 1)
+        patch.setattr(image_scheduler(engine), "_stop", lambda run, seconds, idle: run.done + 1)
         while not engine.stats.tower_runs:
             before = engine.stats.generation.decode_rows
             assert engine.generator.step()
@@ -369,7 +369,7 @@ def test_from_several_threads(case):
     """Streams and texts on one engine, with room for the rows of one image beside those in use."""
     found, asked, hidden, greedy, tolerance = case
     engine = engine_of(found.llm, rows=40, kv_memory=1 << 22)
-    image_desk(engine)._memory = 40 * found.llm.engine.worker.facts.of(ImageFacts).row_bytes
+    image_scheduler(engine)._memory = 40 * found.llm.engine.worker.facts.of(ImageFacts).row_bytes
     failures: list[BaseException] = []
 
     def read():
@@ -392,7 +392,7 @@ def test_from_several_threads(case):
         assert tokens_of(generate(engine, found.asked(engine, asked))) == greedy
     thread.join()
     assert not failures, failures
-    assert image_desk(engine).bytes_held <= image_desk(engine)._memory + 5 * 40 * 4 * 36
+    assert image_scheduler(engine).bytes_held <= image_scheduler(engine)._memory + 5 * 40 * 4 * 36
 
 
 def test_steps_too_small_for_an_image_are_refused(case):

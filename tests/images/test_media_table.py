@@ -57,7 +57,7 @@ def test_ids_of_tiles_and_of_neighbours(span):
 
 def test_ids_are_free_when_nobody_holds_them():
     table, tree = MediaTable(), RadixTree()
-    table.watch(tree)
+    table.add_tree(tree)
     held, in_tree, gone = (take(table, key) for key in (b"held", b"in the tree", b"gone"))
     ids = {key: medium.ids.copy() for key, medium in (("held", held), ("tree", in_tree), ("gone", gone))}
     node = tree.insert((), np.concatenate(([1, 2], in_tree.ids, [3])).astype(np.int32))
@@ -76,7 +76,7 @@ def test_ids_are_free_when_nobody_holds_them():
     assert len(table) == 2 and held.ids.tolist() == ids["held"].tolist()
     # What only the store of a tower's results has.
     store = Held([int(fresh.ids[0])])
-    table.keep_for(store)
+    table.add_store(store)
     del fresh
     gc.collect()
     table.sweep()
@@ -115,7 +115,7 @@ def test_what_is_not_held_is_not_found():
 def test_many_threads():
     """Media come and go; at any time those that are held have ids that differ."""
     table, tree = MediaTable(), RadixTree()
-    table.watch(tree)
+    table.add_tree(tree)
     failures = []
 
     def work(seed):

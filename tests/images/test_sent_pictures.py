@@ -18,7 +18,7 @@ from prefold.cluster.replicas import RunCall, tag_of
 from prefold.errors import InputError
 from prefold.images.decode import Image
 from prefold.images.items import ImageInputs
-from prefold.images.sending import HeldPictures, SentPicture, SentPictures
+from prefold.images.sending import ReplicaImages, SentImage, SentImages
 from prefold.images.table import MediaTable
 from prefold.prefix import MEDIA_BASE
 from prefold.stream import Feed, LiveInput, Spool
@@ -173,7 +173,7 @@ def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
     requests = requests_of(one, table, "tokens", pictures(3), count=6)
     how = {"tiles": 1, "rows_per_tile": 5, "span": processor.span, "load": lambda: None}
     taken = [one.images.table.medium(bytes([k]), **how) for k in range(3)]
-    sent = SentPictures(table)
+    sent = SentImages(table)
     spool = Spool()
     for request in requests:
         spool.add(request, b"")
@@ -181,7 +181,7 @@ def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
     window = replace(window, tags=[tag_of(1, place) for place in range(6)])
     (window,), found, gone = sent.send("a", [window])
     assert len(found) == 3 and not gone and sent.send("a", [window])[1] == []
-    held = HeldPictures(one.images.table, processor)
+    held = ReplicaImages(one.images.table, processor)
     held.hold(found, [])
     own = held.own(window)
     is_row = window.tokens >= MEDIA_BASE
@@ -190,7 +190,7 @@ def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
     assert (own.tokens != window.tokens)[is_row].all() and (own.tokens == window.tokens)[~is_row].all()
     assert len(own.media) == 3
     events = CacheEvents(0, 0, (Cleared(), RowsStored(1, None, own.tokens)))
-    assert np.array_equal(held.told(events).events[1].tokens, window.tokens)
+    assert np.array_equal(held.translated(events).events[1].tokens, window.tokens)
     spool.close()
 
 
@@ -198,7 +198,7 @@ def test_a_new_run_begins_without_images(llms):
     one = llms[0]
     host = ReplicaHost(one, facts_of(one))
     ids = np.arange(one.images.processor.rows_per_tile, dtype=np.int32) + MEDIA_BASE
-    host.hold([SentPicture(b"key", "", ids, pictures(1)[0].pixels)], [])
+    host.hold([SentImage(b"key", "", ids, pictures(1)[0].pixels)], [])
     host.begin(RunCall(Readout("last")))
     assert not host._pictures._media and not host._pictures._theirs
     host.close()

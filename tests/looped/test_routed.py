@@ -15,7 +15,7 @@ from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
 from prefold.looped.config import Routing
-from prefold.looped.gates import Gate, Seen, choose, mixture
+from prefold.looped.gates import Gate, VisitOutputs, choose, mixture
 from prefold.looped.model import LoopedLM
 from prefold.looped.train import routed, routed_logprobs, whole_sequences
 from prefold.model import config_from, load_model
@@ -161,7 +161,7 @@ def test_a_gate_at_rows_whose_first_visit_it_is_among_others():
     torch.manual_seed(0)
     gate = Gate(8, "features", device=torch.device("cpu"))
     hidden, logits = torch.randn(6, 8), torch.randn(6, 30)
-    before = Seen(torch.randn(6, 8), logits.argmax(-1))
+    before = VisitOutputs(torch.randn(6, 8), logits.argmax(-1))
     first = torch.tensor([True, False, False, True, False, True])
     found, seen = gate.features(hidden, logits, before, first)
     alone, others = gate.features(hidden, logits, None)[0], gate.features(hidden, logits, before)[0]

@@ -10,7 +10,7 @@ from visit_traces import FakeWorker, check_alone, run_step
 from prefold.cache import CacheOptions, CacheReporter, SlotPool
 from prefold.looped.cache import VisitNode
 from prefold.looped.scheduler import VisitOptions, VisitScheduler
-from prefold.looped.sequence import Decided
+from prefold.looped.sequence import ExitRecord
 from prefold.schedule.admission import StepLimits
 from prefold.schedule.fair import FairAdmission
 from prefold.types import Exits, Owner
@@ -25,11 +25,11 @@ def fair(decided: dict, **how) -> VisitScheduler:
     scheduler.admit_by(FairAdmission())
     prompt = np.array(PROMPT, np.int32)
     for key in ("batch", "other"):
-        decided[key] = Decided()
-        scheduler.submit(key, prompt, limit=6, owner=Owner(is_batch=True), decided=decided[key])
+        decided[key] = ExitRecord()
+        scheduler.submit(key, prompt, limit=6, owner=Owner(is_batch=True), exit_record=decided[key])
         scheduler.admit()
-    decided["live"] = Decided()
-    scheduler.submit("live", prompt[::-1].copy(), limit=6, decided=decided["live"])
+    decided["live"] = ExitRecord()
+    scheduler.submit("live", prompt[::-1].copy(), limit=6, exit_record=decided["live"])
     return scheduler
 
 
@@ -142,11 +142,11 @@ def test_visits_of_a_route_that_nobody_takes_any_more_make_room(order):
     that memory is too small."""
     scheduler, worker, ended, failed = cached(100), FakeWorker(2), {}, []
     reporter = CacheReporter(scheduler.tree)
-    prompt, decided = np.array([0, 1, 2] * 4, np.int32), {"runs": Decided(), "other": Decided()}
+    prompt, decided = np.array([0, 1, 2] * 4, np.int32), {"runs": ExitRecord(), "other": ExitRecord()}
     rules = {"runs": Exits(1.0, route=(0, 1, 0)), "other": Exits(1.0, route=(1, 1, 0))}
     limits = {"runs": 20, "other": 1}
     for key in order:
-        scheduler.submit(key, prompt, limit=limits[key], reserve=False, exits=rules[key], decided=decided[key])
+        scheduler.submit(key, prompt, limit=limits[key], reserve=False, exits=rules[key], exit_record=decided[key])
         while key == "other" and (key, 0) not in ended:
             run_step(scheduler, worker, ended, failed)
         run_step(scheduler, worker, ended, failed)

@@ -16,7 +16,7 @@ from prefold.errors import InputError
 from prefold.looped import scheduler as scheduling
 from prefold.looped.decode import Decoding
 from prefold.looped.scheduler import VisitOptions, VisitScheduler
-from prefold.looped.sequence import Decided, Routed
+from prefold.looped.sequence import ExitRecord, LoopedSequence
 from prefold.types import Exits, Share
 
 ORDERS = [(0, 1, 0, 1), (0, 0, 0), (1, 0, 1), (0, 1, 2, 0)]
@@ -62,10 +62,10 @@ def run_trace(trace, on_end=check_alone) -> VisitScheduler:
         if what == "s":
             prompt = rng.integers(0, 2, rng.integers(1, 7)).astype(np.int32)
             exits, limit, samples = rules[rng.integers(len(rules))], int(rng.integers(1, 6)), int(rng.integers(1, 3))
-            decided = Decided()
+            decided = ExitRecord()
             try:
                 scheduler.submit(
-                    number, prompt, limit=limit, samples=samples, reserve=reserve, exits=exits, decided=decided
+                    number, prompt, limit=limit, samples=samples, reserve=reserve, exits=exits, exit_record=decided
                 )
             except InputError:
                 assert (len(prompt) + (limit - 1) * reserve) * (len(visits.order) + 2) > slots
@@ -112,9 +112,9 @@ def test_many_traces(trace):
 def shared(visits: VisitOptions, rules: list[Exits], prompts: list[list[int]], limit: int = 3, **how) -> VisitScheduler:
     """Runs these prompts, the i-th with the i-th rule; each must give what it gives alone."""
     scheduler = VisitScheduler(SlotPool(2000), visits, **{"max_batch_rows": 64, "max_running": 16} | how)
-    worker, ended, decided = FakeWorker(visits.blocks), {}, [Decided() for _ in rules]
+    worker, ended, decided = FakeWorker(visits.blocks), {}, [ExitRecord() for _ in rules]
     for number, (prompt, exits) in enumerate(zip(prompts, rules, strict=True)):
-        scheduler.submit(number, np.array(prompt, np.int32), limit=limit, exits=exits, decided=decided[number])
+        scheduler.submit(number, np.array(prompt, np.int32), limit=limit, exits=exits, exit_record=decided[number])
     while scheduler.has_work:
         run_step(scheduler, worker, ended, [])
     for number, (prompt, exits) in enumerate(zip(prompts, rules, strict=True)):
@@ -172,7 +172,7 @@ def test_without_the_route_prefix_routes_collide(key, monkeypatch):
         for node in self.nodes():
             node.visit(prefix).users += 1
 
-    monkeypatch.setattr(Routed, "go_on", go_on)
+    monkeypatch.setattr(LoopedSequence, "go_on", go_on)
     with pytest.raises((AssertionError, KeyError, ValueError)):
         shared(VISITS, rules, [PROMPT] * 3)
 
@@ -249,11 +249,11 @@ def test_prompts_and_rows_that_are_generated_go_together(step_visits):
     """A step has rows of prompts beside those of sequences that generate, where both go to one block next."""
     visits = VisitOptions((0, 1, 0, 1), 2, step_visits=step_visits)
     scheduler = VisitScheduler(SlotPool(5000), visits, max_batch_rows=16, max_running=16)
-    worker, ended, together, decided = FakeWorker(2), {}, 0, [Decided() for _ in range(6)]
+    worker, ended, together, decided = FakeWorker(2), {}, 0, [ExitRecord() for _ in range(6)]
     prompts = [[number, *range(7)] for number in range(6)]
     for number, prompt in enumerate(prompts):
         tokens = np.array(prompt, np.int32)
-        scheduler.submit(number, tokens, limit=20, exits=Exits(0.3, 2), decided=decided[number])
+        scheduler.submit(number, tokens, limit=20, exits=Exits(0.3, 2), exit_record=decided[number])
     while scheduler.has_work:
         scheduler.admit()
         step = scheduler.plan()
@@ -282,9 +282,9 @@ def test_rows_make_several_visits_in_a_step(refill):
             return done
 
     scheduler = Watched(SlotPool(2000), visits, max_batch_rows=64, max_running=16)
-    worker, ended, decided = FakeWorker(1), {}, [Decided() for _ in rules]
+    worker, ended, decided = FakeWorker(1), {}, [ExitRecord() for _ in rules]
     for number, (prompt, exits) in enumerate(zip(prompts, rules, strict=True)):
-        scheduler.submit(number, np.array(prompt, np.int32), limit=limit, exits=exits, decided=decided[number])
+        scheduler.submit(number, np.array(prompt, np.int32), limit=limit, exits=exits, exit_record=decided[number])
     while scheduler.has_work:
         run_step(scheduler, worker, ended, [])
     for number, (prompt, exits) in enumerate(zip(prompts, rules, strict=True)):
@@ -298,10 +298,10 @@ def test_a_step_that_is_not_run_keeps_nothing(how):
     """Slots for visits that rows perhaps do not make are given back where another step is run in its place."""
     visits = VisitOptions((0, 1, 0, 1), 2, step_visits=8)
     scheduler = VisitScheduler(SlotPool(2000), visits, max_batch_rows=64, max_running=8)
-    worker, ended, decided = FakeWorker(2), {}, [Decided() for _ in range(4)]
+    worker, ended, decided = FakeWorker(2), {}, [ExitRecord() for _ in range(4)]
     for number in range(3):
         prompt = np.array([number % 2, 1, 0], np.int32)
-        scheduler.submit(number, prompt, limit=9, exits=Exits(0.5, 2), decided=decided[number])
+        scheduler.submit(number, prompt, limit=9, exits=Exits(0.5, 2), exit_record=decided[number])
     scheduler.admit()
     while (step := scheduler.plan()).message.rounds is None:
         run_step(scheduler, worker, ended, [])
@@ -313,7 +313,7 @@ def test_a_step_that_is_not_run_keeps_nothing(how):
         check_visits(scheduler)
         assert scheduler.pool.used_slots < used
     else:
-        scheduler.submit(3, np.array([1, 1], np.int32), limit=9, exits=Exits(0.5, 2), decided=decided[3])
+        scheduler.submit(3, np.array([1, 1], np.int32), limit=9, exits=Exits(0.5, 2), exit_record=decided[3])
     while scheduler.has_work:
         run_step(scheduler, worker, ended, [])
     for number in range(2 if how == "cancel" else 4):
@@ -331,10 +331,10 @@ def test_tails_grow():
 def test_steps_that_become_smaller():
     """Where a step may have fewer rows than sequences run, those who waited longest have them."""
     scheduler = VisitScheduler(SlotPool(2000), VISITS, max_batch_rows=64, max_running=8)
-    worker, ended, decided = FakeWorker(2), {}, [Decided() for _ in range(8)]
+    worker, ended, decided = FakeWorker(2), {}, [ExitRecord() for _ in range(8)]
     for number in range(8):
         prompt = np.array([number % 2, 1, number % 3], np.int32)
-        scheduler.submit(number, prompt, limit=9, exits=Exits(0.4, 2), decided=decided[number])
+        scheduler.submit(number, prompt, limit=9, exits=Exits(0.4, 2), exit_record=decided[number])
     longest = 0
     while len(ended) < 8:
         scheduler.max_batch_rows = 3 if all(one.ready for one in scheduler.running) else 64
@@ -349,14 +349,14 @@ def test_what_was_decided_is_taken_again():
     """A request that comes back with its tokens takes the same route and leaves after the same visits."""
     visits = VisitOptions((0, 1, 0, 1), 2, routed=True)
     scheduler = VisitScheduler(SlotPool(500), visits, max_batch_rows=16, max_running=4)
-    worker, ended, decided, prompt = FakeWorker(2), {}, Decided(), np.array(PROMPT, np.int32)
-    scheduler.submit("a", prompt, limit=6, exits=Exits(0.4), decided=decided)
+    worker, ended, decided, prompt = FakeWorker(2), {}, ExitRecord(), np.array(PROMPT, np.int32)
+    scheduler.submit("a", prompt, limit=6, exits=Exits(0.4), exit_record=decided)
     while scheduler.has_work and len(decided.tails.get(0, ())) < 3:
         run_step(scheduler, worker, ended, [])
     (sequence,) = scheduler.running
     made, route, tails = list(sequence.tokens), decided.route, list(decided.tails[0])
     scheduler.clear()
-    scheduler.submit("a", prompt, limit=6, exits=Exits(0.4), decided=decided, made={0: made})
+    scheduler.submit("a", prompt, limit=6, exits=Exits(0.4), exit_record=decided, outputs={0: made})
     while scheduler.has_work:
         run_step(scheduler, worker, ended, [])
     assert decided.route == route and decided.tails[0][: len(tails)] == tails

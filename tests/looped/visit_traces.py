@@ -13,7 +13,7 @@ from visit_books import check_visits
 
 from prefold.looped.layout import VisitPlan
 from prefold.looped.scheduler import VisitOptions, VisitScheduler
-from prefold.looped.sequence import Decided, Routed
+from prefold.looped.sequence import ExitRecord, LoopedSequence
 from prefold.looped.steps import CODA, DECIDES, LEAVES, PRELUDE, VisitResult, VisitStep
 from prefold.schedule.admission import NO_LIMITS, StepLimits
 from prefold.types import Exits
@@ -85,7 +85,7 @@ class FakeWorker:
         found = np.array(blocks, np.int64).reshape(-1, 1)
         return VisitResult(np.array(tokens, np.int64), left=left, taken=taken, blocks=found), tokens
 
-    def _visited(self, message: VisitStep, block: int, query: int, sequence: Routed | None) -> tuple[int, bool]:
+    def _visited(self, message: VisitStep, block: int, query: int, sequence: LoopedSequence | None) -> tuple[int, bool]:
         """Returns the state after a query's visit, and whether its row leaves."""
         seen = self._seen(message, query)
         position, slot = int(message.positions[query]), int(message.slots[query])
@@ -137,7 +137,7 @@ class FakeWorker:
                 message.read_rows[message.reads].tolist(), taken.tolist(), step.consumers, strict=True
             )
         ]
-        result = VisitResult(np.array(tokens, np.int64), left=np.array(left), taken=taken, made=np.array(made))
+        result = VisitResult(np.array(tokens, np.int64), left=np.array(left), taken=taken, num_visits=np.array(made))
         return result, tokens
 
     def _seen(self, message: VisitStep, row: int) -> dict[int, int]:
@@ -271,7 +271,9 @@ def run_step(
     return True
 
 
-def check_alone(prompt, sample: int, limit: int, exits: Exits, visits: VisitOptions, tokens, decided: Decided) -> None:
+def check_alone(
+    prompt, sample: int, limit: int, exits: Exits, visits: VisitOptions, tokens, decided: ExitRecord
+) -> None:
     """A request gave what it gives alone: its tokens, its route, and the visits that its rows made."""
     alone = Alone(prompt, sample, limit, exits, visits)
     assert list(decided.route) == alone.route

@@ -331,7 +331,7 @@ def test_what_is_submitted_again_goes_on_from_what_it_made():
     scheduler.check()
     assert not scheduler.has_work and not scheduler.cache.rows and not scheduler.pool.used_slots
     wanted = {sample: expected(prompt, sample, 7, lambda path, sample: False) for sample in range(3)}
-    scheduler.submit("a", prompt, limit=7, made={0: wanted[0][:4], 2: []})
+    scheduler.submit("a", prompt, limit=7, outputs={0: wanted[0][:4], 2: []})
     assert run_to_end(scheduler) == {("a", 0): wanted[0], ("a", 2): wanted[2]}
     assert scheduler.stats.recomputed_rows == 4
 

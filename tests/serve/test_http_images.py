@@ -13,7 +13,7 @@ from dataclasses import replace
 import httpx
 import PIL.Image
 import pytest
-from generating import image_desk
+from generating import image_scheduler
 from serving import serving, until
 from tiny_vision import drawing, tiny_vision
 
@@ -21,7 +21,7 @@ from prefold import LLM
 from prefold.api.body import TaskOrder
 from prefold.cli.model import image_reading
 from prefold.errors import InputError
-from prefold.images.items import recent_images
+from prefold.images.items import image_cache
 from prefold.text.tokenizer import Escaping
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20)])]
@@ -150,7 +150,7 @@ def test_tenants_share_no_images(llm, tmp_path):
 
 def test_one_tenants_image_is_not_read_from_anothers_file(llm, tmp_path, monkeypatch):
     """Though both have the same pixels at the same time. What is kept for each is counted as that tenant's."""
-    monkeypatch.setattr(llm, "images", replace(llm.images, recent=recent_images(0)))
+    monkeypatch.setattr(llm, "images", replace(llm.images, recent=image_cache(0)))
     monkeypatch.setattr(llm, "_tasks", {})
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))
@@ -168,7 +168,7 @@ def test_one_tenants_image_is_not_read_from_anothers_file(llm, tmp_path, monkeyp
             (request,) = works[0].requests
             assert request.media[0].salt == request.salt == f"{namespace}/"
             media.append(request.media[0])
-            assert image_desk(llm.engine)._tenant_of((None, request.salt)) == name
+            assert image_scheduler(llm.engine)._tenant_of((None, request.salt)) == name
         handler._store.drop_content(files[0][1])
         assert media[1].load().shape[1] == 3
         with pytest.raises(InputError, match=files[0][1]):
@@ -180,7 +180,7 @@ def test_uploaded_files(llm, tmp_path, monkeypatch, paths):
     import anthropic
     import openai
 
-    monkeypatch.setattr(llm, "images", llm.images if paths else llm.images.read_by(**image_reading({})))
+    monkeypatch.setattr(llm, "images", llm.images if paths else llm.images.with_reader(**image_reading({})))
     monkeypatch.setattr(llm, "_tasks", {})  # they have the reader of their time
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))

@@ -96,7 +96,7 @@ def test_what_needs_no_engine_is_counted_and_leaves_the_event_loop(server, post,
     def noted(real):
         def call(*arguments, **options):
             seen.append(
-                (threading.current_thread().name.startswith("prefold-prepare"), handler.backpressure.num_preparing)
+                (threading.current_thread().name.startswith("prefold-prepare"), len(handler.backpressure._preparing))
             )
             return real(*arguments, **options)
 

@@ -287,5 +287,5 @@ def test_a_request_that_was_begun_is_not_shifted():
     """With room for one of two requests: the second is preempted, and goes on from rows that are computed."""
     scheduler = scheduler_of()
     ask(scheduler, 0, [*A, *B, 7])
-    scheduler.submit(1, np.array([*C, *B, 9], np.int32), limit=4, shifts=False, made={0: [1, 2]})
+    scheduler.submit(1, np.array([*C, *B, 9], np.int32), limit=4, shifts=False, outputs={0: [1, 2]})
     assert finish(scheduler) == []

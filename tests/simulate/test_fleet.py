@@ -16,7 +16,7 @@ from prefold.errors import InputError
 from prefold.simulate.cases import Setup, run_setup
 from prefold.simulate.costs import StepCost, machine_named, model_named
 from prefold.simulate.engines import RowEngine
-from prefold.simulate.fleet import Lists, Replica, run_fleet
+from prefold.simulate.fleet import ListFeeder, Replica, run_fleet
 from prefold.simulate.requests import SimRequest, prefix_repetition, read_trace, shared_rows
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
@@ -28,7 +28,7 @@ def test_every_request_ends_once_and_time_adds_up(feeder):
     run = run_setup(Setup(MACHINE, MODEL, replicas=3, feeder=feeder, load=2.0), requests)
     assert run.requests == 240 and len(run.waits) == 240
     assert run.prompt_tokens == 240 * 192 and run.output_tokens == 240 * 16
-    assert run.hits.asked == 240 * 192 and run.hits.computed >= unique_rows(requests)
+    assert run.hits.tokens == 240 * 192 and run.hits.computed >= unique_rows(requests)
     assert run.busy + sum(run.idle.values()) == pytest.approx(3 * run.seconds, rel=1e-6)
     assert np.mean(run.use) == pytest.approx(run.busy / (3 * run.seconds), rel=1e-6) and max(run.use) <= 1 + 1e-9
     assert run.idle["load"] == 6.0 and max(run.ended_at) == run.seconds
@@ -63,7 +63,7 @@ def test_prefixes_are_kept_together():
 
 
 def test_feeders_are_told_what_steps_take_on_a_slow_replica():
-    class Told(Lists):
+    class Told(ListFeeder):
         seconds = 0.0
 
         def worked(self, replica, stretch, events, now):

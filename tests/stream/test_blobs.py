@@ -37,7 +37,7 @@ def test_what_the_disk_does_not_take_stays_in_memory(tmp_path, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(TempFile, "write", fill)
         two = store.put(b"45")
-    assert two.read() == b"45" and store._held == 5
+    assert two.read() == b"45" and store._used == 5
     three = store.put(b"6")
     assert three.read() == b"6" and store._end == 4096, "there is room on the disk again, where that was to lie"
     del one, two
@@ -54,7 +54,7 @@ def test_a_blob_may_be_given_up_while_another_is_written(tmp_path, monkeypatch):
         thread = threading.Thread(target=others.clear, daemon=True)
         thread.start()
         thread.join(20)
-        assert not thread.is_alive() and store._held == 0
+        assert not thread.is_alive() and store._used == 0
         write(file, data, place)
 
     monkeypatch.setattr(TempFile, "write", give_up_and_write)

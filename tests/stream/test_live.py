@@ -64,7 +64,7 @@ def test_buckets_are_those_of_the_definition(seed, threshold):
             holders[int(rng.integers(2))] = set("ab"[: rng.integers(3)])
         elif act < 0.6 or window.is_full:
             queue = [None, "a", "b"][rng.integers(3)]
-            bucket = window.pressed(now) or window.largest(queue, grown=bool(rng.integers(2)))
+            bucket = window.overdue(now) or window.largest(queue, grown=bool(rng.integers(2)))
             if bucket is not None:
                 most = int(rng.integers(1, 100)) if rng.random() < 0.5 else None
                 expected = keys_of(window, bucket)
@@ -107,9 +107,9 @@ def test_small_buckets_wait_until_pressed():
     window = LiveWindow(max_tokens=1000, grown_tokens=400, max_age=5.0)
     for i in range(3):
         window.put(i, np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, i]), now=float(i))
-    assert window.largest() is None and window.pressed(4.9) is None
+    assert window.largest() is None and window.overdue(4.9) is None
     assert window.largest(grown=False).requests == 3  # a replica has nothing else to do
-    assert window.next_pressed() == 5.0 and window.pressed(5.0).requests == 3
+    assert window.next_deadline() == 5.0 and window.overdue(5.0).requests == 3
     window.put("long", np.arange(100, 1090), now=6.0)
     assert window.is_full and window.largest().requests == 1
     with pytest.raises(RuntimeError, match="full"):
@@ -152,11 +152,11 @@ def test_a_bucket_is_followed_while_others_leave_and_come():
         window.put(key, np.array([1] * 100 + [10 + key], np.int32), now=0.0)
     bucket = window.largest(grown=False)
     assert len(window.take(bucket, 202)) == 2
-    assert keys_of(window, window.now(bucket)) == {2, 3, 4}
+    assert keys_of(window, window.current(bucket)) == {2, 3, 4}
     window.put("half", np.array([1] * 60 + [9] * 20, np.int32), now=1.0)  # the bucket is now at a place above
-    assert keys_of(window, window.now(bucket)) == {2, 3, 4, "half"}
-    window.take(window.now(bucket))
-    assert window.now(bucket) is None
+    assert keys_of(window, window.current(bucket)) == {2, 3, 4, "half"}
+    window.take(window.current(bucket))
+    assert window.current(bucket) is None
     window.check()
 
 

@@ -11,7 +11,7 @@ from visit_books import check_visits
 
 from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.images.desk import ImageDesk
+from prefold.images.scheduler import ImageScheduler
 from prefold.looped.scheduler import VisitScheduler
 from prefold.stream import Spool
 from prefold.types import Generated, Readout, Request, Sampling
@@ -19,9 +19,9 @@ from prefold.worker.local import LocalWorker
 from prefold.worker.protocol import parts_of
 
 
-def image_desk(engine: ModelEngine) -> ImageDesk:
+def image_scheduler(engine: ModelEngine) -> ImageScheduler:
     """Returns what sees to it that an engine's worker has the rows of images."""
-    return engine.part(ImageDesk)
+    return engine.part(ImageScheduler)
 
 
 def engine_of(
@@ -34,7 +34,7 @@ def engine_of(
     return ModelEngine(
         LocalWorker(llm.model, llm.engine.worker.adapters, parts=parts_of(llm.model, llm.checkpoint)),
         EngineOptions(sharing=sharing, max_batch_rows=rows, generation=generation, eos_ids=eos_ids),
-        beside=[] if media is None else [media],
+        resources=[] if media is None else [media],
     )
 
 

@@ -8,7 +8,7 @@ from prefold.cache.tree import Node
 from prefold.looped.cache import NodeVisit, TailNode, VisitNode
 from prefold.looped.outputs import OutputRows
 from prefold.looped.scheduler import VisitScheduler
-from prefold.looped.sequence import Routed
+from prefold.looped.sequence import LoopedSequence
 from prefold.looped.steps import CODA
 
 
@@ -18,7 +18,7 @@ def check_visits(scheduler: VisitScheduler) -> None:
     users: dict[Node, int] = {}
     takes: dict[NodeVisit, int] = {}
     scheduler.waiting.check(scheduler.running)
-    sequences: list[Routed] = [*scheduler.running, *scheduler.waiting]  # type: ignore[list-item]
+    sequences: list[LoopedSequence] = [*scheduler.running, *scheduler.waiting]  # type: ignore[list-item]
     for sequence in sequences:
         assert sequence in (scheduler.running if sequence.state == "running" else scheduler.waiting)
         assert sequence.state == "running" or not (sequence.tail.num_slots or sequence.tail.place is not None)
@@ -78,7 +78,7 @@ def check_tails(tails: OutputRows) -> None:
         assert not array[tails._free].any()
 
 
-def _check_tail(sequence: Routed) -> None:
+def _check_tail(sequence: LoopedSequence) -> None:
     """What is held of the last row of a tail is what the tail has."""
     tail, tails = sequence.tail, sequence.outputs
     if tail.place is None:
@@ -94,7 +94,7 @@ def _check_tail(sequence: Routed) -> None:
         _check_runs(runs, tails.slots[tail.place, t, : tails.done[tail.place, t]], tail.start)
 
 
-def _check_deeper(sequence: Routed) -> None:
+def _check_deeper(sequence: LoopedSequence) -> None:
     """A visit has no more rows than the one before, and what it sees of a row that left is a slot of that row."""
     for node in sequence.nodes():
         visits = [node.visits[prefix] for prefix in sequence.prefixes]

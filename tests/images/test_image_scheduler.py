@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from generating import AtOnce, image_desk
+from generating import AtOnce, image_scheduler
 from noting import PIECES, ROWS, TOWER, Noting, desk_of, engine_of, finish, take
 
 from prefold.cache import CacheOptions
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.errors import InputError
-from prefold.images.desk import TowerPace
+from prefold.images.scheduler import TowerPace
 from prefold.schedule.steps import SlotStep
 from prefold.types import Request, Sampling
 
@@ -23,7 +23,7 @@ from prefold.types import Request, Sampling
 def test_a_piece_at_a_time():
     desk, worker, table, meter = desk_of()
     one, other = take(table, "one"), take(table, "other")
-    desk.want([one, other])
+    desk.need([one, other])
     assert not desk.holds_rows(np.concatenate((one.ids, other.ids))).any()
     for piece in range(PIECES):
         assert desk.advance(0.0) is None
@@ -44,7 +44,7 @@ def test_as_much_as_the_time_allows():
     first, second = TOWER.pieces(1)
     desk._rate = float(first)  # so the first piece takes a second
     desk._note_rate = lambda operations, seconds: None
-    desk.want([one := take(table, "one")])
+    desk.need([one := take(table, "one")])
     desk.advance(1.1 + second / first)
     assert worker.told == [(one.ids[0], 2)]
     desk.advance(0.9 + second / first)
@@ -84,7 +84,7 @@ def test_steps_beside_the_reading_of_an_image_are_not_taken_for_steps_alone():
     read = threading.Event()
     one = take(table, "one", load=lambda: read.wait(60) and np.zeros((1, 3, 2, 2), np.float32))
     assert desk.seconds_after(8, 0.01) == 0.01 and not desk.is_busy
-    desk.want([one])
+    desk.need([one])
     desk.advance(0.01, idle=False)  # which begins to read it
     assert desk.is_busy
     for _ in range(40):
@@ -110,7 +110,7 @@ def test_others_keep_half_of_the_time():
     desk, worker, table, _ = desk_of()
     desk._rate, desk._note_rate = float(TOWER.pieces(1)[0]) / 0.02, lambda operations, seconds: None
     worker.takes = lambda pieces: time.sleep(0.02)
-    desk.want([one := take(table, "one")])
+    desk.need([one := take(table, "one")])
     given, done = 0.0, []
     while not desk.holds_rows(one.ids).all():
         desk.advance(0.006, idle=False)
@@ -122,7 +122,7 @@ def test_others_keep_half_of_the_time():
 
 def test_the_rate_is_measured():
     desk, _, table, _ = desk_of()
-    desk.want([take(table, "one")])
+    desk.need([take(table, "one")])
     noted = []
     desk._note_rate = lambda operations, seconds: noted.append(operations)
     for _ in range(PIECES):
@@ -137,7 +137,7 @@ def test_several_are_on_their_way():
     for _ in range(PIECES):
         assert not desk.holds_rows(one.ids).any() and not desk.holds_rows(other.ids).any()
         for media in ([one, other], [other, one]):
-            desk.want(media)
+            desk.need(media)
             desk.advance(0.0)
     assert desk.holds_rows(one.ids).all() and desk.holds_rows(other.ids).all()
     assert worker.told == [(first, 1) for _ in range(PIECES) for first in (one.ids[0], other.ids[0])]
@@ -146,7 +146,7 @@ def test_several_are_on_their_way():
 def test_a_run_in_numbers_does_not_undo_what_another_waits_for():
     desk, worker, table, _ = desk_of()
     one, other = take(table, "one"), take(table, "other")
-    desk.want([one])
+    desk.need([one])
     desk.advance(0.0)
     with desk.using(other.ids):
         assert desk.holds_rows(other.ids).all()
@@ -157,12 +157,12 @@ def test_a_run_in_numbers_does_not_undo_what_another_waits_for():
 def test_an_image_that_nobody_wants_any_more_is_given_up():
     desk, worker, table, _ = desk_of()
     one, other = take(table, "one"), take(table, "other")
-    desk.want([one])
+    desk.need([one])
     desk.advance(0.0)
-    desk.want([other])
+    desk.need([other])
     finish(desk)
     assert not worker.done and list(worker.made) == [other.ids[0]]
-    desk.want([one])
+    desk.need([one])
     finish(desk)
     assert set(worker.made) == {one.ids[0], other.ids[0]}
 
@@ -175,16 +175,16 @@ def test_memory_and_shares_of_tenants():
     quiet = [take(table, f"quiet {i}", "quiet/") for i in range(2)]
     flood = [take(table, f"flood {i}", f"flood/{i}") for i in range(20)]
     for medium in (*quiet, *flood):
-        desk.want([medium])
+        desk.need([medium])
         finish(desk)
         assert desk.bytes_held <= 5 * ROWS * 10
         assert desk.bytes_held == sum(len(ids) * 10 for ids in worker.made.values())
     assert all(desk.holds_rows(medium.ids).all() for medium in (*quiet, *flood[-3:]))
     assert meter.stats.tower_runs == 22
     # Of one tenant's what was used last stays.
-    desk.want([flood[-3]])
+    desk.need([flood[-3]])
     desk.advance(1.0)
-    desk.want([flood[0]])
+    desk.need([flood[0]])
     finish(desk)
     assert desk.holds_rows(flood[-3].ids).all() and not desk.holds_rows(flood[-2].ids).any()
 
@@ -192,14 +192,14 @@ def test_memory_and_shares_of_tenants():
 def test_rows_that_somebody_waits_for_stay():
     desk, _, table, _ = desk_of(memory=2 * ROWS * 10)
     waiting = [take(table, f"waiting {i}") for i in range(3)]
-    desk.want(waiting)
+    desk.need(waiting)
     finish(desk)
     assert [desk.holds_rows(medium.ids).all() for medium in waiting] == [True, True, False], (
         "no more than there is room for"
     )
     with desk.using(waiting[2].ids):
         assert all(desk.holds_rows(medium.ids).all() for medium in waiting), "who needs it now has it, in any case"
-    desk.want(waiting[2:])
+    desk.need(waiting[2:])
     others = [take(table, f"other {i}") for i in range(3)]
     for medium in others:
         with desk.using(medium.ids):
@@ -212,9 +212,9 @@ def test_ids_of_what_is_kept_are_not_given_to_another():
     desk, _, table, _ = desk_of()
     medium = take(table, "one")
     ids = medium.ids
-    desk.want([medium])
+    desk.need([medium])
     desk.advance(0.0)
-    desk.want([])
+    desk.need([])
     del medium
     table.sweep()
     assert not set(take(table, "other").ids.tolist()) & set(ids.tolist()), "it is on its way through the tower"
@@ -229,10 +229,10 @@ def test_failures(kind):
 
     medium = take(table, "one", load=fail) if kind == "load" else take(table, "one")
     worker.fails = {int(medium.ids[0])}
-    desk.want([medium, other := take(table, "other")])
+    desk.need([medium, other := take(table, "other")])
     assert finish(desk) == (medium, "gone" if kind == "load" else "made up")
     assert not worker.made and not worker.done and not desk.holds_rows(medium.ids).any()
-    desk.want([other])
+    desk.need([other])
     assert finish(desk) is None
     assert desk.holds_rows(other.ids).all()
 
@@ -246,7 +246,7 @@ def test_others_go_on_while_a_file_is_read():
         assert may_end.wait(60)
         return np.zeros((1, 3, 2, 2), np.float32)
 
-    desk.want([one := take(table, "one", load=load)])
+    desk.need([one := take(table, "one", load=load)])
     for _ in range(3):
         assert desk.advance(100.0, idle=False) is None and not worker.told
     assert desk.advance(0.01) is None and not worker.told
@@ -260,7 +260,7 @@ def test_others_go_on_while_a_file_is_read():
     def slow():
         raise TimeoutError("it took too long")
 
-    desk.want([bad := take(table, "bad", load=slow)])
+    desk.need([bad := take(table, "bad", load=slow)])
     assert finish(desk) == (bad, "it took too long")
 
 
@@ -277,7 +277,7 @@ def test_a_file_that_is_read_in_the_last_moment():
     desk, worker, table, _ = desk_of()
     late = Late()
     desk._pool = SimpleNamespace(submit=lambda load: late)
-    desk.want([one := take(table, "one")])
+    desk.need([one := take(table, "one")])
     assert desk.advance(0.01) is None and not worker.told
     late.set_result(np.zeros((1, 3, 2, 2), np.float32))
     assert finish(desk) is None and desk.holds_rows(one.ids).all()
@@ -289,16 +289,16 @@ def test_an_error_without_a_text_is_called_by_its_type():
     def load():
         raise MemoryError
 
-    desk.want([bad := take(table, "bad", load=load)])
+    desk.need([bad := take(table, "bad", load=load)])
     assert finish(desk) == (bad, "MemoryError")
 
 
 def test_text_goes_on_while_images_wait():
     worker = Noting()
     engine = engine_of(worker)
-    desk, generator = image_desk(engine), engine.generator
+    desk, generator = image_scheduler(engine), engine.generator
     desk._stop = lambda run, seconds, idle: run.done + 1
-    image, told = take(image_desk(engine).media, "one"), {}
+    image, told = take(image_scheduler(engine).media, "one"), {}
     text = Request(np.array([1, 2, 3], np.int32), sampling=Sampling(max_tokens=30))
     generator.add(text, None, lambda answer: told.__setitem__("text", answer))
     generator.step()
@@ -323,7 +323,7 @@ def test_half_of_the_rate_is_kept_where_the_tower_makes_steps_slower(monkeypatch
     worker, clock, ran = Noting(), [0.0], [False]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     engine = engine_of(worker)
-    image_desk(engine)._pool = AtOnce()
+    image_scheduler(engine)._pool = AtOnce()
 
     def encodes(pieces: int) -> None:
         clock[0], ran[0] = clock[0] + 0.004 * pieces, True
@@ -338,14 +338,16 @@ def test_half_of_the_rate_is_kept_where_the_tower_makes_steps_slower(monkeypatch
     generator.add(Request(np.array([1], np.int32), sampling=Sampling(max_tokens=60)), None, lambda answer: None)
     for _ in range(5):
         generator.step()
-    images = [take(image_desk(engine).media, str(i)) for i in range(8)]
+    images = [take(image_scheduler(engine).media, str(i)) for i in range(8)]
     tokens = np.concatenate([*(image.ids for image in images), [2]]).astype(np.int32)
     generator.add(Request(tokens, sampling=Sampling(max_tokens=1), media=tuple(images)), None, told.append)
     began, before = clock[0], len(worker.steps)
     while not told:
         generator.step()
     assert engine.stats.tower_runs == 8 and engine.stats.seconds["tower"] == pytest.approx(0.004 * 8 * PIECES)
-    spent = clock[0] - began + image_desk(engine)._credit  # its last pieces may take more than it was given until then
+    spent = (
+        clock[0] - began + image_scheduler(engine)._credit
+    )  # its last pieces may take more than it was given until then
     assert spent / (len(worker.steps) - before) == pytest.approx(0.020, rel=0.04)
 
 
@@ -353,7 +355,7 @@ def test_who_waits_is_told_when_the_tower_fails():
     worker = Noting()
     engine = engine_of(worker)
     generator, told = engine.generator, {}
-    bad, good = take(image_desk(engine).media, "bad"), take(image_desk(engine).media, "good")
+    bad, good = take(image_scheduler(engine).media, "bad"), take(image_scheduler(engine).media, "good")
     worker.fails = {int(bad.ids[0])}
     for name, images in {"bad": (bad,), "both": (good, bad), "good": (good,), "text": ()}.items():
         tokens = np.concatenate(([1], *(image.ids for image in images), [2])).astype(np.int32)
@@ -369,15 +371,15 @@ def test_who_waits_is_told_when_the_tower_fails():
 def test_requests_that_are_cancelled_stop_the_tower():
     worker = Noting()
     engine = engine_of(worker)
-    generator, image = engine.generator, take(image_desk(engine).media, "one")
-    image_desk(engine)._stop = lambda run, seconds, idle: run.done + 1
+    generator, image = engine.generator, take(image_scheduler(engine).media, "one")
+    image_scheduler(engine)._stop = lambda run, seconds, idle: run.done + 1
     tokens = np.concatenate(([1], image.ids, [2])).astype(np.int32)
     key = generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
     generator.step()
     generator.cancel(key)
     before = len(worker.told)
     assert not generator.step()
-    assert len(worker.told) == before and not image_desk(engine)._wanted
+    assert len(worker.told) == before and not image_scheduler(engine)._needed
 
 
 def test_an_image_whose_rows_are_cached_is_not_encoded():
@@ -386,11 +388,11 @@ def test_an_image_whose_rows_are_cached_is_not_encoded():
     engine = ModelEngine(worker, EngineOptions(max_batch_rows=20, generation=generation))
     generator = engine.generator
     for number in range(2):
-        image = take(image_desk(engine).media, "one")
+        image = take(image_scheduler(engine).media, "one")
         tokens = np.concatenate(([1], image.ids, [2 + number])).astype(np.int32)
         generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
         while generator.has_work:
             generator.step()
-        image_desk(engine)._drop(image)
+        image_scheduler(engine)._drop(image)
         assert not worker.made
     assert engine.stats.tower_runs == 1

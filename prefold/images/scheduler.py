@@ -1,6 +1,6 @@
-"""When the tower runs, which requests wait for it, and what of its results is kept. No torch.
+"""This module decides when the tower runs, which requests wait for it, and which of its results are kept. No torch.
 
-Each image is encoded once, however many wait for it.
+Each image is encoded once, however many requests wait for it.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from ..worker.protocol import Worker
 from .steps import DropImages, EncodeImage, ImageFacts, first_id
 from .table import MediaTable
 
-# The tower goes on where steps take long for another reason: it has this part of their time at least.
+# The least share of a step's time that the tower gets, so that it goes on when steps are slow for another reason.
 LEAST = 0.25
-# So many steps after the tower's work it shows no more in how long one takes: the second step is still slower.
+# The tower's work slows the steps after it; after this many steps no effect is left.
 CALM = 16
-# The time alone is as it was for so many steps; those behind them have longer contexts.
+# A step's time without the tower is taken as unchanged for this many steps; later ones have longer contexts.
 FRESH = 32
-# How much a new step counts beside those before it, and of how many sizes of steps their seconds are known.
-NEW = 0.3
-MOST_SIZES = 64
+NEW = 0.3  # the weight of the newest step in an average
+MOST_SIZES = 64  # step sizes whose times are remembered
 
 
 class TowerPace:
     """A TowerPace says how long the tower may run after each step, so that sequences that generate keep half of their
     rate.
 
-    Where an image is read beside it, or the tower has run before it, a step takes longer: it has less of the processor,
-    and finds less in its caches. So what counts is how long a step of as many rows takes alone: a step and the tower's
-    work behind it may take twice that. While the tower goes on, contexts grow, and with them the time alone: later it
-    is taken from how many times as long steps took at first. So it is for a number of rows that was not seen alone.
+    A step takes longer while an image is read, or after the tower has run: it has less of the processor, and finds less
+    in its caches. The measure is therefore the time that a step of as many rows takes alone: a step and the tower's
+    work after it may take twice that. While the tower goes on, contexts grow and with them the time alone, which is
+    then estimated: a disturbed step's time, divided by how much the first disturbed steps were slowed down. A number of
+    rows that was never measured alone is estimated in the same way.
     """
 
     def __init__(self) -> None:
-        self._alone: OrderedDict[int, float] = OrderedDict()  # seconds by rows, those noted last at the end
+        self._alone: OrderedDict[int, float] = OrderedDict()  # seconds by rows, the latest measurement last
         self._since = CALM  # steps since an image was on its way
         self._disturbed = 0  # steps with an image on its way, since a step alone
-        self._slower = 1.0  # how many times as long a step takes where one is
+        self._slower = 1.0  # the time of a disturbed step divided by that of a step alone
 
     def seconds_after(self, rows: int, seconds: float, *, disturbed: bool) -> float:
-        """Takes note of a step, and returns for how many seconds the tower may run after it. disturbed: whether an
-        image was on its way."""
+        """Records the time of a step, and returns for how many seconds the tower may run after it. disturbed: whether
+        an image was on its way."""
         self._since = 0 if disturbed else self._since + 1
         self._disturbed += disturbed
         alone = self._alone.get(rows)
@@ -74,15 +74,14 @@ class TowerPace:
         return max(LEAST * seconds, 2 * min(alone, seconds) - seconds)
 
 
-# How long the tower runs at a time where nobody else could.
-IDLE_SECONDS = 0.25
-# In place of the tiles of an image that cannot be read.
-NO_TILES = np.empty((0, 0, 0, 0), np.float32)
+IDLE_SECONDS = 0.25  # how long the tower runs at a time while no step could run
+NO_TILES = np.empty((0, 0, 0, 0), np.float32)  # the tiles of an image that cannot be read
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """A _Rows records an image whose rows are held. salt: of its requests; last: its last row's id; size: bytes."""
+class _EncodedImage:
+    """An _EncodedImage is an image whose rows the worker has. salt: of its requests; last: its last row's id; size: in
+    bytes."""
 
     salt: str
     last: int
@@ -93,9 +92,9 @@ class _Rows:
 class _Run:
     """A _Run is an image that the tower has begun.
 
-    until  floating-point operations until each piece of work on it is done, float64 [pieces of all layers], ascending
+    until  float64 [pieces of all layers], ascending: the floating-point operations up to the end of each piece
     done   pieces that are done
-    tiles  on their way from the image's file, until the tower has them
+    tiles  the image's tiles, which are read from its file until the tower has them
     """
 
     medium: Medium
@@ -109,17 +108,17 @@ class _Run:
         return float(self.until[self.done - 1]) if self.done else 0.0
 
     def within(self, operations: float) -> int:
-        """Returns how many pieces are done when so many operations more are."""
+        """Returns how many pieces are done after so many more operations."""
         return int(np.searchsorted(self.until, self.operations + operations, side="right"))
 
 
-class ImageDesk(EnginePart):
-    """An ImageDesk is the part of an engine whose model sees images. It sees to it that the worker has the rows of
-    images when steps need them.
+class ImageScheduler(EnginePart):
+    """An ImageScheduler is the part of an engine whose model sees images: it has the worker make the rows of images
+    before steps need them.
 
     Rows are kept after their use, up to `memory` bytes, for other requests with the same image. When room is needed,
-    the tenant that has most of it loses what it used least recently: a flood of images is at the cost of its sender.
-    Rows that requests wait for stay. Several images may be on their way through the tower; one that no request wants
+    the tenant that uses most of it loses its least recently used image: a flood of images is at the cost of its sender.
+    Rows that requests wait for stay. Several images may be on their way through the tower; one that no request needs
     any more is given up when another begins. All calls come from the engine's thread.
 
     media  knows the images by the ids of their rows
@@ -128,14 +127,14 @@ class ImageDesk(EnginePart):
 
     def __init__(self, worker: Worker, media: MediaTable, memory: int, meter: Meter):
         self.media = media
-        media.keep_for(self)
+        media.add_store(self)
         self._worker, self._memory, self._meter = worker, memory, meter
         facts = worker.facts.of(ImageFacts)
         assert facts is not None
         self._tower, self._row_bytes = facts.tower, facts.row_bytes
         self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
-        self._held: OrderedDict[int, _Rows] = OrderedDict()  # by first id, the least recently used one first
-        self._wanted: list[Medium] = []
+        self._encoded: OrderedDict[int, _EncodedImage] = OrderedDict()  # by first id, the least recently used one first
+        self._needed: list[Medium] = []
         self._in_use: list[Medium] = []  # by a step that is being started
         self._runs: dict[int, _Run] = {}  # by first id
         self._rate: float | None = None  # operations a second; None: not measured yet
@@ -150,11 +149,11 @@ class ImageDesk(EnginePart):
     @property
     def bytes_held(self) -> int:
         """Returns the bytes of the rows that are kept."""
-        return sum(rows.size for rows in self._held.values())
+        return sum(rows.size for rows in self._encoded.values())
 
     def firsts(self) -> list[int]:
         """Returns the first ids of the images that the worker has something of."""
-        return [*self._held, *self._runs]
+        return [*self._encoded, *self._runs]
 
     def holds_rows(self, ids: np.ndarray) -> np.ndarray:
         """Returns which rows of images, by their ids, the worker has: bool [n]."""
@@ -167,36 +166,36 @@ class ImageDesk(EnginePart):
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
         self._tenant_of = tenant_of
 
-    def want(self, media: Sequence[Medium]) -> None:
-        """Notes the images whose rows are needed next, in place of those noted before. Their rows stay meanwhile."""
-        self._wanted = list(media)
+    def need(self, media: Sequence[Medium]) -> None:
+        """Sets the images whose rows are needed next, and which therefore stay."""
+        self._needed = list(media)
 
-    def want_next(self, prompts: Iterable[Sequence[Medium]]) -> bool:
-        """Notes of several prompts' images, each in its order, those whose rows are needed next. Returns whether one of
-        them has to be encoded.
+    def need_next(self, prompts: Iterable[Sequence[Medium]]) -> bool:
+        """Sets the images that prompts need next, and returns whether one of them has to be encoded. prompts: the
+        images of each, in order.
 
-        They go no further than the first that is not there: what is held behind it no step can use yet, and where
-        memory is short it must not keep the one before from being made.
+        A prompt needs its images up to the first that is not encoded: no step can use those behind it yet, and where
+        memory is short they must not keep that one from being encoded.
         """
         media: dict[int, Medium] = {}
         waits = False
         for prompt in prompts:
             for medium in prompt:
                 media[first_id(medium)] = medium
-                if first_id(medium) not in self._held:
+                if first_id(medium) not in self._encoded:
                     waits = True
                     break
-        self.want(list(media.values()))
+        self.need(list(media.values()))
         return waits
 
     def advance(self, seconds: float, *, idle: bool = True) -> tuple[Medium, str] | None:
-        """Runs the tower for about so many seconds, for the first image that is wanted and not there. Returns the image
-        that it failed for, and why; None: it did not fail.
+        """Runs the tower for about so many seconds, on the first needed image that is not encoded. Returns the image
+        that it failed for, and the reason; None if it did not fail.
 
-        idle: whether the engine has nothing else to do meanwhile. Then files are waited for, and at least one piece of
-        work is done. Otherwise a piece that takes longer waits until several calls have given it the time.
+        idle: whether the engine has nothing else to do. Then files are waited for, and at least one piece of work is
+        done. Otherwise a piece that takes longer waits until several calls have given it the time.
         """
-        medium = next((medium for medium in self._wanted if not self._has(medium)), None)
+        medium = next((medium for medium in self._needed if not self._has(medium)), None)
         if medium is None or not self._may_begin(medium):
             return None
         error = self._encode(medium, seconds, idle)
@@ -207,8 +206,8 @@ class ImageDesk(EnginePart):
 
     @contextmanager
     def using(self, tokens: np.ndarray) -> Iterator[None]:
-        """Returns a context in which the worker has the rows of all images among these ids; they are made before it
-        begins. Where the tower fails for an image, its rows are no numbers, and they are dropped behind it."""
+        """Returns a context in which the worker has the rows of all images among these ids; they are encoded before it
+        begins. If the tower fails for an image, its rows are NaN, and are dropped after the context."""
         ids = tokens[tokens >= MEDIA_BASE]
         if not len(ids):
             yield
@@ -241,14 +240,14 @@ class ImageDesk(EnginePart):
         self._keys.discard(key)
 
     def before_plan(self, scheduler: Any, requests: Mapping[Any, Any]) -> Mapping[Hashable, Exception]:
-        """Notes which images have rows that running sequences need next. Those whose image nobody holds any more cannot
-        go on."""
+        """Sets the images that running sequences need next. Returns an error for each request whose image has been
+        given up."""
         self.is_waiting = False
         if not (self._keys or self._waiting):
             return {}
-        self.media.watch(scheduler.tree)
+        self.media.add_tree(scheduler.tree)
         waiting: dict[int, list[Hashable]] = {}
-        asked: list[list[Medium]] = []
+        media_by_prompt: list[list[Medium]] = []
         lost: dict[Hashable, Exception] = {}
         for sequence in scheduler.running:
             if sequence.ready or sequence.key not in self._keys or sequence.key in lost:
@@ -256,18 +255,18 @@ class ImageDesk(EnginePart):
             try:
                 media = self.media.find(_image_rows(sequence))
             except LookupError:
-                lost[sequence.key] = _failure("nobody holds it any more")
+                lost[sequence.key] = _failure("its request has ended")
                 continue
-            asked.append(media)
+            media_by_prompt.append(media)
             for medium in media:
                 waiting.setdefault(first_id(medium), []).append(sequence.key)
         self._waiting = waiting
-        self.is_waiting = self.want_next(asked)
+        self.is_waiting = self.need_next(media_by_prompt)
         return lost
 
     def after_plan(self, rows: int | None, seconds: float) -> Mapping[Hashable, Exception]:
-        """Runs the tower where an image is waited for: for about as long as its pace says after a step. Requests cannot
-        go on that need an image which it failed for."""
+        """Runs the tower if requests wait for an image, for about as long as its pace allows after a step. Returns an
+        error for each request whose image it failed for."""
         allowed = IDLE_SECONDS if rows is None else self.seconds_after(rows, seconds)
         failed = self.advance(allowed, idle=rows is None) if self.is_waiting else None
         if failed is None:
@@ -276,7 +275,7 @@ class ImageDesk(EnginePart):
         return {key: _failure(why) for key in self._waiting.get(first_id(medium), ())}
 
     def seconds_after(self, rows: int, seconds: float) -> float:
-        """Takes note of a step of so many rows, and returns for how many seconds the tower may run after it."""
+        """Records a step of so many rows, and returns for how many seconds the tower may run after it."""
         disturbed, self._was_busy = self._was_busy, self.is_busy
         return self._pace.seconds_after(rows, seconds, disturbed=disturbed or self._was_busy)
 
@@ -284,12 +283,12 @@ class ImageDesk(EnginePart):
 
     @property
     def is_busy(self) -> bool:
-        """Returns whether an image that somebody wants is being read, or is on its way through the tower."""
-        return bool(self._runs) and not self._runs.keys().isdisjoint(self._all_wanted())
+        """Returns whether a needed image is being read, or is on its way through the tower."""
+        return bool(self._runs) and not self._runs.keys().isdisjoint(self._all_needed())
 
     def _encode(self, medium: Medium, seconds: float | None, idle: bool = True) -> str | None:
         """Does as much of the tower's work on an image as about so many seconds allow (None: all). Returns why the
-        tower fails for it, None: it does not."""
+        tower failed for it; None if it did not."""
         started = time.perf_counter()
         run = self._runs.get(first_id(medium)) or self._begin(medium)
         tiles = unread = None
@@ -313,7 +312,7 @@ class ImageDesk(EnginePart):
         error: str | None = unread or result.error
         if result.is_done:
             del self._runs[first_id(medium)]
-            self._held[first_id(medium)] = _Rows(medium.salt, int(medium.ids[-1]), self._bytes(medium))
+            self._encoded[first_id(medium)] = _EncodedImage(medium.salt, int(medium.ids[-1]), self._bytes(medium))
             self._note()
             self._meter.add(tower_runs=int(result.error is None))
         return error
@@ -321,11 +320,9 @@ class ImageDesk(EnginePart):
     def _stop(self, run: _Run, seconds: float | None, idle: bool) -> int:
         """Returns how many pieces of an image are to be done when this call ends.
 
-        seconds  idle
-        None              all: somebody waits for nothing else
-        so many  True     what they allow, and at least one more: nobody else has anything to do
-        so many  False    what they allow with those of earlier calls that were too few for a piece; `run.done` where
-                          they still are: a piece waits until others have had as much time as it takes
+        seconds  None: all pieces. Else the pieces that fit into the time
+        idle     True: at least one more piece is done. False: time that earlier calls left unused counts too, and a
+                 piece that does not fit waits, so that `run.done` is returned
         """
         last = len(run.until)
         if seconds is None:
@@ -336,9 +333,9 @@ class ImageDesk(EnginePart):
         return run.done + 1 if self._rate is None else min(last, run.within(max(0.0, self._credit) * self._rate))
 
     def _loaded(self, run: _Run, seconds: float | None) -> tuple[np.ndarray, str | None] | None:
-        """Returns the tiles of an image, and why it cannot be read (None: it can; else the worker gets NO_TILES, so
-        that its rows are no numbers). None where they are not there within so many seconds: reading and resizing a
-        large file takes longer than a step, and goes on beside those that follow."""
+        """Returns (the tiles of an image, None), or (NO_TILES, the reason) if it cannot be read: its rows are NaN then.
+        Returns None if that takes more than so many seconds: reading and resizing a large file takes longer than a
+        step, and goes on beside the next steps."""
         if run.tiles is None:
             run.tiles = self._pool.submit(run.medium.load)
         if not wait([run.tiles], seconds).done:
@@ -349,13 +346,13 @@ class ImageDesk(EnginePart):
             return NO_TILES, str(error) or type(error).__name__
 
     def _begin(self, medium: Medium) -> _Run:
-        """Returns the run of an image that the tower has not begun. Those that nobody wants any more are given up."""
-        wanted = self._all_wanted()
-        gone = tuple(first for first in self._runs if first not in wanted)
-        if gone:
-            for first in gone:
+        """Starts the run of an image and returns it. Runs of images that no request needs any more are given up."""
+        needed = self._all_needed()
+        unneeded = tuple(first for first in self._runs if first not in needed)
+        if unneeded:
+            for first in unneeded:
                 del self._runs[first]
-            self._worker.start(DropImages(gone)).result()
+            self._worker.start(DropImages(unneeded)).result()
         tiles = len(medium.ids) // self._tower.rows
         run = _Run(medium, np.cumsum(np.tile(self._tower.pieces(tiles), self._tower.layers)))
         self._runs[first_id(medium)] = run
@@ -365,54 +362,54 @@ class ImageDesk(EnginePart):
         self._rate = operations / seconds
 
     def _may_begin(self, medium: Medium) -> bool:
-        """Returns whether there is memory for the rows of an image, now or once those are used that wait to be."""
+        """Returns whether the rows of an image fit into memory beside the rows that requests still need."""
         if first_id(medium) in self._runs:
             return True
-        wanted = self._all_wanted()
-        waiting = sum(rows.size for first, rows in self._held.items() if first in wanted)
+        needed = self._all_needed()
+        waiting = sum(rows.size for first, rows in self._encoded.items() if first in needed)
         return not waiting or waiting + self._bytes(medium) <= self._memory
 
     # ------------------------------------------------------------------------------------------------ the store
 
     def _has(self, medium: Medium) -> bool:
         first = first_id(medium)
-        if first not in self._held:
+        if first not in self._encoded:
             return False
-        self._held.move_to_end(first)
+        self._encoded.move_to_end(first)
         return True
 
     def _make_room(self, size: int) -> None:
-        """Drops rows that nobody waits for until there is room for so many bytes more, as far as that goes."""
-        wanted = self._all_wanted()
-        # By tenant, and not by salt: clients choose salts, and who takes a new one each time has little under each.
-        tenants = {first: self._tenant_of((None, rows.salt)) for first, rows in self._held.items()}
+        """Drops rows that no request waits for until there is room for so many more bytes, or none are left to drop."""
+        needed = self._all_needed()
+        # By tenant, not by salt: a client that chooses a new salt for each image has few bytes under each.
+        tenants = {first: self._tenant_of((None, rows.salt)) for first, rows in self._encoded.items()}
         by_tenant: Counter[Hashable] = Counter()
-        for first, rows in self._held.items():
+        for first, rows in self._encoded.items():
             by_tenant[tenants[first]] += rows.size
-        gone: list[int] = []
+        dropped: list[int] = []
         while by_tenant.total() + size > self._memory:
-            free = [first for first in self._held if first not in wanted]
+            free = [first for first in self._encoded if first not in needed]
             if not free:
                 break
             most = max(by_tenant[tenants[first]] for first in free)
             victim = next(first for first in free if by_tenant[tenants[first]] == most)
-            by_tenant[tenants[victim]] -= self._held.pop(victim).size
-            gone.append(victim)
-        if gone:
-            self._worker.start(DropImages(tuple(gone))).result()
+            by_tenant[tenants[victim]] -= self._encoded.pop(victim).size
+            dropped.append(victim)
+        if dropped:
+            self._worker.start(DropImages(tuple(dropped))).result()
             self._note()
 
     def _drop(self, medium: Medium) -> None:
-        if self._held.pop(first_id(medium), None) is not None:
+        if self._encoded.pop(first_id(medium), None) is not None:
             self._worker.start(DropImages((first_id(medium),))).result()
             self._note()
 
     def _note(self) -> None:
-        firsts = sorted(self._held)
-        self._bounds = np.array(firsts, np.int64), np.array([self._held[first].last for first in firsts], np.int64)
+        firsts = sorted(self._encoded)
+        self._bounds = np.array(firsts, np.int64), np.array([self._encoded[first].last for first in firsts], np.int64)
 
-    def _all_wanted(self) -> set[int]:
-        return {first_id(medium) for medium in (*self._wanted, *self._in_use)}
+    def _all_needed(self) -> set[int]:
+        return {first_id(medium) for medium in (*self._needed, *self._in_use)}
 
     def _bytes(self, medium: Medium) -> int:
         return len(medium.ids) * self._row_bytes
@@ -423,8 +420,8 @@ def _failure(why: str) -> InputError:
 
 
 def _image_rows(sequence: SequenceState) -> np.ndarray:
-    """Returns the ids of the rows of images that have to be computed for a sequence's prompt: where none of its rows
-    is missing, of the last one, which runs again."""
+    """Returns the ids of the image rows that have to be computed for a sequence's prompt. If no row is missing, its
+    last row runs again."""
     path = sequence.leaf.path()
     pending = [np.asarray(node.tokens[node.computed :]) for node in path if node.pending]
     ids = np.concatenate(pending) if pending else np.asarray(path[-1].tokens[-1:])
