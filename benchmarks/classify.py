@@ -160,7 +160,7 @@ def main() -> None:
                             changed,
                         ]
                     )
-                    record.append({"task": name, "system": rows[-1][1], "seconds": seconds, "labels": found})
+                    record.append(_record(rows[-1], seconds, len(found)))
                     print("  ", *rows[-1], flush=True)
             for label, system, python, options in peers(arguments):
                 done = run_peer(python, system, peer_job(problem, folder, arguments) | options)
@@ -170,11 +170,24 @@ def main() -> None:
                 rows.append(
                     [name, name_of, f"{median(done['seconds']):.1f}", f"{accuracy(problem, found):.3f}", changed]
                 )
-                record.append({"task": name, "system": name_of, "seconds": done["seconds"], "labels": found})
+                record.append(_record(rows[-1], done["seconds"], len(found)))
                 print("  ", *rows[-1], flush=True)
     print(machine())
     print(table(["task", "system", "s", "accuracy", "labels unlike the first row's"], rows))
-    write_json(arguments.json, runs=record)
+    write_json(arguments.json, benchmark="classify", dtype=arguments.dtype, model=arguments.model, runs=record)
+
+
+def _record(row: list, seconds: list[float], items: int) -> dict:
+    """Returns what the file keeps of a row of the table."""
+    task, system, _, share, unlike = row
+    return {
+        "task": task,
+        "system": system,
+        "items": items,
+        "seconds": seconds,
+        "accuracy": float(share),
+        "unlike": unlike,
+    }
 
 
 def peers(arguments) -> list[tuple[str, str, str, dict]]:

@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import platform
+import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -21,9 +23,11 @@ import torch
 
 import prefold
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def machine() -> dict:
-    """What a table must say about where it was measured."""
+    """Returns what a table must say about where it was measured: the date, the processor and the versions."""
     cpu = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as f:
@@ -73,9 +77,35 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: str | None, **content) -> None:
+def commit() -> str | None:
+    """Returns the short name of the checkout's commit, with "-dirty" where files differ from it; None without git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return None
+
+
+def command_line() -> str:
+    """Returns the command that runs, as one types it in the checkout. Of an absolute path only the last part stays,
+    since the rest says nothing to others."""
+    script = Path(sys.argv[0]).resolve()
+    script = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
+    name = f"-m {'.'.join(script.parent.parts)}" if script.name == "__main__.py" else str(script)
+    arguments = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
+    return shlex.join(["python", *name.split(" "), *arguments])
+
+
+def write_json(path: str | Path | None, **content) -> None:
+    """Writes the one file of a benchmark: the machine and its versions, the commit, the command, and all of `content`,
+    which holds every round. Published figures are made of such files (`benchmarks/results/`, `scripts/figures.py`).
+
+    Lists of numbers stand on one line. Nothing is written where there is no path.
+    """
     if path:
-        Path(path).write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
+        head = {"machine": machine(), "commit": commit(), "command": command_line()}
+        text = json.dumps(head | content, indent=1, default=str)
+        text = re.sub(r"\[\n\s+([^\[\]{}]*?)\n\s+\]", lambda match: "[" + re.sub(r",\n\s+", ", ", match[1]) + "]", text)
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 # Limits of the machine
