@@ -241,22 +241,16 @@ def visible_pairs(end: np.ndarray) -> int:
 # Peers
 
 
-def run_peer(python: str, system: str, job: dict) -> dict:
-    """Run benchmarks/peers.py under `python`; raises with the system's own words when it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        job_file, out_file = Path(folder, "job.json"), Path(folder, "out.json")
-        job_file.write_text(json.dumps(job))
-        peers = Path(__file__).with_name("peers.py")
-        done = subprocess.run(
-            [python, str(peers), system, str(job_file), str(out_file)], capture_output=True, text=True, check=False
-        )
-        if not out_file.exists():
-            raise RuntimeError(f"{system} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        return json.loads(out_file.read_text())
+def run_peer(python: str, system: str, job: dict, repeats: int = 1) -> dict:
+    """Returns the seconds of each run of a system in a process of its own, what the last one found, and the version."""
+    with Peer(python, system, job) as peer:
+        runs = [peer.run() for _ in range(repeats)]
+        return {"seconds": [seconds for seconds, _ in runs], "values": runs[-1][1], "version": peer.version}
 
 
 class Peer:
-    """A system that generates, in a process of its own that stays; between runs it is stopped, and takes no processor.
+    """A system that scores or generates, in a process of its own that stays; it is stopped between its runs, so that it
+    takes no processor.
 
     Raises RuntimeError with the system's own words when it does not start or fails. A context manager.
     """
@@ -282,13 +276,13 @@ class Peer:
             raise
         self._signal(signal.SIGSTOP)
 
-    def run(self, case: str) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of each output."""
+    def run(self, case: str = "all") -> tuple[float, list]:
+        """Returns the seconds, and what was found: the tokens of each output, or the values of each prompt."""
         self._signal(signal.SIGCONT)
         print(case, file=self._process.stdin, flush=True)
         answer = self._read()
         self._signal(signal.SIGSTOP)
-        return answer["seconds"], answer["tokens"]
+        return answer["seconds"], answer["found"]
 
     def _read(self) -> dict:
         line = self._process.stdout.readline()

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 from common import (
+    Peer,
     export_folder,
     limit_seconds,
     machine,
@@ -21,7 +23,6 @@ from common import (
     python_of,
     read_jsonl,
     run_engine,
-    run_peer,
     spread,
     table,
     timed,
@@ -70,7 +71,7 @@ def main() -> None:
         results = run_engine(llm.engine, requests, task.readout, mode)
         scores[f"prefold {mode}"] = np.array([r.values[0] - r.values[1] for r in results])
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         job = {
             "model": str(export_folder(llm.checkpoint, folder, llm.dtype)),
             "dtype": arguments.dtype,
@@ -85,16 +86,19 @@ def main() -> None:
             python = python_of(arguments.vllm)
             sizes = {name: {"block": int(name)} if name != "default" else {} for name in arguments.blocks.split(",")}
             peers += [(f"vLLM, block {name}", "vllm", python, options) for name, options in sizes.items()]
+        opened = {}
+        for name, system, python, options in peers:
+            peer = stack.enter_context(Peer(python, system, job | options))
+            opened[f"{name} ({system} {peer.version})"] = peer
         for round_number in range(arguments.repeats):
             limits.append(limit_seconds(llm.config, trie, llm.dtype, num_reads=len(set(trie.last_row.tolist()))))
             for mode in modes:
                 seconds.setdefault(f"prefold {mode}", []).extend(timed(lambda mode=mode: run_mode(mode), 1))
                 print(f"  round {round_number + 1}: prefold {mode}: {seconds[f'prefold {mode}'][-1]:.1f} s", flush=True)
-            for name, system, python, options in peers:
-                done = run_peer(python, system, job | options)
-                title = f"{name} ({system} {done['version']})"
-                seconds.setdefault(title, []).extend(done["seconds"])
-                scores[title] = np.array([v[0] - v[1] for v in done["values"]])
+            for title, peer in opened.items():
+                taken, values = peer.run()
+                seconds.setdefault(title, []).append(taken)
+                scores[title] = np.array([v[0] - v[1] for v in values])
                 print(f"  round {round_number + 1}: {title}: {seconds[title][-1]:.1f} s", flush=True)
 
     limit = median([one["seconds"] for one in limits])
