@@ -231,7 +231,10 @@ def main() -> None:
     with ExitStack() as stack:
         peers = open_peers(arguments, llm, cases, stack)
         seconds, rates = measure(llm, peers, cases, arguments)
-    write_json(arguments.json, benchmark="cpu", model=arguments.model, seconds=seconds, rates=rates)
+    rate = {name: median([one[name] for one in rates]) for name in rates[0]}
+    limits = {name: limit(llm.config, case, rate, llm.dtype.itemsize) for name, case in cases.items()}
+    about = {"model": arguments.model, "dtype": arguments.dtype, "tokens": arguments.tokens}
+    write_json(arguments.json, benchmark="cpu", **about, seconds=seconds, rates=rates, limit_seconds=limits)
     report(arguments.model, llm, seconds, rates, cases)
     print("\n" + ", ".join(f"{name} {value}" for name, value in machine().items()))
 
