@@ -62,9 +62,8 @@ class Problem:
     task: object
 
 
-def load(name: str, folder: Path, llm: LLM) -> Problem:
+def load(name: str, folder: Path, llm: LLM, count: int) -> Problem:
     """Items with a shared instruction and examples; MMLU brings a prompt of its own for each subject."""
-    count = COUNTS[name]
     if name == "mmlu":
         prefixes = {p["prefix_id"]: p["prefix"] for p in read_jsonl(folder / "mmlu_5shot" / "prefixes.jsonl.gz")}
         items = spread_over(read_jsonl(folder / "mmlu_5shot" / "dev.jsonl.gz"), count)
@@ -126,6 +125,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--vllm", help="a virtual environment with vLLM in it")
+    parser.add_argument("--items", type=int, help="items of each task")
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json")
     arguments = parser.parse_args()
     dtypes = [arguments.dtype, *(["float32"] if arguments.accuracy and arguments.dtype != "float32" else [])]
@@ -135,7 +136,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         export_folder(main_llm.checkpoint, folder, main_llm.dtype)
         for name in arguments.tasks.split(","):
-            problem = load(name, arguments.data, main_llm)
+            problem = load(name, arguments.data, main_llm, arguments.items or COUNTS[name])
             reference = None
             for dtype, llm in models.items():
                 for mode in arguments.modes.split(","):
@@ -145,7 +146,7 @@ def main() -> None:
                         lambda llm=llm, requests=requests, kept=kept, problem=problem, mode=mode: kept.append(
                             run_engine(llm.engine, requests, problem.task.readout, mode)
                         ),
-                        1,
+                        arguments.repeats,
                     )
                     sums = np.array([r.values.sum() for r in kept[0]])
                     found = predict(problem, sums)
@@ -160,21 +161,34 @@ def main() -> None:
                             changed,
                         ]
                     )
-                    record.append({"task": name, "system": rows[-1][1], "seconds": seconds, "labels": found})
+                    record.append(_record(rows[-1], seconds, len(found)))
                     print("  ", *rows[-1], flush=True)
             for label, system, python, options in peers(arguments):
-                done = run_peer(python, system, peer_job(problem, folder, arguments) | options)
+                done = run_peer(python, system, peer_job(problem, folder, arguments) | options, arguments.repeats)
                 found = predict(problem, np.array(done["values"]))
                 changed = sum(a != b for a, b in zip(found, reference, strict=True))
                 name_of = f"{label} {done['version']} {arguments.dtype}"
                 rows.append(
                     [name, name_of, f"{median(done['seconds']):.1f}", f"{accuracy(problem, found):.3f}", changed]
                 )
-                record.append({"task": name, "system": name_of, "seconds": done["seconds"], "labels": found})
+                record.append(_record(rows[-1], done["seconds"], len(found)))
                 print("  ", *rows[-1], flush=True)
     print(machine())
     print(table(["task", "system", "s", "accuracy", "labels unlike the first row's"], rows))
-    write_json(arguments.json, runs=record)
+    write_json(arguments.json, benchmark="classify", dtype=arguments.dtype, model=arguments.model, runs=record)
+
+
+def _record(row: list, seconds: list[float], items: int) -> dict:
+    """Returns what the file keeps of a row of the table."""
+    task, system, _, share, unlike = row
+    return {
+        "task": task,
+        "system": system,
+        "items": items,
+        "seconds": seconds,
+        "accuracy": float(share),
+        "unlike": unlike,
+    }
 
 
 def peers(arguments) -> list[tuple[str, str, str, dict]]:

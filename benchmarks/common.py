@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import platform
+import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -21,9 +23,11 @@ import torch
 
 import prefold
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def machine() -> dict:
-    """What a table must say about where it was measured."""
+    """Returns what a table must say about where it was measured: the date, the processor and the versions."""
     cpu = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as f:
@@ -73,9 +77,35 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: str | None, **content) -> None:
+def commit() -> str | None:
+    """Returns the short name of the checkout's commit, with "-dirty" where files differ from it; None without git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return None
+
+
+def command_line() -> str:
+    """Returns the command that runs, as one types it in the checkout. Of an absolute path only the last part stays,
+    since the rest says nothing to others."""
+    script = Path(sys.argv[0]).resolve()
+    script = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
+    name = f"-m {'.'.join(script.parent.parts)}" if script.name == "__main__.py" else str(script)
+    arguments = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
+    return shlex.join(["python", *name.split(" "), *arguments])
+
+
+def write_json(path: str | Path | None, **content) -> None:
+    """Writes the one file of a benchmark: the machine and its versions, the commit, the command, and all of `content`,
+    which holds every round. Published figures are made of such files (`benchmarks/results/`, `scripts/figures.py`).
+
+    Lists of numbers stand on one line. Nothing is written where there is no path.
+    """
     if path:
-        Path(path).write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")
+        head = {"machine": machine(), "commit": commit(), "command": command_line()}
+        text = json.dumps(head | content, indent=1, default=str)
+        text = re.sub(r"\[\n\s+([^\[\]{}]*?)\n\s+\]", lambda match: "[" + re.sub(r",\n\s+", ", ", match[1]) + "]", text)
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 # Limits of the machine
@@ -211,22 +241,16 @@ def visible_pairs(end: np.ndarray) -> int:
 # Peers
 
 
-def run_peer(python: str, system: str, job: dict) -> dict:
-    """Run benchmarks/peers.py under `python`; raises with the system's own words when it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        job_file, out_file = Path(folder, "job.json"), Path(folder, "out.json")
-        job_file.write_text(json.dumps(job))
-        peers = Path(__file__).with_name("peers.py")
-        done = subprocess.run(
-            [python, str(peers), system, str(job_file), str(out_file)], capture_output=True, text=True, check=False
-        )
-        if not out_file.exists():
-            raise RuntimeError(f"{system} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        return json.loads(out_file.read_text())
+def run_peer(python: str, system: str, job: dict, repeats: int = 1) -> dict:
+    """Returns the seconds of each run of a system in a process of its own, what the last one found, and the version."""
+    with Peer(python, system, job) as peer:
+        runs = [peer.run() for _ in range(repeats)]
+        return {"seconds": [seconds for seconds, _ in runs], "values": runs[-1][1], "version": peer.version}
 
 
 class Peer:
-    """A system that generates, in a process of its own that stays; between runs it is stopped, and takes no processor.
+    """A system that scores or generates, in a process of its own that stays; it is stopped between its runs, so that it
+    takes no processor.
 
     Raises RuntimeError with the system's own words when it does not start or fails. A context manager.
     """
@@ -252,13 +276,13 @@ class Peer:
             raise
         self._signal(signal.SIGSTOP)
 
-    def run(self, case: str) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of each output."""
+    def run(self, case: str = "all") -> tuple[float, list]:
+        """Returns the seconds, and what was found: the tokens of each output, or the values of each prompt."""
         self._signal(signal.SIGCONT)
         print(case, file=self._process.stdin, flush=True)
         answer = self._read()
         self._signal(signal.SIGSTOP)
-        return answer["seconds"], answer["tokens"]
+        return answer["seconds"], answer["found"]
 
     def _read(self) -> dict:
         line = self._process.stdout.readline()

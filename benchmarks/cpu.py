@@ -247,7 +247,10 @@ def main() -> None:
         for kind, file in files.items() if arguments.stored else ():
             ours[f"{OURS}, {kind} as stored"] = LLM(str(file), weights="file", **how)
         seconds, rates = measure(ours, peers, cases, arguments)
-    write_json(arguments.json, benchmark="cpu", model=arguments.model, seconds=seconds, rates=rates)
+    rate = {name: median([one[name] for one in rates]) for name in rates[0]}
+    limits = {name: limit(llm.config, case, rate, llm.dtype.itemsize) for name, case in cases.items()}
+    about = {"model": arguments.model, "dtype": arguments.dtype, "tokens": arguments.tokens}
+    write_json(arguments.json, benchmark="cpu", **about, seconds=seconds, rates=rates, limit_seconds=limits)
     report(arguments.model, llm, seconds, rates, cases)
     print("\n" + ", ".join(f"{name} {value}" for name, value in machine().items()))
 

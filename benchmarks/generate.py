@@ -149,7 +149,9 @@ def measure(name: str, case: Case, llm: LLM, peers: dict[str, Peer], arguments) 
                 print(f"  {name}, round {round_number + 1}: {system}: {values[-1]:.2f} s", flush=True)
     report(case, seconds, tokens, limits, stats)
     memory = {"peak": stats.generation.kv_bytes_peak, "unshared_peak": stats.generation.kv_bytes_unshared_peak}
-    return {"case": name, "about": case.about, "seconds": seconds, "tokens": tokens, "limits": limits, "kv": memory}
+    others = {system: unlike(out, tokens[OURS]) for system, out in tokens.items() if system != OURS}
+    requests = {"requests": len(case.prompts), "max_tokens": case.max_tokens, "unlike": others}
+    return {"case": name, "about": case.about, **requests, "seconds": seconds, "limits": limits, "kv": memory}
 
 
 def report(case: Case, seconds: dict, tokens: dict, limits: list[dict], stats: Stats) -> None:
@@ -243,7 +245,8 @@ def measure_cache(arguments) -> dict:
     print(f"\n{len(prompts)} unrelated questions, one call each, {arguments.cache_tokens} out, {arguments.dtype}")
     headers = ["prefold", "s", "spread", "x off", "inside the cache's calls", "prompt tokens reused", "unlike off"]
     print(table(headers, rows), flush=True)
-    return {"case": "cache", "seconds": seconds, "inside": inside, "reused": reused, "tokens": tokens}
+    differ = unlike(tokens[arguments.cache], tokens["off"])
+    return {"case": "cache", "seconds": seconds, "inside": inside, "reused": reused, "unlike": differ}
 
 
 def main() -> None:
@@ -281,7 +284,7 @@ def main() -> None:
             record += [measure(name, case, llm, peers, arguments) for name, case in cases.items()]
         if "cache" in names:
             record.append(measure_cache(arguments))
-    write_json(arguments.json, cases=record)
+    write_json(arguments.json, benchmark="generate", dtype=arguments.dtype, model=arguments.model, cases=record)
 
 
 if __name__ == "__main__":

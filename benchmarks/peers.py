@@ -1,22 +1,17 @@
-"""Runs another system on the same prompts, in a process of its own: `python peers.py SYSTEM JOB.json [OUT.json]`.
+"""Runs another system on the same prompts, in a process of its own that stays: `python peers.py SYSTEM JOB.json`.
 
-Runs under any interpreter that has the system installed; imports nothing of prefold. Reading prompts, JOB holds
+Runs under any interpreter that has the system installed; imports nothing of prefold. Once ready the process prints
+{"version": "..."}. For every line that it then reads from standard input it runs once, with nothing left in its caches
+of the run before, and prints {"seconds": ..., "found": ...}. One JSON a line. Loading the model and a warm-up on a few
+prompts come before. JOB holds model (a Hugging Face folder), dtype ("bfloat16" | "float32"), threads, block (vLLM),
+max_model_len, and what is to be done, which is one of
 
-    model     a Hugging Face folder; dtype "bfloat16" | "float32"; threads; block (vLLM)
-    prompts   lists of token ids
-    wanted    "last": log-probabilities of the ids in `ids` (one list for all, or one a prompt) at the last position
-              "targets": summed log-probability of `targets[i]`, the last tokens of prompts[i]
-    repeats   timed runs; before them one warm-up on a few prompts
-
-OUT receives {"seconds": [...], "values": [...], "version": "..."}. Loading the model is not timed.
-
-Generating (greedy, past the end of text), there is no OUT and JOB holds model, dtype, threads, block, max_model_len,
-gguf (llama.cpp) and
-
-    cases     {name: {"prompts": lists of token ids, "max_tokens": tokens of each output}}
-
-Once ready the process prints {"version": "..."}; for every name it then reads from standard input it runs that case,
-with nothing left of the run before, and prints {"seconds": ..., "tokens": lists of token ids}. One JSON a line.
+    prompts   lists of token ids, which are scored; `found` is a value or a list of values a prompt. Either `ids`: the
+              log-probabilities of these ids (one list for all, or one a prompt) at the last position; or `targets`:
+              the summed log-probability of `targets[i]`, the last tokens of prompts[i]
+    cases     {name: {"prompts": lists of token ids, "max_tokens": tokens of each output}}; a line names a case, whose
+              prompts are continued greedily, past the end of text; `found` is the tokens of each output.
+              llama.cpp takes its weights from the file `gguf`.
 """
 
 from __future__ import annotations
@@ -217,8 +212,29 @@ def llama_generator(job):
     return run, llama.__version__
 
 
-def serve(system, job):
-    """Generate what is asked for on standard input."""
+def scorer(system, job):
+    """Returns the run of the prompts of JOB, whatever the line says, and the version."""
+    run, version = {"transformers": transformers_runner, "vllm": vllm_runner}[system](job)
+    prompts, ids, targets = job["prompts"], job.get("ids"), job.get("targets")
+    if ids is not None and not isinstance(ids[0], list):
+        ids = [ids] * len(prompts)
+    run(prompts[:8], ids and ids[:8], targets and targets[:8])  # warm-up
+    return lambda line: run(prompts, ids, targets), getattr(run, "reset", None), version
+
+
+def generator(system, job):
+    """Returns the run of the case that a line names, and the version."""
+    systems = {"transformers": transformers_generator, "vllm": vllm_generator, "llama": llama_generator}
+    run, version = systems[system](job)
+    cases = job["cases"]
+    run(next(iter(cases.values()))["prompts"][:8], 4)  # warm-up
+    return lambda name: run(cases[name]["prompts"], cases[name]["max_tokens"]), getattr(run, "reset", None), version
+
+
+def main():
+    system, job_file = sys.argv[1:]
+    with open(job_file) as f:
+        job = json.load(f)
     # Libraries print what they like: to standard error, so that answers have standard output to themselves.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -227,47 +243,14 @@ def serve(system, job):
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
-    systems = {"transformers": transformers_generator, "vllm": vllm_generator, "llama": llama_generator}
-    run, version = systems[system](job)
-    first = next(iter(job["cases"].values()))
-    run(first["prompts"][:8], 4)  # warm-up
+    run, reset, version = (scorer if "prompts" in job else generator)(system, job)
     answer(version=version)
     for line in sys.stdin:
-        case = job["cases"][line.strip()]
-        if hasattr(run, "reset"):
-            run.reset()
+        if reset:
+            reset()
         started = time.perf_counter()
-        tokens = run(case["prompts"], case["max_tokens"])
-        answer(seconds=time.perf_counter() - started, tokens=tokens)
-
-
-def score(system, job, out_file):
-    """Read what JOB wants of its prompts, and write it to a file."""
-    run, version = {"transformers": transformers_runner, "vllm": vllm_runner}[system](job)
-    prompts, ids, targets = job["prompts"], job.get("ids"), job.get("targets")
-    if ids is not None and not isinstance(ids[0], list):
-        ids = [ids] * len(prompts)
-    warm = slice(0, 8)
-    run(prompts[warm], ids and ids[warm], targets and targets[warm])
-    seconds, values = [], None
-    for _ in range(job.get("repeats", 1)):
-        if hasattr(run, "reset"):
-            run.reset()
-        started = time.perf_counter()
-        values = run(prompts, ids, targets)
-        seconds.append(time.perf_counter() - started)
-    with open(out_file, "w") as f:
-        json.dump({"seconds": seconds, "values": values, "version": version}, f)
-
-
-def main():
-    system, job_file, *out_file = sys.argv[1:]
-    with open(job_file) as f:
-        job = json.load(f)
-    if out_file:
-        score(system, job, out_file[0])
-    else:
-        serve(system, job)
+        found = run(line.strip())
+        answer(seconds=time.perf_counter() - started, found=found)
 
 
 if __name__ == "__main__":

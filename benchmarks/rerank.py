@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 from common import (
+    Peer,
     export_folder,
     limit_seconds,
     machine,
@@ -21,7 +23,6 @@ from common import (
     python_of,
     read_jsonl,
     run_engine,
-    run_peer,
     spread,
     table,
     timed,
@@ -43,7 +44,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--modes", default="full,mlp,off")
     parser.add_argument("--transformers", action="store_true", help="also transformers, batches of 16 by length")
-    parser.add_argument("--vllm", help="a virtual environment with vLLM in it: block sizes 32 and its default")
+    parser.add_argument("--vllm", help="a virtual environment with vLLM in it")
+    parser.add_argument("--blocks", default="32,default", help="block sizes of vLLM, each in a process of its own")
     parser.add_argument("--json")
     arguments = parser.parse_args()
 
@@ -69,7 +71,7 @@ def main() -> None:
         results = run_engine(llm.engine, requests, task.readout, mode)
         scores[f"prefold {mode}"] = np.array([r.values[0] - r.values[1] for r in results])
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         job = {
             "model": str(export_folder(llm.checkpoint, folder, llm.dtype)),
             "dtype": arguments.dtype,
@@ -82,18 +84,22 @@ def main() -> None:
             peers.append(("transformers", "transformers", python_of(None), {}))
         if arguments.vllm:
             python = python_of(arguments.vllm)
-            peers.append(("vLLM, block 32", "vllm", python, {"block": 32}))
-            peers.append(("vLLM, default block", "vllm", python, {}))
+            sizes = {name: {"block": int(name)} if name != "default" else {} for name in arguments.blocks.split(",")}
+            peers += [(f"vLLM, block {name}", "vllm", python, options) for name, options in sizes.items()]
+        opened = {}
+        for name, system, python, options in peers:
+            peer = stack.enter_context(Peer(python, system, job | options))
+            opened[f"{name} ({system} {peer.version})"] = peer
         for round_number in range(arguments.repeats):
             limits.append(limit_seconds(llm.config, trie, llm.dtype, num_reads=len(set(trie.last_row.tolist()))))
             for mode in modes:
                 seconds.setdefault(f"prefold {mode}", []).extend(timed(lambda mode=mode: run_mode(mode), 1))
-            for name, system, python, options in peers:
-                done = run_peer(python, system, job | options)
-                seconds.setdefault(f"{name} ({system} {done['version']})", []).extend(done["seconds"])
-                scores[f"{name} ({system} {done['version']})"] = np.array([v[0] - v[1] for v in done["values"]])
-            for name, values in seconds.items():
-                print(f"  round {round_number + 1}: {name}: {values[-1]:.1f} s", flush=True)
+                print(f"  round {round_number + 1}: prefold {mode}: {seconds[f'prefold {mode}'][-1]:.1f} s", flush=True)
+            for title, peer in opened.items():
+                taken, values = peer.run()
+                seconds.setdefault(title, []).append(taken)
+                scores[title] = np.array([v[0] - v[1] for v in values])
+                print(f"  round {round_number + 1}: {title}: {seconds[title][-1]:.1f} s", flush=True)
 
     limit = median([one["seconds"] for one in limits])
     ours = median(seconds["prefold full"]) if "full" in modes else limit
@@ -119,7 +125,9 @@ def main() -> None:
         f"attention {median([o['attention_gflops'] for o in limits]):.0f} GFLOP/s"
     )
     print(table(["system", "s", "spread", "pairs/s", "x full", "of limit", "max |d logit|"], rows))
-    write_json(arguments.json, seconds=seconds, limits=limits, tokens=trie.num_tokens, rows=trie.num_rows)
+    record = {"model": arguments.model, "dtype": arguments.dtype, "pairs": len(prompts)}
+    counts = {"tokens": trie.num_tokens, "rows": trie.num_rows}
+    write_json(arguments.json, benchmark="rerank", **record, **counts, seconds=seconds, limits=limits)
 
 
 if __name__ == "__main__":

@@ -58,14 +58,14 @@ LAYERS = {
         engine/test_choice.py engine/test_learned_rows.py engine/test_handles.py
         hybrid/test_state_books.py images/test_media_table.py
         looped/test_outputs.py looped/test_visit_policy.py
-        shifted/test_shifting.py test_budgets.py test_errors.py test_pages.py
+        shifted/test_shifting.py test_budgets.py test_errors.py test_figures.py test_pages.py
     """,
     "model": """
         attention benchmarks cli engine experts face hf hybrid images integrations kernels looped model record shifted
         train worker
         images/test_pixels.py
         stream/test_spool.py text/test_template_process.py
-        test_device.py test_imports.py test_llm.py test_llm_generate.py test_markers.py test_setup.py
+        test_blocks.py test_device.py test_examples.py test_imports.py test_llm.py test_llm_generate.py test_markers.py test_setup.py
         test_task_options.py test_types.py
         checkpoint/test_resolve.py checkpoint/test_stored.py
         job/test_live_jobs.py job/test_output.py job/test_plan.py job/test_run.py

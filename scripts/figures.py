@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Writes every published figure: the tables and plots of docs/figures.md and the plot of the README.
+
+    python scripts/figures.py [--check]
+
+The figures are those of the files in `benchmarks/results/`, which the benchmarks write (`--json FILE`). Files with
+`"transcribed": true` hold a table that was copied from an account of an earlier run, with its date and machine. With
+--check nothing is written, and the exit status is 1 where a page or plot is not what the files make.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE, PLOTS = (ROOT / name for name in ("benchmarks/results", "docs/figures.md", "docs/plots"))
+OURS = "prefold"
+# Colours of text, lines, our bars, those of our other modes, those of others, and the limit.
+THEMES = {
+    "light": ("#1f2328", "#d0d7de", "#0969da", "#80b8f0", "#9aa4af", "#cf222e"),
+    "dark": ("#e6edf3", "#444c56", "#4493f8", "#2c5b94", "#6e7681", "#ff7b72"),
+}
+
+
+@dataclass
+class Panel:
+    """A Panel is one job: the rounds of each system in `unit`, and the machine's limit, where it was measured."""
+
+    title: str
+    rounds: dict[str, list[float]]
+    limit: float | None = None
+    unit: str = "s"
+    notes: dict[str, str] = field(default_factory=dict)
+    note_title: str = ""
+
+    def table(self) -> list[str]:
+        """Returns the table: medians, the least and the most, and ratios to the first system of the panel."""
+        own = median(next(iter(self.rounds.values())))
+        head = ["system", f"median, {self.unit}", "least to most", "rounds", "time, prefold = 1"]
+        head += ["of the limit"] * (self.limit is not None) + [self.note_title] * bool(self.notes)
+        lines = [_row(head), "|" + "---|" * len(head)]
+        for system, taken in self.rounds.items():
+            middle = median(taken)
+            row = [system, _number(middle), f"{_number(min(taken))} to {_number(max(taken))}", str(len(taken))]
+            row.append(f"{middle / own:.2f}")
+            row += [f"{self.limit / middle:.0%}"] if self.limit is not None else []
+            row += [self.notes.get(system, "")] if self.notes else []
+            lines.append(_row(row))
+        if self.limit is not None:
+            limit = ["limit of the machine", _number(self.limit), "", "", f"{self.limit / own:.2f}", "100%"]
+            lines.append(_row(limit + [""] * bool(self.notes)))
+        return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _short(system: str) -> str:
+    """Returns the name of a system and its version, without the type of its numbers and its package's name."""
+    system = re.sub(r" (bfloat16|float32)$", "", system)
+    system = re.sub(r" \((?:transformers|vllm|llama-cpp-python) ([\d.]+)\)$", r" \1", system)
+    return re.sub(r"^(vLLM|transformers|llama\.cpp),? ?(.*?) ?([\d.]+\.[\d.]+)$", _version_first, system)
+
+
+def _version_first(match: re.Match[str]) -> str:
+    name, about, version = match.groups()
+    return f"{name} {version}" + (f", {about}" if about else "")
+
+
+def rerank(file: dict) -> Iterator[Panel]:
+    title = (
+        f"Rerank: {file['pairs']} query-passage pairs of MS MARCO, {file['tokens']:,} tokens, {file['rows']:,} unique"
+    )
+    limit = median(one["seconds"] for one in file["limits"])
+    yield Panel(title, {_short(name): taken for name, taken in file["seconds"].items()}, limit)
+
+
+def classify(file: dict) -> Iterator[Panel]:
+    names = {"sst2": "SST-2, 16 examples in the prompt", "mmlu": "MMLU, 5 examples in the prompt"}
+    for task in dict.fromkeys(run["task"] for run in file["runs"]):
+        runs = [run for run in file["runs"] if run["task"] == task]
+        notes = {_short(run["system"]): f"{run['accuracy']:.3f}, {run['unlike']}" for run in runs}
+        rounds = {_short(run["system"]): run["seconds"] for run in runs}
+        title = f"Classify: {runs[0]['items']} items of {names.get(task, task)}"
+        yield Panel(title, rounds, notes=notes, note_title="accuracy, labels unlike the first row's")
+
+
+def generate(file: dict) -> Iterator[Panel]:
+    for case in file["cases"]:
+        limit = median(one["seconds"] for one in case["limits"])
+        rounds = {_short(name): taken for name, taken in case["seconds"].items()}
+        yield Panel(f"Generate: {case['about']}", rounds, limit)
+
+
+def cpu(file: dict) -> Iterator[Panel]:
+    """Yields a panel for each number of sequences, in milliseconds of a step, and for each prompt."""
+    seconds = file["seconds"]
+    for case in seconds[OURS]:
+        kind, count = case.split()
+        if kind == "first":
+            continue
+        rounds = {}
+        for system, by in seconds.items():
+            taken = by[case]
+            if kind == "decode":
+                firsts = by[f"first {count}"]
+                taken = [(a - b) / (file["tokens"] - 1) for a, b in zip(taken, firsts, strict=True)]
+            rounds[_short(system)] = [1e3 * one for one in taken]
+        many = f"{count} sequence{'s' * (count != '1')}"
+        title = f"Decode: one step of {many}" if kind == "decode" else f"Prefill: a prompt of {count} tokens"
+        # The weights may fit into the last cache of the processor: then reading memory is no limit of a step.
+        limit = file["limit_seconds"][case] if kind == "prompt" else None
+        yield Panel(title, rounds, None if limit is None else 1e3 * limit, "ms")
+
+
+PANELS = {"rerank": rerank, "classify": classify, "generate": generate, "cpu": cpu}
+
+
+def panels(name: str) -> list[Panel]:
+    """Returns the panels of a file in `benchmarks/results/`."""
+    file = read(name)
+    return list(PANELS[file["benchmark"]](file))
+
+
+def read(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def section(name: str) -> str:
+    """Returns what the page says of a file: where it was measured, by which command, plots and tables."""
+    file = read(name)
+    machine = file["machine"]
+    if file.get("transcribed"):
+        where = f"Copied from the [notebook]({file['account']}) ({machine}; {file['date']}; commit: {file['commit']})."
+        lines = [_row(file["columns"]), "|" + "---|" * len(file["columns"]), *map(_row, file["rows"])]
+        return "\n".join([where, "", f"    {file['command']}", "", *lines])
+    where = f"{machine['date']}; {machine['cpu']}, {machine['threads']} threads; Python {machine['python']}, "
+    where += f"torch {machine['torch']}; commit `{file['commit']}`; all rounds: `benchmarks/results/{name}.json`."
+    lines = [where, "", f"    {file['command']}", "", picture(name, "plots/", file["benchmark"]), ""]
+    for panel in panels(name):
+        lines += [f"**{panel.title}**", "", *panel.table(), ""]
+    return "\n".join(lines).rstrip()
+
+
+def picture(name: str, folder: str, about: str) -> str:
+    """Returns the HTML of a plot, in the theme of the reader."""
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{folder}{name}-dark.svg">'
+    return f'<picture>{dark}<img alt="{about}: time of each system" src="{folder}{name}-light.svg"></picture>'
+
+
+def plot(shown: list[Panel], theme: str) -> str:
+    """Returns an SVG with a bar for each system of each panel, the spread of its rounds, and a line at the limit."""
+    text, line, own, modes, others, limit = THEMES[theme]
+    width, left, right = 760, 210, 120
+    parts, y = [], 8
+    for panel in shown:
+        scale = (width - left - right) / max(max(taken) for taken in panel.rounds.values())
+        parts.append(f'<text x="0" y="{y + 14}" font-weight="600">{escape(panel.title)}</text>')
+        y += 26
+        top = y
+        for number, (system, taken) in enumerate(panel.rounds.items()):
+            middle = median(taken)
+            colour = own if number == 0 else modes if system.startswith(OURS) else others
+            least, most = left + scale * min(taken), left + scale * max(taken)
+            parts += [
+                f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(system)}</text>',
+                f'<rect x="{left}" y="{y + 2}" width="{scale * middle:.1f}" height="14" rx="2" fill="{colour}"/>',
+                f'<path d="M{least:.1f} {y + 9}H{most:.1f}" stroke="{text}" stroke-width="1.5"/>',
+                f'<text x="{most + 8:.1f}" y="{y + 13}">{_number(middle)} {panel.unit}</text>',
+            ]
+            y += 20
+        if panel.limit is not None:
+            at = left + scale * panel.limit
+            parts.append(f'<path d="M{at:.1f} {top}V{y}" stroke="{limit}" stroke-width="1.5" stroke-dasharray="4 3"/>')
+            parts.append(
+                f'<text x="{at:.1f}" y="{y + 11}" fill="{limit}" text-anchor="middle" font-size="11">limit</text>'
+            )
+            y += 12
+        parts.append(f'<path d="M{left} {top}V{y}" stroke="{line}"/>')
+        y += 16
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" height="{y}" '
+    return (
+        f'{head}font-family="system-ui, sans-serif" font-size="13" fill="{text}">\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def overview() -> list[Panel]:
+    """Returns the panels of the README's plot: rerank, classify and generate beside the peers."""
+    shown = []
+    for name in ("rerank", "classify", "generate-groups"):
+        if (RESULTS / f"{name}.json").exists():
+            shown += panels(name)[:1]
+    for panel in shown:
+        first, *later = panel.rounds
+        panel.rounds = {OURS: panel.rounds[first]} | {
+            system: panel.rounds[system] for system in later if not system.startswith(OURS)
+        }
+    return shown
+
+
+def made() -> dict[Path, str]:
+    """Returns the text of every file that this script writes."""
+    texts = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        if not read(path.stem).get("transcribed"):
+            for theme in THEMES:
+                texts[PLOTS / f"{path.stem}-{theme}.svg"] = plot(panels(path.stem), theme)
+    for theme in THEMES:
+        texts[PLOTS / f"overview-{theme}.svg"] = plot(overview(), theme)
+    page = PAGE.read_text(encoding="utf-8")
+    used = re.findall(r"<!-- figure (\S+) -->", page)
+    if unused := {path.stem for path in RESULTS.glob("*.json")} - {*used}:
+        raise SystemExit(f"{PAGE.relative_to(ROOT)} has no place for the figures of {sorted(unused)}")
+    for name in used:
+        place = re.compile(rf"(<!-- figure {re.escape(name)} -->\n).*?(<!-- end -->)", re.S)
+        body = f"\n{section(name)}\n\n"
+        page = place.sub(lambda match, body=body: match[1] + body + match[2], page)
+    return texts | {PAGE: page}
+
+
+def main() -> int:
+    """Writes the files, or checks them. Returns the exit status."""
+    texts = made()
+    stale = [path for path in PLOTS.glob("*.svg") if path not in texts]
+    wrong = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if "--check" in sys.argv:
+        for path in wrong + stale:
+            print(f"{path.relative_to(ROOT)} is not what benchmarks/results/ makes; run scripts/figures.py")
+        return 1 if wrong + stale else 0
+    for path in stale:
+        path.unlink()
+    for path in wrong:
+        path.write_text(texts[path], encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""The file of a benchmark says where, from which commit and by which command its figures came, with every round."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from benchmarks import common
+
+
+def test_a_file_has_its_command_without_paths_of_the_machine_and_every_round(tmp_path, monkeypatch):
+    script = common.ROOT / "benchmarks" / "rerank.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--data", f"{tmp_path}/msmarco.jsonl.gz", "--pairs", "8"])
+    common.write_json(tmp_path / "out.json", benchmark="rerank", seconds={"[ a,\n b ]": [1.5, 2.5]})
+    text = (tmp_path / "out.json").read_text(encoding="utf-8")
+    found = json.loads(text)
+    assert found["command"] == "python benchmarks/rerank.py --data msmarco.jsonl.gz --pairs 8"
+    assert found["seconds"] == {"[ a,\n b ]": [1.5, 2.5]}
+    assert {"date", "cpu", "cores", "torch", "prefold"} <= set(found["machine"]) and "commit" in found
+    assert "[1.5, 2.5]" in text, "rounds stand on one line"
+
+
+def test_nothing_is_written_without_a_path():
+    common.write_json(None, seconds={})
