@@ -40,7 +40,7 @@ BUDGETS = {
     "records": (1774, 1750),
     "report": (696, 700),
     "job": (2367, 2050),
-    "cluster": (4777, 3500),
+    "cluster": (4801, 3500),
     "serve": (4271, 3900),
     "simulate": (1223, 1150),
     "integrations": (951, 800),

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ except ImportError:
 
 _POLL = 0.25  # seconds after which a thread looks whether its replica is still wanted
 _SHOWN_NODES = 4  # in a message
+_START_SECONDS = 180.0  # after which Ray, which has not answered, is not waited for any longer
 _DOUBT = 15.0  # seconds after which a replica that does not answer is taken for dead
 
 
@@ -144,15 +146,7 @@ class RayReplicas(Replicas):
         notify: Callable[[str], None] = lambda line: None,
     ):
         self._model, self._options, self._backend = model, dict(options), backend
-        self._connected = not ray.is_initialized()
-        if self._connected:
-            try:
-                ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-            except Exception as error:  # a bare Exception where a node does not come up in time
-                ray.shutdown()  # ends what has started of it
-                named = address or os.environ.get("RAY_ADDRESS")
-                where = f"there is no Ray cluster at {named}" if named else "Ray does not start on this machine"
-                raise JobError(f"{where}: {_first_lines(error) or type(error).__name__}") from None
+        self._connection = None if ray.is_initialized() else _connect(address)
         try:
             needs = self._needs(count)
             count = self._check_room(count, needs, notify)
@@ -181,9 +175,10 @@ class RayReplicas(Replicas):
         self._disconnect()
 
     def _disconnect(self) -> None:
-        if self._connected:
-            self._connected = False
+        if self._connection is not None:
             ray.shutdown()
+            self._connection.set()
+            self._connection = None
 
     def _needs(self, count: int | None) -> dict[str, int]:
         """Returns the CPUs and GPUs of a replica, and sets its threads."""
@@ -214,6 +209,35 @@ class RayReplicas(Replicas):
             message += " on its nodes" if len(nodes) > 1 else ""
             notify(f"{message}: {fits} start now" + ("" if fits else ", none before there is a node with room for one"))
         return max(1, fits) if count is None else count
+
+
+def _connect(address: str | None) -> threading.Event:
+    """Connects this process to a cluster, or starts one, and returns the event that ends the thread of the connection
+    after `ray.shutdown`. Raises JobError where Ray does not start, or has not answered in time.
+
+    A thread calls `ray.init`, which may wait for ever for a process of Ray that was held up, and which in the main
+    thread replaces the handler of SIGTERM. Linux ends Ray's processes with the thread that started them.
+    """
+    outcome, is_over = Future[Any](), threading.Event()
+
+    def connect() -> None:
+        try:
+            options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+            outcome.set_result(ray.init(address=address, **options))
+            is_over.wait()
+        except Exception as error:  # a bare Exception where a node does not come up in time
+            ray.shutdown()  # ends what has started of it
+            outcome.set_exception(error)
+
+    threading.Thread(target=connect, name="prefold-ray", daemon=True).start()
+    try:
+        outcome.result(_START_SECONDS)
+    except Exception as error:
+        named = address or os.environ.get("RAY_ADDRESS")
+        where = f"there is no Ray cluster at {named}" if named else "Ray does not start on this machine"
+        why = _first_lines(error) if outcome.done() else f"it has not answered for {_START_SECONDS:.0f} s"
+        raise JobError(f"{where}: {why or type(error).__name__}") from None
+    return is_over
 
 
 def _first_lines(error: BaseException) -> str:

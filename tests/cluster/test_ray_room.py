@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 pytest.importorskip("ray")
@@ -72,3 +74,22 @@ def test_a_ray_that_does_not_start_is_an_error_that_says_so(monkeypatch, address
     monkeypatch.setattr(ray_replicas.ray, "init", init)
     with pytest.raises(JobError, match=f"^{wanted} current node timed out during startup. This could happen"):
         RayReplicas("model", {}, address=address)
+
+
+def test_a_ray_that_never_answers_is_not_waited_for(monkeypatch):
+    go_on, threads = threading.Event(), []
+
+    def init(**options):
+        threads.append(threading.current_thread())
+        go_on.wait()
+        raise Exception("it is too late")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_replicas, "_START_SECONDS", 0.05)
+    monkeypatch.setattr(ray_replicas.ray, "init", init)
+    with pytest.raises(JobError, match=r"^Ray does not start on this machine: it has not answered for"):
+        RayReplicas("model", {})
+    assert threads[0] is not threading.main_thread()
+    go_on.set()
+    threads[0].join(60)
+    assert not threads[0].is_alive()
