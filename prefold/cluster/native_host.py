@@ -70,7 +70,7 @@ class ReplicaHost(Host):
         self._engine, self._tokenizer = llm.engine, getattr(llm, "tokenizer", None)
         self._counted = self._engine.stats + Stats()
         inputs = getattr(llm, "images", None)
-        self._pictures = None if inputs is None else inputs.from_driver()
+        self._pictures = None if inputs is None else inputs.replica_images()
         self._runs: SimpleQueue[_HostRun | None] = SimpleQueue()
         self._run: _HostRun | None = None
         self._tells_anew = False
