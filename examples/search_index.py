@@ -3,8 +3,8 @@
     pip install faiss-cpu
     python examples/search_index.py "what causes tides"
 
-The index is one of FAISS, by inner product of vectors of length 1. One model does both stages here; for real searches take
-an embedding model and a reranker of docs/models.md.
+The index is one of FAISS, by inner product of vectors of length 1. One model does both stages here; for real
+searches take an embedding model and a reranker of docs/models.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Short examples of examples/ run as their first lines say; those that train have tests of their own."""
+"""Short examples of examples/ run as their first lines say; those that train, and tests/test_blocks.py,
+have the others."""
 
 from __future__ import annotations
 
@@ -23,16 +24,3 @@ def test_an_example_runs(name):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert SAID[name] in done.stdout
-
-
-@pytest.mark.slow
-def test_a_client_of_openai_asks_a_server():
-    pytest.importorskip("openai")
-    pytest.importorskip("starlette")
-    from tests.cluster.servers import serving
-
-    with serving("smollm2-135m") as url:
-        command = [sys.executable, str(EXAMPLES / "rag_server.py"), f"{url}/v1"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.count("?") >= 2
