@@ -7,7 +7,7 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 from __future__ import annotations
 
 from .attention import MAX_HEAD_DIM
-from .blocks import BLOCK_TYPES, StoredRows
+from .blocks import BLOCK_TYPES, WHOLE_TYPES, StoredRows
 from .experts import pack_experts
 from .interface import DTYPES, RowLists, SlotLists, SlotPlane, TileCall
 from .loader import Kernels, load, status
@@ -27,6 +27,7 @@ __all__ = [
     "PanelPool",
     "PathPlane",
     "ProgramCall",
+    "WHOLE_TYPES",
     "RowLists",
     "SlotLists",
     "SlotPlane",
