@@ -22,8 +22,8 @@ BLOCK_TYPES = {
 WHOLE_TYPES = tuple(name for name in BLOCK_TYPES if name.startswith("Q"))
 # What is added to the number of a type whose rows are int8, and to the numbers of a group of a matrix of int8.
 IN_INT8, S8 = 1 << 8, 1 << 16
-# Groups along k of a matrix of int8, the best first: wide ones have fewer scales to multiply with, and in a narrow one a
-# large number spoils fewer others. The last fits all matrices, with zeros behind their rows.
+# Groups along k of a matrix of int8, the best first: wide ones have fewer scales to multiply with, and in a narrow one
+# a large number spoils fewer others. The last fits all matrices, with zeros behind their rows.
 GROUPS, RUN = (128, 192, 64, 32), 32
 
 
@@ -98,9 +98,7 @@ class BlockKernels(Family):
         panels, size = -(-outputs // COLUMNS), self._calls["block_panel_size"](S8 + group, inputs)
         memory = (pool or PanelPool()).take((panels, size // 4))
         pack = self._calls["pack_int8", weight.dtype]
-        if pack(
-            weight.data_ptr(), inputs, outputs, inputs, group, memory.data_ptr(), torch.get_num_threads()
-        ):
+        if pack(weight.data_ptr(), inputs, outputs, inputs, group, memory.data_ptr(), torch.get_num_threads()):
             raise MemoryError("pack_int8")
         starts = memory.data_ptr() + size * np.arange(panels)
         table = torch.from_numpy(np.stack([starts, np.full(panels, S8 + group)], 1))

@@ -99,8 +99,8 @@ def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(dtype, k)
     blocks, threads = compiled.pack_int8(weight), torch.get_num_threads()
     together = product(x, blocks)
     try:
-        for rows, count in ((1, 1), (2, 2), (5, 1), (12, 2), (15, 1), (16, 2), (17, 1), (31, 5), (33, 2), (140, 1), (500, 5)):
-            torch.set_num_threads(count)
+        for rows in (1, 2, 5, 12, 15, 16, 17, 31, 33, 140, 500):
+            torch.set_num_threads(1 + rows % 3)
             assert torch.equal(product(x[:rows], blocks), together[:rows])
             assert torch.equal(compiled.pack_int8(weight).held[0], blocks.held[0])
     finally:
