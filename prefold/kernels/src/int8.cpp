@@ -8,6 +8,10 @@
 
 #include "workspace.h"
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 namespace prefold {
 namespace {
 
