@@ -23,6 +23,7 @@ from .face.numbers import NumericTasks
 from .face.running import check_process
 from .face.texts import Texts
 from .model import config_from, load_adapter, load_model
+from .model.int8 import probe_tokens
 from .model.parallel import ALONE
 from .model_options import GROUPS, ModelOptions, model_options
 from .options import described
@@ -78,6 +79,7 @@ class LLM(NumericTasks, Texts):
         self.dtype = choose_dtype(o.dtype, self.checkpoint.config, self.device)
         o = settled(o, self.identity)
         config = config_from(self.checkpoint.config)
+        int8 = probe_tokens(o, self.checkpoint, config, self.tokenizer, self.dtype, self.device)
         self.config = config if o.images.tower else config.text
         if o.decode_graphs and self.config.attention_cap is not None:
             message = "decode_graphs is not for models with soft caps on the scores of attention"
@@ -86,7 +88,8 @@ class LLM(NumericTasks, Texts):
         try:
             ranks = ALONE if self._team is None else self._team.ranks
             place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": ranks}
-            self.model = load_model(self.checkpoint, **place, seed=o.seed, config=self.config, keep=o.weights)
+            how = {"seed": o.seed, "config": self.config, "keep": o.weights, "int8": int8}
+            self.model = load_model(self.checkpoint, **place, **how)
             self.config = self.model.config
             parts = parts_of(self.model, self.checkpoint, o.seed)
             loaded = {
@@ -133,10 +136,12 @@ class LLM(NumericTasks, Texts):
 
     @property
     def identity(self) -> dict[str, object]:
-        """Returns what the results depend on beside requests, as JSON: the model's files, the dtype, the adapters."""
+        """Returns what the results depend on beside requests, as JSON: the model's files, the dtype, the adapters, and
+        the arithmetic where it is not the dtype's."""
         loaded = {name: folder_digest(Path(folder)) for name, folder in (self.options.adapters or {}).items()}
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {"model": model_identity(self.checkpoint), "dtype": dtype, "adapters": loaded}
+        named = {"dtype": str(self.dtype).removeprefix("torch."), "adapters": loaded}
+        named |= {} if self.options.arithmetic == "float" else {"arithmetic": self.options.arithmetic}
+        return {"model": model_identity(self.checkpoint), **named}
 
     def close(self) -> None:
         """Ends the thread that makes the steps, and the processes that hold parts of a split model. Nothing can be

@@ -230,12 +230,20 @@ class ModelOptions(StepOptions, SlotOptions):
         " float32.",
         one_of=("auto", "float32", "bfloat16", "float16"), on="machine",
     )  # fmt: skip
-    weights: Literal["auto", "file", "dtype"] = option(
+    arithmetic: Literal["float", "int8"] = option(
+        "float",
+        "What linears multiply in. int8: rows are quantised as well as weights, on a CPU with VNNI, which is faster and"
+        " less exact; `prefold verify` measures by how much. GGUF's blocks are used as they are, and of other weights"
+        " int8 is made. Layers that it changes too much keep the dtype, as do the embedding, the LM head and experts.",
+        one_of=("float", "int8"), on="machine", journal=True,
+    )  # fmt: skip
+    weights: Literal["auto", "file", "dtype", "int8"] = option(
         "auto",
         "How weights lie in the memory of a CPU. file: as the checkpoint stores them, in GGUF's blocks or in 16 bits;"
-        " dtype: in the dtype that is computed in; auto: as in the file in float32, and where memory is short."
-        " Results do not depend on it.",
-        one_of=("auto", "file", "dtype"), on="machine",
+        " dtype: in the dtype that is computed in; auto: as in the file in float32, and where memory is short. Results"
+        " do not depend on it. int8: quantised when they are loaded, with a scale for 128 numbers or so; for int8"
+        " arithmetic alone, which has such weights by itself where the file has none of whole numbers.",
+        one_of=("auto", "file", "dtype", "int8"), on="machine",
     )  # fmt: skip
     device: str = option(
         "auto", "auto (a GPU, if there is one), cpu, cuda, or cuda:1 for the second GPU.", on="machine", metavar="NAME"
@@ -266,6 +274,9 @@ class ModelOptions(StepOptions, SlotOptions):
             message = f"sharing_threshold says when prefixes are shared, and sharing is {self.sharing!r} in any case"
             remedy = 'leave one of them out, or use sharing "auto"'
             raise InputError(message, field="sharing_threshold", remedy=remedy)
+        if self.weights == "int8" and self.arithmetic != "int8":
+            remedy = 'use arithmetic "int8" too (--arithmetic int8)'
+            raise InputError("weights of int8 are for int8 arithmetic alone", field="weights", remedy=remedy)
         cache: Any = self.cache
         if cache is not None and not isinstance(cache, CacheOptions):
             if cache not in ("off", *POLICIES):

@@ -32,7 +32,9 @@ def verify(**o: Any) -> None:
 
     Three comparisons: sharing alone (the given --sharing against off, same dtype), precision alone
     (the given --dtype against float32, both off), and the two together. In float32 there is only the
-    first. Of --task generate the texts are compared: how many changed, and at which token first.
+    first. With --arithmetic int8 there is one more, of int8 alone (against the dtype's arithmetic, both
+    off), and int8 is part of what is compared together. Of --task generate the texts are compared: how
+    many changed, and at which token first.
 
     With --reuse shifted the prompts of --task generate are run one after the other, with exact rows and with chunks of
     text reused at other positions (see docs/serving.md), and what likely first tokens changed by is compared with the
@@ -40,6 +42,7 @@ def verify(**o: Any) -> None:
 
     \b
     prefold verify pairs.jsonl --task rerank --dtype bfloat16 --sample 200
+    prefold verify reviews.jsonl --task classify --labels good,bad --arithmetic int8
     prefold verify asked.jsonl --task generate --reuse shifted --tolerance 0.5 -o shifted.json
     """
     from ..records.record import plain
@@ -87,12 +90,26 @@ def _compare(sample: Any, input: Any, o: dict[str, Any]) -> list[dict[str, Any]]
     shared = _run(llm.engine, input.tasks, sample.works, o, sharing)
     plain = _run(llm.engine, input.tasks, sample.works, o, "off")
     pairs = [(f"sharing ({sharing} against off, {dtype})", shared, plain)]
-    if dtype != "float32":
+
+    def alone(**other: str) -> Any:
+        """Returns the runs of the model with other options, once the one before is gone."""
+        nonlocal llm
         llm.close()
-        del llm
-        exact = _run(input.load({**o, "dtype": "float32"}).engine, input.tasks, sample.works, o, "off")
+        llm = None
+        llm = input.load({**o, "arithmetic": "float", **other})
+        return _run(llm.engine, input.tasks, sample.works, o, "off")
+
+    words = dtype
+    if o["arithmetic"] != "float":
+        words = f"{o['arithmetic']} in {dtype}"
+        other = {} if o["weights"] != "int8" else {"weights": "auto"}
+        quantised, plain = plain, alone(**other)
+        pairs[0] = (f"sharing ({sharing} against off, {words})", shared, quantised)
+        pairs.append((f"arithmetic ({words} against {dtype}, off)", quantised, plain))
+    if dtype != "float32":
+        exact = alone(dtype="float32", weights="auto")
         pairs.append((f"precision ({dtype} against float32, off)", plain, exact))
-        pairs.append((f"both ({sharing}, {dtype} against off, float32)", shared, exact))
+        pairs.append((f"both ({sharing}, {words} against off, float32)", shared, exact))
     differences = []
     for name, a, b in pairs:
         for task, items in sample.items.items():

@@ -135,7 +135,8 @@ class ModelKeywords(TypedDict, total=False):
     context_length: int | None
     seed: int
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    weights: Literal["auto", "file", "dtype"]
+    arithmetic: Literal["float", "int8"]
+    weights: Literal["auto", "file", "dtype", "int8"]
     device: str
     threads: int | None
     tensor_parallel: int

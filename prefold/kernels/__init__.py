@@ -7,7 +7,7 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 from __future__ import annotations
 
 from .attention import MAX_HEAD_DIM
-from .blocks import BLOCK_TYPES, StoredRows
+from .blocks import BLOCK_TYPES, WHOLE_TYPES, StoredRows
 from .experts import pack_experts
 from .interface import DTYPES, RowLists, SlotLists, SlotPlane, TileCall
 from .loader import Kernels, load, status
@@ -19,6 +19,7 @@ __all__ = [
     "COLUMNS",
     "DTYPES",
     "MAX_HEAD_DIM",
+    "WHOLE_TYPES",
     "Blocks",
     "Kernels",
     "Kind",

@@ -1,5 +1,5 @@
 """Matrices that stay in the number format of their file: GGUF's blocks, and 16-bit numbers where the arithmetic is
-float32. `src/blocks.h` says how they lie in memory."""
+float32; and matrices of int8. `src/blocks.h` says how they lie in memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ from .products import COLUMNS, Blocks, PanelPool
 BLOCK_TYPES = {
     "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30,
 }  # fmt: skip
+
+# Of these the numbers are whole, and can be multiplied with rows of int8 as they are.
+WHOLE_TYPES = tuple(name for name in BLOCK_TYPES if name.startswith("Q"))
+# What is added to the number of a type whose rows are int8, and to the numbers of a group of a matrix of int8.
+IN_INT8, S8 = 1 << 8, 1 << 16
+# Groups along k of a matrix of int8, the best first: wide ones have fewer scales to multiply with, and in a narrow one
+# a large number spoils fewer others. The last fits all matrices, with zeros behind their rows.
+GROUPS, RUN = (128, 192, 64, 32), 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,33 @@ class BlockKernels(Family):
             table.append(np.stack([starts, np.full(panels, kind)], 1))
         outputs = sum(len(part.rows) for part in parts)
         return Blocks(torch.from_numpy(np.concatenate(table)), outputs, inputs, tuple(held))
+
+    @property
+    def has_int8(self) -> bool:
+        """Returns whether rows of int8 are multiplied here (`src/int8.h`)."""
+        return bool(self._calls["has_int8"]())
+
+    def in_int8(self, blocks: Blocks) -> Blocks:
+        """Returns the same matrix, in the same memory, to be multiplied with rows of int8. Its types are of
+        WHOLE_TYPES."""
+        return Blocks(blocks.table + torch.tensor([0, IN_INT8]), blocks.outputs, blocks.inputs, blocks.held)
+
+    def pack_int8(self, weight: Tensor, pool: PanelPool | None = None) -> Blocks:
+        """Returns weight [outputs, inputs], float32 or bfloat16, as a matrix of int8, to be multiplied with rows of
+        int8. Of each row and group the largest number becomes 127 or -127.
+
+        pool: where the memory comes from. Raises MemoryError where there is none.
+        """
+        (outputs, inputs), weight = weight.shape, weight.detach().contiguous()
+        group = next(group for group in GROUPS if -(-inputs // RUN) * RUN % group == 0)
+        panels, size = -(-outputs // COLUMNS), self._calls["block_panel_size"](S8 + group, inputs)
+        memory = (pool or PanelPool()).take((panels, size // 4))
+        pack = self._calls["pack_int8", weight.dtype]
+        if pack(weight.data_ptr(), inputs, outputs, inputs, group, memory.data_ptr(), torch.get_num_threads()):
+            raise MemoryError("pack_int8")
+        starts = memory.data_ptr() + size * np.arange(panels)
+        table = torch.from_numpy(np.stack([starts, np.full(panels, S8 + group)], 1))
+        return Blocks(table, outputs, inputs, (memory,))
 
     def block_rows(self, blocks: Blocks, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns rows of the matrix, [ids, inputs], float32 or bfloat16. Raises IndexError for a row that is not

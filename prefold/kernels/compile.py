@@ -58,9 +58,10 @@ _X86, _ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 _AVX512 = ("-march=x86-64-v4", "-mavx512vnni")
 # The best first. What differs between two of them is in the sources: a variant that has no code of its own is not here.
 VARIANTS = (
-    Variant("amx", _X86, (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), (0, 1, 2, 3)),
+    Variant("amx", _X86, (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"), (0, 1, 2, 3)),
     Variant("avx512-bf16", _X86, (*_AVX512, "-mavx512bf16"), (0, 1, 2)),
     Variant("avx512", _X86, _AVX512, (0, 1)),
+    Variant("avx2-vnni", _X86, ("-march=x86-64-v3", "-mavxvnni"), (0, 4)),
     Variant("avx2", _X86, ("-march=x86-64-v3",), (0,)),
     Variant("neon", _ARM, ("-march=armv8-a",)),
 )

@@ -143,6 +143,8 @@ FUNCTIONS = {
     "block_panel_size": ("q:qq", ALONE),
     "pack_blocks": (":qpqqpi", ALONE),
     "block_rows": (":pppqqi", EACH),
+    "has_int8": ("i:", ALONE),
+    "pack_int8": ("i:pqqqqpi", EACH),
     "experts": ("i:p", GATED),
     "greedy": ("i:ppppqqqqi", EACH),
     "log_sum_exp": (":pqqqppi", ALONE),

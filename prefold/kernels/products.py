@@ -38,16 +38,19 @@ def fill_words(packed: Tensor, weight: Tensor) -> None:
 
 
 class PanelPool:
-    """Hands out memory of a few large pieces; a piece lives as long as any tensor in it."""
+    """Hands out memory of a few large pieces; a piece lives as long as any tensor in it.
 
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.int32)
+    piece: its bytes, at least
+    """
+
+    def __init__(self, piece: int = PIECE) -> None:
+        self._piece, self._free = piece, torch.empty(0, dtype=torch.int32)
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
         """Returns an uninitialised int32 tensor that starts at a cache line."""
         size = int(np.prod(shape))
         if size > len(self._free):
-            self._free = torch.from_numpy(np.empty(max(size, PIECE // 4) + 15, np.int32))
+            self._free = torch.from_numpy(np.empty(max(size, self._piece // 4) + 15, np.int32))
             self._free = self._free[-self._free.data_ptr() // 4 % 16 :]
         taken, self._free = self._free[:size], self._free[-(-size // 16) * 16 :]
         return taken.view(shape)

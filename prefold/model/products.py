@@ -70,13 +70,28 @@ class Panels(Product):
         if isinstance(weight, kernels.Blocks):
             self.packed, self.outputs = weight, weight.outputs
         else:
-            self.packed, self.outputs = kernels.pack_words(weight.detach(), pool), len(weight)
+            self.packed, self.outputs = kernels.pack_words(self.columns(weight.detach()), pool), len(weight)
         self._memory = _Reused()
 
     @staticmethod
     def side_by_side(parts: Sequence[kernels.StoredRows]) -> Sequence[kernels.StoredRows]:
         """Returns stored rows in the order that they are packed in."""
         return parts
+
+    @classmethod
+    def quantised(cls, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool) -> Panels:
+        """Returns a product of int8 with a weight [outputs, inputs]."""
+        return cls(compiled.pack_int8(cls.columns(weight), pool), compiled)
+
+    @staticmethod
+    def columns(weight: Tensor) -> Tensor:
+        """Returns a weight with its outputs in the order that they are packed in."""
+        return weight
+
+    def in_int8(self) -> Panels:
+        """Returns the product of int8 with the same matrix of blocks, in the same memory."""
+        assert isinstance(self.packed, kernels.Blocks)
+        return type(self)(self._compiled.in_int8(self.packed), self._compiled)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Returns rows of a matrix of blocks, [ids, inputs]."""
@@ -93,13 +108,11 @@ class Panels(Product):
 
 class GatePanels(Panels):
     """A GatePanels has panels of gate and up, whose columns lie in turn, LANES of each: the kernel applies the gate to
-    what it has just summed, and no copy of gate and up is made in memory."""
+    what it has just summed, and no copy of gate and up is made in memory. Blocks have them in turn already."""
 
-    def __init__(
-        self, weight: Tensor | kernels.Blocks, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None
-    ):
-        """Blocks have gate and up in turn already."""
-        super().__init__(weight if isinstance(weight, kernels.Blocks) else in_turn(weight), compiled, pool)
+    @staticmethod
+    def columns(weight: Tensor) -> Tensor:
+        return in_turn(weight)
 
     @staticmethod
     def side_by_side(parts: Sequence[kernels.StoredRows]) -> Sequence[kernels.StoredRows]:

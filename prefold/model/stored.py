@@ -36,6 +36,13 @@ class Stored:
         """Returns the bytes that a weight takes. number: its place among the model's weights"""
         return self._sizes.get(number, weight.parameter.nbytes)
 
+    def is_whole(self, weight: Weight) -> bool:
+        """Returns whether the numbers of a weight are whole ones as they are stored."""
+        source = self._source
+        return source is not None and all(
+            source.stored_type(name)[0] in kernels.WHOLE_TYPES for name, _ in weight.parts
+        )
+
     def use(self, number: int, weight: Weight, pool: kernels.PanelPool) -> bool:
         """Lets the model multiply with a weight as it is stored, and returns whether it does. Where a panel would have
         columns of two types it does not."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,11 +13,12 @@ from torch import nn
 from .. import kernels
 from ..checkpoint import Checkpoint
 from ..device import check_fits
-from ..errors import CheckpointError
+from ..errors import CheckpointError, InputError
 from ..plugins import named_class
 from .config import ModelConfig
 from .decoder_layer import Layer
 from .families import config_from
+from .int8 import fill_in_int8
 from .layers import Linear, Norm, Weight, linear_weights
 from .parallel import ALONE, Alone
 from .sources import TensorSource, open_source
@@ -36,6 +38,7 @@ def load_model(
     ranks: Alone = ALONE,
     config: ModelConfig | None = None,
     keep: str = "dtype",
+    int8: Sequence[int] | None = None,
 ) -> CausalLM:
     """Returns the model of `checkpoint`, in evaluation mode.
 
@@ -46,6 +49,8 @@ def load_model(
     ranks   those the model is split over: this one's share is read, and no more
     config  of the checkpoint, where it is known already
     keep    which linears stay as the checkpoint stores them, as `stored_weights` says, where they are packed
+    int8    linears of layers multiply in int8, where the tokens of a text that this has show little difference; None:
+            none do
 
     Raises UnsupportedModelError (architecture, settings), OutOfMemoryError (before anything is read),
     and CheckpointError, naming every tensor that is missing, unexpected or misshapen.
@@ -53,6 +58,9 @@ def load_model(
     device = torch.device(device)
     config = config or config_from(checkpoint.config)
     if config.loading:
+        if int8 is not None:
+            message = "there is no int8 arithmetic for models that other modules than prefold's compute"
+            raise InputError(message, field="arithmetic", remedy="leave --arithmetic out")
         how: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
         return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **how)
     keep = keep if pack else "dtype"
@@ -71,10 +79,17 @@ def load_model(
             check_memory(checkpoint, weights, device, dtype)
         model = _shapes(settled, dtype, ranks)
         weights = list(model_weights(model))
-    stored = stored_weights(keep, weights, source, dtype, device, ranks)
+    stored = stored_weights(keep if int8 is None else "file", weights, source, dtype, device, ranks)
     check_memory(checkpoint, weights, device, dtype, stored)
-    fill_all(weights, source, device, pack=pack, stored=stored)
-    model.may_pack, model.stored_as = pack, stored.words
+    if int8 is None:
+        fill_all(weights, source, device, pack=pack, stored=stored)
+        words = stored.words
+    else:
+        fill_one = partial(_fill_one, source=source, device=device, stored=stored)
+        with torch.no_grad():
+            report = fill_in_int8(model, list(enumerate(weights)), fill_one, stored, int8)
+        words = "; ".join(filter(None, (report.words(dtype), stored.words)))
+    model.may_pack, model.stored_as = pack, words
     return model.eval()
 
 
@@ -91,11 +106,25 @@ def fill_all(
     pool = kernels.PanelPool()
     with torch.no_grad():
         for number, weight in enumerate(weights):
-            if stored.use(number, weight, pool):
-                continue
-            fill(weight, source, device)
-            if pack and isinstance(weight.owner, Linear) and weight.attribute == "weight":
-                weight.owner.pack(pool)
+            _fill_one(number, weight, pool, source=source, device=device, stored=stored, pack=pack)
+
+
+def _fill_one(
+    number: int,
+    weight: Weight,
+    pool: kernels.PanelPool,
+    *,
+    source: TensorSource,
+    device: torch.device,
+    stored: Stored,
+    pack: bool = True,
+) -> None:
+    """Fills a parameter, unless it stays as it is stored. number: its place among the model's weights"""
+    if stored.use(number, weight, pool):
+        return
+    fill(weight, source, device)
+    if pack and isinstance(weight.owner, Linear) and weight.attribute == "weight":
+        weight.owner.pack(pool)
 
 
 def _shapes(config: ModelConfig, dtype: torch.dtype, ranks: Alone = ALONE) -> CausalLM:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from tiny import tiny_checkpoint
 
-from prefold import LLM, cli
+from prefold import LLM, cli, kernels
 from prefold.cli.answers import expand
 from prefold.cli.model import task_settings
 
@@ -126,6 +126,20 @@ def test_verify_measures_the_drift(prefold):
     assert "largest difference" in text and "4 rankings" in text
     strict = prefold("verify", "demo.jsonl", "--task", "rerank", "--dtype", "float32", "--tolerance", "0")
     assert strict.exit_code == 1 and "sharing moved a value" in strict.stderr
+
+
+@pytest.mark.skipif(not (kernels.load() and kernels.load().has_int8), reason="no kernels for int8")
+def test_verify_measures_int8(prefold):
+    prefold("demo", "--write", "demo.jsonl")
+    options = ("verify", "demo.jsonl", "--task", "rerank", "--sample", "2", "--arithmetic", "int8", "--json")
+    done = prefold(*options, "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    drift = json.loads(done.stdout)
+    names = [f["comparison"] for f in drift]
+    assert names == ["sharing (full against off, int8 in float32)", "arithmetic (int8 in float32 against float32, off)"]
+    assert drift[0]["values"] < 1e-2 and 1e-4 < drift[1]["values"] < 1 and drift[1]["groups"] == 2
+    drift = json.loads(prefold(*options, "--dtype", "bfloat16", "--weights", "int8").stdout)
+    assert [f["comparison"].partition(" ")[0] for f in drift] == ["sharing", "arithmetic", "precision", "both"]
 
 
 @pytest.mark.parametrize("command", ["verify", "bench"])

@@ -2,6 +2,7 @@
 #include "blocks.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 
 #include "parallel.h"
@@ -358,6 +359,23 @@ PREFOLD_INLINE void decode_run(const uint8_t* run, int column, const Floats (*sc
   (pair(std::integral_constant<int, PAIR>()), ...);
 }
 
+struct ScaleAndLeast {
+  Floats scale, least;
+};
+
+// The scale of a group of a unit, of sixteen columns from `column` on, and what is added to its numbers; zeros where the
+// type has no minima.
+template <class B>
+PREFOLD_INLINE ScaleAndLeast scale_and_least(const uint8_t* unit, int64_t group, int column) {
+  const uint8_t* at = unit + kHalves<B> + group * kPanel + column;
+  const Floats d = of_float16(load_words<uint16_t>(unit + column * 2));
+  if constexpr (B::kKind == kScale) return {d, zeros()};
+  if constexpr (B::kKind == kScales) return {d * to_floats(load_words<int8_t>(at)), zeros()};
+  const Floats m = of_float16(load_words<uint16_t>(unit + (kPanel + column) * 2));
+  if constexpr (B::kKind == kScaleMin) return {d, m};
+  return {d * to_floats(load_words<uint8_t>(at)), zeros() - m * to_floats(load_words<uint8_t>(at + kGroups<B> * kPanel))};
+}
+
 // Decodes `count` numbers along k, from `first` on.
 template <int TYPE, bool PAIRS>
 void decode_runs(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
@@ -371,22 +389,99 @@ void decode_runs(const uint8_t* panel, int64_t first, int64_t count, uint32_t* w
     for (int i = 0; i < kRunLines; ++i) __builtin_prefetch(run + kAhead + i * 64, 0, 2);
 #pragma GCC unroll 1
     for (int column = 0; column < kPanel; column += kLanes) {
-      const Floats d = of_float16(load_words<uint16_t>(unit + column * 2));
-      Floats m = zeros(), scales[kInRun][2], least[kInRun][2];
-      if constexpr (kHasMinima<B>) m = of_float16(load_words<uint16_t>(unit + (kPanel + column) * 2));
+      Floats scales[kInRun][2], least[kInRun][2];
       for (int g = 0; g < kInRun; ++g) {
-        const uint8_t* group = unit + kHalves<B> + (number * kInRun + g) * kPanel + column;
-        Floats scale = d, minimum = m;
-        if constexpr (B::kKind == kScales) scale = d * to_floats(load_words<int8_t>(group));
-        if constexpr (B::kKind == kScalesMins) {
-          scale = d * to_floats(load_words<uint8_t>(group));
-          minimum = zeros() - m * to_floats(load_words<uint8_t>(group + kGroups<B> * kPanel));
-        }
+        auto [scale, minimum] = scale_and_least<B>(unit, number * kInRun + g, column);
         if constexpr (!kHasMinima<B>) minimum = scale * Floats(-kExcess<B>);
         scales[g][0] = doubled<0>(scale), scales[g][1] = doubled<kLanes / 2>(scale);
         least[g][0] = doubled<0>(minimum), least[g][1] = doubled<kLanes / 2>(minimum);
       }
       decode_run<B, PAIRS>(run, column, scales, least, words + column, std::make_integer_sequence<int, kRun / 2>());
+    }
+  }
+}
+
+// Word J, of the eight of a run, of one side of sixteen columns: four numbers at even places, or at odd ones. low: the
+// word of its turn; high: of the plane of higher bits
+template <class B, int J>
+PREFOLD_INLINE Words whole_numbers(const Words& low, const Words& high) {
+  if constexpr (B::kBits == 8) return low;
+  const Words four = (J % 4 / 2 ? shift<-4>(low) : low) & Words(0x0f0f0f0fu);
+  constexpr int kFour = J / 2;  // of those at even places, or at odd ones
+  if constexpr (B::kBits == 5) {
+    // Each of four bits is moved to the fifth bit of its byte: no two products meet there.
+    const Words bits = shift<-4 * kFour>(high) & Words(15);
+    return masked_or(bits * Words(0x02040810u), 0x10101010u, four);
+  }
+  if constexpr (B::kBits == 6) {
+    const Words bits = shift<-8 * kFour>(high);
+    Words out = masked_or(shift<4>(bits), 0x30u, four);
+    out = masked_or(shift<10>(bits), 0x3000u, out);
+    out = masked_or(shift<16>(bits), 0x300000u, out);
+    return masked_or(shift<22>(bits), 0x30000000u, out);
+  }
+  return four;
+}
+
+// The even lanes of two vectors that follow each other, or the odd ones.
+PREFOLD_INLINE Words of_one_parity(const Words& left, const Words& right, int odd) {
+  return Words::make([&](int p) {
+    const auto part = [&](int i) { return (Part<float>)(i < kParts ? left.part[i] : right.part[i - kParts]); };
+    return (Part<uint32_t>)every_other(part(2 * p), part(2 * p + 1), odd);
+  });
+}
+
+// A run of sixteen columns as whole numbers. words [kRun / 4][kPanel], in units of so many of these
+template <class B, int... J>
+PREFOLD_INLINE void put_whole_run(const uint8_t* run, int column, uint8_t* units, int64_t unit_bytes, int64_t header,
+                                  std::integer_sequence<int, J...>) {
+  Words high[2] = {Words(0), Words(0)};
+  const auto lanes = [&](const uint8_t* plane) __attribute__((always_inline)) {
+    return std::array<Words, 2>{load_bits<uint32_t>(plane), load_bits<uint32_t>(plane + kLanes * 4)};
+  };
+  if constexpr (B::kBits == 5) {
+    const uint8_t* plane = run + kLowBytes<B> + 2 * column * 2;
+    const Words left = load_words<uint16_t>(plane), right = load_words<uint16_t>(plane + kLanes * 2);
+    for (int odd = 0; odd < 2; ++odd) high[odd] = of_one_parity(left, right, odd);
+  }
+  if constexpr (B::kBits == 6) {
+    const auto [left, right] = lanes(run + kLowBytes<B> + 2 * column * 4);
+    for (int odd = 0; odd < 2; ++odd) high[odd] = of_one_parity(left, right, odd);
+  }
+  const auto word = [&](auto number) __attribute__((always_inline)) {
+    constexpr int kJ = decltype(number)::value, kOdd = kJ % 2, kTurnWords = kTurn<B> / 4, kUnitWords = B::kGroup / 4;
+    const auto [left, right] = lanes(run + kJ / kTurnWords * 2 * kPanel * 4 + 2 * column * 4);
+    const Words numbers = whole_numbers<B, kJ>(of_one_parity(left, right, kOdd), high[kOdd]);
+    store_bits(units + kJ / kUnitWords * unit_bytes + header + (kJ % kUnitWords * kPanel + column) * 4, numbers);
+  };
+  (word(std::integral_constant<int, J>()), ...);
+}
+
+template <class B>
+constexpr int64_t kWholeHeader = kPanel * sizeof(float) * (kHasMinima<B> ? 2 : 1);
+template <class B>
+constexpr int64_t kWholeBytes = kWholeHeader<B> + kPanel * B::kGroup;
+
+// Decodes `count` numbers along k, from `first` on, to units of whole numbers.
+template <int TYPE>
+void decode_whole(const uint8_t* panel, int64_t first, int64_t count, uint8_t* units) {
+  using B = Blocks<TYPE>;
+  constexpr int kInRun = kRun / B::kGroup;
+  for (int64_t k = first; k < first + count; k += kRun, units += kInRun * kWholeBytes<B>) {
+    const uint8_t* unit = panel + k / B::kUnit * kUnitBytes<B>;
+    const int64_t number = k % B::kUnit / kRun;
+    const uint8_t* run = unit + kHalves<B> + kGroupBytes<B> + number * kRunBytes<B>;
+    constexpr int kRunLines = (kRunBytes<B> + (kHalves<B> + kGroupBytes<B>) * kRun / B::kUnit + 63) / 64;
+    for (int i = 0; i < kRunLines; ++i) __builtin_prefetch(run + kAhead + i * 64, 0, 2);
+#pragma GCC unroll 1
+    for (int column = 0; column < kPanel; column += kLanes) {
+      for (int g = 0; g < kInRun; ++g) {
+        const auto [scale, minimum] = scale_and_least<B>(unit, number * kInRun + g, column);
+        auto* header = reinterpret_cast<float*>(units + g * kWholeBytes<B>) + column;
+        store(header, scale);
+        if constexpr (kHasMinima<B>) store(header + kPanel, minimum);
+      }
+      put_whole_run<B>(run, column, units, kWholeBytes<B>, kWholeHeader<B>, std::make_integer_sequence<int, kRun / 4>());
     }
   }
 }
@@ -414,18 +509,33 @@ void decode_16_bits(const uint8_t* panel, int64_t first, int64_t count, uint32_t
   }
 }
 
+template <int TYPE>
+constexpr Int8Form int8_form_of() {
+  using B = Blocks<TYPE>;
+  constexpr int kShift = B::kBits == 8 ? 7 : B::kBits - 1;
+  static_assert(kHasMinima<B> || B::kBits == 8 || B::kZero == 1 << kShift);
+  return {B::kGroup, kShift, kHasMinima<B>, kWholeBytes<B>, decode_whole<TYPE>};
+}
+
+// Of groups that are int8 already.
+constexpr Int8Form int8_form_of(int group) { return {group, 7, false, kPanel * (group + int64_t{4}), nullptr}; }
+
+constexpr Int8Form kS8Forms[] = {int8_form_of(32), int8_form_of(64), int8_form_of(128), int8_form_of(192)};
+
 // What there is of a type: numbers of a unit, its bytes in a panel, and those of a block in a file.
 struct Form {
   int type, unit, unit_bytes;
   void (*put)(const uint8_t* const*, int64_t, uint8_t*);
   void (*floats)(const uint8_t*, int64_t, int64_t, uint32_t*);
   void (*pairs)(const uint8_t*, int64_t, int64_t, uint32_t*);
+  Int8Form whole = {};
 };
 
 template <int TYPE>
 constexpr Form form() {
   using B = Blocks<TYPE>;
-  return {TYPE, B::kUnit, kUnitBytes<B>, put_unit<TYPE>, decode_runs<TYPE, false>, decode_runs<TYPE, true>};
+  return {TYPE, B::kUnit, kUnitBytes<B>, put_unit<TYPE>, decode_runs<TYPE, false>, decode_runs<TYPE, true>,
+          int8_form_of<TYPE>()};
 }
 
 template <int TYPE>
@@ -451,11 +561,23 @@ void decode(const BlockPanel& panel, int64_t first, int64_t count, bool pairs, u
   (pairs ? form.pairs : form.floats)(panel.data, first, count, words);
 }
 
+const Int8Form* int8_form(int64_t type) {
+  for (const Int8Form& form : kS8Forms) {
+    if (type == kS8 + form.group) return &form;
+  }
+  const Form* form = type & kInInt8 ? form_of(type & ~int64_t{kInInt8}) : nullptr;
+  return form && form->whole.decode ? &form->whole : nullptr;
+}
+
 }  // namespace prefold
 
 // Bytes of a panel of this type with k numbers along k; 0: there is no decoder for the type, or k is not a whole number
 // of its blocks.
 extern "C" int64_t prefold_block_panel_size(int64_t type, int64_t k) {
+  if (const prefold::Int8Form* whole = prefold::int8_form(type); whole && !whole->decode) {
+    const int64_t padded = (k + 31) / 32 * 32;
+    return padded % whole->group ? 0 : padded / whole->group * whole->unit_bytes;
+  }
   const prefold::Form* form = prefold::form_of(type);
   return form && k % form->unit == 0 ? k / form->unit * form->unit_bytes : 0;
 }

@@ -19,6 +19,12 @@ enum BlockType : int32_t {
   kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kBF16 = 30,
 };
 
+// Of a type whose numbers stay whole, and are multiplied with rows of int8 (int8.h).
+constexpr int32_t kInInt8 = 1 << 8;
+// Numbers that are int8 already: so much, and the numbers of a group, a multiple of 32. A unit is a group, and lies as
+// `Int8Form` has it.
+constexpr int32_t kS8 = 1 << 16;
+
 // The 32 columns of a panel are of one type. Filled in by Python (blocks.py): same fields, same order.
 struct BlockPanel {
   const uint8_t* data;
@@ -28,5 +34,17 @@ struct BlockPanel {
 // Decodes the numbers [first, first + count) along k, multiples of 32, of a panel: to floats, words [count][32], or,
 // where `pairs` is true, to bfloat16 numbers in pairs, words [count / 2][32].
 void decode(const BlockPanel& panel, int64_t first, int64_t count, bool pairs, uint32_t* words);
+
+// How a panel's numbers are multiplied with rows of int8: in units, which are the numbers of a group: 32 scales, as
+// many minima where there are any, and words of four numbers along k, [group / 4][32].
+struct Int8Form {
+  int group, shift;    // what a number stands for is less by 1 << shift, where there are no minima
+  bool minima;
+  int64_t unit_bytes;
+  void (*decode)(const uint8_t* panel, int64_t first, int64_t count, uint8_t* units);  // null: they lie so in the panel
+};
+
+// Null where there is none.
+const Int8Form* int8_form(int64_t type);
 
 }  // namespace prefold

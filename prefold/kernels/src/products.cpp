@@ -2,6 +2,7 @@
 #include "amx_products.h"
 
 #include "epilogue.h"
+#include "int8.h"
 
 #include <cmath>
 #include <memory>
@@ -47,6 +48,12 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
                 int64_t rows, int64_t columns, int64_t k, int threads, const Store& store) {
   if (rows == 0 || columns == 0) return 0;
   try {
+#ifdef PREFOLD_INT8
+    if (blocks && int8_form(blocks->type)) {
+      multiply_all_in_int8(x, x_row, blocks, rows, columns, k, threads, store);
+      return 0;
+    }
+#endif
     const int64_t steps = k * sizeof(typename Format::Element) / sizeof(uint32_t);
 #ifdef PREFOLD_TILES
     if constexpr (Format::kWidth == 2) {

@@ -1,0 +1,159 @@
+// Products of rows of int8 with matrices of whole numbers of up to eight bits, whose sums within a group of numbers
+// along k are whole numbers too, and exact.
+//
+// Rows are quantised once for a product: of each group along k the largest number becomes 127. A matrix's numbers are
+// unsigned, u; what they stand for is scale * (u - zero), or scale * u + minimum, with a scale (and a minimum) for each
+// column and group. So a row a of whole numbers with the scale s gives, of each group,
+//
+//   s * scale * (sum of u a - zero * sum of a),   or   s * scale * sum of u a + minimum * s * sum of a
+//
+// whose first sums are whole numbers below 2^24. Those of groups are added in the order of k, in float32, by the same
+// operations whatever computes the first ones: a row's result does not depend on the rows beside it.
+//
+// Of every eight numbers along k, those at even places come first: in rows as in matrices. So blocks of files are
+// decoded with few instructions.
+#pragma once
+
+#include "amx.h"
+#include "products.h"
+
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#define PREFOLD_INT8
+#endif
+#if defined(PREFOLD_INT8) && defined(PREFOLD_TILES) && defined(__AMX_INT8__)
+#define PREFOLD_INT8_TILES
+#endif
+
+namespace prefold {
+
+// A group of a row.
+struct RowGroup {
+  float scale;
+  float sum;     // of the numbers, times the scale
+  int32_t zero;  // the sum of the whole numbers, with the sign turned
+};
+
+// Rows as whole numbers, [rows][stride], and their groups, [groups][rows]. Groups of sixteen that have the scale of 32
+// are there where a matrix has such groups.
+struct Int8Rows {
+  const int8_t* numbers;
+  int64_t stride;
+  const RowGroup *groups, *sixteens;
+};
+
+// k with zeros behind, which are whole runs of 32 numbers.
+constexpr int64_t int8_padded(int64_t k) { return (k + 31) / 32 * 32; }
+
+// Quantises rows x [rows, k] in groups of `group` numbers, a multiple of 32. The memory is that of the calling thread,
+// until its next call.
+template <class E>
+Int8Rows quantise(const E* x, int64_t x_row, int64_t rows, int64_t k, int64_t group, bool sixteens, int threads);
+
+// Rows and a run of groups of a panel. units: as of `Int8Form`
+struct Int8Pass {
+  const int8_t* x;
+  int64_t x_row;
+  const RowGroup* groups;  // of the first row; those of the next group are `groups_row` behind
+  int64_t groups_row;
+  const uint8_t* units;
+  int64_t count;
+  const Int8Form* form;
+  int64_t ahead;  // bytes that are fetched ahead of what is read; 0: none
+};
+
+// Adds to sums [rows, kPanel], with up to kBlockRows rows.
+void add_int8(const Int8Pass& pass, int rows, float* sums);
+// The same with 16 to 32 rows, in AMX's tiles, where groups are multiples of 64 and no minima are added.
+void add_int8_in_tiles(const Int8Pass& pass, int rows, float* sums);
+
+#ifdef PREFOLD_INT8
+
+constexpr int64_t kInt8Slab = 1024;  // numbers along k
+// A unit of 32 numbers with a scale and a minimum for each column, and two of sixteen.
+constexpr int64_t kMostUnitBytes = std::max(kPanel * (32 + 8), 2 * kPanel * (16 + 4));
+
+// Rows [first, stop), at most kGroupRows, times panel p; `store` as of `multiply_panel`.
+template <class Store>
+void multiply_panel_in_int8(const Product& product, const Int8Rows& x, int64_t p, int64_t first, int64_t stop,
+                            const Store& store) {
+  const Int8Form& form = *int8_form(product.blocks[p].type);
+  const int64_t rows = stop - first, k = product.steps * 4, columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
+#ifdef PREFOLD_INT8_TILES
+  const bool in_tiles = rows >= kTile && form.group % 64 == 0 && !form.minima && may_use_tiles();
+  const int64_t most_rows = in_tiles ? 2 * kTile : kBlockRows;
+#else
+  constexpr int64_t most_rows = kBlockRows;
+#endif
+  const int64_t blocks = (rows + most_rows - 1) / most_rows;
+  const auto block_row = [&](int64_t b) {
+#ifdef PREFOLD_INT8_TILES
+    if (in_tiles) return b * most_rows;
+#endif
+    return rows * b / blocks;
+  };
+  constexpr int64_t kFew = 64, kShort = 128, kAhead = 8192;
+  const int64_t most = form.decode && rows <= kFew ? kShort : kInt8Slab / form.group * form.group;
+  const RowGroup* groups = form.group == 16 ? x.sixteens : x.groups;
+  float tiles[kGroupRows * kPanel];
+  std::fill(tiles, tiles + rows * kPanel, 0.0f);
+  alignas(64) uint8_t room[kInt8Slab / 32 * kMostUnitBytes];
+  for (int64_t at = 0; at < k; at += most) {
+    const int64_t count = std::min(most, k - at) / form.group;
+    const uint8_t* units = room;
+    if (form.decode) form.decode(product.blocks[p].data, at, count * form.group, room);
+    else units = product.blocks[p].data + at / form.group * form.unit_bytes;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t row = block_row(b), next = std::min(rows, block_row(b + 1));
+      // The first rows fetch what follows this slab, on their way; few rows what is a little ahead.
+      const int64_t ahead = form.decode || b > 0 ? 0 : blocks == 1 ? kAhead : count * form.unit_bytes;
+      const Int8Pass pass{x.numbers + (first + row) * x.stride + at,
+                          x.stride,
+                          groups + at / form.group * product.rows + first + row,
+                          product.rows,
+                          units,
+                          count,
+                          &form,
+                          ahead};
+      float* sums = tiles + row * kPanel;
+#ifdef PREFOLD_INT8_TILES
+      if (in_tiles && next - row >= kTile) add_int8_in_tiles(pass, next - row, sums);
+      else
+#endif
+      {
+        for (int64_t done = 0, some; row + done < next; done += some) {
+          some = std::min<int64_t>(kBlockRows, next - row - done);
+          Int8Pass part = pass;
+          part.x += done * x.stride, part.groups += done;
+          add_int8(part, some, sums + done * kPanel);
+        }
+      }
+      if (at + most >= k) store(first + row, p * kPanel, next - row, columns, sums);
+    }
+  }
+}
+
+// The whole product, of x [rows, k] with row stride x_row, in parallel; `store` as of `multiply_all`.
+template <class E, class Store>
+void multiply_all_in_int8(const E* x, int64_t x_row, const BlockPanel* blocks, int64_t rows, int64_t columns, int64_t k,
+                          int threads, const Store& store) {
+  Product product{nullptr, 0, nullptr, rows, columns, int8_padded(k) / 4, blocks};
+  int64_t group = 0;
+  bool sixteens = false;
+  for (int64_t p = 0; p < product.panels(); ++p) {
+    const int64_t of_panel = int8_form(blocks[p].type)->group;
+    group = std::max({group, of_panel, int64_t{32}}), sixteens |= of_panel == 16;
+  }
+  const Int8Rows quantised = quantise(x, x_row, rows, k, group, sixteens, threads);
+  for_panels(product, kBlockRows, kGroupRows, threads, [&](int64_t panel, int64_t first, int64_t stop) {
+    multiply_panel_in_int8(product, quantised, panel, first, stop, store);
+  }, [&](const auto& run) {
+#ifdef PREFOLD_INT8_TILES
+    const TileScope scope(rows >= kTile && may_use_tiles());
+#endif
+    run();
+  });
+}
+
+#endif
+
+}  // namespace prefold
