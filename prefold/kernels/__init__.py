@@ -12,11 +12,13 @@ from .interface import DTYPES, RowLists, SlotLists, SlotPlane, TileCall
 from .loader import Kernels, load, status
 from .products import COLUMNS, PanelPool, can_pack_words, pack_words
 from .program import Kind, LowRank, Operation, PathPlane, ProgramCall
+from .states import ConvPlaces, RunOrder
 
 __all__ = [
     "COLUMNS",
     "DTYPES",
     "MAX_HEAD_DIM",
+    "ConvPlaces",
     "Kernels",
     "Kind",
     "LowRank",
@@ -25,6 +27,7 @@ __all__ = [
     "PathPlane",
     "ProgramCall",
     "RowLists",
+    "RunOrder",
     "SlotLists",
     "SlotPlane",
     "TileCall",

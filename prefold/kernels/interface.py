@@ -140,6 +140,8 @@ FUNCTIONS = {
     "linear": ("i:pqpppqqqip", MIXED),
     "gated_linear": ("i:pqpppqqqip", GATED),
     "experts": ("i:p", GATED),
+    "short_conv": (":p", {(dtype,): f"_{suffix}" for dtype, suffix in DTYPES.items()}),
+    "delta_net": ("i:p", {(dtype,): f"_{suffix}" for dtype, suffix in DTYPES.items()}),
     "greedy": ("i:pppqqqqi", {(dtype,): f"_{suffix}" for dtype, suffix in DTYPES.items()}),
     "log_sum_exp": (":pqqqppi", ALONE),
     "entropy": (":pqqqpppi", ALONE),

@@ -21,9 +21,12 @@ from .interface import bind
 from .logits import LogitKernels
 from .products import ProductKernels
 from .program import ProgramKernels
+from .states import StateKernels
 
 
-class Kernels(AttentionKernels, ElementwiseKernels, ProductKernels, LogitKernels, ProgramKernels, ExpertKernels):
+class Kernels(
+    AttentionKernels, ElementwiseKernels, ProductKernels, LogitKernels, ProgramKernels, ExpertKernels, StateKernels
+):
     """It has the functions of one compiled library. Calls release the GIL and use torch's number of threads."""
 
     def __init__(self, path: Path):
