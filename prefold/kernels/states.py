@@ -1,4 +1,4 @@
-"""Layers whose state runs along the sequence: a call takes the rows of a step through all of a layer but its linears."""
+"""Layers whose state runs along the sequence: a call takes rows of a step through a layer, but for its linears."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DeltaCall(Structure):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ConvPlaces:
-    """A ConvPlaces says which rows a causal convolution reads: a place below `kept` columns for each state that the step
+    """A ConvPlaces says which rows a causal convolution reads: a place below `kept` columns for each state that a step
     starts from is one of these columns, and the places above are rows.
 
     above  int64 [kept, rows]: of each row the places of the rows above it, the nearest first
