@@ -55,8 +55,8 @@ class Mixer(nn.Module):
 
 
 def compiled_for(x: Tensor) -> kernels.Kernels | None:
-    """Returns our compiled kernels, where they compute on such a tensor."""
-    return kernels.load() if x.is_cpu and x.dtype in kernels.DTYPES else None
+    """Returns our compiled kernels, where they compute on such a tensor: they have no gradients."""
+    return kernels.load() if x.is_cpu and x.dtype in kernels.DTYPES and not x.requires_grad else None
 
 
 def _taps(weight: Tensor) -> Tensor:
