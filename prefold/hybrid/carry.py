@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..device import send
 from .config import HybridConfig, StateShape
 from .steps import StateRuns
@@ -89,7 +90,8 @@ class Carry:
         # Runs whose starts are known when those before them have ended, longest first: they run side by side.
         order = np.lexsort((runs.first - self._stop, depth))
         self._waves = np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(order) else []
-        self._conv: dict[int, tuple[list[Tensor], Tensor]] = {}
+        self._conv: dict[int, kernels.ConvPlaces] = {}
+        self._sent: dict[int, tuple[list[Tensor], Tensor]] = {}
 
     def of(self, layer: int) -> LayerStates:
         """Returns the states of one layer."""
@@ -98,6 +100,10 @@ class Carry:
     def starts(self, layer: int, part: int) -> Tensor:
         """Returns the states in the slots that runs start from, each once, in ascending order of the slots."""
         return self.table.tensors[layer][part].index_select(0, self._slots)
+
+    def picked(self, read: Tensor | None) -> Tensor | None:
+        """Returns the rows of the stream that `read` is of the rows that the model computes, int64; None: all."""
+        return read if self.gather is None else self.gather if read is None else self.gather[read]
 
     def unfold(self, x: Tensor) -> Tensor:
         """Returns a tensor of the rows that the model computes as one of the rows of the stream."""
@@ -108,8 +114,16 @@ class Carry:
         return x if self.gather is None else x.index_select(0, self.gather)
 
     def neighbours(self, kept: int) -> tuple[list[Tensor], Tensor]:
-        """Returns of each row the places of the rows 1 to `kept` rows above it on its path, int64 [rows] each; and the
-        places of the last `kept` rows on the paths of `runs.ends`, int64 [k * kept].
+        """Returns `places` as tensors: those above, and those below in one tensor [k * kept]."""
+        if kept not in self._sent:
+            places = self.places(kept)
+            above = [send(rows, self.device) for rows in places.above]
+            self._sent[kept] = above, send(places.below.reshape(-1), self.device)
+        return self._sent[kept]
+
+    def places(self, kept: int) -> kernels.ConvPlaces:
+        """Returns of each row the places of the rows 1 to `kept` rows above it on its path, and those of the last
+        `kept` rows on the paths of `runs.ends`.
 
         A place is of the `kept` columns of each of the states of `starts`, one state after another, and then of the
         rows.
@@ -128,13 +142,34 @@ class Carry:
                 below[wave] = np.where(at >= 0, base + first[wave, None] + at, outside)
             run = np.repeat(np.arange(len(first)), length)
             row = np.arange(self.rows)
-            places = []
+            of_rows = np.empty((kept, self.rows), np.int64)
             for back in range(1, kept + 1):
                 at = row - first[run] - back
                 outside = above[run, np.clip(at + kept, 0, kept - 1)]
-                places.append(send(np.where(at >= 0, base + row - back, outside), self.device))
-            self._conv[kept] = places, send(below[self.runs.ends].reshape(-1), self.device)
+                of_rows[back - 1] = np.where(at >= 0, base + row - back, outside)
+            self._conv[kept] = kernels.ConvPlaces(of_rows, below[self.runs.ends])
         return self._conv[kept]
+
+    @cached_property
+    def order(self) -> kernels.RunOrder:
+        """Returns the runs in the order in which our kernels compute them. Slots are those of the table."""
+        runs, count = self.runs, len(self.runs.first)
+        slots = len(next(parts for parts in self.table.tensors if parts)[0])
+        to = np.full(count, -1, np.int64)
+        to[self._from_run[self._from_run >= 0]] = 0
+        to[runs.ends] = slots + np.arange(len(runs.ends))
+        between = np.flatnonzero(to == 0)
+        to[between] = slots + len(runs.ends) + np.arange(len(between))
+        order = np.concatenate(self._waves) if self._waves else np.zeros(0, np.int64)
+        source = np.where(self._from_run >= 0, to[self._from_run], runs.source)
+        return kernels.RunOrder(
+            runs.first[order],
+            self._stop[order],
+            source[order],
+            to[order],
+            np.cumsum([0, *map(len, self._waves)], dtype=np.int64),
+            len(between),
+        )
 
     @cached_property
     def groups(self) -> list[Group]:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import kernels
 from ..model.decoder_layer import Layer, norm_of
 from ..model.layers import Linear, Weight, linear_weights
 from ..model.lora import RowAdapters
 from ..model.ops import PYTORCH, Ops
 from ..model.parallel import Alone
 from ..plugins import named_class
-from .carry import Group, LayerStates
+from .carry import Carry, Group, LayerStates
 from .config import HybridConfig
 from .delta import gated_delta, unit
 
@@ -53,6 +54,16 @@ class Mixer(nn.Module):
             yield from linear_weights(getattr(self, name), *((prefix + module, size) for module, size in modules))
 
 
+def compiled_for(x: Tensor) -> kernels.Kernels | None:
+    """Returns our compiled kernels, where they compute on such a tensor: they have no gradients."""
+    return kernels.load() if x.is_cpu and x.dtype in kernels.DTYPES and not x.requires_grad else None
+
+
+def _taps(weight: Tensor) -> Tensor:
+    """Returns the taps [channels, 1, taps] of a convolution as float32 [taps, channels]."""
+    return weight[:, 0].t().float().contiguous()
+
+
 class ShortConv(Mixer):
     """A ShortConv is the gated short convolution of LFM2: with b, c, x = in_proj(h), out_proj(c * conv(b * x))."""
 
@@ -63,10 +74,19 @@ class ShortConv(Mixer):
         self.bias = nn.Parameter(torch.empty(config.hidden, **place)) if config.sizes["bias"] else None
 
     def forward(self, h: Tensor, states: LayerStates, read: Tensor | None, adapters: RowAdapters, ops: Ops) -> Tensor:
-        b, c, x = self.linear("in_proj", h, adapters).chunk(3, -1)
+        x, out = self.linear("in_proj", h, adapters), adapters if read is None else adapters.read
+        if compiled := compiled_for(x):
+            carry = states.carry
+            bias, kept = None if self.bias is None else self.bias.float(), self.taps.shape[2] - 1
+            y, carry.ends[self.number][0] = compiled.short_conv(
+                carry.unfold(x), carry.starts(self.number, 0), _taps(self.taps), bias, carry.places(kept),
+                carry.picked(read),
+            )  # fmt: skip
+            return self.linear("out_proj", y, out)
+        b, c, x = x.chunk(3, -1)
         y = states.conv(0, b * x, self.taps[:, 0], self.bias)
         y = c * y if read is None else c[read] * y[read]
-        return self.linear("out_proj", y, adapters if read is None else adapters.read)
+        return self.linear("out_proj", y, out)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield from super().weights(prefix)
@@ -94,8 +114,12 @@ class GatedDeltaNet(Mixer):
         self.norm = nn.Parameter(torch.empty(self.dim, **place))
 
     def forward(self, h: Tensor, states: LayerStates, read: Tensor | None, adapters: RowAdapters, ops: Ops) -> Tensor:
+        x = self.linear("in_proj", h, adapters)
+        if compiled := compiled_for(x):
+            o = self._by_kernels(compiled, x, states.carry, read)
+            return self.linear("out_proj", o, adapters if read is None else adapters.read)
         sizes = [2 * self.keys + self.values, self.values, self.heads, self.heads]
-        qkv, z, b, a = self.linear("in_proj", h, adapters).split(sizes, -1)
+        qkv, z, b, a = x.split(sizes, -1)
         qkv = F.silu(states.conv(0, qkv, self.taps[:, 0]))
         beta = b.sigmoid().float()
         decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)
@@ -117,6 +141,25 @@ class GatedDeltaNet(Mixer):
         o = PYTORCH.add_rms_norm(o, None, self.norm, self.config.norm_eps)[1]
         o = (o.float() * F.silu(z.unflatten(-1, (self.heads, self.dim)).float())).to(h.dtype)
         return self.linear("out_proj", o.flatten(1), adapters)
+
+    def _by_kernels(self, compiled: kernels.Kernels, x: Tensor, carry: Carry, read: Tensor | None) -> Tensor:
+        """Returns what the layer gives before its last linear, of what its first one gives."""
+        ends, kept = carry.ends[self.number], self.taps.shape[2] - 1
+        o, ends[0], ends[1] = compiled.delta_net(
+            carry.unfold(x),
+            carry.starts(self.number, 0),
+            carry.table.tensors[self.number][1],
+            _taps(self.taps),
+            carry.places(kept),
+            carry.order,
+            key_heads=self.key_heads,
+            rates=-self.a_log.float().exp(),
+            dt_bias=self.dt_bias.float(),
+            norm=self.norm.float(),
+            eps=self.config.norm_eps,
+            pick=carry.picked(read),
+        )
+        return o
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         prefix += "linear_attn."

@@ -13,6 +13,7 @@ from .interface import DTYPES, RowLists, SlotLists, SlotPlane, TileCall
 from .loader import Kernels, load, status
 from .products import COLUMNS, Blocks, PanelPool, can_pack_words, matrix_addresses, pack_words
 from .program import Kind, LowRank, Operation, PathPlane, ProgramCall
+from .states import ConvPlaces, RunOrder
 
 __all__ = [
     "BLOCK_TYPES",
@@ -21,6 +22,7 @@ __all__ = [
     "MAX_HEAD_DIM",
     "WHOLE_TYPES",
     "Blocks",
+    "ConvPlaces",
     "Kernels",
     "Kind",
     "LowRank",
@@ -29,6 +31,7 @@ __all__ = [
     "PathPlane",
     "ProgramCall",
     "RowLists",
+    "RunOrder",
     "SlotLists",
     "SlotPlane",
     "StoredRows",

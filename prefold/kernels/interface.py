@@ -147,6 +147,8 @@ FUNCTIONS = {
     "pack_int8": ("i:pqqqqpi", EACH),
     "experts": ("i:p", GATED),
     "greedy": ("i:ppppqqqqi", EACH),
+    "short_conv": (":p", EACH),
+    "delta_net": ("i:p", EACH),
     "log_sum_exp": (":pqqqppi", ALONE),
     "entropy": (":pqqqpppi", ALONE),
     "draw": (":pqqpppqpi", ALONE),

@@ -22,10 +22,18 @@ from .interface import bind
 from .logits import LogitKernels
 from .products import ProductKernels
 from .program import ProgramKernels
+from .states import StateKernels
 
 
 class Kernels(
-    AttentionKernels, BlockKernels, ElementwiseKernels, ExpertKernels, LogitKernels, ProductKernels, ProgramKernels
+    AttentionKernels,
+    BlockKernels,
+    ElementwiseKernels,
+    ExpertKernels,
+    LogitKernels,
+    ProductKernels,
+    ProgramKernels,
+    StateKernels,
 ):
     """It has the functions of one compiled library. Calls release the GIL and use torch's number of threads."""
 

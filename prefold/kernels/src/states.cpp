@@ -1,0 +1,318 @@
+// Layers whose state runs along the sequence: the gated short convolution, and the gated delta net (Yang et al. 2024).
+//
+// The delta rule is computed row by row. The chunkwise form has more products than that (those of a chunk's rows with each
+// other), and is of use where matrices of a state do not fit beside the arithmetic units: here some columns of one head's
+// state stay in the nearest cache while all rows of a run go by, and each number of it is read and written once a row.
+#include "states.h"
+
+#include <cmath>
+#include <vector>
+
+#include "activations.h"
+#include "pack.h"
+#include "parallel.h"
+
+namespace prefold {
+namespace {
+
+// Vectors of columns of a state that go through a run together: of a long run, whose part of the state is to fit into the
+// nearest cache, and of a short one, whose part is to be one stream of memory.
+constexpr int kLongVectors = 2, kShortVectors = 8;
+constexpr int64_t kShortRun = 2;  // rows
+// Rows of neighbouring runs that a thread takes at once.
+constexpr int64_t kTaskRows = 16;
+
+// Sixteen channels of a convolution at one row. column(row, channel): what x is convolved of.
+template <class E, class Column>
+PREFOLD_INLINE Floats convolved(const ConvCall& call, int64_t row, int64_t c, int64_t count, const Column& column) {
+  const auto* starts = static_cast<const E*>(call.starts);
+  Floats sum = column(row, c, count) * load_some(call.taps + call.kept * call.channels + c, count);
+  if (call.bias) sum += load_some(call.bias + c, count);
+  for (int64_t back = 0; back < call.kept; ++back) {
+    const int64_t place = call.above[back * call.rows + row];
+    const Floats x = place < call.first_row ? load_some(starts + place * call.channels + c, count)
+                                            : column(place - call.first_row, c, count);
+    sum += x * load_some(call.taps + (call.kept - 1 - back) * call.channels + c, count);
+  }
+  return sum;
+}
+
+template <class E, class Column>
+void store_ends(const ConvCall& call, const Column& column) {
+  const auto* starts = static_cast<const E*>(call.starts);
+  auto* ends = static_cast<E*>(call.ends);
+  for (int64_t i = 0; i < call.num_ends * call.kept; ++i) {
+    const int64_t place = call.below[i];
+    for (int64_t c = 0; c < call.channels; c += kLanes) {
+      const int64_t count = std::min<int64_t>(kLanes, call.channels - c);
+      const Floats x = place < call.first_row ? load_some(starts + place * call.channels + c, count)
+                                              : column(place - call.first_row, c, count);
+      store_some(ends + i * call.channels + c, x, count);
+    }
+  }
+}
+
+template <class E>
+void short_conv(const ShortConvCall& call) {
+  const ConvCall& conv = call.conv;
+  const int64_t channels = conv.channels;
+  const auto row_of = [&](int64_t row) { return static_cast<const E*>(conv.x) + row * conv.x_row; };
+  const auto column = [&](int64_t row, int64_t c, int64_t count) __attribute__((always_inline)) {
+    const E* x = row_of(row) + c;
+    return rounded_to<E>(load_some(x, count) * load_some(x + 2 * channels, count));
+  };
+  parallel_ranges(call.picked, channels * (conv.kept + 1), call.threads, [&](int64_t first, int64_t stop) {
+    for (int64_t i = first; i < stop; ++i) {
+      const int64_t row = call.pick ? call.pick[i] : i;
+      E* out = static_cast<E*>(call.out) + i * channels;
+      for (int64_t c = 0; c < channels; c += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, channels - c);
+        const Floats gate = load_some(row_of(row) + channels + c, count);
+        store_some(out + c, gate * convolved<E>(conv, row, c, count, column), count);
+      }
+    }
+  });
+  store_ends<E>(conv, column);
+}
+
+template <class E>
+class DeltaNet {
+ public:
+  explicit DeltaNet(const DeltaCall& call)
+      : call_(call),
+        keys_(call.key_heads * call.key_dim),
+        values_(call.heads * call.value_dim),
+        of_heads_(2 * keys_ + values_),
+        row_((of_heads_ + 2 * call.heads + call.key_heads + kLanes - 1) / kLanes * kLanes) {}
+
+  void run() {
+    static thread_local Workspace workspace;
+    rows_ = static_cast<float*>(workspace.reserve((call_.conv.rows * row_ + kLanes) * sizeof(float)));
+    const auto column = [&](int64_t row, int64_t c, int64_t count) __attribute__((always_inline)) {
+      return load_some(row_of(row) + c, count);
+    };
+    parallel_ranges(call_.conv.rows, 4 * of_heads_, call_.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t row = first; row < stop; ++row) prepare(row, column);
+    });
+    store_ends<E>(call_.conv, column);
+    for (int64_t wave = 0; wave < call_.num_waves; ++wave) run_wave(call_.waves[wave], call_.waves[wave + 1]);
+    parallel_ranges(call_.picked, 4 * values_, call_.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t i = first; i < stop; ++i) finish(i);
+    });
+  }
+
+ private:
+  const E* row_of(int64_t row) const { return static_cast<const E*>(call_.conv.x) + row * call_.conv.x_row; }
+
+  // A row's q, k and v behind the convolution, q and k of length 1, then the decays, beta, and the products of q and k.
+  template <class Column>
+  void prepare(int64_t row, const Column& column) {
+    float* to = rows_ + row * row_;
+    for (int64_t c = 0; c < of_heads_; c += kLanes) {
+      const int64_t count = std::min<int64_t>(kLanes, of_heads_ - c);
+      const Floats x = convolved<E>(call_.conv, row, c, count, column);
+      store_some(to + c, gated<Silu, true>(x, Floats(1.0f)), count);
+    }
+    const int64_t dim = call_.key_dim;
+    float *decays = to + of_heads_, *betas = decays + call_.heads, *products = betas + call_.heads;
+    for (int64_t h = 0; h < call_.key_heads; ++h) {
+      float *q = to + h * dim, *k = q + keys_;
+      const float root = 1.0f / std::sqrt(static_cast<float>(dim));
+      scale(q, root / std::sqrt(product(q, q) + 1e-6f));
+      scale(k, 1.0f / std::sqrt(product(k, k) + 1e-6f));
+      products[h] = product(q, k);
+    }
+    const E *b = row_of(row) + of_heads_ + values_, *a = b + call_.heads;
+    for (int64_t h = 0; h < call_.heads; ++h) {
+      const float x = number(a + h) + call_.dt_bias[h];
+      const float softplus = x > 20 ? x : std::log1p(std::exp(x));
+      decays[h] = std::exp(call_.rates[h] * softplus);
+      betas[h] = 1.0f / (1.0f + std::exp(-number(b + h)));
+    }
+  }
+
+  static float number(const E* p) {
+    if constexpr (std::is_same_v<E, float>) {
+      return *p;
+    } else {
+      const uint32_t bits = static_cast<uint32_t>(p->bits) << 16;
+      float x;
+      memcpy(&x, &bits, sizeof x);
+      return x;
+    }
+  }
+
+  float product(const float* x, const float* y) const {
+    Floats sum = zeros();
+    for (int64_t i = 0; i < call_.key_dim; i += kLanes) {
+      sum += load_some(x + i, call_.key_dim - i) * load_some(y + i, call_.key_dim - i);
+    }
+    return sum_of(sum);
+  }
+
+  void scale(float* x, float by) const {
+    for (int64_t i = 0; i < call_.key_dim; i += kLanes) {
+      store_some(x + i, load_some(x + i, call_.key_dim - i) * Floats(by), call_.key_dim - i);
+    }
+  }
+
+  // Runs that do not depend on each other. Those of one thread that start from one state follow each other, so that a
+  // head's part of it is read from memory once.
+  void run_wave(int64_t first, int64_t stop) {
+    struct Piece {
+      int64_t first, stop;
+      bool is_short;
+    };
+    std::vector<Piece> pieces;
+    for (int64_t run = first; run < stop;) {
+      const bool is_short = rows_in(run) <= kShortRun;
+      int64_t rows = 0, last = run;
+      while (last < stop && (rows_in(last) <= kShortRun) == is_short && rows < kTaskRows) rows += rows_in(last++);
+      pieces.push_back({run, last, is_short});
+      run = last;
+    }
+    const int64_t heads = call_.heads;
+    parallel_tasks(static_cast<int64_t>(pieces.size()) * heads, call_.threads, [&](int64_t task) {
+      const Piece& piece = pieces[task / heads];
+      if (piece.is_short) {
+        run_head<kShortVectors>(piece.first, piece.stop, task % heads);
+      } else {
+        run_head<kLongVectors>(piece.first, piece.stop, task % heads);
+      }
+    });
+  }
+
+  int64_t rows_in(int64_t run) const { return call_.stop[run] - call_.first[run]; }
+
+  template <int V>
+  void run_head(int64_t first, int64_t stop, int64_t head) {
+    static thread_local Workspace workspace;
+    auto* part = static_cast<float*>(workspace.reserve(call_.key_dim * kShortVectors * kLanes * sizeof(float)));
+    for (int64_t column = 0; column < call_.value_dim; column += V * kLanes) {
+      for (int64_t run = first; run < stop; ++run) run_columns<V>(run, head, column, part);
+    }
+  }
+
+  float* state(int64_t number, int64_t head) const {
+    const int64_t size = call_.key_dim * call_.value_dim, at = size * head, all = size * call_.heads;
+    if (number < call_.num_states) return const_cast<float*>(call_.states) + number * all + at;
+    number -= call_.num_states;
+    return number < call_.num_ends ? call_.ends + number * all + at : call_.between + (number - call_.num_ends) * all + at;
+  }
+
+  // V vectors of columns of one head's state through one run. What row t adds is put into the state in the pass in which
+  // row t + 1 reads it:
+  //   S = decay S + k d^T of row t; sums k^T S and q^T S of row t + 1; d = beta (v - decay k^T S); o = decay q^T S + (q k) d.
+  template <int V>
+  void run_columns(int64_t run, int64_t head, int64_t column, float* part) {
+    const int64_t dim = call_.key_dim, wide = call_.value_dim, key_head = head * call_.key_heads / call_.heads;
+    const int64_t first = call_.first[run], stop = call_.stop[run], left = wide - column;
+    const bool whole = left >= V * kLanes;
+    const auto sums_of = [&](int64_t i, const float* q, const float* k, const Floats* s, Floats* by_k, Floats* by_q)
+        __attribute__((always_inline)) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        by_k[v] += s[v] * Floats(k[i]);
+        by_q[v] += s[v] * Floats(q[i]);
+      }
+    };
+    Floats added[V];
+    Floats decay = zeros();
+    const float* last_k = nullptr;
+    for (int64_t row = first; row < stop; ++row) {
+      float* of_row = rows_ + row * row_;
+      const float *q = of_row + key_head * dim, *k = q + keys_;
+      Floats by_k[V], by_q[V], s[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) by_k[v] = by_q[v] = zeros();
+      if (row == first) {
+        const float* from = state(call_.from[run], head) + column;
+        for (int64_t i = 0; i < dim; ++i) {
+#pragma GCC unroll 8
+          for (int v = 0; v < V; ++v) {
+            s[v] = whole ? load(from + i * wide + v * kLanes) : load_some(from + i * wide + v * kLanes, left - v * kLanes);
+            store(part + (i * V + v) * kLanes, s[v]);
+          }
+          sums_of(i, q, k, s, by_k, by_q);
+        }
+      } else {
+        for (int64_t i = 0; i < dim; ++i) {
+#pragma GCC unroll 8
+          for (int v = 0; v < V; ++v) {
+            s[v] = decay * load(part + (i * V + v) * kLanes) + added[v] * Floats(last_k[i]);
+            store(part + (i * V + v) * kLanes, s[v]);
+          }
+          sums_of(i, q, k, s, by_k, by_q);
+        }
+      }
+      const float* of_heads = of_row + of_heads_;
+      const Floats beta(of_heads[call_.heads + head]), product(of_heads[2 * call_.heads + key_head]);
+      decay = Floats(of_heads[head]), last_k = k;
+      float* value = of_row + 2 * keys_ + head * wide + column;  // o takes the place of v
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        const int64_t count = left - v * kLanes;
+        added[v] = beta * (load_some(value + v * kLanes, count) - decay * by_k[v]);
+        if (count > 0) store_some(value + v * kLanes, decay * by_q[v] + product * added[v], count);
+      }
+    }
+    if (call_.to[run] < 0) return;
+    float* to = state(call_.to[run], head) + column;
+    for (int64_t i = 0; i < dim; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        const Floats s = decay * load(part + (i * V + v) * kLanes) + added[v] * Floats(last_k[i]);
+        if (whole) {
+          store(to + i * wide + v * kLanes, s);
+        } else if (left > v * kLanes) {
+          store_some(to + i * wide + v * kLanes, s, left - v * kLanes);
+        }
+      }
+    }
+  }
+
+  // The norm of each head's o, gated with silu(z).
+  void finish(int64_t i) {
+    const int64_t row = call_.pick ? call_.pick[i] : i, dim = call_.value_dim;
+    const float* o = rows_ + row * row_ + 2 * keys_;
+    const E* z = row_of(row) + of_heads_;
+    E* out = static_cast<E*>(call_.out) + i * values_;
+    for (int64_t h = 0; h < call_.heads; ++h, o += dim, z += dim, out += dim) {
+      Floats squares = zeros();
+      for (int64_t d = 0; d < dim; d += kLanes) {
+        const Floats x = load_some(o + d, dim - d);
+        squares += x * x;
+      }
+      const Floats by(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(dim) + call_.eps));
+      for (int64_t d = 0; d < dim; d += kLanes) {
+        const Floats normed = load_some(o + d, dim - d) * by * load_some(call_.norm + d, dim - d);
+        store_some(out + d, gated<Silu, true>(load_some(z + d, dim - d), normed), dim - d);
+      }
+    }
+  }
+
+  const DeltaCall& call_;
+  int64_t keys_, values_, of_heads_, row_;
+  float* rows_ = nullptr;
+};
+
+// Returns 0, or 1 where memory is short.
+template <class E>
+int32_t delta_net(const DeltaCall& call) {
+  try {
+    DeltaNet<E>(call).run();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+}  // namespace
+}  // namespace prefold
+
+#define PREFOLD_EXPORT_STATES(name, E)                                                                                \
+  extern "C" void prefold_short_conv_##name(const prefold::ShortConvCall* call) { prefold::short_conv<E>(*call); }    \
+  extern "C" int32_t prefold_delta_net_##name(const prefold::DeltaCall* call) { return prefold::delta_net<E>(*call); }
+
+PREFOLD_EXPORT_STATES(float32, float)
+PREFOLD_EXPORT_STATES(bfloat16, prefold::Bf16)
