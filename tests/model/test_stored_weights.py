@@ -11,7 +11,7 @@ from prefold import LLM, kernels
 from prefold.checkpoint import resolve
 from prefold.errors import InputError, OutOfMemoryError
 from prefold.model import load_model, stored
-from prefold.model.products import GatePanels, Panels
+from prefold.model.products import GatePanels, Panels, product_kernels
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 MIXES = {
@@ -24,6 +24,8 @@ MIXES = {
 
 
 def load(path, keep, dtype=torch.float32, **options):
+    if product_kernels(torch.empty(1, 2, dtype=dtype)) is None:
+        pytest.skip(f"no products of {dtype} on this CPU")
     return load_model(resolve(str(path)), device="cpu", dtype=dtype, keep=keep, **options)
 
 
