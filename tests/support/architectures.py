@@ -100,7 +100,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stablelm": ({}, "its attention does not go through transformers' attention interface"),
     "openai-gpt": ({}, "its attention does not go through transformers' attention interface"),
     "xglm": ({}, "its attention does not go through transformers' attention interface"),
-    "qwen3_next": ({}, "its attention does not go through transformers' attention interface"),
     "doge": ({}, "it makes masks of its own"),
     "llama4_text": ({}, "its attention is weighed by a count of rows, not by position_ids (attn_temperature_tuning)"),
     "lfm2": (
