@@ -24,7 +24,7 @@ BUDGETS = {
     "schedule": (2256, 2000),
     "kernels": (1469, 900),
     "attention": (2185, 2050),
-    "model": (4370, 2900),
+    "model": (4378, 2900),
     "worker": (2597, 1950),
     "engine": (3459, 2400),
     "experts": (407, 400),

@@ -105,11 +105,13 @@ class Report:
     cosines  of what each layer adds, by its number, in the mean of the rows
     kept     the layers that keep the dtype's arithmetic
     logits   the least cosine of a row's logits; None: the checkpoint has no LM head
+    again    matrices that are quantised a second time, since a panel of them would have columns of two types
     """
 
     cosines: dict[int, float] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)
     logits: float | None = None
+    again: int = 0
 
     def words(self, dtype: torch.dtype) -> str:
         """Returns a sentence for people."""
@@ -121,6 +123,8 @@ class Report:
         if self.kept:
             named = ", ".join(f"{n} ({self.cosines[n]:.3f})" for n in self.kept)
             said += f"; {name} in those that int8 changes too much: {named}"
+        if self.again:
+            said += f"; {self.again} matrices of mixed types quantised a second time"
         return said
 
 
@@ -228,6 +232,7 @@ def fill_in_int8(
                 assert isinstance(linear.product, Panels)
                 choices.append((linear, linear.product.in_int8()))
                 continue
+            probe.report.again += stored.is_whole(weight)
             fill_one(-1, weight, beside, pack=False)
             choices.append((linear, linear.in_int8(compiled, pool)))
             linear.pack(beside)

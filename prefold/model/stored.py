@@ -80,7 +80,7 @@ def stored_weights(
           `dtype` would take most of the memory
 
     Measured with SmolLM2-135M as Q4_1, beside packed weights of the dtype: in float32 one sequence decodes 2 to 2.5
-    times as fast, eight 1.2 to 1.8 times, 32 and rows of prompts as fast (AVX2, AVX-512). In bfloat16 one sequence 0.9
+    times as fast, eight 1.2 to 1.8 times, 32 and rows of prompts as fast (AVX2, AVX-512). In bfloat16 one sequence 0.7
     to 1.5 times, eight 0.7 to 0.9 times, rows of prompts as fast. Raises InputError where "file" is asked for and there
     is no code for it.
     """

@@ -61,6 +61,9 @@ def load_model(
         if int8 is not None:
             message = "there is no int8 arithmetic for models that other modules than prefold's compute"
             raise InputError(message, field="arithmetic", remedy="leave --arithmetic out")
+        if keep == "file":
+            message = "weights of models that other modules than prefold's compute do not stay as they are stored"
+            raise InputError(message, field="weights", remedy="leave --weights out")
         how: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
         return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **how)
     keep = keep if pack else "dtype"

@@ -256,3 +256,9 @@ def test_a_split_model_is_refused(tmp_path, forced):
     folder = checkpoint_of(tmp_path, "olmo2", {})
     with pytest.raises(InputError, match="tensor_parallel is 2, and transformers' modules"):
         load_model(resolve(str(folder)), dtype=torch.float32, device="cpu", ranks=SimpleNamespace(size=2))
+
+
+def test_weights_that_are_to_stay_as_stored_are_refused(tmp_path, forced):
+    folder = checkpoint_of(tmp_path, "olmo2", {})
+    with pytest.raises(InputError, match=r"other modules than prefold's compute do not stay.*leave --weights out"):
+        model_of(folder, weights="file")

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from blocks import write_model
 from safetensors.torch import load_file, save_file
 from tiny import DenseAttend, tiny_checkpoint
 
@@ -145,6 +146,15 @@ def test_weights_that_are_quantised_already():
 
 
 @needs_int8
+@needs_int8
+def test_matrices_of_mixed_types_are_counted(tmp_path):
+    """Gate and up of two types have no panel of one type."""
+    mixed = write_model(tmp_path / "mixed.gguf", lambda name: "Q4_0" if name.endswith("ffn_up") else "Q8_0")
+    plain = write_model(tmp_path / "plain.gguf", lambda name: "Q8_0")
+    assert "2 matrices of mixed types quantised a second time" in load(mixed, int8=TOKENS).stored_as
+    assert "second time" not in load(plain, int8=TOKENS).stored_as
+
+
 def test_models_of_another_kind_are_refused(tmp_path):
     class Other(CausalLM):
         pass

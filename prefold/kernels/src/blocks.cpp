@@ -337,8 +337,8 @@ PREFOLD_INLINE Floats number(const Words& low, const Words& high) {
 // A run of sixteen columns, from `column` on. scales, least [groups of the run][2]: of the lanes on the left and on the
 // right
 template <class B, bool PAIRS, int... PAIR>
-PREFOLD_INLINE void decode_run(const uint8_t* run, int column, const Floats (*scales)[2], const Floats (*least)[2], uint32_t* words,
-                               std::integer_sequence<int, PAIR...>) {
+PREFOLD_INLINE void decode_run(const uint8_t* run, int column, const Floats (*scales)[2], const Floats (*least)[2],
+                               uint32_t* words, std::integer_sequence<int, PAIR...>) {
   Words high[2];
   for (int side = 0; side < 2; ++side) {
     const int lane = 2 * column + side * kLanes;
@@ -376,17 +376,31 @@ PREFOLD_INLINE ScaleAndLeast scale_and_least(const uint8_t* unit, int64_t group,
   return {d * to_floats(load_words<uint8_t>(at)), zeros() - m * to_floats(load_words<uint8_t>(at + kGroups<B> * kPanel))};
 }
 
+// Where the numbers along k from k on are: the unit, which of its runs has them, and that run.
+struct RunPlace {
+  const uint8_t* unit;
+  int64_t number;
+  const uint8_t* run;
+};
+
+// The place of a run of a panel; what lies some way behind it is fetched.
+template <class B>
+PREFOLD_INLINE RunPlace run_of(const uint8_t* panel, int64_t k) {
+  const uint8_t* unit = panel + k / B::kUnit * kUnitBytes<B>;
+  const int64_t number = k % B::kUnit / kRun;
+  const uint8_t* run = unit + kHalves<B> + kGroupBytes<B> + number * kRunBytes<B>;
+  constexpr int kRunLines = (kRunBytes<B> + (kHalves<B> + kGroupBytes<B>) * kRun / B::kUnit + 63) / 64;
+  for (int i = 0; i < kRunLines; ++i) __builtin_prefetch(run + kAhead + i * 64, 0, 2);
+  return {unit, number, run};
+}
+
 // Decodes `count` numbers along k, from `first` on.
 template <int TYPE, bool PAIRS>
 void decode_runs(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
   using B = Blocks<TYPE>;
   constexpr int kInRun = kRun / B::kGroup;  // scales
   for (int64_t k = first; k < first + count; k += kRun, words += kRun / (PAIRS ? 2 : 1) * kPanel) {
-    const uint8_t* unit = panel + k / B::kUnit * kUnitBytes<B>;
-    const int64_t number = k % B::kUnit / kRun;
-    const uint8_t* run = unit + kHalves<B> + kGroupBytes<B> + number * kRunBytes<B>;
-    constexpr int kRunLines = (kRunBytes<B> + (kHalves<B> + kGroupBytes<B>) * kRun / B::kUnit + 63) / 64;
-    for (int i = 0; i < kRunLines; ++i) __builtin_prefetch(run + kAhead + i * 64, 0, 2);
+    const auto [unit, number, run] = run_of<B>(panel, k);
 #pragma GCC unroll 1
     for (int column = 0; column < kPanel; column += kLanes) {
       Floats scales[kInRun][2], least[kInRun][2];
@@ -468,11 +482,7 @@ void decode_whole(const uint8_t* panel, int64_t first, int64_t count, uint8_t* u
   using B = Blocks<TYPE>;
   constexpr int kInRun = kRun / B::kGroup;
   for (int64_t k = first; k < first + count; k += kRun, units += kInRun * kWholeBytes<B>) {
-    const uint8_t* unit = panel + k / B::kUnit * kUnitBytes<B>;
-    const int64_t number = k % B::kUnit / kRun;
-    const uint8_t* run = unit + kHalves<B> + kGroupBytes<B> + number * kRunBytes<B>;
-    constexpr int kRunLines = (kRunBytes<B> + (kHalves<B> + kGroupBytes<B>) * kRun / B::kUnit + 63) / 64;
-    for (int i = 0; i < kRunLines; ++i) __builtin_prefetch(run + kAhead + i * 64, 0, 2);
+    const auto [unit, number, run] = run_of<B>(panel, k);
 #pragma GCC unroll 1
     for (int column = 0; column < kPanel; column += kLanes) {
       for (int g = 0; g < kInRun; ++g) {
