@@ -163,7 +163,7 @@ def picture(name: str, folder: str, about: str) -> str:
 def plot(shown: list[Panel], theme: str) -> str:
     """Returns an SVG with a bar for each system of each panel, the spread of its rounds, and a line at the limit."""
     text, line, own, modes, others, limit = THEMES[theme]
-    width, left, right = 760, 210, 120
+    width, left, right = 800, 250, 120
     parts, y = [], 8
     for panel in shown:
         scale = (width - left - right) / max(max(taken) for taken in panel.rounds.values())
