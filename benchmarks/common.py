@@ -323,7 +323,7 @@ def run_engine(engine, requests, readout, sharing: str | None = None) -> list:
     with Spool() as spool:
         for number, request in enumerate(requests):
             spool.add(request, number.to_bytes(8, "little"))
-        windows = spool.windows(max_tokens=1 << 20, share=(sharing or engine.sharing) == "full")
+        windows = spool.windows(max_tokens=1 << 20, share=(sharing or engine.facts.sharing) == "full")
         for tag, result in engine.run(windows, readout, sharing=sharing):
             results[int.from_bytes(tag, "little")] = result
     return results

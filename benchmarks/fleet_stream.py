@@ -111,8 +111,7 @@ def two(rows: int, repeats: int) -> list[dict[str, Any]]:
     seeds = iter(range(1, 1000))
     try:
         wait_for(fleet, 2)
-        assert fleet.replica_facts is not None
-        twin = Simulated(fleet.replica_facts)
+        twin = Simulated(next(iter(fleet.ready.values())))
         calibrate(twin, fleet, replicas)
         for shape in ("repeated", "nothing shared"):
             runs: dict[str, list[tuple[float, Any, FleetOutcome]]] = {name: [] for name in POLICIES}

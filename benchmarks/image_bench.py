@@ -48,7 +48,7 @@ class Bench:
         self.options = options
         torch.manual_seed(0)
         llm = LLM("smollm2-135m", dtype=options.dtype, device="cpu")
-        self.model, self.tokenizer, self.eos = llm.model, llm.tokenizer, llm.engine.options.eos_ids
+        self.model, self.tokenizer, self.eos = llm.model, llm.tokenizer, llm.engine.facts.options.eos_ids
         config = bench_config(options)
         tile, edge = config.image_size, options.edge or config.image_size
         self.processor: Processor

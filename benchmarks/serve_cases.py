@@ -343,7 +343,7 @@ def nothing_shared(arguments: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         clients = {}
         for name, cache in kinds.items():
-            llm, options = copy.copy(first), first.engine.options
+            llm, options = copy.copy(first), first.engine.facts.options
             generation = replace(options.generation, kv_memory=row_bytes * 256 * (FILLING - 2), cache=cache)
             llm.engine = ModelEngine(LocalWorker(first.model), replace(options, generation=generation))
             folder = stack.enter_context(tempfile.TemporaryDirectory())

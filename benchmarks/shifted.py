@@ -114,7 +114,7 @@ class Variant:
         generation = GenerateOptions(
             kv_memory=(options.slots + 1) * worker.facts.slot_bytes, cache=CacheOptions(shifted=shifted)
         )
-        eos = llm.engine.options.eos_ids
+        eos = llm.engine.facts.options.eos_ids
         self.engine = ModelEngine(worker, EngineOptions(generation=generation, eos_ids=eos))
         self.seconds: list[float] = []
         self.found: list[Generated] = []

@@ -111,7 +111,8 @@ class LLM(NumericTasks, Texts):
         self.images = self.config.image_inputs(self.checkpoint, self.tokenizer, media, hosts=hosts)
         table = media if self.images is None else self.images.table
         resources = () if table is None else (table,)
-        self.engine = ModelEngine(self._team or worker, EngineOptions.of(o, eos_ids), resources=resources)
+        self.worker = self._team or worker
+        self.engine = ModelEngine(self.worker, EngineOptions.of(o, eos_ids), resources=resources)
 
     def _start_ranks(self) -> TensorParallelWorker | None:
         """Starts the processes of the other ranks, and returns them as one worker; None without others."""
@@ -163,7 +164,8 @@ class LLM(NumericTasks, Texts):
         dtype = str(self.dtype).removeprefix("torch.")
         config = self.config
         split = "" if self._team is None else f", {self._team.ranks.size} ranks"
-        adapters = f", adapters {', '.join(self.engine.adapters)}" if self.engine.adapters else ""
+        adapters = ", ".join(self.engine.facts.adapters)
+        adapters = adapters and f", adapters {adapters}"
         return (
             f"LLM({self.checkpoint.name!r}: {config.layers} layers of {config.hidden}, context"
             f" {config.max_positions:,}, {dtype} on {self.device}{split}{adapters})"
@@ -202,8 +204,7 @@ class LLM(NumericTasks, Texts):
     def _place(
         self, prompt: Prompt, adapter: str | None, options: Mapping[str, object]
     ) -> tuple[tuple[Hashable, ...], NDArray[np.int32]]:
-        request = self._request(prompt, None, adapter, options)
-        return self.engine.namespace_of(request), request.tokens
+        return self._cached().place_of(self._request(prompt, None, adapter, options))
 
 
 if LLM.__doc__ is not None:  # Python leaves docstrings out with -OO

@@ -34,7 +34,7 @@ def steps(out: Path, model: str, prompts: int) -> None:
         row = {"prefill": prefill, "decode": info.running, "keys": keys, "pairs": pairs, "reads": reads}
         lines.append(row | {"seconds": info.seconds})
 
-    with llm.engine.meter.listening(note):
+    with llm.engine.watching(note):
         llm.generate([request.drawn_tokens(40_000).tolist() for request in requests], max_tokens=24, ignore_eos=True)
     with out.open("w") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -18,10 +18,12 @@ import numpy as np
 
 from ..model_options import CacheOptions
 from ..prefix import clear_of_span
-from ..types import Share
+from ..types import Exits, Request, Share
 from .accounts import Account, Accounts
 from .slots import SlotPool
 from .tree import Node, RadixTree, common_prefix
+
+Namespace = tuple[Hashable, ...]
 
 
 class RadixCache:
@@ -31,6 +33,8 @@ class RadixCache:
     seconds   the time spent in the cache
     accounts  an account for each tenant
     clock     returns the time in seconds; tests pass their own
+
+    namespace_of  returns the namespace of the rows of a request with a namespace and exits; the scheduler sets it
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class RadixCache:
         # entry with an old place is skipped when it comes to the head.
         self.accounts = Accounts()
         self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
+        self.namespace_of: Callable[[Namespace, Exits | None], Namespace] = lambda namespace, exits: namespace
         self._most_accounts = 1024  # above that, accounts without rows are forgotten
         tree.account_of = self._account_of
         self._by_age: list[tuple[float, int, Node]] = []  # such a heap by age, for a time to live
@@ -183,6 +188,11 @@ class RadixCache:
         """Evicts all rows that are not pinned, and returns how many they were."""
         evicted: int = self._tree.owner(lambda: self.evict(self.rows))
         return evicted
+
+    def place_of(self, request: Request) -> tuple[Namespace, np.ndarray]:
+        """Returns (namespace, tokens) of the rows of a request that generates, as `pin` takes them."""
+        exits = None if request.sampling is None else request.sampling.exits
+        return self.namespace_of((request.adapter, request.salt), exits), request.tokens
 
     def pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         """Pins the computed rows of these tokens: they are not evicted until `unpin`. Returns how many leading tokens

@@ -47,7 +47,7 @@ def bench(**o: Any) -> None:
         return
     click.echo(f"{name}; {left_out:,} records left out as unusable")
     click.echo(f"{prompts:,} prompts, {repeated:,} of which repeat an earlier one")
-    click.echo(f"{o['model']}, {dtype}, {llm.engine.max_batch_rows} rows a step, median of {o['repeat']}")
+    click.echo(f"{o['model']}, {dtype}, {llm.engine.facts.max_rows} rows a step, median of {o['repeat']}")
     click.echo("; ".join(f"{key} {value}" for key, value in machine()) + "\n")
     for line in table(seconds):
         click.echo(line)

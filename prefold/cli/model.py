@@ -140,7 +140,8 @@ class FleetModel:
     @property
     def dtype(self) -> str:
         """Returns the dtype of the replicas, "" while none is ready."""
-        return "" if self.engine.replica_facts is None else self.engine.replica_facts.dtype
+        dtype: str = self.engine.snapshot().dtype
+        return dtype
 
     def close(self) -> None:
         """Ends the replicas."""

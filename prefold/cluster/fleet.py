@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -63,7 +64,7 @@ class Fleet:
         media: Any = None,
     ):
         self.media = media
-        self.sharing: Sharing = sharing
+        self.facts = EngineFacts(sharing, divides=True)
         self.replicas = replicas
         self.row_cost = row_cost
         self.stats = Stats()
@@ -83,14 +84,8 @@ class Fleet:
         replicas.start(lambda name, event: self._events.put((name, event)))
 
     @property
-    def facts(self) -> EngineFacts:
-        """Returns what callers choose by, as of the last event that a run took."""
-        return EngineFacts(self.sharing, divides=True, is_ready=bool(self.ready), replicas=self._in_words())
-
-    @property
-    def replica_facts(self) -> ReplicaFacts | None:
-        """Returns the facts of the first ready replica; None while none is ready."""
-        return next(iter(self.ready.values()), None)
+    def cache(self) -> None:
+        """Returns None: each replica has a cache of its own."""
 
     @property
     def num_ready(self) -> int:
@@ -121,8 +116,15 @@ class Fleet:
     def snapshot(
         self, *, held: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
     ) -> Snapshot:
-        """Returns the counters as they are now. The KV stores of replicas are not listed."""
-        return Snapshot(self.stats)
+        """Returns the counters, and what became of the replicas, as of the last event that a run took. The KV stores of
+        replicas are not listed."""
+        dtype = next((facts.dtype for facts in self.ready.values()), "")
+        return Snapshot(self.stats, is_ready=bool(self.ready), replicas=self._in_words(), dtype=dtype)
+
+    def watching(self, on_step: Any = None, **options: Any) -> AbstractContextManager[None]:
+        """Returns a context that does nothing: replicas report the steps of runs alone (see `Engine.run`), and admit
+        requests themselves."""
+        return nullcontext()
 
     def submit(
         self,
@@ -136,7 +138,7 @@ class Fleet:
     ) -> None:
         """Takes requests (see `Engine.submit`). They run when no job does, in the order of their prefixes: for a fleet
         the owner of a handle makes no difference. `share` overrides the fleet's own sharing with "full" or "off"."""
-        sharing: Sharing = self.sharing if share is None else "full" if share else "off"
+        sharing: Sharing = self.facts.sharing if share is None else "full" if share else "off"
         lane = Lane(readout, sharing, readout.kind == "tokens" and tokenizer is not None)
         self._lanes.submit(lane, requests, handle, pieces=text and lane.text)
 
@@ -154,14 +156,16 @@ class Fleet:
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+        stopping: Callable[[], bool] | None = None,
+        **options: Any,
     ) -> Iterator[tuple[bytes, Any]]:
         """Yields (tag, answer) of every request of a spool or a stream (see `Engine.run`); for a request that replicas
-        died of, (tag, InputError). Requests that are submitted wait until the run has ended."""
+        died of, (tag, InputError). Requests that are submitted wait until the run has ended. Other options make no
+        difference for a fleet."""
         text = readout.kind == "tokens" and tokenizer is not None
-        call = RunCall(readout, sharing or self.sharing, max_batch_rows, text)
+        call = RunCall(readout, sharing or self.facts.sharing, max_batch_rows, text)
         with self._lanes.waiting():
-            yield from self._answers(windows, call, on_step, stopping)
+            yield from self._answers(windows, call, on_step, stopping or (lambda: False))
 
     def _run_lane(self, lane: Lane, source: LiveInput, stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Any]]:
         return self._answers(source, RunCall(lane.readout, lane.sharing, None, lane.text), None, stopping)

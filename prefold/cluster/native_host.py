@@ -6,13 +6,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import Field, fields, replace
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..cache import CacheEvents, CacheReporter
 from ..checkpoint.identity import model_identity
 from ..engine.meter import StepInfo
+from ..engine.protocol import EngineFacts
 from ..stream import Window
 from ..stream.window import shared_by
 from ..types import GenerationStats, Stats
@@ -142,12 +142,11 @@ class ReplicaHost(Host):
         if not (wanted and self.facts.reports_cache):
             yield
             return
-        with self._engine.cache_reporter() as reporter:
-            self._tells_anew = True  # the driver that began this run knows of nothing
-            with self._engine.meter.listening(partial(self._tell_cache, reporter)):
-                yield
+        self._tells_anew = True  # the driver that began this run knows of nothing
+        with self._engine.watching(on_cache=self._tell_cache):
+            yield
 
-    def _tell_cache(self, reporter: CacheReporter, step: StepInfo) -> None:
+    def _tell_cache(self, reporter: CacheReporter) -> None:
         events = reporter.snapshot() if self._tells_anew else reporter.drain()
         self._tells_anew = False
         if events is None:
@@ -197,16 +196,16 @@ def facts_of(llm: Any) -> ReplicaFacts:
         "torch": torch.__version__,
         "weights": model_identity(llm.checkpoint)["digest"],
         "dtype": str(llm.dtype).removeprefix("torch."),
-        "adapters": ", ".join(llm.engine.adapters),
+        "adapters": ", ".join(llm.engine.facts.adapters),
     }
-    engine = llm.engine
-    generation = engine.options.generation
+    facts: EngineFacts = llm.engine.facts
+    generation = facts.options.generation
     return ReplicaFacts(
         identity,
-        engine.max_batch_rows,
+        facts.max_rows,
         generation.max_running,
         dtype=identity["dtype"],
-        cache_rows=engine.worker.kv_slots(generation.kv_memory, engine.worker.facts.slot_bytes),
+        cache_rows=llm.worker.kv_slots(generation.kv_memory, llm.worker.facts.slot_bytes),
         reports_cache=True,
         reserves_output=generation.reserve_output,
     )

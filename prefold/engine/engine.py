@@ -8,7 +8,7 @@ slots of the KV store (`generate.py`, called through `calls.py`). This module of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, TypeVar, cast
 
@@ -16,7 +16,8 @@ import numpy as np
 
 from ..errors import InputError
 from ..schedule.parts import engine_parts
-from ..stream import Window
+from ..stream import LiveInput, LiveWindows, Window
+from ..stream.live_windows import watched
 from ..text import Tokenizer
 from ..types import Exits, Owner, Readout, Request, Sharing, Stats
 from ..worker.protocol import Worker
@@ -26,10 +27,12 @@ from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .protocol import EngineFacts
-from .requests import Answer, joint_readout
+from .requests import LAST_ROW_KINDS, Answer, joint_readout
 from .stream import SharingChoice, SlotWindows, TaggedRequests, last_rows, run_stream
 
 P = TypeVar("P")
+_STEPS = 2  # of a live input, about what fills so many steps is submitted at a time
+_HELD = 0.3  # of the prefix of a bucket, from which on the KV store counts as holding it
 
 
 class ModelEngine(EngineLoop):
@@ -58,6 +61,8 @@ class ModelEngine(EngineLoop):
         self.parts = engine_parts(worker, options, self.meter, resources)
         self._choice = SharingChoice(cast(float, options.sharing_threshold))
         self._budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)
+        known: dict[str, Any] = {"adapters": worker.facts.adapters, "depth": worker.facts.depth}
+        self.facts = EngineFacts(cast(Sharing, options.sharing), options=options, max_rows=self._budget.rows, **known)
 
     def _budget_of(self, rows: int) -> StepBudget:
         """Returns a StepBudget of so many rows. Raises InputError if an image has no room in such a step."""
@@ -75,22 +80,6 @@ class ModelEngine(EngineLoop):
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
-    def facts(self) -> EngineFacts:
-        """Returns what callers choose by."""
-        depth, most = self.worker.facts.depth, self.options.generation.max_running
-        return EngineFacts(self.sharing, max_rows=self.max_batch_rows, max_running=most, depth=depth)
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Returns the names of the LoRA adapters that requests may run with."""
-        return self.worker.facts.adapters
-
-    @property
-    def sharing(self) -> Sharing:
-        """Returns how requests share rows in a run that does not set `sharing`."""
-        return cast(Sharing, self.options.sharing)
-
-    @property
     def max_batch_rows(self) -> int:
         """Returns the most rows of a step now; they are fewer for a while after memory ran out."""
         return self._budget.rows
@@ -106,13 +95,15 @@ class ModelEngine(EngineLoop):
 
     def run(
         self,
-        windows: Iterable[Window | None],
+        windows: Iterable[Window | None] | LiveInput,
         readout: Readout,
         tokenizer: Tokenizer | None = None,
         *,
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
         cache_prefill: bool | None = None,
+        owner: Owner | None = None,
+        failed: Callable[[Exception], InputError] | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[bytes, Answer]]:
@@ -123,19 +114,31 @@ class ModelEngine(EngineLoop):
         window of None means that no request is there yet: the iterator is asked again after the next step.
 
         sharing        how rows are shared; None: as the engine's options say, with their threshold
-        cache_prefill  whether last rows are read in the KV store; None: as the engine's options say
+        cache_prefill  whether last rows are read in the KV store; None: as the engine's options say; those of a
+                       LiveInput are
+        owner          of requests that run beside those of others: all of them run in the KV store, with the sharing of
+                       the engine's options, and are submitted one by one, so that few of them wait
         on_step        called after every step of the engine, until the run ends
         stopping       called after every step: once it returns True, the run ends, after it has yielded the results
                        that are there. None: it ends with the last result, and no step wakes the caller's thread
 
         Raises InputError for an unknown adapter, and OutOfMemoryError if not even one row fits.
         """
+        if isinstance(windows, LiveInput):
+            run = {"sharing": sharing, "owner": owner, "failed": failed, "on_step": on_step}
+            yield from self._run_live(windows, readout, tokenizer, stopping or _never, **run)
+            return
+        if owner is not None:
+            options: dict[str, Any] = {"owner": owner, "failed": failed, "stopping": stopping, "on_step": on_step}
+            yield from self._run_beside(windows, readout, tokenizer, **options)
+            return
         choice = self._choice if sharing is None else None
-        sharing = sharing or self.sharing
+        sharing = sharing or self.facts.sharing
         slots: dict[str, Any] = {"stopping": stopping}
         if readout.kind == "tokens":
             check_sharing(sharing)
-            slots |= {"share": sharing == "full", "on_step": on_step, "max_waiting": self.facts.max_running}
+            slots |= {"share": sharing == "full", "on_step": on_step}
+            slots["max_waiting"] = self.options.generation.max_running
             yield from serve(self, map(_by_tag, windows), tokenizer, **slots)  # type: ignore[misc]
             return
         for part in self.parts:
@@ -146,8 +149,8 @@ class ModelEngine(EngineLoop):
                 yield from self._run_in_slots(requests, readout, share=sharing == "full", **slots)
             return
         budget = self._budget if max_batch_rows is None else self._budget_of(max_batch_rows)
-        stopping = stopping or (lambda: False)
-        options: dict[str, Any] = {"sharing": sharing, "choice": choice, "budget": budget, "stopping": stopping}
+        stopping = stopping or _never
+        options = {"sharing": sharing, "choice": choice, "budget": budget, "stopping": stopping}
         with self.meter.listening(on_step):
             if sharing != "full" or not (self.options.cache_prefill if cache_prefill is None else cache_prefill):
                 yield from run_stream(self, self.worker, windows, readout, **options)  # type: ignore[arg-type]
@@ -166,27 +169,43 @@ class ModelEngine(EngineLoop):
         """Returns whether all numbers are read in the slots of the KV store, those of jobs too; only last rows are."""
         return any(part.in_slots for part in self.parts)
 
-    def run_beside(
-        self,
-        windows: Iterable[Window | None],
-        readout: Readout,
-        tokenizer: Tokenizer | None = None,
-        *,
-        owner: Owner,
-        failed: Callable[[Exception], InputError] | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+    def _run_live(
+        self, source: LiveInput, readout: Readout, tokenizer: Any, stopping: Callable[[], bool], **run: Any
     ) -> Iterator[tuple[bytes, Answer]]:
-        """Yields (tag, answer) of every request of an owner, as `run` does, beside the requests of others.
+        """Yields (tag, answer) of every request that comes. What is generated, and what is read at last rows only, runs
+        in the KV store: requests join those that run, and find the rows of those before. All else runs bucket by
+        bucket."""
+        share = (run["sharing"] or self.facts.sharing) == "full"
+        in_slots = readout.kind == "tokens" or (share and readout.kind in (*LAST_ROW_KINDS, "logprobs"))
 
-        All requests run in the KV store, whatever is read, with the sharing of the engine's options. They are submitted
-        one by one, so that few of them wait, and all of them are read with the read-out that the first window needs.
+        def is_held(namespace: Any, prefix: np.ndarray) -> bool:
+            """Returns whether the KV store holds a good part of a prefix."""
+            adapter, salt = namespace
+            return self.held_rows(prefix, adapter or None, salt, source.exits) >= max(1, _HELD * len(prefix))
 
-        owner     the tenant and the class that the requests run for
-        failed    takes the error of steps that fail by the fault of one request, and returns the request's answer;
-                  None: the error is raised
-        stopping  called after every step: once it returns True, the run ends
-        """
-        options = {"owner": owner, "failed": failed, "stopping": stopping}
+        live = LiveWindows(
+            source.feed,
+            max_tokens=source.max_tokens,
+            most=min(source.max_tokens, _STEPS * self.max_batch_rows),
+            share=share,
+            busy=self.options.generation.max_running // 2 if in_slots else 1,
+            is_held=is_held if in_slots and share else None,
+            stopping=stopping,
+        )
+        run |= {"cache_prefill": in_slots or None, "stopping": stopping}
+        with closing(live):
+            while not (live.is_done or stopping()):
+                windows = live if in_slots else live.without_pauses(ahead=self.facts.depth > 1)
+                with closing(self.run(watched(windows, source.see), readout, tokenizer, **run)) as answers:  # type: ignore[type-var]
+                    for answer in answers:
+                        live.num_answered += 1
+                        yield answer
+
+    def _run_beside(
+        self, windows: Iterable[Window | None], readout: Readout, tokenizer: Tokenizer | None, **options: Any
+    ) -> Iterator[tuple[bytes, Answer]]:
+        """Yields (tag, answer) of every request of an owner, beside the requests of others. All of them are read with
+        the read-out that the first window needs. options: of `serve`"""
         remaining = iter(windows)
         first = next(remaining, None)
         if first is not None:
@@ -224,12 +243,6 @@ class ModelEngine(EngineLoop):
         """Returns a new generator with a KV store of its own; EngineLoop calls this once."""
         return Generator(self.worker, self.options, self._budget, self.meter, self.parts)
 
-    def namespace_of(self, request: Request) -> tuple[Hashable, ...]:
-        """Returns the namespace in which the KV store holds the rows of a request that generates."""
-        exits = None if request.sampling is None else request.sampling.exits
-        namespace: tuple[Hashable, ...] = self.generator.scheduler.namespace_of((request.adapter, request.salt), exits)
-        return namespace
-
     def held_rows(
         self, tokens: np.ndarray, adapter: str | None = None, salt: str = "", exits: Exits | None = None
     ) -> int:
@@ -242,6 +255,10 @@ class ModelEngine(EngineLoop):
         """Ends the engine's thread and the worker's other processes. The engine runs nothing afterwards."""
         self.close_loop()
         self.worker.close()
+
+
+def _never() -> bool:
+    return False
 
 
 def _by_tag(window: Window | None) -> list[tuple[bytes, Request]] | None:

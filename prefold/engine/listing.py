@@ -9,27 +9,28 @@ from functools import partial
 from typing import Any
 
 from ..cache.listing import TreePath, held_rows, paths_of
-from ..types import Stats
 from .protocol import RunningSequence, Snapshot
 
 Wants = Callable[[Hashable], bool]
 
 
-def snapshot_of(
-    stats: Stats, scheduler: Any, call: Callable[..., Any], *, held: bool, paths: int, wants: Wants | None
+def listed(
+    now: Snapshot, scheduler: Any, call: Callable[..., Any], *, held: bool, paths: int, wants: Wants | None
 ) -> Snapshot:
-    """Returns a snapshot of a scheduler (see `Engine.snapshot`). call: calls a function in the engine's thread"""
+    """Returns a snapshot with what a scheduler has (see `Engine.snapshot`). call: calls a function in the engine's
+    thread"""
     pool, cache = scheduler.pool, scheduler.cache
-    now = Snapshot(stats, pool.num_slots, pool.used_slots, None if cache is None else cache.seconds)
+    seconds = None if cache is None else cache.seconds
+    now = replace(now, slots=pool.num_slots, used_slots=pool.used_slots, cache_seconds=seconds)
     if held:
         now = replace(now, held=call(partial(held_rows, scheduler.tree)))
     if paths:
-        listed, running = call(partial(_listed, scheduler, paths, wants))
-        now = replace(now, paths=listed, running=running)
+        found, running = call(partial(_paths, scheduler, paths, wants))
+        now = replace(now, paths=found, running=running)
     return now
 
 
-def _listed(scheduler: Any, most: int, wants: Wants | None) -> tuple[list[TreePath], list[RunningSequence]]:
+def _paths(scheduler: Any, most: int, wants: Wants | None) -> tuple[list[TreePath], list[RunningSequence]]:
     """Returns at most so many paths of the trie, of namespaces that are wanted, and all sequences that run."""
     tails: dict[Any, list[Sequence[int]]] = defaultdict(list)
     running = []

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,9 +22,9 @@ from ..text import Tokenizer
 from ..types import Readout, Request, Result
 from .generate import Generator
 from .handles import Handle, ReadGroup, send
-from .listing import Wants, snapshot_of
-from .meter import Meter
-from .protocol import Snapshot
+from .listing import Wants, listed
+from .meter import Listener, Meter
+from .protocol import OnCache, Snapshot
 from .step_policy import StepPolicy
 from .thread import CLOSED, EngineThread
 
@@ -156,32 +156,32 @@ class EngineLoop:
 
     def snapshot(self, *, held: bool = False, paths: int = 0, wants: Wants | None = None) -> Snapshot:
         """Returns what `Engine.snapshot` does; it makes no KV store."""
-        stats, generator = self.meter.stats, self._generator
+        now, generator = Snapshot(self.meter.stats, failure=self.failure, failed_at=self.failed_at), self._generator
         if generator is None:
-            return Snapshot(stats)
-        return snapshot_of(stats, generator.scheduler, self.call, held=held, paths=paths, wants=wants)
+            return now
+        return listed(now, generator.scheduler, self.call, held=held, paths=paths, wants=wants)
 
     @contextmanager
-    def cache_reporter(self) -> Iterator[CacheReporter]:
-        """Returns a context with what reports the events of the cache. The reporter belongs to the engine's thread, in
-        which listeners of the meter call it."""
-        tree = self.generator.scheduler.tree
-        reporter = self.call(lambda: CacheReporter(tree, epoch=time.time_ns()))
-        try:
-            yield reporter
-        finally:
-            self.call(reporter.close)
+    def watching(
+        self, on_step: Listener | None = None, *, policy: StepPolicy | None = None, on_cache: OnCache | None = None
+    ) -> Iterator[None]:
+        """Returns a context in which functions are called after every step (see `Engine.watching`)."""
+        with ExitStack() as stack:
+            if policy is not None:
+                self.set_step_policy(policy)
+                stack.callback(lambda: self.step_policy is policy and self.set_step_policy(None))
+            if on_cache is not None:
+                reporter = self.call(partial(CacheReporter, self.generator.scheduler.tree, epoch=time.time_ns()))
+                stack.callback(self.call, reporter.close)
+                stack.enter_context(self.meter.listening(lambda step: on_cache(reporter)))
+            stack.enter_context(self.meter.listening(on_step))
+            yield
 
     @property
     def cache(self) -> RadixCache | None:
         """Returns the radix cache, which any thread may use; None if rows of ended requests are not kept."""
         cache: RadixCache | None = self.generator.scheduler.cache
         return cache
-
-    @property
-    def has_generator(self) -> bool:
-        """Returns whether the generator has been made, which takes long."""
-        return self._generator is not None
 
     def set_step_policy(self, policy: StepPolicy | None) -> None:
         """Admits requests and sizes steps by a policy from now on; None: by the rules of `Generator`."""

@@ -7,36 +7,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from ..cache import CacheReporter, RadixCache
 from ..cache.listing import HeldRows, TreePath
+from ..errors import InputError
 from ..text import Tokenizer
-from ..types import Readout, Request, Sharing, Stats
+from ..types import Owner, Readout, Request, Sharing, Stats
 from .handles import Handle
-from .meter import StepInfo
+from .meter import Listener
+from .options import EngineOptions
 from .requests import Answer
+from .step_policy import StepPolicy
+
+OnCache = Callable[[CacheReporter], None]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """An EngineFacts is what a caller knows of an engine, and chooses by how it sends requests.
+    """An EngineFacts is what a caller knows of an engine for as long as it has it.
 
-    sharing      how requests share rows in a run that does not set `sharing`
-    divides      whether a run takes a whole spool or live input, and divides it among replicas
-    is_ready     whether requests would be computed now; otherwise the replicas still load the model
-    replicas     what became of the replicas, in words; empty for an engine of one model
-    max_rows     of an engine of one model: the most rows of a step now
-    max_running  of an engine of one model: the most sequences that run at once
-    depth        of an engine of one model: steps of a row stream that may be in flight
+    sharing   how requests share rows in a run that does not set `sharing`
+    divides   whether a run takes a whole spool, and divides it among replicas
+
+    Of an engine of one model:
+
+    options   the options that it was made with
+    adapters  the names of the LoRA adapters that requests may run with
+    max_rows  the most rows of a step; they are fewer for a while after memory ran out
+    depth     how many steps of a row stream may be in flight
     """
 
     sharing: Sharing
     divides: bool = False
-    is_ready: bool = True
-    replicas: str = ""
+    options: EngineOptions = EngineOptions()  # noqa: RUF009
+    adapters: tuple[str, ...] = ()
     max_rows: int = 0
-    max_running: int = 0
     depth: int = 1
 
 
@@ -59,7 +67,7 @@ class RunningSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A Snapshot holds the counters of an engine, and how full its KV store is.
+    """A Snapshot holds the counters of an engine, and what has become of it and of its KV store.
 
     stats          the counters
     slots          slots of the KV store; 0: there is no store yet, or the engine is a fleet, whose replicas have stores
@@ -68,6 +76,11 @@ class Snapshot:
     held           the rows in the KV store, by namespace
     paths          the paths of the trie, depth-first
     running        the sequences that run
+    failure        the error of the last step, if no single request is at fault; None after a step that did not fail
+    failed_at      its time.monotonic()
+    is_ready       whether requests would be computed now; otherwise the replicas still load the model
+    replicas       what became of the replicas, in words; empty for an engine of one model
+    dtype          of the replicas; empty while none is ready, and for an engine of one model
     """
 
     stats: Stats
@@ -77,6 +90,11 @@ class Snapshot:
     held: Mapping[Hashable, HeldRows] = field(default_factory=dict)
     paths: Sequence[TreePath] = ()
     running: Sequence[RunningSequence] = ()
+    failure: Exception | None = None
+    failed_at: float = 0.0
+    is_ready: bool = True
+    replicas: str = ""
+    dtype: str = ""
 
 
 class Engine(Protocol):
@@ -93,6 +111,10 @@ class Engine(Protocol):
     @property
     def stats(self) -> Stats:
         """Returns the counters, as a snapshot has them."""
+
+    @property
+    def cache(self) -> RadixCache | None:
+        """Returns the radix cache, which any thread may use; None if rows of ended requests are not kept here."""
 
     def submit(
         self,
@@ -127,19 +149,24 @@ class Engine(Protocol):
         *,
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
-        on_step: Callable[[StepInfo], None] | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+        owner: Owner | None = None,
+        failed: Callable[[Exception], InputError] | None = None,
+        on_step: Listener | None = None,
+        stopping: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[bytes, Answer]]:
         """Yields (tag, answer) of every request of windows: a Result, with the read-out "tokens" a list of Generated,
         or the InputError of a request that cannot run.
 
-        windows         the Windows of a spool; where `facts.divides` also a LiveInput, and otherwise any iterable of
-                        windows
+        windows         the Windows of a spool, or a LiveInput; unless `facts.divides`, also any iterable of windows
         tokenizer       of the texts; None: they are made of tokens alone
         sharing         how rows are shared; None: as the engine's facts say
         max_batch_rows  the most rows of a step of a row stream; None: the engine's
+        owner           of an engine of one model: the tenant and the class that the requests run for, beside those of
+                        others; None: the run may take the whole engine
+        failed          of such requests: takes the error of steps that fail by the fault of one of them, and returns
+                        its answer; None: the error is raised
         on_step         called after every step
-        stopping        called after every step: once it returns True, the run ends
+        stopping        called after every step: once it returns True, the run ends. None: it ends with the last answer
         """
 
     def snapshot(
@@ -150,6 +177,15 @@ class Engine(Protocol):
         held   whether the rows of each namespace are wanted
         paths  how many paths of the trie are wanted, and the sequences that run; 0: neither of them
         wants  whether the paths of a namespace are wanted; None: all are
+        """
+
+    def watching(
+        self, on_step: Listener | None = None, *, policy: StepPolicy | None = None, on_cache: OnCache | None = None
+    ) -> AbstractContextManager[None]:
+        """Returns a context in which functions are called after every step of an engine of one model, in its thread.
+
+        policy    admits requests and sizes steps within the context; None: the engine's own rules do
+        on_cache  called with what reports the events of the cache
         """
 
     def reset_stats(self) -> Stats:

@@ -82,6 +82,7 @@ class StepPolicy:
 
     admission     the queue of the requests that it decides on
     times         the measured times of steps
+    has_new_shares  whether the shares of tenants are to be read again before the next step
     step_seconds  the most that a step should take while there are interactive requests; None: steps may take as long as
                   interactive requests alone need
     """
@@ -97,6 +98,7 @@ class StepPolicy:
         self.admission = admission
         self.batch_share = batch_share
         self.times = StepTimes()
+        self.has_new_shares = False
         self._step_seconds = step_seconds
         self._clock = clock
         self._live_at = float("-inf")  # the last time at which there was an interactive request
@@ -110,6 +112,9 @@ class StepPolicy:
     def settle(self, scheduler: SequenceScheduler, max_rows: int) -> StepLimits:
         """Returns the limits of the scheduler's next step, which may have at most `max_rows` rows."""
         queue, now = self.admission, self._clock()
+        if self.has_new_shares:
+            self.has_new_shares = False
+            queue.read_shares(scheduler.cache)
         passed, self._settled_at = now - self._settled_at, now
         num_live = queue.num_running(batch=False)
         if num_live or queue.num_waiting(batch=False):

@@ -110,7 +110,7 @@ class TaskRunner:
 
     def _make_task(self, name: str, options: Mapping[str, Any]) -> Task:
         model = self.checkpoint, self.tokenizer
-        task = make_task(name, *model, options, adapters=self.engine.adapters, images=self.images)
+        task = make_task(name, *model, options, adapters=self.engine.facts.adapters, images=self.images)
         return cast(Task, calibrated(self.engine, task))
 
     def run(self, task: Task, items: Iterable[object]) -> list[dict[str, object]]:

@@ -5,19 +5,15 @@ same time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from typing import Any
 
-import numpy as np
-
-from ..engine.protocol import EngineFacts
-from ..engine.requests import LAST_ROW_KINDS
 from ..errors import InputError
 from ..records.record import dumps, error_text
 from ..report.progress import Counts
-from ..stream import LiveInput, LiveWindows, Windows
-from ..stream.live_windows import See
+from ..stream import LiveInput, Windows
+from ..stream.live_windows import See, watched
 from ..tasks.base import attempt
 from ..tasks.run import finish, results_of
 from ..types import Owner
@@ -75,8 +71,9 @@ class Flow:
                 raise self.reader.error
             return spool.windows(max_tokens=window)
 
-        results: Any = results_of if engine.facts.divides else live_results
-        return results(engine, task, LiveInput(batch.feed, window, None if spool is None else rest, see), **run)
+        exits = task.sampling.exits if task.readout.kind == "tokens" else task.readout.exits
+        source = LiveInput(batch.feed, window, None if spool is None else rest, see, exits=exits)
+        return results_of(engine, task, source, **run)
 
     def check(self) -> None:
         """Raises AssertionError if a record has no line after everything was computed."""
@@ -119,67 +116,3 @@ def run_beside(job: Job, owner: Owner, failed: Callable[[Exception], InputError]
     finally:
         flow.reader.close()
         job.output.commit()
-
-
-_STEPS = 2  # an engine is given about what fills so many steps at a time
-_HELD = 0.3  # of a bucket's prefix, from which on the engine counts as holding it
-
-
-def reads_last_rows(task: Any) -> bool:
-    """Returns whether a task mostly reads last rows of prompts, so that they can be read in the KV store."""
-    return task.readout.kind in LAST_ROW_KINDS or task.readout.kind == "logprobs"
-
-
-def live_results(
-    engine: Any, task: Any, source: LiveInput, *, stopping: Callable[[], bool], **run: Any
-) -> Iterator[tuple[bytes, Any]]:
-    """Yields (tag, result) of every request that comes, like `results_of`.
-
-    What is generated, and what is read at last rows only, runs in the KV store: requests join those that run, and find
-    the rows of those before. All else runs bucket by bucket.
-    """
-    facts: EngineFacts = engine.facts
-    share, generates = facts.sharing == "full", task.readout.kind == "tokens"
-    in_slots = generates or (share and reads_last_rows(task))
-    run["stopping"] = stopping
-    if in_slots and not generates and "owner" not in run:  # beside others all requests run in the KV store
-        run["cache_prefill"] = True
-    # Of requests that do not say others.
-    exits = task.sampling.exits if generates else task.readout.exits
-
-    def is_held(namespace: Any, prefix: np.ndarray) -> bool:
-        """Returns whether the engine holds a good part of a prefix."""
-        adapter, salt = namespace
-        return engine.held_rows(prefix, adapter or None, salt, exits) >= max(1, _HELD * len(prefix))  # type: ignore[no-any-return]
-
-    live = LiveWindows(
-        source.feed,
-        max_tokens=source.max_tokens,
-        most=min(source.max_tokens, _STEPS * facts.max_rows),
-        share=share,
-        busy=facts.max_running // 2 if in_slots else 1,
-        is_held=is_held if in_slots and share else None,
-        stopping=stopping,
-    )
-
-    def computed(windows: Iterable[Any]) -> Iterator[tuple[bytes, Any]]:
-        with closing(results_of(engine, task, watched(windows, source.see), **run)) as results:  # type: ignore[type-var]
-            for result in results:
-                live.num_answered += 1
-                yield result
-
-    try:
-        if in_slots:
-            yield from computed(live)
-        while not (in_slots or live.is_done or stopping()):
-            yield from computed(live.without_pauses(ahead=facts.depth > 1))
-    finally:
-        live.close()
-
-
-def watched(windows: Iterable[Any], see: See | None) -> Iterator[Any]:
-    """Yields the windows, and calls `see` with each as it is taken."""
-    for window in windows:
-        if window is not None and see is not None:
-            see(window)
-        yield window

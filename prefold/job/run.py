@@ -147,7 +147,7 @@ class _Run:
             self.summary.stats = engine.stats
             self.summary.dtype = str(getattr(self._llm, "dtype", "")).removeprefix("torch.") or None
             self.summary.passes = getattr(self._llm, "passes", "")
-            self.summary.replicas = engine.facts.replicas
+            self.summary.replicas = engine.snapshot().replicas
         self.flow.check()
 
     def _load(self) -> Any:
@@ -165,7 +165,7 @@ class _Run:
         shape, facts = self.summary.shape, engine.facts
         # What is given away in ranges, or does not share, is looked at in its order afterwards; a stream as it goes by.
         watches = shape is not None and (batch.spool is None or (facts.sharing == "full" and not facts.divides))
-        self.counts.phase, self.graceful = "computing" if facts.is_ready else WAITING, True
+        self.counts.phase, self.graceful = "computing" if engine.snapshot().is_ready else WAITING, True
         see = shape.see if shape is not None and watches else None
         if not self.flow.compute(engine, batch, see=see, on_step=self._step, stopping=self._stopping):
             assert self.signal is not None
@@ -192,7 +192,7 @@ class _Run:
 
     def _count(self) -> Counts:
         self.counts.done, self.counts.errors = self.output.count, self.output.errors
-        if self.counts.phase == WAITING and self._engine.facts.is_ready:
+        if self.counts.phase == WAITING and self._engine.snapshot().is_ready:
             self.counts.phase = "computing"
         return self.counts
 

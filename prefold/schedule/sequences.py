@@ -55,6 +55,8 @@ class SequenceScheduler(Generic[S]):
         self.waiting: Admission = InOrder()
         self._requests: dict[Hashable, dict[S, None]] = {}  # by key, the sequences that have not ended
         self._slot_bytes = slot_bytes
+        if cache is not None:
+            cache.namespace_of = self.namespace_of
 
     # ----------------------------------------------------------------------------- requests that come and go
 

@@ -126,7 +126,7 @@ def sequences_shown(running: Sequence[RunningSequence], owner_of: Callable[[Hash
 async def cache_state(context: RequestContext) -> Response:
     """Answers with how the cache is set, what it holds, and how much of that belongs to whom."""
     handler = context.handler
-    cache = handler.llm.engine.options.generation.cache
+    cache: Any = handler.engine.facts.options.generation.cache
     if cache is None:
         raise _off()
     options = {name: getattr(cache, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
@@ -176,9 +176,9 @@ async def place(context: RequestContext, *, compute: bool) -> Response:
     requests = await context.handler.requests(order)
 
     def change() -> int:
-        cache, namespace_of = cache_of(context.handler), context.handler.llm.engine.namespace_of
+        cache = cache_of(context.handler)
         act = cache.pin if compute else cache.unpin
-        return sum(act(namespace_of(item), item.tokens) for item in requests)
+        return sum(act(*cache.place_of(request)) for request in requests)
 
     tokens = await context.handler.in_pool(NO_OWNER, change)
     return json_response({"pinned" if compute else "unpinned": tokens, "tokens": sum(len(r.tokens) for r in requests)})
@@ -192,9 +192,9 @@ async def clear(context: RequestContext) -> Response:
 
 def cache_of(handler: Any) -> Any:
     """Returns the cache. Raises Refusal if it is off."""
-    if handler.llm.cache is None:
+    if handler.engine.cache is None:
         raise _off()
-    return handler.llm.cache
+    return handler.engine.cache
 
 
 def _off() -> Refusal:

@@ -126,7 +126,7 @@ class BatchWork:
         return open_input(self._store.path(id), name, self._handler.options.max_body_bytes)
 
     def _adapter(self, body: Body) -> OpenAIBatch:
-        adapters = self._handler.llm.engine.adapters
+        adapters = self._handler.engine.facts.adapters
         adapter = _Lines(
             self._handler.names[0],
             seed=body["id"],

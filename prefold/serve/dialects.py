@@ -131,7 +131,7 @@ def entries(context: RequestContext) -> list[dict[str, Any]]:
     head = {"object": "model", "created": int(time.time()), "owned_by": "prefold"}
     return [
         {"id": name, **head, "root": names[0], "parent": parent, "max_model_len": llm.config.max_positions}
-        for served, parent in ((names, None), (llm.engine.adapters, names[0]))
+        for served, parent in ((names, None), (llm.engine.facts.adapters, names[0]))
         for name in served
     ]
 
@@ -287,7 +287,7 @@ async def info(context: RequestContext) -> Response:
         "model_id": state.names[0], "served_model_name": state.names[0], "model_sha": None,
         "model_dtype": str(llm.dtype).removeprefix("torch."), "model_type": kind,
         "max_concurrent_requests": state.options.max_waiting_requests,
-        "max_input_length": llm.config.max_positions, "max_batch_tokens": llm.engine.max_batch_rows,
+        "max_input_length": llm.config.max_positions, "max_batch_tokens": llm.engine.facts.max_rows,
         "max_batch_requests": None, "max_client_batch_size": state.options.max_texts, "auto_truncate": False,
         "tokenization_workers": 4, "version": __version__, "sha": None, "docker_label": None,
     })  # fmt: skip

@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from ..api.answers import Events
 from ..api.body import TaskOrder
 from ..api.completions import Echo
 from ..checkpoint import served_name
+from ..engine.protocol import Engine
 from ..engine.samples import Sample, TextPiece
 from ..engine.step_policy import StepPolicy
 from ..errors import InputError
@@ -64,11 +65,13 @@ class RequestHandler:
         """store: has clients' files, which may be images"""
         self._store = store
         self.llm, self.options, self._metrics, self._keys = llm, options, metrics, keys
-        self.engine, self.watch = llm.engine, StepWatch(llm.engine)
+        self.engine: Engine = llm.engine
         self.admission = FairAdmission(keys.limits_of, tenant_of=keys.tenant_of, batch_share=options.batch_share)
         seconds = None if options.step_ms is None else options.step_ms / 1e3
         self.step_policy = StepPolicy(self.admission, step_seconds=seconds, batch_share=options.batch_share)
-        self.engine.set_step_policy(self.step_policy)
+        self.watch, self._serving = StepWatch(), ExitStack()
+        self._serving.enter_context(self.engine.watching(self.watch.note, policy=self.step_policy))
+        self._has_answered = False  # the first request makes the KV store, which takes long
         self.backpressure = Backpressure(options, keys)
         self._pool = FairQueue(4, "prefold-prepare")
         # Images take long to decode, one after the other, and chat templates of requests are rendered one at a time.
@@ -181,7 +184,7 @@ class RequestHandler:
                 task = copy(task)
                 task.inputs = replace(task.inputs, images=images.for_clients(uploaded, order.namespace))
         if order.echo is not None:
-            task = PromptTask(task, order.echo, self.llm.engine.options.eos_ids)
+            task = PromptTask(task, order.echo, self.engine.facts.options.eos_ids)
         if order.readout is not None:
             task = copy(task)
             task.readout = order.readout
@@ -220,7 +223,7 @@ class RequestHandler:
         samples = num_samples(order.items) if makes_text else 1  # numbers are read together
         with self.backpressure.preparing(order.num_bytes, order.owner, samples=samples) as prepared:
             # Soon ready is what makes requests soon, fetches no images, and needs no store that is still to be made.
-            is_short = self.engine.has_generator and self.llm.images is None
+            is_short = self._has_answered and self.llm.images is None
             is_short = is_short and are_soon_ready(order.items, order.num_bytes)
             task, works = self._prepare(order) if is_short else await self._prepared(order)
             is_text = task.readout.kind == "tokens"
@@ -244,6 +247,7 @@ class RequestHandler:
                 finally:
                     for reply in replies:
                         self.engine.cancel(reply)
+        self._has_answered = True
         self.backpressure.note_answered(replies)
         self._metrics.seconds.observe(time.perf_counter() - started)
         for reply in replies:
@@ -267,26 +271,23 @@ class RequestHandler:
             reply.put([error])
 
     def read_shares(self) -> None:
-        """Takes over what the file of keys says now. A store that is made later does so by itself."""
-        if self.engine.has_generator:
-            change = partial(self.admission.read_shares, self.engine.cache)
-            self._pool.submit(None, self.engine.call, change)
+        """Takes over what the file of keys says now, before the next step."""
+        self.step_policy.has_new_shares = True
 
     def close(self) -> None:
         """Ends what runs, without an answer."""
-        self.watch.close()
         for reply in list(self.backpressure.replies):
             self.engine.cancel(reply)
-        if self.engine.step_policy is self.step_policy:
-            self.engine.set_step_policy(None)
+        self._serving.close()
         for pool in (self._pool, self._pool_of_images, self._pool_of_templates):
             pool.close()
 
 
 def fingerprint(llm: Any) -> str:
     """Returns a text that changes whenever answers may change: a digest of the version, the model and the settings."""
-    engine, generation = llm.engine.options, llm.engine.options.generation
-    settings = [llm.device.type, engine.sharing, generation.looped.exits, getattr(generation.cache, "shifted", None)]
+    generation = llm.engine.facts.options.generation
+    shifted = getattr(generation.cache, "shifted", None)
+    settings = [llm.device.type, llm.engine.facts.sharing, generation.looped.exits, shifted]
     named = llm.identity
     identity = {**named, "model": {**named["model"], "name": ""}}  # the name may be a path
     content = json.dumps([__version__, identity, settings], sort_keys=True, default=str)

@@ -8,7 +8,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import quote
@@ -17,6 +16,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from ..engine.meter import StepInfo
 from ..report.page import merged
 from ..types import GenerationStats
 
@@ -185,12 +185,11 @@ STEPS, SHOWN_SECONDS, BINS = 4096, 300.0, 240
 class StepWatch:
     """A StepWatch records the last steps of an engine: (start, seconds, 1, rows, path rows, running sequences)."""
 
-    def __init__(self, engine: Any):
+    def __init__(self) -> None:
         self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS)
-        self._end = ExitStack()
-        self._end.enter_context(engine.meter.listening(self._note))
 
-    def _note(self, step: Any) -> None:
+    def note(self, step: StepInfo) -> None:
+        """Records a step."""
         self._steps.append((step.started, step.seconds, 1, step.rows, step.path_rows, step.running))
 
     def bins(self) -> list[list[float]]:
@@ -199,7 +198,3 @@ class StepWatch:
         steps = np.array([step for step in list(self._steps) if step[0] > now - SHOWN_SECONDS]).reshape(-1, 6)
         steps[:, 0] -= now
         return [[float(f"{value:.6g}") for value in entry] for entry in merged(steps, BINS).tolist()]
-
-    def close(self) -> None:
-        """Stops recording."""
-        self._end.close()

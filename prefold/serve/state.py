@@ -57,11 +57,12 @@ class AppState:
     @property
     def failing(self) -> str | None:
         """Returns a description of the present failure, or None."""
-        failure = None if self.handler is None else self.handler.engine.failure
+        engine = None if self.handler is None else self.handler.engine.snapshot()
+        failure = None if engine is None else engine.failure
         if isinstance(failure, RankError):
             return "a rank of the model is gone, and the server has to be started again"
         # The engine may have recovered from other failures, which only the next step shows.
-        if failure is not None and time.monotonic() - self.handler.engine.failed_at < FAILING_SECONDS:  # type: ignore[union-attr]
+        if engine is not None and failure is not None and time.monotonic() - engine.failed_at < FAILING_SECONDS:
             reason = "memory was too small for it" if isinstance(failure, MemoryError) else "see the log"
             return f"the last step failed: {reason}"
         return None if self.store is None else next(iter(self.store.troubles.values()), None)
@@ -93,7 +94,7 @@ class AppState:
         if name is not None and not isinstance(name, str):
             message = f"'model' is {name!r:.100}, not a text"
             raise Refusal(400, message, param="model", remedy="give the name of a model", code="wrong_type")
-        adapters = self.handler.llm.engine.adapters
+        adapters = self.handler.engine.facts.adapters
         if name is not None and name in adapters:
             return name, name
         if name is None or name in self.handler.known_names:

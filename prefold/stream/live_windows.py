@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from ..types import Request
+from ..types import Exits, Request
 from .live import Bucket, LiveWindow
 from .order import SpooledRequest, encode
 from .window import Window, Windows, cut_into_windows, shared_by
@@ -23,13 +23,14 @@ _POLL = 0.005
 
 
 class LiveInput(NamedTuple):
-    """A LiveInput holds the requests of a stream, for an owner of several engines to divide.
+    """A LiveInput holds the requests of a stream for an engine.
 
     feed        the requests that arrive
     max_tokens  of the requests that wait
     rest        returns the windows of further requests, once the feed has ended; None: there are none
     see         is called with each window that is taken
     wants       wants(tag) -> whether a request is still to be sent; None: all are
+    exits       of the requests that do not say others: by them it is looked up what an engine holds
     """
 
     feed: Feed
@@ -37,6 +38,7 @@ class LiveInput(NamedTuple):
     rest: Callable[[], Windows] | None = None
     see: See | None = None
     wants: Callable[[bytes], bool] | None = None
+    exits: Exits | None = None
 
 
 class Feed:
@@ -240,6 +242,14 @@ class LiveWindows:
         grown = self._num_open >= self._busy
         bucket = window.largest(True, grown=grown) if self._is_held is not None else None
         return bucket or window.largest(grown=grown)
+
+
+def watched(windows: Iterable[Window | None], see: See | None) -> Iterator[Window | None]:
+    """Yields the windows, and calls `see` with each as it is taken."""
+    for window in windows:
+        if window is not None and see is not None:
+            see(window)
+        yield window
 
 
 def window_of(requests: Sequence[SpooledRequest], *, share: bool = True) -> Iterator[Window]:

@@ -8,33 +8,26 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from math import isfinite
 from typing import Any
 
 import numpy as np
 
+from ..engine.protocol import Engine
 from ..errors import InputError
-from ..stream import Spool, Window
-from ..types import Owner, Request
+from ..stream import LiveInput, Spool, Window
+from ..types import Request
 from .base import attempt
 
 _TAG = struct.Struct("<qq")  # number of the work, part of the work
 
 
 def results_of(
-    engine: Any, task: Any, windows: Iterable[Window], *, owner: Owner | None = None, **run: Any
+    engine: Engine, task: Any, windows: Iterable[Window | None] | LiveInput, **run: Any
 ) -> Iterator[tuple[bytes, Any]]:
     """Yields (tag, result) of every request, as the results come. A result is a Result, a list of Generated where text
-    is generated, or the InputError of a request that cannot be run.
-
-    owner  the tenant and class of the requests, which then run beside others (`ModelEngine.run_beside`); None: they run
-           alone (`Engine.run`)
-    run    the keywords of that method
-    """
-    begin = engine.run if owner is None else partial(engine.run_beside, owner=owner)
-    results: Iterator[tuple[bytes, Any]] = begin(windows, task.readout, task.inputs.tokenizer, **run)
-    return results
+    is generated, or the InputError of a request that cannot be run. run: keywords of `Engine.run`"""
+    return engine.run(windows, task.readout, task.inputs.tokenizer, **run)
 
 
 def run_works(

@@ -112,7 +112,7 @@ def test_numbers_are_read_in_slots(pair, kind):
         for number, text in enumerate(texts):
             spool.add(as_request(text), str(number).encode())
         windows = spool.windows(max_tokens=1 << 20, share=True)
-        for tag, result in engine.run_beside(windows, Readout(kind), owner=Owner()):
+        for tag, result in engine.run(windows, Readout(kind), owner=Owner()):
             results[int(tag)] = result
     for result, states in zip(results, hidden_states(model, texts), strict=True):
         expected = states[-1] if kind == "last" else states.mean(0)

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from prefold.engine.protocol import EngineFacts
+from prefold.engine.protocol import EngineFacts, Snapshot
 from prefold.errors import InputError
+from prefold.stream import LiveInput, LiveWindows
+from prefold.stream.live_windows import watched
 from prefold.tasks.base import Inputs, Task, Work
 from prefold.types import Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
 
@@ -93,13 +95,14 @@ class FakeEngine:
     """Yields each request's digest, a window at a time in three groups; `before` is called with every request."""
 
     def __init__(self, sharing: str = "full", before: Any = None):
-        self.facts = EngineFacts(sharing, max_rows=4096, max_running=2)  # type: ignore[arg-type]
+        self.facts = EngineFacts(sharing, max_rows=4096)  # type: ignore[arg-type]
         self.stats = Stats()
         self.before = before
         self.closed = 0
+        self.is_ready = True
 
-    def held_rows(self, *prompt: Any) -> int:
-        return 0
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.stats, is_ready=self.is_ready)
 
     def reset_stats(self) -> Stats:
         self.stats, before = Stats(), self.stats
@@ -113,12 +116,19 @@ class FakeEngine:
         *,
         on_step: Any = None,
         stopping: Any = None,
-        cache_prefill: Any = None,
     ) -> Iterator[tuple[bytes, Result | list[Generated] | InputError]]:
         """Of text each prompt again, with its seed behind it; a prompt with "bad" in it cannot be run."""
+        live = None
+        if isinstance(source := windows, LiveInput):
+            most, shares = min(source.max_tokens, 2 * 4096), self.facts.sharing == "full"
+            options = {"share": shares, "stopping": stopping}
+            live = LiveWindows(source.feed, max_tokens=source.max_tokens, most=most, **options)  # type: ignore[arg-type]
+            windows = watched(live, source.see)
         try:
             for window in filter(None, windows):
                 for i, (tag, result) in enumerate(self._window(window, on_step)):
+                    if live is not None:
+                        live.num_answered += 1
                     if readout.kind != "tokens":
                         yield tag, result
                         continue

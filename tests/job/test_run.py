@@ -406,12 +406,12 @@ def test_a_job_on_a_fleet_says_while_no_replica_is_ready(tmp_path):
                 seen[counts.phase].set()
 
     def before(i):
-        assert seen[WAITING].wait(60) and (llm.engine.facts.is_ready or not seen["computing"].is_set())
-        llm.engine.facts = replace(llm.engine.facts, is_ready=True)
+        assert seen[WAITING].wait(60) and (llm.engine.is_ready or not seen["computing"].is_set())
+        llm.engine.is_ready = True
         assert seen["computing"].wait(60)
 
     llm = fake_llm(before=before)
-    llm.engine.facts = replace(llm.engine.facts, is_ready=False)
+    llm.engine.is_ready = False
     run_job(table_job(source, out, llm=llm), Phases())
     check_complete(source, out)
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from prefold.engine.protocol import EngineFacts
+from prefold.engine.protocol import EngineFacts, Snapshot
 from prefold.job.output import StreamOutput
 from prefold.job.run import Job, run_job
 from prefold.records import Columns, OpenAIBatch, TableAdapter, Template, open_source
@@ -40,6 +40,9 @@ class AnyEngine:
 
     def reset_stats(self):
         return self.stats
+
+    def snapshot(self):
+        return Snapshot(self.stats)
 
     def run(self, windows, readout, tokenizer=None, **_):
         if readout.kind == "tokens":

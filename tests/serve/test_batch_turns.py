@@ -97,7 +97,7 @@ def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm
 
     def run():
         windows = spool.windows(max_tokens=1 << 20, share=True)
-        results.extend(service.run_beside(windows, LAST, owner=Owner("batch", True)))
+        results.extend(service.run(windows, LAST, owner=Owner("batch", True)))
 
     batch = threading.Thread(target=run)
 

@@ -81,21 +81,12 @@ def test_a_template_of_a_request_runs_in_a_thread_of_its_own(llm, where):
     assert where["prepare"] == [True, True]
 
 
-def test_the_first_request_does_not_wait_in_the_event_loop_for_the_store(llm, where, monkeypatch):
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_the_first_request_does_not_wait_in_the_event_loop_for_the_store(llm, where, path):
     with serving(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        monkeypatch.setattr(type(llm.engine), "has_generator", False)
-        assert client.post("/v1/completions", json=SHORT).status_code == 200
-    assert where["prepare"] == [True]
-
-
-def test_numbers_too_wait_for_the_store_in_a_thread(llm, where, monkeypatch):
-    with serving(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        assert client.post("/v1/completions", json=SHORT).status_code == 200
-        where["prepare"].clear()
-        assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
-        monkeypatch.setattr(type(llm.engine), "has_generator", False)
-        assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
-    assert where["prepare"] == [False, True]
+        for _ in range(2):
+            assert client.post(path, json=SHORT | {"input": "yes"}).status_code == 200
+    assert where["prepare"] == [True, False]
 
 
 @pytest.mark.parametrize(("count", "watched"), [(1, 1), (30, 2)])

@@ -102,9 +102,9 @@ def test_a_look_makes_no_store(llm, sharing, tmp_path):
         assert found["slots"] == [0, 0] and found["nodes"] == [] and found["paths"] == 0
         assert client.get("/cache").json()["rows"]["kept"] == 0
         server.state.reload_keys()
-        assert not own.engine.has_generator
+        assert not own.engine.snapshot().slots
         assert client.post("/v1/embeddings", json={"input": "yes"}).status_code == 200
-        assert own.engine.has_generator
+        assert own.engine.snapshot().slots
 
 
 def test_it_is_for_admins(llm, tmp_path):

@@ -44,7 +44,7 @@ def generate(engine: ModelEngine, requests: list[Request], tokenizer=None, windo
     with Spool() as spool:
         for number, request in enumerate(requests):
             spool.add(request, str(number).encode())
-        windows = spool.windows(max_tokens=window, share=engine.sharing == "full")
+        windows = spool.windows(max_tokens=window, share=engine.facts.sharing == "full")
         for tag, result in engine.run(windows, Readout("tokens"), tokenizer, **how):
             assert results[int(tag)] is None
             results[int(tag)] = result

@@ -39,7 +39,7 @@ def run(
     with Spool() as spool:
         for number, request in enumerate(requests):
             spool.add(request, str(number).encode())
-        windows = spool.windows(max_tokens=window, share=(sharing or llm.engine.sharing) == "full")
+        windows = spool.windows(max_tokens=window, share=(sharing or llm.engine.facts.sharing) == "full")
         for tag, result in llm.engine.run(windows, readout, sharing=sharing, max_batch_rows=rows, on_step=on_step):
             assert results[int(tag)] is None
             results[int(tag)] = result
