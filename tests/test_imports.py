@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import prefold
+from prefold.engine import Engine
 
 PACKAGE = Path(prefold.__file__).parent
 BENCHMARKS = PACKAGE.parent / "benchmarks"
@@ -107,6 +108,31 @@ def test_no_files_import_each_other_in_a_circle():
     files = [*PACKAGE.rglob("*.py"), *BENCHMARKS.rglob("*.py")]
     found = circles({path: imported_files(path) for path in files})
     assert not found, [[str(path.relative_to(PACKAGE.parent)) for path in group] for group in found]
+
+
+# Files with engines that are other people's, or simulated.
+OTHER_ENGINES = ("cluster/vllm_host.py", "simulate/engines.py", "simulate/fleet.py")
+
+
+def test_nobody_uses_of_an_engine_what_is_not_in_its_protocol():
+    door = {name for name in vars(Engine) if not name.startswith("_")} | {*Engine.__annotations__}
+    reaches = {
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path in PACKAGE.rglob("*.py")
+        if layer_of(path) != "engine" and str(path.relative_to(PACKAGE)) not in OTHER_ENGINES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr not in door and is_engine(node.value)
+    }
+    assert not reaches
+    assert door == {
+        "cache", "cancel", "close", "facts", "reset_stats", "run", "snapshot", "stats", "submit", "watching"
+    }  # fmt: skip
+
+
+def is_engine(node: ast.expr) -> bool:
+    """Whether an expression is called an engine: `engine`, `self._engine`, `llm.engine`."""
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name.lstrip("_") == "engine"
 
 
 @pytest.mark.parametrize("layer", ["schedule", "engine"])

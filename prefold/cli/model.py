@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ..cluster.backends import Backend, backend_named, backend_names
+from ..engine.protocol import Engine
 from ..errors import InputError, JobError
 from ..model_options import GROUPS, CacheOptions, ModelOptions, model_fields, model_keywords
 from ..options import OPTIONS, ConversationOptions, LoopedOptions, SamplerOptions, cli_names, kind_of
@@ -134,14 +135,13 @@ def adapter_folders(o: Options) -> dict[str, str]:
 class FleetModel:
     """A FleetModel takes the place of the LLM in a job on a fleet."""
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: Engine):
         self.engine = engine
 
     @property
     def dtype(self) -> str:
         """Returns the dtype of the replicas, "" while none is ready."""
-        dtype: str = self.engine.snapshot().dtype
-        return dtype
+        return self.engine.snapshot().dtype
 
     def close(self) -> None:
         """Ends the replicas."""

@@ -8,11 +8,8 @@ from collections.abc import Callable
 from ..schedule.admission import StepLimits
 from ..schedule.fair import FairAdmission
 from ..schedule.sequences import SequenceScheduler
+from .clock import LEAST_ROWS, StepTimes
 
-# The weight of a step's measurement is this share of the weight of the next step's.
-DECAY = 0.95
-# A step may have at most this many times the rows of the largest step before it.
-GROWTH = 4
 # For this many seconds after the last interactive request a batch makes no step, so that a client that sends its next
 # request at once need not wait.
 PAUSE_SECONDS = 0.02
@@ -24,53 +21,6 @@ LENGTHENED = 0.25
 SHORT_STEPS = 2.0
 # Without interactive requests lately, a step of a batch takes this many seconds.
 ALONE_SECONDS = 0.25
-# The rows of prompts that a step has room for however long it takes; and the rows of a batch before anything is
-# measured.
-LEAST_ROWS = 16
-
-
-class StepTimes:
-    """A StepTimes estimates how long a step takes: a fixed time, and a time for each row. Both are fitted to the last
-    steps by least squares of the relative errors.
-    """
-
-    def __init__(self) -> None:
-        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of weights, rows, seconds, rows^2, rows * seconds
-        self._fixed, self._row = 0.0, 0.0
-        self._most = 0.0  # rows of the largest of the last steps
-
-    def note(self, rows: int, seconds: float) -> None:
-        """Records a step. A step that took much longer than others (the machine was busy with something else, or
-        kernels were compiled) counts for little, because errors are relative."""
-        self._most = max(rows, DECAY * self._most)
-        weight = 1 / max(seconds, 1e-9) ** 2
-        new = (1.0, rows, seconds, rows * rows, rows * seconds)
-        self._sums = tuple(DECAY * old + weight * value for old, value in zip(self._sums, new, strict=True))  # type: ignore[assignment]
-        total, *means = self._sums
-        x, y, xx, xy = (mean / total for mean in means)
-        if xx - x * x > 0.01 * x * x:  # if all steps have about the same rows, the time of a row cannot be told
-            self._row = max(0.0, (xy - x * y) / (xx - x * x))
-        elif not self._row:
-            self._row = y / x
-        self._row = min(self._row, y / x)
-        self._fixed = y - self._row * x
-
-    def seconds_of(self, rows: int) -> float | None:
-        """Returns how long a step of so many rows takes; None before the first step."""
-        return self._fixed + self._row * rows if self._sums[0] else None
-
-    def rows_within(self, seconds: float) -> int:
-        """Returns how many rows a step of so many seconds may have, at least 1, and at most GROWTH times those of
-        the last steps: larger steps have not been measured."""
-        if not self._sums[0]:
-            return LEAST_ROWS
-        most = GROWTH * max(self._most, LEAST_ROWS)
-        return max(1, int(min(most, (seconds - self._fixed) / max(self._row, 1e-12))))
-
-    def more_rows(self, seconds: float) -> int:
-        """Returns how many further rows make a step longer by so many seconds, at least 1, and at most a part of the
-        rows of the last steps: what many more rows cost cannot be told from steps of few."""
-        return max(1, int(min(max(LEAST_ROWS, self._most * LENGTHENED), seconds / max(self._row, 1e-12))))
 
 
 class StepPolicy:

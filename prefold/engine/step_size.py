@@ -25,42 +25,17 @@ from typing import Any
 
 from ..schedule.admission import StepLimits
 from ..schedule.generate_step import GenerateStep, SequenceState
+from .clock import Fit
 from .meter import StepBudget
 from .step_policy import StepPolicy
 
 _SHARE = 0.95  # of the rows that come and go in the long run: with more, sequences would begin together after all
 _SHADOW = 0.7  # of the rows that take as long as a step of outputs alone: further rows would not be hidden
 _GAIN = 0.97  # small steps are tried if they should take less than this share of the seconds of large ones
-_DECAY = 0.95  # the weight of a step, or a sequence, as a share of the weight of the next
 _FEW = 8  # steps of a kind that must be measured before their time is used
 _ROOM = 16  # rows of prompts that a small step has room for beside the outputs, at least
 _CHANGE = 0.1  # another number of rows is used only if it differs by this share
 _PAUSE = 1000  # steps until small steps are tried again after they did not help; it doubles each time
-
-
-class _Mean:
-    """A _Mean is a mean of values in which later values weigh more."""
-
-    __slots__ = ("count", "sum", "weight")
-
-    def __init__(self) -> None:
-        self.sum, self.weight, self.count = 0.0, 0.0, 0
-
-    def note(self, value: float, count: int = 1, weight: float = 1.0) -> None:
-        """Adds a value that came `count` times."""
-        decay = _DECAY**count
-        weight *= (1 - decay) / (1 - _DECAY)
-        self.sum, self.weight = decay * self.sum + weight * value, decay * self.weight + weight
-        self.count += count
-
-    def note_seconds(self, seconds: float, count: int = 1, weight: float = 1.0) -> None:
-        """Adds seconds, weighted for relative errors: a step that took much longer than others (the machine was busy
-        with something else, or kernels were compiled) counts for little."""
-        self.note(seconds, count, weight / max(seconds, 1e-9) ** 2)
-
-    @property
-    def value(self) -> float:
-        return self.sum / self.weight
 
 
 class StepSize:
@@ -76,10 +51,10 @@ class StepSize:
     def reset(self) -> None:
         """Forgets what was learned, and begins with large steps: the next requests may be different."""
         self.small: int | None = None
-        self._row = _Mean()  # seconds of a row in large steps
-        self._alone, self._running = _Mean(), _Mean()  # seconds and rows of steps with outputs alone
-        self._mixed = _Mean()  # seconds of small steps that are full
-        self._prompt, self._output = _Mean(), _Mean()  # computed rows of a prompt, and tokens of an output
+        self._row = Fit(relative=True)  # seconds of a row in large steps
+        self._alone, self._running = Fit(relative=True), Fit()  # seconds and rows of steps with outputs alone
+        self._mixed = Fit(relative=True)  # seconds of small steps that are full
+        self._prompt, self._output = Fit(), Fit()  # computed rows of a prompt, and tokens of an output
         self._prefill = 0  # computed rows of prompts that are not complete yet
         self._ended = 0
 
@@ -122,39 +97,39 @@ class StepSize:
         self._steps += steps
         self._prefill += prefill
         if began:
-            self._prompt.note(self._prefill / began, began)
+            self._prompt.note(self._prefill / began, count=began)
             self._prefill = 0
         if ended:
             self._ended += ended
-            self._output.note(tokens / ended, ended)
+            self._output.note(tokens / ended, count=ended)
         if not waiting:
             return  # the last sequences run, and steps become smaller by themselves
         rows = prefill + decode
         if not prefill:
-            self._alone.note_seconds(seconds, steps)
-            self._running.note(decode, steps)
+            self._alone.note(seconds, count=steps)
+            self._running.note(decode, count=steps)
         elif self.small is not None and rows >= 0.9 * self.small:
-            self._mixed.note_seconds(seconds, steps)
+            self._mixed.note(seconds, count=steps)
         elif self.small is None and prefill >= 3 * decode:
-            self._row.note_seconds(seconds / rows, weight=rows)
+            self._row.note(seconds / rows, weight=rows)
         if self._ended and self._row.count and self._alone.count >= _FEW and self._steps >= self._resume_at:
             self._choose(max_rows, waiting)
 
     def _choose(self, max_rows: int, waiting: int) -> None:
-        running, prompt, output = self._running.value, self._prompt.value, max(1.0, self._output.value)
-        row, alone = self._row.value, self._alone.value
+        running, prompt, output = self._running.mean, self._prompt.mean, max(1.0, self._output.mean)
+        row, alone = self._row.mean, self._alone.mean
         # How many sequences will come is not known: supposed are as many as have ended, or as wait if these are more.
         count = max(waiting, self._ended)
         steady = running * (prompt + output) / output
         small = round(max(_SHARE * steady, _SHADOW * alone / row))
-        each = self._mixed.value if self._mixed.count >= _FEW else max(alone, row * small)
+        each = self._mixed.mean if self._mixed.count >= _FEW else max(alone, row * small)
         # If steps have room for more rows than come and go, more sequences begin and end together.
         tail = output * min(1.0, steady / small)
         small_seconds = (max(count * (prompt + output) / small, count * output / running) + tail) * each
         large_seconds = count * (prompt * row + output / running * alone)
         if small < max_rows and small_seconds < (_GAIN if self.small is None else 1.0) * large_seconds:
             if self.small is None or abs(small - self.small) > _CHANGE * self.small:
-                self.small, self._mixed = small, _Mean()
+                self.small, self._mixed = small, Fit(relative=True)
         elif self.small is not None:
             self.reset()
             self._resume_at, self._pause = self._steps + self._pause, 2 * self._pause
@@ -219,7 +194,7 @@ class StepRowLimit:
     def note(self, step: GenerateStep, seconds: float, done: Sequence[SequenceState]) -> None:
         """Records what a step took. done: the sequences that ended with it."""
         if (policy := self._active_policy) is not None:
-            policy.times.note(step.num_rows, seconds)
+            policy.times.note_step(step.num_rows, seconds)
         elif self._size is not None:
             self._size.note(
                 step.num_rows - step.decode_rows,

@@ -28,6 +28,7 @@ from ..schedule.steps import StepResult
 from ..stream import Window
 from ..types import Readout, Request, Result, Sharing
 from ..worker.protocol import Ticket, Worker
+from .clock import Fit
 from .loop import EngineLoop
 from .meter import StepBudget, StepInfo
 from .requests import adapter_number, check_first, no_readout, reads_last_rows
@@ -294,7 +295,7 @@ class SharingChoice:
 
     def __init__(self, threshold: float):
         self.threshold = threshold
-        self._sums: dict[Sharing, tuple[float, float]] = {"full": (0.0, 0.0), "off": (0.0, 0.0)}  # (rows, seconds)
+        self._times = {"full": Fit(DECAY), "off": Fit(DECAY)}  # seconds and rows of steps
         self._windows, self._tried_at = 0, -TRY_INTERVAL
         self._spent = self._lost = 0.0  # seconds: expected of all windows, and lost by tries
         self._lock = threading.Lock()
@@ -321,12 +322,11 @@ class SharingChoice:
     def note(self, sharing: Sharing, rows: int, seconds: float) -> None:
         """Records a step of a window that shares little."""
         with self._lock:
-            before = self._sums[sharing]
-            self._sums[sharing] = DECAY * before[0] + rows, DECAY * before[1] + seconds
+            self._times[sharing].note(seconds, rows)
 
     def _seconds(self, sharing: Sharing, rows: int) -> float | None:
-        total, seconds = self._sums[sharing]
-        return seconds / total * rows if total else None
+        times = self._times[sharing]
+        return times.ratio * rows if times.count else None
 
 
 TaggedRequests = Iterator[list[tuple[tuple[Window, int], Request]] | None]

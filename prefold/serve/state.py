@@ -57,12 +57,12 @@ class AppState:
     @property
     def failing(self) -> str | None:
         """Returns a description of the present failure, or None."""
-        engine = None if self.handler is None else self.handler.engine.snapshot()
-        failure = None if engine is None else engine.failure
+        now = None if self.handler is None else self.handler.engine.snapshot()
+        failure = None if now is None else now.failure
         if isinstance(failure, RankError):
             return "a rank of the model is gone, and the server has to be started again"
         # The engine may have recovered from other failures, which only the next step shows.
-        if engine is not None and failure is not None and time.monotonic() - engine.failed_at < FAILING_SECONDS:
+        if now is not None and failure is not None and time.monotonic() - now.failed_at < FAILING_SECONDS:
             reason = "memory was too small for it" if isinstance(failure, MemoryError) else "see the log"
             return f"the last step failed: {reason}"
         return None if self.store is None else next(iter(self.store.troubles.values()), None)

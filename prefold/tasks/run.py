@@ -31,7 +31,7 @@ def results_of(
 
 
 def run_works(
-    engine: Any,
+    engine: Engine,
     task: Any,
     works: Sequence[Any],
     *,
@@ -104,13 +104,13 @@ def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | 
     ]
 
 
-def run_items(engine: Any, task: Any, items: Sequence[Any], **run: Any) -> list[Any]:
+def run_items(engine: Engine, task: Any, items: Sequence[Any], **run: Any) -> list[Any]:
     """Returns the task's answer to each item, or the item's InputError, in order. run: keywords of `run_works`"""
     works = task.prepare(items)
     return finish_items(task, works, run_works(engine, task, works, **run))
 
 
-def calibrated(engine: Any, task: Any, **run: Any) -> Any:
+def calibrated(engine: Engine, task: Any, **run: Any) -> Any:
     """Returns the task, calibrated if it asks for calibration. run: keywords of `run_works`"""
     items = task.calibration_items()
     return calibrated_by(task, run_items(engine, task, items, **run)) if items else task

@@ -69,8 +69,9 @@ def test_windows_that_share_little_run_as_with_off(llm, kind):
             some.engine._choice.note(sharing, 10**6, seconds)
         found = run(some, requests, Readout(kind), sharing=None, rows=30, window=240)
         rows = some.stats.rows_computed
-        assert some.engine._choice._sums["off"][0] < 10**6  # its steps were taken note of, and count more
-        assert some.engine._choice._sums["full"] == (10**6, 3.0)  # those of the other windows were not
+        full, off = (some.engine._choice._times[sharing] for sharing in ("full", "off"))
+        assert off.wx < 10**6  # its steps were taken note of, and count more
+        assert (full.wx, full.wy) == (10**6, 3.0)  # those of the other windows were not
         assert some.stats.unique_tokens == unique_prefixes(token_lists) == 1 + 2 * (19 + 10 * 4) + (1 + 10 * 22)
         assert rows == 20 + 10 * 4 + 10 * 24 + 20 + 10 * 4
         some.engine.reset_stats()

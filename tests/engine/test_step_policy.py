@@ -10,7 +10,8 @@ import pytest
 from prefold.cache import CacheOptions, SlotPool
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine import step_policy as module
-from prefold.engine.step_policy import LATELY_SECONDS, LEAST_ROWS, StepPolicy, StepTimes
+from prefold.engine.clock import LEAST_ROWS, StepTimes
+from prefold.engine.step_policy import LATELY_SECONDS, StepPolicy
 from prefold.schedule.admission import NO_LIMITS
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.generate import GenerateScheduler
@@ -57,7 +58,7 @@ class Machine:
         seconds = self.seconds_of(step.num_rows)
         self.steps.append((self.now, step.num_rows - rows, rows, seconds))
         self.now += seconds
-        self.pace.times.note(step.num_rows, seconds)
+        self.pace.times.note_step(step.num_rows, seconds)
         self.scheduler.begin(step)
         for sequence in step.consumers:
             self.first.setdefault(sequence.key, self.now)
@@ -74,19 +75,19 @@ def test_times():
     times = StepTimes()
     assert times.seconds_of(5) is None and times.rows_within(0.1) == LEAST_ROWS
     for rows in (1, 16, 100, 1000):
-        times.note(rows, 0.01 + 0.0005 * rows)
+        times.note_step(rows, 0.01 + 0.0005 * rows)
     assert times.seconds_of(1) == pytest.approx(0.0105)
     assert times.rows_within(0.06) == 100
     assert 100 < times.rows_within(0.2) <= 380
     assert times.rows_within(0.001) == 1
-    times.note(100, 60.0)  # a single one
+    times.note_step(100, 60.0)  # a single one
     assert times.seconds_of(1) == pytest.approx(0.0105, rel=0.01)
     assert times.rows_within(0.06) == pytest.approx(100, rel=0.01)
     for _ in range(50):
-        times.note(100, 0.12)  # the machine has become slower
+        times.note_step(100, 0.12)  # the machine has become slower
     assert times.seconds_of(100) == pytest.approx(0.12, rel=0.05)
     assert times.rows_within(0.06) < 60
-    times.note(100, 1000.0)
+    times.note_step(100, 1000.0)
     assert times.seconds_of(100) < 0.2  # once is an accident
 
 
@@ -98,11 +99,11 @@ def test_times_of_large_steps_are_soon_known_though_small_ones_came_before(befor
 
     times, took = StepTimes(), []
     for rows in 50 * before:
-        times.note(rows, seconds(rows))
+        times.note_step(rows, seconds(rows))
     for _ in range(12):
         rows = times.rows_within(within)
         took.append(seconds(rows))
-        times.note(rows, took[-1])
+        times.note_step(rows, took[-1])
     assert max(took) < 1.3 * within
     assert min(took[4:]) > 0.9 * within
 
@@ -110,7 +111,7 @@ def test_times_of_large_steps_are_soon_known_though_small_ones_came_before(befor
 def test_a_first_step_that_takes_long_is_soon_forgotten():
     times = StepTimes()
     for rows, seconds in ((16, 0.3), (16, 0.01), (64, 0.025)):
-        times.note(rows, seconds)
+        times.note_step(rows, seconds)
     assert 90 < times.rows_within(0.05) < 200
 
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
