@@ -300,6 +300,9 @@ def checked(
     A whole number may come as 5.0, as out of a table, and numbers may be NumPy's. above: `least` itself is not allowed.
     quoted: whether the message quotes the field, which may then be renamed.
     """
+    # Nearly all values are of this kind, and within no bounds or these.
+    if type(value) is kind and kind is not float and least is None and most is None:
+        return value
     expected = "give " + _WORDS[kind]
     if least is not None:
         expected += f", more than {least}" if above else f", {least} or more"

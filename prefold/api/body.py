@@ -130,7 +130,7 @@ def _parts(kind: type[Body]) -> tuple[list[str], dict[str, type[Body]]]:
     return [entry.encode_name for entry in fields if entry.required], nested
 
 
-@dataclass(frozen=True)
+@dataclass
 class TaskOrder:
     """A TaskOrder describes the work of a request for a task.
 

@@ -305,4 +305,8 @@ def _cheapest(queue: _OwnerQueue) -> SequenceState:
 
 
 def _rows_missing(sequence: SequenceState) -> int:
-    return sum(node.num_missing for node in sequence.leaf.path())
+    node, rows = sequence.leaf, 0
+    while node.parent is not None:  # as the `num_missing` of its path, without a list of it: this is asked often
+        rows += len(node.tokens) - len(node.slots)
+        node = node.parent
+    return rows

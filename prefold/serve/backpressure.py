@@ -65,6 +65,8 @@ class Backpressure:
         computes  whether it will wait for the engine; if not, only requests that are being prepared count
         """
         waiting = self._waiting() if computes else list(self._preparing.values())
+        if not waiting:
+            return
         ahead = [entry for entry in waiting if owner.is_batch or not entry[0].is_batch]
         mine = [entry for entry in waiting if entry[0].tenant == owner.tenant]
         tenants = len({entry[0].tenant for entry in ahead} | {owner.tenant})

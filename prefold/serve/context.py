@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -71,7 +71,9 @@ class RequestContext:
             items = [item | {"adapter": self.adapter} for item in items]
         if order.task != "generate" and not order.share:  # numbers share nothing in a namespace of their own
             namespace += new_id()
-        return replace(order, items=items, namespace=namespace, owner=self.tenant.owner, num_bytes=self.num_bytes)
+        order.items, order.namespace = items, namespace
+        order.owner, order.num_bytes = self.tenant.owner, self.num_bytes
+        return order
 
     async def answer(self, order: TaskOrder) -> Response:
         """Returns the response to an order. Raises InputError, Refusal, ClientGone."""

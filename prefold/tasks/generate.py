@@ -107,7 +107,7 @@ class GenerateTask(Task):
         def make() -> Work:
             fitting = self._fit(before, get(), field, sampling.max_tokens if is_limited else None, cut)
             drawn = sampling if is_limited else self._within_context(sampling, fitting.tokens.size)
-            request = replace(fitting, sampling=drawn, **fields)
+            request = Request(fitting.tokens, sampling=drawn, media=fitting.media, **fields)
             note: dict[str, Any] = {}
             if item.with_ids:
                 note["ids"] = _plain_ids(request)
@@ -192,7 +192,8 @@ class GenerateTask(Task):
         """Returns the item with texts that are far too long cut (see `Inputs.bounded`)."""
         if isinstance(item.prompt, str):
             left = self.truncate != "right" and not (self.truncate is True and isinstance(item.prompt, Filled))
-            return replace(item, prompt=self._part(item.prompt, "prompt", left=left))
+            prompt = self._part(item.prompt, "prompt", left=left)
+            return item if prompt is item.prompt else replace(item, prompt=prompt)
         if self.truncate is not True or not isinstance(item.messages, (list, tuple)):
             return item
         messages = [m if has_images(m) else plain_message(m, i) for i, m in enumerate(item.messages)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import Field, fields, replace
+from dataclasses import Field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ def sampling_from(
             values[name] = checks[name](value, name)
         elif name in NULLABLE:
             values[name] = None
-    sampling = replace(defaults or Sampling(), **values)
+    sampling = Sampling(**{**vars(defaults or Sampling()), **values})
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         message = f"min_tokens is {sampling.min_tokens}, which is more than max_tokens ({sampling.max_tokens})"
         raise InputError(message, field="min_tokens", remedy="give a smaller min_tokens", code="out_of_range")
