@@ -188,13 +188,16 @@ class Exits:
         """Returns what these options ask for; None: nothing but the checkpoint's own."""
         route = None if o.route is None else tuple(o.route)
         exits = cls(o.exit_threshold, o.min_visits, o.max_visits, o.exit_change, o.exit_prompts, route, visits)
-        return None if exits == cls() else exits
+        return None if exits == _NO_EXITS else exits
 
     @property
     def given(self) -> dict[str, object]:
         """Returns the values that differ from their defaults, by the names of the options (those of Sampling)."""
         changed = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
         return {name if name in _SAME_NAMES else f"exit_{name}": getattr(self, name) for name in changed}
+
+
+_NO_EXITS = Exits()
 
 
 @dataclass(frozen=True, slots=True)

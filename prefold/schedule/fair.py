@@ -47,7 +47,12 @@ class _OwnerQueue:
     @property
     def tag(self) -> float:
         """Returns `served` plus the rows of outputs that still run, by which owners are ordered."""
-        return self.served + sum(len(sequence.tail.tokens) for sequence in self.running) / self.share.weight
+        return self.served + self.num_output_rows / self.share.weight
+
+    @property
+    def num_output_rows(self) -> int:
+        """Returns the rows of outputs that still run."""
+        return sum([len(sequence.tail.tokens) for sequence in self.running])
 
     @property
     def may_run(self) -> bool:
@@ -93,6 +98,9 @@ class FairAdmission:
         self._num_running = [0, 0]
         self._max_queues = IDLE_QUEUES
         self._credit = 0.0  # rows of prompts that a batch may have before interactive requests
+        # While sequences are admitted one after the other, the rows of a queue's running outputs are added up once.
+        self._outputs: dict[_OwnerQueue, int] = {}
+        self._has_admitted = False  # whether nothing has happened since the last admission
 
     def __len__(self) -> int:
         return sum(self._num_waiting)
@@ -140,6 +148,7 @@ class FairAdmission:
     def put_back(self, sequence: SequenceState) -> None:
         queue = self._queues[sequence.owner]
         del queue.running[sequence]
+        self._outputs.clear()
         self._num_running[sequence.owner.is_batch] -= 1
         queue.waiting[sequence] = MAX_PASSED
         queue.waiting.move_to_end(sequence, last=False)
@@ -162,7 +171,10 @@ class FairAdmission:
         queue.running[sequence] = None
         self._num_waiting[is_batch] -= 1
         self._num_running[is_batch] += 1
-        self._now[is_batch] = max(self._now[is_batch], queue.tag)
+        if queue in self._outputs:
+            self._outputs[queue] += len(sequence.tail.tokens)
+        self._has_admitted = True
+        self._now[is_batch] = max(self._now[is_batch], self._tag(queue))
         queue.served += rows / queue.share.weight
         if self._num_waiting[not is_batch]:
             self._credit += -rows if is_batch else self.batch_share * rows
@@ -172,6 +184,7 @@ class FairAdmission:
     def ended(self, sequence: SequenceState) -> None:
         queue = self._queues[sequence.owner]
         del queue.running[sequence]
+        self._outputs.clear()
         self._num_running[sequence.owner.is_batch] -= 1
         queue.served += len(sequence.tail.tokens) / queue.share.weight
         self._enter(queue)
@@ -179,6 +192,9 @@ class FairAdmission:
     # ------------------------------------------------------------------------------------ the next sequence
 
     def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
+        if not self._has_admitted:
+            self._outputs.clear()
+        self._has_admitted = False
         queue = self._least(False)
         batch = self._least(True) if batches and self._num_waiting[True] else None
         if batch is not None:
@@ -261,6 +277,12 @@ class FairAdmission:
             }
             self._max_queues = max(IDLE_QUEUES, 2 * len(self._queues))
 
+    def _tag(self, queue: _OwnerQueue) -> float:
+        """Returns a queue's tag while sequences are admitted."""
+        if queue not in self._outputs:
+            self._outputs[queue] = queue.num_output_rows
+        return queue.served + self._outputs[queue] / queue.share.weight
+
     def _least(self, is_batch: bool) -> _OwnerQueue | None:
         """Returns the queue of a class with the least tag, among those with a sequence to admit."""
         heap = self._heaps[is_batch]
@@ -269,7 +291,7 @@ class FairAdmission:
             if not queue.may_run:
                 heapq.heappop(heap)
                 queue.entered = False
-            elif (now := queue.tag) > tag:
+            elif (now := self._tag(queue)) > tag:
                 heapq.heapreplace(heap, (now, next(self._numbers), queue))
             else:
                 return queue

@@ -87,7 +87,8 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         if not self._requests:
             self._forget_routes()
         self._has_routes |= route is not None
-        return 1, self.namespace_of(namespace, Exits(route=route)), partial(SequenceState, route=route)
+        exits = None if route is None else Exits(route=route)
+        return 1, self.namespace_of(namespace, exits), partial(SequenceState, route=route)
 
     def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
         route = None if exits is None else exits.route

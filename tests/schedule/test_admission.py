@@ -13,14 +13,24 @@ from hypothesis import strategies as st
 from prefold.cache import CacheOptions, SlotPool
 from prefold.schedule.admission import InOrder, StepLimits
 from prefold.schedule.fair import MAX_PASSED, RESERVED_SHARE, FairAdmission
+from prefold.schedule.fair import _OwnerQueue as queue_type
 from prefold.schedule.generate import GenerateScheduler
 from prefold.types import Owner, Share
 from tests.schedule.traces import expected, prompts_of, run_to_end
 
 
+class CheckedAdmission(FairAdmission):
+    """A FairAdmission whose sums over running outputs, which are kept from one admission to the next, are checked."""
+
+    def _tag(self, queue):
+        tag = super()._tag(queue)
+        assert tag == queue.tag
+        return tag
+
+
 def fair_scheduler(slots=200, rows=64, running=16, share_of=lambda tenant: Share(), batch_share=0.02, **options):
     scheduler = GenerateScheduler(SlotPool(slots), max_batch_rows=rows, max_running=running, **options)
-    scheduler.admit_by(FairAdmission(share_of, batch_share=batch_share))
+    scheduler.admit_by(CheckedAdmission(share_of, batch_share=batch_share))
     return scheduler
 
 
@@ -88,7 +98,7 @@ def test_everybody_ends_with_what_they_make_alone(
             scheduler.waiting.read_shares()
         if rng.random() < 0.05:  # and back, with all that wait and run
             scheduler.admit_by(InOrder())
-            fair = FairAdmission(shares.__getitem__)
+            fair = CheckedAdmission(shares.__getitem__)
             scheduler.admit_by(fair)
             scheduler.admit_by(fair)  # which changes nothing
         for tenant, share in shares.items():
@@ -270,3 +280,15 @@ def test_many_who_wait_cost_little(tenants):
             scheduler.commit(step, [0] * len(step.consumers), [False] * len(step.consumers))
 
     assert lines_run(lambda: drive(FairAdmission())) < 2 * lines_run(lambda: drive(InOrder()))
+
+
+def test_rows_of_outputs_are_added_up_once_however_many_are_admitted(monkeypatch):
+    sums, count = [], queue_type.num_output_rows.fget
+    monkeypatch.setattr(queue_type, "num_output_rows", property(lambda queue: sums.append(queue) or count(queue)))
+    scheduler = GenerateScheduler(SlotPool(2000), max_batch_rows=1000, max_running=300)
+    scheduler.admit_by(FairAdmission())
+    for number in range(300):
+        scheduler.submit(number, prompt(number, 1), limit=4)
+    sums.clear()
+    scheduler.admit()
+    assert len(scheduler.running) == 300 and len(sums) == 1
