@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -237,6 +238,10 @@ def _connect(address: str | None) -> threading.Event:
         where = f"there is no Ray cluster at {named}" if named else "Ray does not start on this machine"
         why = _first_lines(error) if outcome.done() else f"it has not answered for {_START_SECONDS:.0f} s"
         raise JobError(f"{where}: {why or type(error).__name__}") from None
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        # Ray has put a handler in C++ before Python's, which walks the stack first, and now and then ends the process.
+        signal.signal(signal.SIGTERM, handler)
     return is_over
 
 

@@ -248,7 +248,7 @@ def test_a_replica_that_stands_still_is_killed(long):
     assert_same(long, "long.jsonl", "hung.jsonl")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_driver_that_ends_leaves_no_replica_and_is_resumed(long, number):
     out = long / f"resumed-{number.name}.jsonl"
     shared = {name for name in os.listdir("/dev/shm") if "plasma" in name}
@@ -259,7 +259,8 @@ def test_a_driver_that_ends_leaves_no_replica_and_is_resumed(long, number):
         # Ray's own processes too, but for its agents: of a driver that was killed those end when they notice it.
         everybody = [one for one in psutil.Process(job.pid).children(recursive=True) if "Agent" not in name_of(one)]
         job.send_signal(number)
-        job.communicate(timeout=900)
+        _, errors = job.communicate(timeout=900)
+    assert b"SIGTERM received" not in errors, "Ray's own handler was called"
     _, alive = psutil.wait_procs(everybody, timeout=300)
     assert not alive
     left = {name for name in os.listdir("/dev/shm") if "plasma" in name} - shared

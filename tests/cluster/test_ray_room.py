@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import threading
 
 import pytest
@@ -93,3 +96,16 @@ def test_a_ray_that_never_answers_is_not_waited_for(monkeypatch):
     go_on.set()
     threads[0].join(60)
     assert not threads[0].is_alive()
+
+
+def test_sigterm_reaches_the_handler_of_before(monkeypatch):
+    """As Ray does, what begins it sets a handler in C, of which Python does not know."""
+    signals, ignored = [], ctypes.c_void_p(1)
+    monkeypatch.setattr(ray_replicas.ray, "init", lambda **_: ctypes.CDLL(None).signal(signal.SIGTERM.value, ignored))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    try:
+        ray_replicas._connect(None).set()
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert signals == [signal.SIGTERM]
