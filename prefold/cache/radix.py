@@ -18,12 +18,10 @@ import numpy as np
 
 from ..model_options import CacheOptions
 from ..prefix import clear_of_span
-from ..types import Exits, Request, Share
+from ..types import Request, Share
 from .accounts import Account, Accounts
 from .slots import SlotPool
 from .tree import Node, RadixTree, common_prefix
-
-Namespace = tuple[Hashable, ...]
 
 
 class RadixCache:
@@ -57,7 +55,7 @@ class RadixCache:
         # entry with an old place is skipped when it comes to the head.
         self.accounts = Accounts()
         self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
-        self.namespace_of: Callable[[Namespace, Exits | None], Namespace] = lambda namespace, exits: namespace
+        self.namespace_of: Callable[..., tuple[Hashable, ...]] = lambda namespace, exits: namespace
         self._most_accounts = 1024  # above that, accounts without rows are forgotten
         tree.account_of = self._account_of
         self._by_age: list[tuple[float, int, Node]] = []  # such a heap by age, for a time to live
@@ -189,7 +187,7 @@ class RadixCache:
         evicted: int = self._tree.owner(lambda: self.evict(self.rows))
         return evicted
 
-    def place_of(self, request: Request) -> tuple[Namespace, np.ndarray]:
+    def place_of(self, request: Request) -> tuple[tuple[Hashable, ...], np.ndarray]:
         """Returns (namespace, tokens) of the rows of a request that generates, as `pin` takes them."""
         exits = None if request.sampling is None else request.sampling.exits
         return self.namespace_of((request.adapter, request.salt), exits), request.tokens

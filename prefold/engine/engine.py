@@ -113,14 +113,10 @@ class ModelEngine(EngineLoop):
         store the next window is submitted when few requests wait, so that its prompts join the running sequences; a
         window of None means that no request is there yet: the iterator is asked again after the next step.
 
-        sharing        how rows are shared; None: as the engine's options say, with their threshold
         cache_prefill  whether last rows are read in the KV store; None: as the engine's options say; those of a
                        LiveInput are
-        owner          of requests that run beside those of others: all of them run in the KV store, with the sharing of
-                       the engine's options, and are submitted one by one, so that few of them wait
-        on_step        called after every step of the engine, until the run ends
-        stopping       called after every step: once it returns True, the run ends, after it has yielded the results
-                       that are there. None: it ends with the last result, and no step wakes the caller's thread
+
+        Without `on_step` and `stopping` no step wakes the caller's thread.
 
         Raises InputError for an unknown adapter, and OutOfMemoryError if not even one row fits.
         """
@@ -204,8 +200,9 @@ class ModelEngine(EngineLoop):
     def _run_beside(
         self, windows: Iterable[Window | None], readout: Readout, tokenizer: Tokenizer | None, **options: Any
     ) -> Iterator[tuple[bytes, Answer]]:
-        """Yields (tag, answer) of every request of an owner, beside the requests of others. All of them are read with
-        the read-out that the first window needs. options: of `serve`"""
+        """Yields (tag, answer) of every request of an owner, beside the requests of others. All run in the KV store,
+        with the sharing of the engine's options and the read-out that the first window needs, and are submitted one by
+        one, so that few of them wait. options: of `serve`"""
         remaining = iter(windows)
         first = next(remaining, None)
         if first is not None:
