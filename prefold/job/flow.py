@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext
 from typing import Any
 
+from ..engine.protocol import Engine
 from ..errors import InputError
 from ..records.record import dumps, error_text
 from ..report.progress import Counts
@@ -34,7 +35,7 @@ class Flow:
 
     def compute(
         self,
-        engine: Any,
+        engine: Engine,
         batch: Ready,
         *,
         see: See | None = None,
@@ -57,7 +58,7 @@ class Flow:
                     return False
         return not stopping()  # the engine may have stopped for it
 
-    def _results(self, engine: Any, task: Any, batch: Ready, see: See | None, **run: Any) -> Any:
+    def _results(self, engine: Engine, task: Any, batch: Ready, see: See | None, **run: Any) -> Any:
         window, spool = self.job.window, batch.spool
         if batch.feed is None:
             assert spool is not None

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..engine.protocol import Engine
 from ..errors import JobError
 from ..report.icicle import StreamShape
 from ..report.page import StepLog
@@ -84,7 +85,7 @@ class _Run:
         self.counts = Counts(resumed=job.output.resumed)
         self.summary = Summary(resumed=job.output.resumed)
         self._llm: Any = None
-        self._engine: Any = None
+        self._engine: Engine
         self.signal: int | None = None
         self.hard = False  # stopped in the middle of something: leave the output as it is
         self.graceful = False  # a signal waits for the end of the step
@@ -142,7 +143,7 @@ class _Run:
             self.summary.read_seconds = self.summary.read_seconds or time.perf_counter() - started
             self.summary.streams += batch.spool is not None or not self.summary.streams
             with batch.spool or contextlib.nullcontext():
-                self._compute(engine, batch)
+                self._compute(batch)
         if engine is not None:
             self.summary.stats = engine.stats
             self.summary.dtype = str(getattr(self._llm, "dtype", "")).removeprefix("torch.") or None
@@ -161,10 +162,12 @@ class _Run:
         self.counts.phase = "reading"
         return engine
 
-    def _compute(self, engine: Any, batch: Ready) -> None:
-        shape, facts = self.summary.shape, engine.facts
+    def _compute(self, batch: Ready) -> None:
+        engine, shape = self._engine, self.summary.shape
         # What is given away in ranges, or does not share, is looked at in its order afterwards; a stream as it goes by.
-        watches = shape is not None and (batch.spool is None or (facts.sharing == "full" and not facts.divides))
+        watches = shape is not None and (
+            batch.spool is None or (engine.facts.sharing == "full" and not engine.facts.divides)
+        )
         self.counts.phase, self.graceful = "computing" if engine.snapshot().is_ready else WAITING, True
         see = shape.see if shape is not None and watches else None
         if not self.flow.compute(engine, batch, see=see, on_step=self._step, stopping=self._stopping):
