@@ -38,6 +38,22 @@ from .step_policy import StepPolicy
 from .step_size import StepRowLimit
 
 
+class Change:
+    """A Change is a context in which the books are changed. Books that an exception left half changed are rebuilt before
+    the next one."""
+
+    def __init__(self, rebuild: Callable[[], None]):
+        self.is_open, self._rebuild = False, rebuild
+
+    def __enter__(self) -> None:
+        if self.is_open:
+            self._rebuild()
+        self.is_open = True
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.is_open = kind is not None
+
+
 class Generator:
     """A Generator runs requests by continuous batching.
 
@@ -78,7 +94,7 @@ class Generator:
         self._on_hold: dict[int, OpenRequest] = {}
         self._in_flight: deque[InFlightStep] = deque()
         self._is_undisturbed = False  # requests that are added or cancelled wait for now
-        self._is_changing = False  # the books are being changed, or an exception left them half changed
+        self._change = Change(self._rebuild_books)
         self._has_failed = False  # whether the last step raised an error
         self._finished = 0.0  # time.perf_counter() at the end of the last step
         # Without max_batch_rows the engine learns how many rows a step should have, on devices where that helps.
@@ -150,7 +166,7 @@ class Generator:
 
     def hold(self, *keys: int) -> None:
         """Keeps open requests out of steps until `release`. Their samples keep their tokens."""
-        with self._change():
+        with self._change:
             for key in keys:
                 if key in self._open:
                     self.scheduler.cancel(key)
@@ -158,7 +174,7 @@ class Generator:
 
     def release(self, *keys: int) -> None:
         """Lets requests on hold go on where they were; without keys all of them."""
-        with self._change():
+        with self._change:
             for key in keys or list(self._on_hold):
                 if key in self._on_hold:
                     self._open[key] = self._on_hold.pop(key)
@@ -166,7 +182,7 @@ class Generator:
 
     def end(self, key: int, answer: Answer | Exception) -> None:
         """Ends an open request with this answer."""
-        with self._change():
+        with self._change:
             self._end_failed({key: answer})
 
     def end_all(self, error: Exception) -> None:
@@ -178,16 +194,7 @@ class Generator:
         for requests in (self._new, self._cancelled, self._open, self._on_hold, self._in_flight):
             requests.clear()
         self.scheduler.clear()
-        self._is_changing = False
-
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Returns a context for a change of the books. Books that an exception left half changed are rebuilt before."""
-        if self._is_changing:
-            self._rebuild_books()
-        self._is_changing = True
-        yield
-        self._is_changing = False
+        self._change.is_open = False
 
     def set_step_policy(self, policy: StepPolicy | None) -> None:
         """Admits requests and sizes steps by a policy from now on; None: requests run in the order they came, and a
@@ -223,7 +230,7 @@ class Generator:
         """Submits the requests that were added, and ends those that were cancelled."""
         if self._is_undisturbed or not (self._new or self._cancelled):
             return
-        with self._change():
+        with self._change:
             while self._new:
                 request = self._new.popleft()
                 self._open[request.key] = request
@@ -280,7 +287,7 @@ class Generator:
 
     def _rebuild_books(self) -> None:
         """Makes the scheduler's books anew from the open requests."""
-        self._is_changing = True
+        self._change.is_open = True
         self._in_flight.clear()
         self.scheduler.clear()
         for request in list(self._open.values()):
@@ -288,7 +295,7 @@ class Generator:
                 self._answer(request, request.answer())
             else:
                 self._submit(request)
-        self._is_changing = False
+        self._change.is_open = False
 
     # --------------------------------------------------------------------------------------------------- a step
 
@@ -303,7 +310,7 @@ class Generator:
         started = time.perf_counter()
         self._rows.before_admission(is_idle=not self._open and not self._in_flight)
         self.take_in()
-        with self._change():
+        with self._change:
             for key, error in self.scheduler.admit(self._rows.limits):
                 if key in self._open:
                     self._answer(self._open[key], error)
@@ -318,7 +325,7 @@ class Generator:
             self._start_step(step, started)
         for after_plan in self._after_plan:
             if failed := after_plan(None if step is None else step.num_rows, time.perf_counter() - started):
-                with self._change():
+                with self._change:
                     self._end_failed(failed)
         self._has_failed = False
         return moved
@@ -332,7 +339,7 @@ class Generator:
             self._rows.shrink()
             return
         spent = {"plan": planned - started, "model": time.perf_counter() - planned}
-        with self._change():
+        with self._change:
             self.scheduler.begin(step)
             self._in_flight.append(InFlightStep(step, message, readers, ticket, started, spent))
         # Without a further step to plan, the last one is finished at once: nothing else would ask for its tokens.
@@ -354,7 +361,7 @@ class Generator:
         oldest.seconds["model"] += time.perf_counter() - waiting
         stats = self.scheduler.stats
         before = stats.recomputed_rows + stats.discarded_rows
-        with self._change():
+        with self._change:
             self._in_flight.popleft()
             ended, failed = oldest.take(result, stats)
             ids = np.maximum(result.ids, 0).tolist()

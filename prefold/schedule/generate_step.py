@@ -338,13 +338,11 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     )
 
 
-def following(before: GenerateStep, plan: StepPlan) -> GenerateStep | None:
-    """Returns the step of a plan as `lay_out` does, made from the step before it, if both have one decode row of the
-    same sequences and nothing else; None otherwise. The sequences must have run without a break since."""
+def following(before: GenerateStep) -> GenerateStep | None:
+    """Returns the step with a decode row of each sequence of the step before it, as `lay_out` does, made from that
+    step; None if that step had other rows. The sequences must have run without a break since."""
     last, sequences = before.message, before.consumers
-    if before.again or plan.again or not before.decode_rows == len(before.computed_rows) == before.num_rows:
-        return None
-    if list(plan.computed_rows.items()) != before.computed_rows:
+    if before.again or not before.decode_rows == len(before.computed_rows) == before.num_rows:
         return None
     if before.growth is None:
         grows = np.isin(last.run_start + last.run_count, last.slots + 1).astype(np.int64)

@@ -41,6 +41,7 @@ class Prepared:
     (`SlotBatch.follow`).
 
     buffers   the addresses of the buffers, int64
+    last      the last position of its rows
     held      what the call names by address beside these
     ids       memory for the most likely tokens, where they are wanted
     """
@@ -48,6 +49,7 @@ class Prepared:
     batch: SlotBatch | Batch
     call: ProgramCall
     buffers: np.ndarray
+    last: int
     held: tuple[Any, ...]
     ids: np.ndarray | None = None
 
@@ -129,6 +131,24 @@ class Program:
         self._call(step)
         return step.ids
 
+    def can_repeat(self, batch: SlotBatch) -> bool:
+        """Returns whether the last step was `greedy` of this batch."""
+        return self._last is not None and self._last.batch is batch and self._last.ids is not None
+
+    def repeat(self) -> np.ndarray:
+        """Returns what `greedy` does of the last step's batch, which follows on that step (`SlotBatch.follow`)."""
+        step = self._last
+        assert step is not None and step.ids is not None
+        self._go_on(step)
+        self._compiled.run_program(step.call)
+        return step.ids
+
+    def _go_on(self, step: Prepared) -> None:
+        """Lets the tables reach the positions of a step whose batch follows."""
+        step.last += 1
+        if step.last >= self._positions:
+            self._cover(step.last)
+
     def _over(self, batch: SlotBatch, store: KVStore, x: Tensor | None) -> Prepared:
         """Returns a step over slots, ready to run: that of its batch, where it was the last one. x: as of
         `_prepared`"""
@@ -136,8 +156,8 @@ class Program:
         if step is None or step.batch is not batch or step.call.planes != planes or x is not None:
             step = self._prepared(batch, x, slots=batch.slots.data_ptr(), planes=planes, none=NOT_FINITE)
             self._last = step if x is None else None
-        elif batch.numbers is not None:
-            self._cover(batch.numbers[1])
+        else:
+            self._go_on(step)
         return step
 
     def _adds_head(self) -> bool:
@@ -201,7 +221,8 @@ class Program:
         rows = len(batch.tokens)
         if rows > self._room:
             self._make_room(rows, self._model.dtype.itemsize)
-        self._cover(batch.positions.numpy())
+        last = int(batch.positions.numpy().max(initial=-1))
+        self._cover(last)
         model, read_rows = self._model, batch.read_rows
         buffers, tokens = self._buffers.copy(), batch.tokens.data_ptr()
         if x is not None:
@@ -217,7 +238,7 @@ class Program:
             is_bf16=model.dtype == torch.bfloat16, **call_fields,
         )  # fmt: skip
         adapted = self._adapt(call, batch.adapters) if batch.adapters.adapters else None
-        return Prepared(batch, call, buffers, (x, plans, read_plans, adapted))
+        return Prepared(batch, call, buffers, last, (x, plans, read_plans, adapted))
 
     def _adapt(self, call: ProgramCall, adapters: RowAdapters) -> tuple[Any, ...]:
         """Says in a call which adapters its rows have, and returns what it names by address. An adapter's matrices are
@@ -244,11 +265,11 @@ class Program:
                 calls[number] = plans[window].lists.call  # type: ignore[union-attr]
         return calls
 
-    def _cover(self, positions: np.ndarray) -> None:
-        """Lets the tables reach all of these positions."""
-        if not self._num_tables or (last := positions.max(initial=-1)) < self._positions:
+    def _cover(self, last: int) -> None:
+        """Lets the tables reach this position."""
+        if not self._num_tables or last < self._positions:
             return
-        self._tables = self._model.rotary(self._model.device).covering(int(last) + 1)
+        self._tables = self._model.rotary(self._model.device).covering(last + 1)
         self._positions = min(map(len, self._tables))
         self._addresses[:] = [table.data_ptr() for table in self._tables]
 
