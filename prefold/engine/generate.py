@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from ..errors import InputError
 from ..schedule.admission import InOrder
 from ..schedule.generate_step import NO_OWNER, GenerateStep, SequenceState
@@ -39,8 +37,8 @@ from .step_size import StepRowLimit
 
 
 class Change:
-    """A Change is a context in which the books are changed. Books that an exception left half changed are rebuilt before
-    the next one."""
+    """A Change is a context in which the books are changed. Books that an exception left half changed are rebuilt
+    before the next one."""
 
     def __init__(self, rebuild: Callable[[], None]):
         self.is_open, self._rebuild = False, rebuild
@@ -364,8 +362,7 @@ class Generator:
         with self._change:
             self._in_flight.popleft()
             ended, failed = oldest.take(result, stats)
-            ids = np.maximum(result.ids, 0).tolist()
-            done = self.scheduler.commit(oldest.step, ids, ended, result)
+            done = self.scheduler.commit(oldest.step, result.ids.tolist(), ended, result)
             requests, tokens = self._answer_ended(oldest.step, ended)
             self._end_failed(failed)
         again = stats.recomputed_rows + stats.discarded_rows - before

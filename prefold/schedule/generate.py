@@ -139,7 +139,9 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         for running in self._by_route() if self._has_routes else (self.running,):
             plan = self.waiting.fill(self._new_plan(limits), running, limits)
             if plan.computed_rows or plan.again or plan.repeats:
-                goes_on = before is not None and not plan.again and list(plan.computed_rows.items()) == before.computed_rows
+                goes_on = (
+                    before is not None and not plan.again and list(plan.computed_rows.items()) == before.computed_rows
+                )
                 if goes_on and (step := following(before)) is not None:
                     return step
                 step, route = self._lay_out(plan), next(iter(running)).route

@@ -233,12 +233,8 @@ class LocalWorker(Worker):
         if type(step) is not SlotStep or not step.follows or self._kept is None or not self._is_greedy(step):
             return None
         batch, program = self._kept
-        if not program.can_repeat(batch):
-            return None
-        if not batch.follow(step):
-            self._kept = None
-            return None
-        return Completed(SlotResult(program.repeat()[step.reads]))
+        ids = program.greedy_again(batch, step)
+        return None if ids is None else Completed(SlotResult(ids[step.reads]))
 
     def run_slots(self, step: SlotStep, more: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
         """Runs a step over slots, and returns its ticket. more: further arguments of the model's call"""
@@ -251,7 +247,7 @@ class LocalWorker(Worker):
         if self._graphs is not None and not how and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._last_ids)
         else:
-            if kept is not None and not how and step.follows and kept[0].follow(step):
+            if kept is not None and not how and step.follows and kept[1].follow(kept[0], step):
                 batch, program = kept
             else:
                 batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)

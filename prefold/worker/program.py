@@ -20,7 +20,7 @@ from ..model.decoder_layer import Layer, Mlp, ParallelLayer, PlainMlp, RowNormed
 from ..model.layers import ActivatedLinear, Linear, NoNorm, Norm, PlainLayerNorm
 from ..model.lora import Delta
 from ..model.products import GatePanels, Panels, Product, in_turn
-from ..schedule.steps import NOT_FINITE
+from ..schedule.steps import NOT_FINITE, SlotStep
 from .rows import Batch, Path, PathKV, heads_of
 from .slots import SlotBatch
 
@@ -131,23 +131,26 @@ class Program:
         self._call(step)
         return step.ids
 
-    def can_repeat(self, batch: SlotBatch) -> bool:
-        """Returns whether the last step was `greedy` of this batch."""
-        return self._last is not None and self._last.batch is batch and self._last.ids is not None
+    def follow(self, batch: SlotBatch, step: SlotStep) -> bool:
+        """Makes the next step of a batch the one that follows its last step, and returns True; False where it cannot be
+        (`SlotBatch.follow`)."""
+        last = self._last
+        if last is None or last.batch is not batch or not batch.follow(step):
+            return False
+        self._compiled.follow_program(last.call)
+        last.last += 1
+        if last.last >= self._positions:
+            self._cover(last.last)
+        return True
 
-    def repeat(self) -> np.ndarray:
-        """Returns what `greedy` does of the last step's batch, which follows on that step (`SlotBatch.follow`)."""
-        step = self._last
-        assert step is not None and step.ids is not None
-        self._go_on(step)
-        self._compiled.run_program(step.call)
-        return step.ids
-
-    def _go_on(self, step: Prepared) -> None:
-        """Lets the tables reach the positions of a step whose batch follows."""
-        step.last += 1
-        if step.last >= self._positions:
-            self._cover(step.last)
+    def greedy_again(self, batch: SlotBatch, step: SlotStep) -> np.ndarray | None:
+        """Returns what `greedy` does of the step of a batch that follows; None, and nothing is computed, where there is
+        none, or where the batch's last step was not greedy."""
+        last = self._last
+        if last is None or last.ids is None or not self.follow(batch, step):
+            return None
+        self._compiled.run_program(last.call)
+        return last.ids
 
     def _over(self, batch: SlotBatch, store: KVStore, x: Tensor | None) -> Prepared:
         """Returns a step over slots, ready to run: that of its batch, where it was the last one. x: as of
@@ -156,8 +159,6 @@ class Program:
         if step is None or step.batch is not batch or step.call.planes != planes or x is not None:
             step = self._prepared(batch, x, slots=batch.slots.data_ptr(), planes=planes, none=NOT_FINITE)
             self._last = step if x is None else None
-        else:
-            self._go_on(step)
         return step
 
     def _adds_head(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +37,7 @@ class SlotBatch:
     read_plans                by sliding window, only the read rows query: for the last layer
     adapters                  which rows have a LoRA adapter
     numbers                   tokens, positions and slots as they lie in the memory of a CPU, int64 [3, rows]
+    followers                 whether further steps can be of this batch, once a step was to follow
     """
 
     tokens: Tensor
@@ -47,15 +48,18 @@ class SlotBatch:
     read_plans: dict[int | None, SlotPlan]
     adapters: RowAdapters
     numbers: np.ndarray | None = None
+    followers: list[bool] = field(default_factory=list)
 
     def follow(self, step: SlotStep) -> bool:
-        """Makes this the batch of a step that follows its own (`SlotStep.follows`), for the compiled kernels; returns
-        False where it cannot be, and may then not be used any more."""
-        if self.numbers is None or not all([plan.grow(step.slots) for plan in self.plans.values()]):
+        """Takes the tokens of a step that follows its own (`SlotStep.follows`), and returns True, where the compiled
+        kernels let all else go on (`follow_program`); otherwise False."""
+        if self.numbers is None:
             return False
-        self.numbers[0] = step.tokens
-        self.numbers[1:] += 1
-        return True
+        if not self.followers:
+            self.followers.append(all([plan.can_grow(step.slots) for plan in self.plans.values()]))
+        if self.followers[0]:
+            self.numbers[0] = step.tokens
+        return self.followers[0]
 
 
 def prepare_slots(
