@@ -27,29 +27,13 @@ from ..schedule.parts import EnginePart, hooks, make_scheduler
 from ..text import Tokenizer
 from ..types import GenerationStats, Owner, Readout, Request, Sharing
 from ..worker.protocol import Worker
-from .messages import InFlightStep, is_known, message_of
+from .messages import Change, InFlightStep, is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .requests import Answer, OpenRequest, Reader, RequestBuilder
 from .samples import OnText
 from .step_policy import StepPolicy
 from .step_size import StepRowLimit
-
-
-class Change:
-    """A Change is a context in which the books are changed. Books that an exception left half changed are rebuilt
-    before the next one."""
-
-    def __init__(self, rebuild: Callable[[], None]):
-        self.is_open, self._rebuild = False, rebuild
-
-    def __enter__(self) -> None:
-        if self.is_open:
-            self._rebuild()
-        self.is_open = True
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        self.is_open = kind is not None
 
 
 class Generator:

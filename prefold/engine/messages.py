@@ -149,3 +149,19 @@ class InFlightStep:
                 stats.generated_tokens += len(reader.tokens) - before
             ended.append(ends)
         return ended, failed
+
+
+class Change:
+    """A Change is a context in which the books are changed. Books that an exception left half changed are rebuilt
+    before the next one."""
+
+    def __init__(self, rebuild: Callable[[], None]):
+        self.is_open, self._rebuild = False, rebuild
+
+    def __enter__(self) -> None:
+        if self.is_open:
+            self._rebuild()
+        self.is_open = True
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.is_open = kind is not None

@@ -93,11 +93,11 @@ class Meter:
         if listener is None:
             yield
             return
-        self._listeners.append(listener)
+        self.tell(listener, True)
         try:
             yield
         finally:
-            self._listeners.remove(listener)
+            self.tell(listener, False)
 
 
 # After this many steps that fitted into memory, the budget doubles again.

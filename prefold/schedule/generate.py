@@ -139,23 +139,15 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         for running in self._by_route() if self._has_routes else (self.running,):
             plan = self.waiting.fill(self._new_plan(limits), running, limits)
             if plan.computed_rows or plan.again or plan.repeats:
-                goes_on = (
-                    before is not None and not plan.again and list(plan.computed_rows.items()) == before.computed_rows
-                )
-                if goes_on and (step := following(before)) is not None:
-                    return step
                 step, route = self._lay_out(plan), next(iter(running)).route
                 return step if route is None else replace(step, message=replace(step.message, route=route))
         return None
 
     def _all_go_on(self, before: GenerateStep, limits: StepLimits) -> bool:
         """Returns whether the next step has a row of each running sequence, as the step before it had."""
-        running = self.running
-        return (
-            len(running) == before.num_rows <= self._max_rows(limits)
-            and self.waiting.are_alike(limits)
-            and all([sequence in running for sequence in before.consumers])
-        )
+        running, rows, are_alike = self.running, before.num_rows, self.waiting.are_alike(limits)
+        fit = rows <= self._max_rows(limits) and (are_alike or rows <= (limits.batch_rows or 0))
+        return fit and len(running) == rows and all([sequence in running for sequence in before.consumers])
 
     _lay_out: Callable[..., GenerateStep] = staticmethod(lay_out)
 

@@ -143,16 +143,15 @@ class LocalWorker(Worker):
 
     def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
         with self._lock:
-            ticket = self._go_on(message)
-            return ticket or self._start(message, message if prepared is None else prepared)
-
-    def _start(self, message: Message, work: Any) -> Ticket:
-        with on(self._device), torch.inference_mode():
+            if (ticket := self._go_on(message)) is not None:
+                return ticket
             try:
+                work = message if prepared is None else prepared
                 handler = self._handlers.get(type(work))
                 if handler is None:
                     raise TypeError(f"{type(message).__name__} is no message to this worker")
-                return handler(self, work)
+                with on(self._device), torch.inference_mode():
+                    return handler(self, work)
             except torch.OutOfMemoryError as error:
                 why = str(error)
             # Not while the error is handled: it holds what the failed step made.
@@ -228,13 +227,12 @@ class LocalWorker(Worker):
         return self._is_alone and step.drawing is None and not step.numbers and not len(step.kept)
 
     def _go_on(self, step: Message) -> Ticket | None:
-        """Runs a step that follows the one before, where a program has chosen its tokens and will choose these: nothing
-        is made of tensors then. Returns None, and has run nothing, where it is another step."""
-        if type(step) is not SlotStep or not step.follows or self._kept is None or not self._is_greedy(step):
-            return None
-        batch, program = self._kept
-        ids = program.greedy_again(batch, step)
-        return None if ids is None else Completed(SlotResult(ids[step.reads]))
+        """Runs a greedy step that follows a greedy one, both by the program, without a tensor; None: it is another."""
+        if type(step) is SlotStep and step.follows and self._kept is not None and self._is_greedy(step):
+            batch, program = self._kept
+            if (ids := program.greedy_again(batch, step)) is not None:
+                return Completed(SlotResult(ids[step.reads]))
+        return None
 
     def run_slots(self, step: SlotStep, more: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
         """Runs a step over slots, and returns its ticket. more: further arguments of the model's call"""

@@ -38,12 +38,13 @@ ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 @dataclass(slots=True)
 class Prepared:
     """A Prepared is a step that is ready to run. It serves all steps that its batch is made to be in turn
-    (`SlotBatch.follow`).
+    (`Program.follow`).
 
     buffers   the addresses of the buffers, int64
     last      the last position of its rows
     held      what the call names by address beside these
     ids       memory for the most likely tokens, where they are wanted
+    grows     whether its batch can go on a row at a time, once that was wanted
     """
 
     batch: SlotBatch | Batch
@@ -52,6 +53,7 @@ class Prepared:
     last: int
     held: tuple[Any, ...]
     ids: np.ndarray | None = None
+    grows: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +134,19 @@ class Program:
         return step.ids
 
     def follow(self, batch: SlotBatch, step: SlotStep) -> bool:
-        """Makes the next step of a batch the one that follows its last step, and returns True; False where it cannot be
-        (`SlotBatch.follow`)."""
+        """Makes a batch that of the step that follows its own (`SlotStep.follows`); returns False, and changes nothing,
+        where it cannot be, or where the batch is not the last one over slots."""
         last = self._last
-        if last is None or last.batch is not batch or not batch.follow(step):
+        if last is None or last.batch is not batch or batch.numbers is None:
             return False
-        self._compiled.follow_program(last.call)
-        last.last += 1
-        if last.last >= self._positions:
+        if last.grows is None:
+            last.grows = all([plan.can_grow(step.slots) for plan in batch.plans.values()])
+        if last.grows:
+            batch.numbers[0] = step.tokens
+            self._compiled.follow_program(last.call)
+            last.last += 1
             self._cover(last.last)
-        return True
+        return last.grows
 
     def greedy_again(self, batch: SlotBatch, step: SlotStep) -> np.ndarray | None:
         """Returns what `greedy` does of the step of a batch that follows; None, and nothing is computed, where there is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +37,6 @@ class SlotBatch:
     read_plans                by sliding window, only the read rows query: for the last layer
     adapters                  which rows have a LoRA adapter
     numbers                   tokens, positions and slots as they lie in the memory of a CPU, int64 [3, rows]
-    followers                 whether further steps can be of this batch, once a step was to follow
     """
 
     tokens: Tensor
@@ -48,18 +47,6 @@ class SlotBatch:
     read_plans: dict[int | None, SlotPlan]
     adapters: RowAdapters
     numbers: np.ndarray | None = None
-    followers: list[bool] = field(default_factory=list)
-
-    def follow(self, step: SlotStep) -> bool:
-        """Takes the tokens of a step that follows its own (`SlotStep.follows`), and returns True, where the compiled
-        kernels let all else go on (`follow_program`); otherwise False."""
-        if self.numbers is None:
-            return False
-        if not self.followers:
-            self.followers.append(all([plan.can_grow(step.slots) for plan in self.plans.values()]))
-        if self.followers[0]:
-            self.numbers[0] = step.tokens
-        return self.followers[0]
 
 
 def prepare_slots(

@@ -21,7 +21,7 @@ from prefold.model.products import Panels, Product
 from prefold.types import Request
 from prefold.worker.program import Program, program_of
 from prefold.worker.rows import forward_stream
-from prefold.worker.slots import SlotBatch, forward, make_store
+from prefold.worker.slots import forward, make_store
 from prefold.worker.slots import greedy as likeliest_of_slots
 
 EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
@@ -213,7 +213,7 @@ def test_many_rows_after_few_and_few_after_many(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan(tmp_path, monkeypatch, family):
-    llm, run, follow = load(tmp_path, family), Program.over_slots, SlotBatch.follow
+    llm, run, follow = load(tmp_path, family), Program.over_slots, Program.follow
     hidden, kept = [], []
 
     def note(program, batch, store):
@@ -222,10 +222,10 @@ def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan
 
     monkeypatch.setattr(Program, "over_slots", note)
     asked = [ask(request.tokens, max_tokens=40, ignore_eos=True) for request in requests(3)]
-    monkeypatch.setattr(SlotBatch, "follow", lambda batch, step: kept.append(follow(batch, step)) or kept[-1])
+    monkeypatch.setattr(Program, "follow", lambda *of: kept.append(follow(*of)) or kept[-1])
     followed = tokens_of(generate(engine_of(llm, slots=400), asked))
     grown, hidden = hidden, []
-    monkeypatch.setattr(SlotBatch, "follow", lambda batch, step: False)
+    monkeypatch.setattr(Program, "follow", lambda *of: False)
     assert followed == tokens_of(generate(engine_of(llm, slots=400), asked))
     assert len(grown) == len(hidden) and all(torch.equal(*pair) for pair in zip(grown, hidden, strict=True))
     # With few keys of its own a row has them in the list of its tile, and the plan is made anew; so is a window's.
