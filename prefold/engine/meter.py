@@ -93,11 +93,11 @@ class Meter:
         if listener is None:
             yield
             return
-        self.tell(listener, True)
+        self._listeners.append(listener)
         try:
             yield
         finally:
-            self.tell(listener, False)
+            self._listeners.remove(listener)
 
 
 # After this many steps that fitted into memory, the budget doubles again.

@@ -241,15 +241,15 @@ class LocalWorker(Worker):
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             how["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
-        kept, self._kept = self._kept, None
+        before, self._kept = self._kept, None
         if self._graphs is not None and not how and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._last_ids)
         else:
-            if kept is not None and not how and step.follows and kept[1].follow(kept[0], step):
-                batch, program = kept
-            else:
+            if before is None or how or not step.follows or not before[1].follow(before[0], step):
                 batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
                 program = self._program_for(how)
+            else:
+                batch, program = before
             if program is None:
                 hidden = forward(self.model, self.store, batch, how)
             else:
