@@ -390,6 +390,28 @@ def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch
     assert each[0] == each[1] < 150
 
 
+def test_a_step_that_follows_another_takes_few_calls_of_python(tmp_path, monkeypatch):
+    """Between two passes of one sequence's decoding; the code that runs then is not in the caches, so each counts."""
+    llm, counts = load(tmp_path), []
+    calls = llm.engine.worker._program._compiled._calls
+    run = calls["run_program"]
+
+    def count(frame, event, argument):
+        counts[-1] += event == "call"
+
+    def counted(call):
+        sys.setprofile(None)
+        try:
+            return run(call)
+        finally:
+            counts.append(0)
+            sys.setprofile(count if len(counts) < 24 else None)
+
+    monkeypatch.setitem(calls, "run_program", counted)
+    llm.generate(["some text, and some more of it"], max_tokens=30, ignore_eos=True)
+    assert 40 < min(counts[8:20]) < 100
+
+
 def test_a_slot_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     llm, run = load(tmp_path), Program.greedy
 
