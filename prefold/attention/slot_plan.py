@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -53,22 +52,12 @@ class SlotPlan(Plan):
     slots_needed: int
     lists: kernels.SlotLists | None = None
 
-    def grow(self, slots: np.ndarray) -> bool:
-        """Adds the key in `slots`, int64 [queries], to the keys that each query sees, and returns whether it could be
-        added: the plan must be the compiled kernel's, without a window, and the slots follow on each query's own. The
-        slots of further calls are those of the call before, each plus one."""
-        sizes, last = self.kept("growing", partial(self._growing, slots))
-        sizes[last] += 1
-        return len(last) > 0
-
-    def _growing(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the lists' own runs as one line of numbers, and where in it the size of each query's last run is;
-        nowhere, unless the slots follow on these runs."""
+    def can_grow(self, slots: np.ndarray) -> bool:
+        """Returns whether the key in `slots`, int64 [queries], can be added to the keys that each query sees by making
+        its last run longer: the plan is the compiled kernel's, without a window, and the slots follow on these runs."""
         if self.lists is None or self.window is not None or not len(self.lists.own):
-            return slots, slots[:0]
-        own, last = self.lists.own, self.lists.own_offsets[1:] - 1
-        grows = (own[last].sum(1) == slots).all()
-        return own.reshape(-1), 2 * last[: len(last) * grows] + 1
+            return False
+        return bool((self.lists.own[self.lists.own_offsets[1:] - 1].sum(1) == slots).all())
 
 
 def plan_slots(

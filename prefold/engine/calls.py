@@ -24,12 +24,10 @@ class Mailbox:
     def __init__(self) -> None:
         # A SimpleQueue is written in C: an interrupt of the waiting thread leaves none of its locks closed.
         self.events: SimpleQueue[tuple[Call | None, Sequence[Any]]] = SimpleQueue()
-        self.takes_steps = True
 
     def note(self, step: StepInfo) -> None:
-        """Puts a step into the mailbox, if it takes steps. To wake a thread costs more than all else after a step."""
-        if self.takes_steps:
-            self.events.put((None, [step]))
+        """Puts a step into the mailbox. To wake a thread costs more than all else after a step."""
+        self.events.put((None, [step]))
 
     def take(self) -> Iterator[tuple[Call | None, Any]]:
         """Waits for events, and yields all that are there: (call, event of its request) and (None, StepInfo)."""
@@ -87,40 +85,41 @@ def serve(
     """
     mailbox, open, source = Mailbox(), dict[Call, None](), iter(windows)
     more = True
-    with engine.meter.listening(mailbox.note):
-        try:
-            while more or open:
-                before = len(open)
-                # Requests of other callers count as waiting too: without an open request, this caller waits for none.
-                while more and (not open or engine.generator.num_waiting <= max_waiting):
-                    window = next(source, ())
-                    more = window != ()
-                    if window is None:
-                        break
-                    for tag, request in window:
-                        call = Call(mailbox, tag, owner)
-                        open[call] = None  # before it is submitted, so that it is cancelled whatever happens
-                        again = is_again(tag)
-                        engine.submit([request], readout, call, tokenizer, wakes=False, share=share, again=again)
-                if len(open) > before:
-                    engine.wake()  # after all of them, so that they begin in one step
-                if not open:
-                    continue
-                # Where the caller does nothing after a step, the thread sleeps on.
-                mailbox.takes_steps = more or stopping is not None or on_step is not None
-                for call, event in mailbox.take():
-                    if call is None:
-                        if on_step is not None:
-                            on_step(event)
-                    elif isinstance(event, Exception) and not isinstance(event, InputError):
-                        if failed is None or isinstance(event, PrefoldError):
-                            raise event
-                        del open[call]
-                        yield call.tag, failed(event)
-                    else:
-                        del open[call]
-                        yield call.tag, event[0] if readout.kind != "tokens" and isinstance(event, list) else event
-                if stopping is not None and stopping():
-                    return
-        finally:
-            engine.cancel(*open)
+    engine.meter.tell(mailbox.note, True)
+    try:
+        while more or open:
+            before = len(open)
+            # Requests of other callers count as waiting too: without an open request, this caller waits for none.
+            while more and (not open or engine.generator.num_waiting <= max_waiting):
+                window = next(source, ())
+                more = window != ()
+                if window is None:
+                    break
+                for tag, request in window:
+                    call = Call(mailbox, tag, owner)
+                    open[call] = None  # before it is submitted, so that it is cancelled whatever happens
+                    again = is_again(tag)
+                    engine.submit([request], readout, call, tokenizer, wakes=False, share=share, again=again)
+            if len(open) > before:
+                engine.wake()  # after all of them, so that they begin in one step
+            if not open:
+                continue
+            # Where the caller does nothing after a step, the thread sleeps on.
+            engine.meter.tell(mailbox.note, more or stopping is not None or on_step is not None)
+            for call, event in mailbox.take():
+                if call is None:
+                    if on_step is not None:
+                        on_step(event)
+                elif isinstance(event, Exception) and not isinstance(event, InputError):
+                    if failed is None or isinstance(event, PrefoldError):
+                        raise event
+                    del open[call]
+                    yield call.tag, failed(event)
+                else:
+                    del open[call]
+                    yield call.tag, event[0] if readout.kind != "tokens" and isinstance(event, list) else event
+            if stopping is not None and stopping():
+                return
+    finally:
+        engine.cancel(*open)
+        engine.meter.tell(mailbox.note, False)

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from ..errors import InputError
 from ..schedule.admission import InOrder
 from ..schedule.generate_step import NO_OWNER, GenerateStep, SequenceState
@@ -29,7 +27,7 @@ from ..schedule.parts import EnginePart, hooks, make_scheduler
 from ..text import Tokenizer
 from ..types import GenerationStats, Owner, Readout, Request, Sharing
 from ..worker.protocol import Worker
-from .messages import InFlightStep, is_known, message_of
+from .messages import Change, InFlightStep, is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .requests import Answer, OpenRequest, Reader, RequestBuilder
@@ -78,7 +76,7 @@ class Generator:
         self._on_hold: dict[int, OpenRequest] = {}
         self._in_flight: deque[InFlightStep] = deque()
         self._is_undisturbed = False  # requests that are added or cancelled wait for now
-        self._is_changing = False  # the books are being changed, or an exception left them half changed
+        self._change = Change(self._rebuild_books)
         self._has_failed = False  # whether the last step raised an error
         self._finished = 0.0  # time.perf_counter() at the end of the last step
         # Without max_batch_rows the engine learns how many rows a step should have, on devices where that helps.
@@ -150,7 +148,7 @@ class Generator:
 
     def hold(self, *keys: int) -> None:
         """Keeps open requests out of steps until `release`. Their samples keep their tokens."""
-        with self._change():
+        with self._change:
             for key in keys:
                 if key in self._open:
                     self.scheduler.cancel(key)
@@ -158,7 +156,7 @@ class Generator:
 
     def release(self, *keys: int) -> None:
         """Lets requests on hold go on where they were; without keys all of them."""
-        with self._change():
+        with self._change:
             for key in keys or list(self._on_hold):
                 if key in self._on_hold:
                     self._open[key] = self._on_hold.pop(key)
@@ -166,7 +164,7 @@ class Generator:
 
     def end(self, key: int, answer: Answer | Exception) -> None:
         """Ends an open request with this answer."""
-        with self._change():
+        with self._change:
             self._end_failed({key: answer})
 
     def end_all(self, error: Exception) -> None:
@@ -178,16 +176,7 @@ class Generator:
         for requests in (self._new, self._cancelled, self._open, self._on_hold, self._in_flight):
             requests.clear()
         self.scheduler.clear()
-        self._is_changing = False
-
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Returns a context for a change of the books. Books that an exception left half changed are rebuilt before."""
-        if self._is_changing:
-            self._rebuild_books()
-        self._is_changing = True
-        yield
-        self._is_changing = False
+        self._change.is_open = False
 
     def set_step_policy(self, policy: StepPolicy | None) -> None:
         """Admits requests and sizes steps by a policy from now on; None: requests run in the order they came, and a
@@ -223,7 +212,7 @@ class Generator:
         """Submits the requests that were added, and ends those that were cancelled."""
         if self._is_undisturbed or not (self._new or self._cancelled):
             return
-        with self._change():
+        with self._change:
             while self._new:
                 request = self._new.popleft()
                 self._open[request.key] = request
@@ -280,7 +269,7 @@ class Generator:
 
     def _rebuild_books(self) -> None:
         """Makes the scheduler's books anew from the open requests."""
-        self._is_changing = True
+        self._change.is_open = True
         self._in_flight.clear()
         self.scheduler.clear()
         for request in list(self._open.values()):
@@ -288,7 +277,7 @@ class Generator:
                 self._answer(request, request.answer())
             else:
                 self._submit(request)
-        self._is_changing = False
+        self._change.is_open = False
 
     # --------------------------------------------------------------------------------------------------- a step
 
@@ -303,7 +292,7 @@ class Generator:
         started = time.perf_counter()
         self._rows.before_admission(is_idle=not self._open and not self._in_flight)
         self.take_in()
-        with self._change():
+        with self._change:
             for key, error in self.scheduler.admit(self._rows.limits):
                 if key in self._open:
                     self._answer(self._open[key], error)
@@ -318,7 +307,7 @@ class Generator:
             self._start_step(step, started)
         for after_plan in self._after_plan:
             if failed := after_plan(None if step is None else step.num_rows, time.perf_counter() - started):
-                with self._change():
+                with self._change:
                     self._end_failed(failed)
         self._has_failed = False
         return moved
@@ -332,7 +321,7 @@ class Generator:
             self._rows.shrink()
             return
         spent = {"plan": planned - started, "model": time.perf_counter() - planned}
-        with self._change():
+        with self._change:
             self.scheduler.begin(step)
             self._in_flight.append(InFlightStep(step, message, readers, ticket, started, spent))
         # Without a further step to plan, the last one is finished at once: nothing else would ask for its tokens.
@@ -354,11 +343,10 @@ class Generator:
         oldest.seconds["model"] += time.perf_counter() - waiting
         stats = self.scheduler.stats
         before = stats.recomputed_rows + stats.discarded_rows
-        with self._change():
+        with self._change:
             self._in_flight.popleft()
             ended, failed = oldest.take(result, stats)
-            ids = np.maximum(result.ids, 0).tolist()
-            done = self.scheduler.commit(oldest.step, ids, ended, result)
+            done = self.scheduler.commit(oldest.step, result.ids.tolist(), ended, result)
             requests, tokens = self._answer_ended(oldest.step, ended)
             self._end_failed(failed)
         again = stats.recomputed_rows + stats.discarded_rows - before

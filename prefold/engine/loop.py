@@ -295,7 +295,8 @@ class EngineLoop:
 
     def _step(self) -> None:
         """Makes one step of the generator. If it fails, the requests at fault are ended with its error."""
-        generator = self.generator
+        generator = self._generator
+        assert generator is not None
         try:
             if generator.step():
                 self.failure, self._failed_steps = None, 0

@@ -33,14 +33,15 @@ def message_of(
     keeps    whether hidden states may be kept
     """
     drawing = drawing_of([reader.state for reader in readers], [sequence.unknown for sequence in step.consumers])
-    numbers = _numbers_of(readers)
+    goes_on = step.message.follows  # of sequences that generate
+    numbers = () if goes_on else _numbers_of(readers)
     adapters = None
     if facts.adapters:
         adapters = np.full(step.num_rows, -1, np.int64)
         for namespace, first, stop in step.namespaces:
             adapters[first:stop] = adapter_of(facts, namespace)
     message, more = step.message, dict[str, Any]()
-    if keeps and (rows := kept_rows(step)):
+    if keeps and not goes_on and (rows := kept_rows(step)):
         message = _keeping(message, np.array([row for _, row in rows], np.int64))
     for hook in hooks:
         more |= hook(step, readers)
@@ -148,3 +149,19 @@ class InFlightStep:
                 stats.generated_tokens += len(reader.tokens) - before
             ended.append(ends)
         return ended, failed
+
+
+class Change:
+    """A Change is a context in which the books are changed. Books that an exception left half changed are rebuilt
+    before the next one."""
+
+    def __init__(self, rebuild: Callable[[], None]):
+        self.is_open, self._rebuild = False, rebuild
+
+    def __enter__(self) -> None:
+        if self.is_open:
+            self._rebuild()
+        self.is_open = True
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.is_open = kind is not None

@@ -82,6 +82,11 @@ class Meter:
         """Returns whether there is a listener."""
         return bool(self._listeners)
 
+    def tell(self, listener: Listener, wants: bool) -> None:
+        """Calls a listener with every step from now on, or no more."""
+        if wants != (listener in self._listeners):
+            (self._listeners.append if wants else self._listeners.remove)(listener)
+
     @contextmanager
     def listening(self, listener: Listener | None) -> Iterator[None]:
         """Returns a context in which the listener, unless it is None, is called with every step."""

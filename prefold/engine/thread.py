@@ -72,9 +72,10 @@ class EngineThread:
     def take_in(self, seconds: float = 0.0) -> None:
         """Calls the queued functions; with an empty queue it waits at most `seconds`. Only the thread itself calls
         it."""
-        with suppress(Empty):
-            if seconds and (call := self._inbox.get(timeout=seconds)) is not None:
-                call.call()
+        if seconds:
+            with suppress(Empty):
+                if (call := self._inbox.get(timeout=seconds)) is not None:
+                    call.call()
         while not self._inbox.empty():  # no other thread takes from it
             if (call := self._inbox.get()) is not None:
                 call.call()

@@ -63,6 +63,10 @@ class ProgramCall(Structure):
 class ProgramKernels(Family):
     """Runs programs."""
 
+    def follow_program(self, call: ProgramCall) -> None:
+        """Lets each row of a call over slots go on by a position, a slot and a key of its own."""
+        self._calls["follow_program"](byref(call))
+
     def run_program(self, call: ProgramCall) -> None:
         """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot, a token or a
         position that is not there."""

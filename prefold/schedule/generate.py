@@ -122,7 +122,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         if self.cache is not None:
             self.cache.expire()
         self._grow_tails(failed)
-        if self._has_room():
+        if len(self.waiting) and self._has_room():
             self._admit_waiting(failed, limits)
         return failed
 
@@ -134,15 +134,21 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         """
         if not self.running or not self._has_room():
             return None
+        before = None if self._has_routes else self._before
+        if before is not None and self._all_go_on(before, limits) and (step := following(before)) is not None:
+            return step
         for running in self._by_route() if self._has_routes else (self.running,):
             plan = self.waiting.fill(self._new_plan(limits), running, limits)
             if plan.computed_rows or plan.again or plan.repeats:
-                before = None if self._has_routes else self._before
-                if before is not None and (step := following(before, plan)) is not None:
-                    return step
                 step, route = self._lay_out(plan), next(iter(running)).route
                 return step if route is None else replace(step, message=replace(step.message, route=route))
         return None
+
+    def _all_go_on(self, before: GenerateStep, limits: StepLimits) -> bool:
+        """Returns whether the next step has a row of each running sequence, as the step before it had."""
+        running, rows, are_alike = self.running, before.num_rows, self.waiting.are_alike(limits)
+        fit = rows <= self._max_rows(limits) and (are_alike or rows <= (limits.batch_rows or 0))
+        return fit and len(running) == rows and all([sequence in running for sequence in before.consumers])
 
     _lay_out: Callable[..., GenerateStep] = staticmethod(lay_out)
 
@@ -226,14 +232,14 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
 
     def _has_room(self) -> bool:
         """Returns whether there is a slot for the next row of every running sequence."""
-        return all(len(sequence.tail.slots) >= len(sequence.tail) for sequence in self.running)
+        return all([len(sequence.tail.slots) >= len(sequence.tail.tokens) for sequence in self.running])
 
     def _grow_tails(self, failed: list[tuple[Hashable, InputError]]) -> None:
         """Gives every running sequence a slot for its next row. If no slot is free, the sequence that was admitted
         last is preempted; but while a step is in flight nothing is done, because that step may free slots."""
         for sequence in list(self.running):
             tail = sequence.tail
-            while sequence.state == "running" and len(tail.slots) < len(tail):
+            while len(tail.slots) < len(tail.tokens) and sequence.state == "running":
                 slots = self._slots(self._tail_rows(sequence) - len(tail.slots))
                 if slots is None:
                     slots = self._slots(1)

@@ -16,11 +16,12 @@ from ..cache.tree import Node
 from ..prefix import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..types import Owner
 from .repeats import repeat_rows, seen
-from .steps import SlotStep
+from .steps import NOTHING, SlotStep
 
 # Takes ids of rows of images, int32 [n], and returns which of them the worker holds and can put into a step: bool [n].
 HoldsRows = Callable[[np.ndarray], np.ndarray]
 NO_OWNER = Owner()
+MOST_AHEAD = 32  # steps whose places are found at once
 N = TypeVar("N", bound=Any)  # a kind of node, with a parent
 
 
@@ -97,8 +98,8 @@ class GenerateStep:
     computed_rows  (node, how many of its rows are computed)
     decode_rows    how many of the step's rows are the last token of a sequence
     again          how many of the step's rows had been computed before
-    growth         for a step by `following`: 1 for each run of keys that grows by a row in the next step, 0 for others,
-                   int64 [r]; and for how many more steps the runs can grow like that
+    growth         of steps by `following`: their positions, slots and counts of the runs, [steps, ...] each, and the
+                   number of the next one
     """
 
     message: SlotStep
@@ -107,7 +108,7 @@ class GenerateStep:
     computed_rows: list[tuple[Node, int]]
     decode_rows: int
     again: int
-    growth: tuple[np.ndarray, int] | None = None
+    growth: tuple[np.ndarray, np.ndarray, np.ndarray, int] = NOTHING, NOTHING, NOTHING, 0
 
     @property
     def num_rows(self) -> int:
@@ -338,27 +339,26 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     )
 
 
-def following(before: GenerateStep, plan: StepPlan) -> GenerateStep | None:
-    """Returns the step of a plan as `lay_out` does, made from the step before it, if both have one decode row of the
-    same sequences and nothing else; None otherwise. The sequences must have run without a break since."""
+def following(before: GenerateStep) -> GenerateStep | None:
+    """Returns the step with a decode row of each sequence of the step before it, as `lay_out` does, made from that
+    step; None if that step had other rows. The sequences must have run without a break since."""
     last, sequences = before.message, before.consumers
-    if before.again or plan.again or not before.decode_rows == len(before.computed_rows) == before.num_rows:
+    if before.again or not before.decode_rows == len(before.computed_rows) == before.num_rows:
         return None
-    if list(plan.computed_rows.items()) != before.computed_rows:
-        return None
-    if before.growth is None:
-        grows = np.isin(last.run_start + last.run_count, last.slots + 1).astype(np.int64)
-        steps_left = min(sequence.tail.neighbours for sequence in sequences)
-    else:
-        grows, steps_left = before.growth
-    if not steps_left:
-        return None
+    positions, slots, counts, number = before.growth
+    if number == len(slots):
+        steps = np.arange(1, 1 + min(MOST_AHEAD, *[sequence.tail.neighbours for sequence in sequences]))[:, None]
+        if not len(steps):
+            return None
+        grows = np.isin(last.run_start + last.run_count, last.slots + 1)
+        positions, slots, number = last.positions + steps.astype(np.int32), last.slots + steps, 0
+        counts = last.run_count + grows * steps
     message = SlotStep(
-        np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32), last.positions + 1, last.slots + 1,
-        last.run_start, last.run_count + grows, last.run_position, last.run_first, last.run_last, last.read_rows,
+        np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32), positions[number], slots[number],
+        last.run_start, counts[number], last.run_position, last.run_first, last.run_last, last.read_rows,
         last.reads, follows=True,
     )  # fmt: skip
-    growth = grows, steps_left - 1
+    growth = positions, slots, counts, number + 1
     return GenerateStep(message, sequences, before.namespaces, before.computed_rows, before.decode_rows, 0, growth)
 
 

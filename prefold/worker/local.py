@@ -122,7 +122,7 @@ class LocalWorker(Worker):
         self._with_graphs = graphs
         self._graphs: DecodeGraphs | None = None
         self._program = program_of(model)
-        self._kept: tuple[SlotBatch | None, Program | None] = None, None  # of the last step, which a program ran
+        self._kept: tuple[SlotBatch, Program] | None = None  # of the last step, which a program ran
         self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
         self._paths: dict[int, Path] = {}
@@ -142,13 +142,16 @@ class LocalWorker(Worker):
         return batch if step is message else replace(batch, step=message)  # which has the ids of media too
 
     def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
-        with self._lock, on(self._device), torch.inference_mode():
+        with self._lock:
+            if (ticket := self._go_on(message)) is not None:
+                return ticket
             try:
                 work = message if prepared is None else prepared
                 handler = self._handlers.get(type(work))
                 if handler is None:
                     raise TypeError(f"{type(message).__name__} is no message to this worker")
-                return handler(self, work)
+                with on(self._device), torch.inference_mode():
+                    return handler(self, work)
             except torch.OutOfMemoryError as error:
                 why = str(error)
             # Not while the error is handled: it holds what the failed step made.
@@ -214,10 +217,22 @@ class LocalWorker(Worker):
         return DONE
 
     def _make_store(self, message: MakeStore) -> Ticket:
-        self.store, self._states, self._kept = make_store(self.model, message.slots), None, (None, None)
+        self.store, self._states, self._kept = make_store(self.model, message.slots), None, None
         alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
         self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
         return DONE
+
+    def _is_greedy(self, step: SlotStep) -> bool:
+        """Returns whether a step gives nothing but the most likely token of each read, and no rank waits for them."""
+        return self._is_alone and step.drawing is None and not step.numbers and not len(step.kept)
+
+    def _go_on(self, step: Message) -> Ticket | None:
+        """Runs a greedy step that follows a greedy one, both by the program, without a tensor; None: it is another."""
+        if type(step) is SlotStep and step.follows and self._kept is not None and self._is_greedy(step):
+            batch, program = self._kept
+            if (ids := program.greedy_again(batch, step)) is not None:
+                return Completed(SlotResult(ids[step.reads]))
+        return None
 
     def run_slots(self, step: SlotStep, more: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
         """Runs a step over slots, and returns its ticket. more: further arguments of the model's call"""
@@ -226,19 +241,20 @@ class LocalWorker(Worker):
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             how["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
-        is_greedy = self._is_alone and step.drawing is None and not step.numbers and not len(step.kept)
-        (batch, program), self._kept = self._kept, (None, None)
+        before, self._kept = self._kept, None
         if self._graphs is not None and not how and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._last_ids)
         else:
-            if batch is None or how or not step.follows or not batch.follow(step):
+            if before is None or how or not step.follows or not before[1].follow(before[0], step):
                 batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
                 program = self._program_for(how)
+            else:
+                batch, program = before
             if program is None:
                 hidden = forward(self.model, self.store, batch, how)
             else:
-                self._kept = batch, program
-                if is_greedy and (ids := program.greedy(batch, self.store, **how)) is not None:
+                self._kept = None if how else (batch, program)
+                if self._is_greedy(step) and (ids := program.greedy(batch, self.store, **how)) is not None:
                     return Completed(SlotResult(ids[step.reads]))
                 hidden = program.over_slots(batch, self.store, **how)
             if step.exits is not None:  # there is a hidden state for each of these
@@ -247,7 +263,7 @@ class LocalWorker(Worker):
                 step = replace(step, read_rows=step.read_rows[each], reads=places, kept=kept)
         if len(step.kept):
             self._keep(step, hidden)
-        if is_greedy:
+        if self._is_greedy(step):
             return Completed(SlotResult(greedy(self.model, hidden)[step.reads]))
         reads = SlotReads(self.model, hidden, step, self._states)
         self._last_ids = reads.ids if self.facts.slot_depth > 1 else None

@@ -20,7 +20,7 @@ from ..model.decoder_layer import Layer, Mlp, ParallelLayer, PlainMlp, RowNormed
 from ..model.layers import ActivatedLinear, Linear, NoNorm, Norm, PlainLayerNorm
 from ..model.lora import Delta
 from ..model.products import GatePanels, Panels, Product, in_turn
-from ..schedule.steps import NOT_FINITE
+from ..schedule.steps import NOT_FINITE, SlotStep
 from .rows import Batch, Path, PathKV, heads_of
 from .slots import SlotBatch
 
@@ -38,18 +38,22 @@ ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 @dataclass(slots=True)
 class Prepared:
     """A Prepared is a step that is ready to run. It serves all steps that its batch is made to be in turn
-    (`SlotBatch.follow`).
+    (`Program.follow`).
 
     buffers   the addresses of the buffers, int64
+    last      the last position of its rows
     held      what the call names by address beside these
     ids       memory for the most likely tokens, where they are wanted
+    grows     whether its batch can go on a row at a time, once that was wanted
     """
 
     batch: SlotBatch | Batch
     call: ProgramCall
     buffers: np.ndarray
+    last: int
     held: tuple[Any, ...]
     ids: np.ndarray | None = None
+    grows: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,30 @@ class Program:
         self._call(step)
         return step.ids
 
+    def follow(self, batch: SlotBatch, step: SlotStep) -> bool:
+        """Makes a batch that of the step that follows its own (`SlotStep.follows`); returns False, and changes nothing,
+        where it cannot be, or where the batch is not the last one over slots."""
+        last = self._last
+        if last is None or last.batch is not batch or batch.numbers is None:
+            return False
+        if last.grows is None:
+            last.grows = all([plan.can_grow(step.slots) for plan in batch.plans.values()])
+        if last.grows:
+            batch.numbers[0] = step.tokens
+            self._compiled.follow_program(last.call)
+            last.last += 1
+            self._cover(last.last)
+        return last.grows
+
+    def greedy_again(self, batch: SlotBatch, step: SlotStep) -> np.ndarray | None:
+        """Returns what `greedy` does of the step of a batch that follows; None, and nothing is computed, where there is
+        none, or where the batch's last step was not greedy."""
+        last = self._last
+        if last is None or last.ids is None or not self.follow(batch, step):
+            return None
+        self._compiled.run_program(last.call)
+        return last.ids
+
     def _over(self, batch: SlotBatch, store: KVStore, x: Tensor | None) -> Prepared:
         """Returns a step over slots, ready to run: that of its batch, where it was the last one. x: as of
         `_prepared`"""
@@ -136,8 +164,6 @@ class Program:
         if step is None or step.batch is not batch or step.call.planes != planes or x is not None:
             step = self._prepared(batch, x, slots=batch.slots.data_ptr(), planes=planes, none=NOT_FINITE)
             self._last = step if x is None else None
-        elif batch.numbers is not None:
-            self._cover(batch.numbers[1])
         return step
 
     def _adds_head(self) -> bool:
@@ -201,7 +227,8 @@ class Program:
         rows = len(batch.tokens)
         if rows > self._room:
             self._make_room(rows, self._model.dtype.itemsize)
-        self._cover(batch.positions.numpy())
+        last = int(batch.positions.numpy().max(initial=-1))
+        self._cover(last)
         model, read_rows = self._model, batch.read_rows
         buffers, tokens = self._buffers.copy(), batch.tokens.data_ptr()
         if x is not None:
@@ -217,7 +244,7 @@ class Program:
             is_bf16=model.dtype == torch.bfloat16, **call_fields,
         )  # fmt: skip
         adapted = self._adapt(call, batch.adapters) if batch.adapters.adapters else None
-        return Prepared(batch, call, buffers, (x, plans, read_plans, adapted))
+        return Prepared(batch, call, buffers, last, (x, plans, read_plans, adapted))
 
     def _adapt(self, call: ProgramCall, adapters: RowAdapters) -> tuple[Any, ...]:
         """Says in a call which adapters its rows have, and returns what it names by address. An adapter's matrices are
@@ -244,11 +271,11 @@ class Program:
                 calls[number] = plans[window].lists.call  # type: ignore[union-attr]
         return calls
 
-    def _cover(self, positions: np.ndarray) -> None:
-        """Lets the tables reach all of these positions."""
-        if not self._num_tables or (last := positions.max(initial=-1)) < self._positions:
+    def _cover(self, last: int) -> None:
+        """Lets the tables reach this position."""
+        if not self._num_tables or last < self._positions:
             return
-        self._tables = self._model.rotary(self._model.device).covering(int(last) + 1)
+        self._tables = self._model.rotary(self._model.device).covering(last + 1)
         self._positions = min(map(len, self._tables))
         self._addresses[:] = [table.data_ptr() for table in self._tables]
 

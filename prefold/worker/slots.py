@@ -48,15 +48,6 @@ class SlotBatch:
     adapters: RowAdapters
     numbers: np.ndarray | None = None
 
-    def follow(self, step: SlotStep) -> bool:
-        """Makes this the batch of a step that follows its own (`SlotStep.follows`), for the compiled kernels; returns
-        False where it cannot be, and may then not be used any more."""
-        if self.numbers is None or not all([plan.grow(step.slots) for plan in self.plans.values()]):
-            return False
-        self.numbers[0] = step.tokens
-        self.numbers[1:] += 1
-        return True
-
 
 def prepare_slots(
     step: SlotStep,

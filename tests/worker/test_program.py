@@ -21,7 +21,7 @@ from prefold.model.products import Panels, Product
 from prefold.types import Request
 from prefold.worker.program import Program, program_of
 from prefold.worker.rows import forward_stream
-from prefold.worker.slots import SlotBatch, forward, make_store
+from prefold.worker.slots import forward, make_store
 from prefold.worker.slots import greedy as likeliest_of_slots
 
 EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
@@ -213,7 +213,7 @@ def test_many_rows_after_few_and_few_after_many(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan(tmp_path, monkeypatch, family):
-    llm, run, follow = load(tmp_path, family), Program.over_slots, SlotBatch.follow
+    llm, run, follow = load(tmp_path, family), Program.over_slots, Program.follow
     hidden, kept = [], []
 
     def note(program, batch, store):
@@ -222,10 +222,10 @@ def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan
 
     monkeypatch.setattr(Program, "over_slots", note)
     asked = [ask(request.tokens, max_tokens=40, ignore_eos=True) for request in requests(3)]
-    monkeypatch.setattr(SlotBatch, "follow", lambda batch, step: kept.append(follow(batch, step)) or kept[-1])
+    monkeypatch.setattr(Program, "follow", lambda *of: kept.append(follow(*of)) or kept[-1])
     followed = tokens_of(generate(engine_of(llm, slots=400), asked))
     grown, hidden = hidden, []
-    monkeypatch.setattr(SlotBatch, "follow", lambda batch, step: False)
+    monkeypatch.setattr(Program, "follow", lambda *of: False)
     assert followed == tokens_of(generate(engine_of(llm, slots=400), asked))
     assert len(grown) == len(hidden) and all(torch.equal(*pair) for pair in zip(grown, hidden, strict=True))
     # With few keys of its own a row has them in the list of its tile, and the plan is made anew; so is a window's.
@@ -388,6 +388,28 @@ def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch
         each.append(counts[-1])
         counts.clear()
     assert each[0] == each[1] < 150
+
+
+def test_a_step_that_follows_another_takes_few_calls_of_python(tmp_path, monkeypatch):
+    """Between two passes of one sequence's decoding; the code that runs then is not in the caches, so each counts."""
+    llm, counts = load(tmp_path), []
+    calls = llm.engine.worker._program._compiled._calls
+    run = calls["run_program"]
+
+    def count(frame, event, argument):
+        counts[-1] += event == "call"
+
+    def counted(call):
+        sys.setprofile(None)
+        try:
+            return run(call)
+        finally:
+            counts.append(0)
+            sys.setprofile(count if len(counts) < 24 else None)
+
+    monkeypatch.setitem(calls, "run_program", counted)
+    llm.generate(["some text, and some more of it"], max_tokens=30, ignore_eos=True)
+    assert 40 < min(counts[8:20]) < 100
 
 
 def test_a_slot_that_is_not_there_is_an_error(tmp_path, monkeypatch):
