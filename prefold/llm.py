@@ -102,9 +102,9 @@ class LLM(NumericTasks, Texts):
             self.passes = "; ".join(filter(None, words))
             if self._team is not None:
                 self._team.join(worker)
-        except BaseException:
+        except BaseException as error:
             if self._team is not None:
-                self._team.close()
+                self._team.fail(error)
             raise
         eos_ids = generation_settings(self.checkpoint, self.tokenizer, self.config.vocab_size)[0]
         hosts = o.images.allow_media_host

@@ -116,8 +116,8 @@ class LocalWorker(Worker):
             span_rows=model.config.span_rows,
             features=tuple(part.facts for part in parts if part.facts is not None),
         )
-        # Whether nothing is on its way from a device or to other ranks when a step has been started.
-        self._is_alone = model.device.type == "cpu" and model.ranks.size == self.facts.slot_depth == 1
+        # Whether nothing is on its way from a device when a step has been started.
+        self._is_direct = model.device.type == "cpu" and self.facts.slot_depth == 1
         self.store: KVStore | None = None
         self._with_graphs = graphs
         self._graphs: DecodeGraphs | None = None
@@ -172,9 +172,9 @@ class LocalWorker(Worker):
         """Returns in words what computes a forward pass."""
         if self.model.computed_by:
             return f"forward passes run through {self.model.computed_by}"
-        thing = missing(self.model) if self.model.device.type == "cpu" else ""
-        if thing is None:
+        if self._program is not None:
             return "each forward pass is one compiled call"
+        thing = missing(self.model) or "another rank's part" if self.model.device.type == "cpu" else ""
         return "forward passes run through PyTorch's modules" + (f" ({thing}: not compiled)" if thing else "")
 
     def _run_stream(self, step: StreamStep) -> Ticket:
@@ -226,7 +226,7 @@ class LocalWorker(Worker):
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             how["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
-        is_greedy = self._is_alone and step.drawing is None and not step.numbers and not len(step.kept)
+        is_greedy = self._is_direct and step.drawing is None and not step.numbers and not len(step.kept)
         (batch, program), self._kept = self._kept, (None, None)
         if self._graphs is not None and not how and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._last_ids)
@@ -247,7 +247,7 @@ class LocalWorker(Worker):
                 step = replace(step, read_rows=step.read_rows[each], reads=places, kept=kept)
         if len(step.kept):
             self._keep(step, hidden)
-        if is_greedy:
+        if is_greedy and self.model.ranks.size == 1:
             return Completed(SlotResult(greedy(self.model, hidden)[step.reads]))
         reads = SlotReads(self.model, hidden, step, self._states)
         self._last_ids = reads.ids if self.facts.slot_depth > 1 else None
