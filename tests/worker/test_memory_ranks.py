@@ -223,7 +223,7 @@ def test_adapters(tmp_path, size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "cohere2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
 def test_hidden_states_are_those_of_the_modules_of_each_rank(tmp_path, monkeypatch, family, dtype):
     """To the last bit: both add up the same parts in the same order."""
     _, split = engines(tiny_checkpoint(tmp_path, family, **WIDTH), 2, dtype)
