@@ -46,10 +46,9 @@ class MemoryRanks(Ranks):
         self._compiled, memory = compiled, mmap(file, 0)
         # These hold the memory.
         self._held = (c_char * len(memory)).from_buffer(memory), (c_int32 * len(pipes))(*pipes)
-        bytes_, pipes_ = map(addressof, self._held)
-        self.view = RanksView(
-            memory=bytes_, first=parts_begin(size), part=PART, rank=rank, size=size, pipes=pipes_,
-            num_pipes=len(pipes), patience=patience,
+        self.view: RanksView = RanksView(
+            memory=addressof(self._held[0]), first=parts_begin(size), part=PART, rank=rank, size=size,
+            pipes=addressof(self._held[1]), num_pipes=len(pipes), patience=patience,
         )  # fmt: skip
 
     def sum(self, x: Tensor) -> Tensor:

@@ -272,3 +272,21 @@ def test_a_rank_without_a_program_keeps_all_from_it(tmp_path):
     assert all(worker._program is None for worker in workers)
     assert [missing(worker.model) for worker in workers] == [None, None, "an MLP's width"]
     assert all("PyTorch's modules" in worker.passes for worker in workers)
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_two_sums_a_layer(tmp_path, rows):
+    """And one for the embedding, whatever the rows are."""
+    folder, steps = tiny_checkpoint(tmp_path, "llama", **WIDTH), []
+    _, split = engines(folder, 2, rows=rows)
+    view, start = split.worker.workers[0].model.ranks.view, split.worker.start
+
+    def counted(message, prepared=None):
+        before = view.met
+        ticket = start(message)
+        steps.append(view.met - before)
+        return ticket
+
+    split.worker.start = counted
+    read(split, [as_request(tokens) for tokens in prompts(0)], Readout("last"))
+    assert set(steps) - {0} == {2 * 3 + 1} and (len(steps) > 4 if rows == 3 else steps.count(7) == 1)
