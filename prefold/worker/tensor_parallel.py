@@ -181,6 +181,8 @@ class TensorParallelWorker(Worker):
                     self._tell(EndStream(self._forgotten.popleft()))
                 self._tell(message)
                 return self.local.start(message, prepared)
+            except OutOfMemoryError as error:  # others have run the step: it cannot be given again in parts
+                self.fail(RankError(f"rank 0 failed: {error}"))
             except BaseException as error:  # ranks that were left in the middle of a step are of no more use
                 self.fail(error)
 
@@ -236,9 +238,7 @@ class TensorParallelWorker(Worker):
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all ranks, and raises what is wrong: which rank did not do its part, or what failed here."""
         blamed: RankError | None = None
-        if isinstance(error, OutOfMemoryError):  # others have run the step: it cannot be given again in parts
-            blamed = RankError(f"rank 0 failed: {error}")
-        elif isinstance(error, (OSError, EOFError, CollectiveError)):
+        if isinstance(error, (OSError, EOFError, CollectiveError)):
             blamed = self._blame(error)
         self._failure = blamed or error
         for process in self._processes:
