@@ -11,16 +11,12 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 from common import linear_rate, machine, median, read_bandwidth, read_jsonl, run_engine, table, timed, write_json
 from torch import Tensor
-from torch import distributed as dist
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefold import LLM
@@ -177,7 +173,7 @@ def lengths(models: dict, arguments) -> str:
 
 
 def ranks(models: dict, arguments) -> str:
-    """All-reduces of one forward pass, counted by torch's debug mode on rank 0, and their bytes."""
+    """Sums over all ranks of one forward pass, as rank 0 counts its meetings with the others, and their bytes."""
     batches = {"1 request of 40": [40], "10 + 30": [10, 30], "100 requests of 40": [40] * 100}
     readout, rows, alone = Readout("mean"), [], {}
     for size in (1, 2):
@@ -187,34 +183,19 @@ def ranks(models: dict, arguments) -> str:
             rng = np.random.default_rng(0)
             requests = [Request(rng.integers(0, 4096, n).astype(np.int32)) for n in batch]
             run_engine(llm.engine, requests, readout)
-            with CommDebugMode() as comms, counted_bytes() as moved:
-                run_engine(llm.engine, requests, readout)
-            count, nbytes = sum(comms.get_comm_counts().values()), sum(moved)
+            view = llm.model.ranks.view
+            before = 0 if view is None else view.met
+            run_engine(llm.engine, requests, readout)
+            count = 0 if view is None else view.met - before
+            nbytes = count * sum(batch) * llm.config.hidden * llm.dtype.itemsize  # all have a number for each of these
             seconds = median(timed(lambda r=requests, e=llm.engine: run_engine(e, r, readout), arguments.repeats))
             alone.setdefault(name, seconds)
             per_layer = f"{(count - 1) / layers:g} a layer + 1" if count else ""
             ratio = f"{alone[name] / seconds:.2f}"
             rows.append([size, name, sum(batch), count, per_layer, f"{nbytes:,}", f"{1e3 * seconds:.1f}", ratio])
         llm.close()
-    headers = ["ranks", "batch", "rows", "all-reduces", "", "bytes each rank adds", "ms", "x one rank"]
+    headers = ["ranks", "batch", "rows", "sums", "", "bytes each rank adds", "ms", "x one rank"]
     return table(headers, rows)
-
-
-@contextmanager
-def counted_bytes() -> Iterator[list[int]]:
-    """What this process gives to each all-reduce, in bytes."""
-    moved: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counted(x: Tensor, *arguments, **options):
-        moved.append(x.nbytes)
-        return all_reduce(x, *arguments, **options)
-
-    dist.all_reduce = counted
-    try:
-        yield moved
-    finally:
-        dist.all_reduce = all_reduce
 
 
 def share(models: dict, arguments) -> str:

@@ -24,7 +24,7 @@ from .face.running import check_process
 from .face.texts import Texts
 from .model import config_from, load_adapter, load_model
 from .model.int8 import probe_tokens
-from .model.parallel import ALONE
+from .model.parallel import ALONE, CollectiveError
 from .model_options import GROUPS, ModelOptions, model_options
 from .options import described
 from .schedule.parts import settled
@@ -102,7 +102,9 @@ class LLM(NumericTasks, Texts):
             self.passes = "; ".join(filter(None, words))
             if self._team is not None:
                 self._team.join(worker)
-        except BaseException:
+        except BaseException as error:
+            if self._team is not None and isinstance(error, CollectiveError):
+                self._team.fail(error)  # with what kept a rank from it
             if self._team is not None:
                 self._team.close()
             raise

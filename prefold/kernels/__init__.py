@@ -13,6 +13,7 @@ from .interface import DTYPES, RowLists, SlotLists, SlotPlane, TileCall
 from .loader import Kernels, load, status
 from .products import COLUMNS, Blocks, PanelPool, can_pack_words, matrix_addresses, pack_words
 from .program import Kind, LowRank, Operation, PathPlane, ProgramCall
+from .ranks import CollectiveError, RanksView
 from .states import ConvPlaces, RunOrder
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "MAX_HEAD_DIM",
     "WHOLE_TYPES",
     "Blocks",
+    "CollectiveError",
     "ConvPlaces",
     "Kernels",
     "Kind",
@@ -30,6 +32,7 @@ __all__ = [
     "PanelPool",
     "PathPlane",
     "ProgramCall",
+    "RanksView",
     "RowLists",
     "RunOrder",
     "SlotLists",

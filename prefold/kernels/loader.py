@@ -22,6 +22,7 @@ from .interface import bind
 from .logits import LogitKernels
 from .products import ProductKernels
 from .program import ProgramKernels
+from .ranks import RankKernels
 from .states import StateKernels
 
 
@@ -33,6 +34,7 @@ class Kernels(
     LogitKernels,
     ProductKernels,
     ProgramKernels,
+    RankKernels,
     StateKernels,
 ):
     """It has the functions of one compiled library. Calls release the GIL and use torch's number of threads."""

@@ -6,6 +6,7 @@ from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 from .interface import Family
+from .ranks import check_met
 
 
 class Kind(IntEnum):
@@ -19,7 +20,7 @@ class Operation(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("kind", "source", "out", "beside", "wide", "plane", "window")),
-        *((name, c_int32) for name in ("activation", "linear")),
+        *((name, c_int32) for name in ("activation", "linear", "summed")),
         ("eps", c_float),
         *((name, c_int64) for name in ("at", "keys", "heads", "dim", "kv_heads", "columns", "positions")),
         *((name, c_void_p) for name in ("weight", "bias", "blocks")),
@@ -54,7 +55,9 @@ class ProgramCall(Structure):
         *((name, c_int64) for name in ("kept_path", "kept_new", "unfolded")),
         *((name, c_void_p) for name in ("scatter", "gather", "read_order", "unfolded_room", "plans", "read_plans")),
         *((name, c_void_p) for name in ("numbers", "adapters", "adapted", "low")),
-        *((name, c_int64) for name in ("most_ranks", "none")),
+        ("most_ranks", c_int64),
+        ("ranks", c_void_p),
+        ("none", c_int64),
         *((name, c_float) for name in ("scale", "cap")),
         *((name, c_int32) for name in ("threads", "is_bf16")),
     )
@@ -69,10 +72,11 @@ class ProgramKernels(Family):
 
     def run_program(self, call: ProgramCall) -> None:
         """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot, a token or a
-        position that is not there."""
+        position that is not there, CollectiveError where the ranks of a split model do not meet."""
         failed = self._calls["run_program"](byref(call))
         wrong = {2: ("slot", "slots of the store"), 3: ("token", "known ids"), 4: ("position", "learned ones")}
         if failed in wrong:
             raise ValueError("a {} that is not there; pass {}".format(*wrong[failed]))
+        check_met(failed)
         if failed:
             raise MemoryError("program")

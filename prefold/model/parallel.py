@@ -17,8 +17,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
+from .. import kernels
 from ..device import send
 from ..errors import InputError
+from ..kernels import CollectiveError
 from .config import ModelConfig
 from .products import Panels
 
@@ -116,16 +118,12 @@ def _length(part: slice) -> int:
     return part.stop - part.start
 
 
-class CollectiveError(RuntimeError):
-    """A CollectiveError says that a collective call has failed: another rank has gone, or has not come to it in
-    time."""
-
-
 class Alone:
     """An Alone is one rank that holds everything: the case without tensor parallelism, and what `Ranks` does the work
     of."""
 
     rank, size = 0, 1
+    view: kernels.RanksView | None = None  # where ranks exchange through memory: what compiled code knows of them
 
     def shard(self, config: ModelConfig) -> Shard:
         return Shard.of(config, self.rank, self.size)
@@ -133,6 +131,10 @@ class Alone:
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum of every rank's x, on every rank; may be x itself."""
         return x
+
+    def agree(self, own: bool) -> bool:
+        """Returns whether `own` is true on every rank."""
+        return own
 
     def embed(self, tokens: Tensor, weight: Tensor | Panels, vocab: slice) -> Tensor:
         """Returns rows of the whole embedding [tokens, hidden]; weight: this rank's, of the ids in `vocab`."""
@@ -153,8 +155,10 @@ ALONE = Alone()
 
 
 class Ranks(Alone):
-    """A Ranks is this process's rank among those of torch.distributed's default group; every rank makes the same
-    calls."""
+    """A Ranks is this process's rank among those of torch.distributed's default group; every rank makes the same calls.
+
+    On a CPU with compiled kernels `worker.memory_ranks.MemoryRanks` takes its place.
+    """
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

@@ -116,8 +116,8 @@ class LocalWorker(Worker):
             span_rows=model.config.span_rows,
             features=tuple(part.facts for part in parts if part.facts is not None),
         )
-        # Whether nothing is on its way from a device or to other ranks when a step has been started.
-        self._is_alone = model.device.type == "cpu" and model.ranks.size == self.facts.slot_depth == 1
+        # Whether nothing is on its way from a device when a step has been started.
+        self._is_direct = model.device.type == "cpu" and self.facts.slot_depth == 1
         self.store: KVStore | None = None
         self._with_graphs = graphs
         self._graphs: DecodeGraphs | None = None
@@ -175,9 +175,9 @@ class LocalWorker(Worker):
         """Returns in words what computes a forward pass."""
         if self.model.computed_by:
             return f"forward passes run through {self.model.computed_by}"
-        thing = missing(self.model) if self.model.device.type == "cpu" else ""
-        if thing is None:
+        if self._program is not None:
             return "each forward pass is one compiled call"
+        thing = missing(self.model) or "another rank's part" if self.model.device.type == "cpu" else ""
         return "forward passes run through PyTorch's modules" + (f" ({thing}: not compiled)" if thing else "")
 
     def _run_stream(self, step: StreamStep) -> Ticket:
@@ -223,8 +223,8 @@ class LocalWorker(Worker):
         return DONE
 
     def _is_greedy(self, step: SlotStep) -> bool:
-        """Returns whether a step gives nothing but the most likely token of each read, and no rank waits for them."""
-        return self._is_alone and step.drawing is None and not step.numbers and not len(step.kept)
+        """Returns whether a step gives nothing but the most likely token of each read, now."""
+        return self._is_direct and step.drawing is None and not step.numbers and not len(step.kept)
 
     def _go_on(self, step: Message) -> Ticket | None:
         """Runs a greedy step that follows a greedy one, both by the program, without a tensor; None: it is another."""
@@ -263,7 +263,7 @@ class LocalWorker(Worker):
                 step = replace(step, read_rows=step.read_rows[each], reads=places, kept=kept)
         if len(step.kept):
             self._keep(step, hidden)
-        if self._is_greedy(step):
+        if self._is_greedy(step) and self.model.ranks.size == 1:
             return Completed(SlotResult(greedy(self.model, hidden)[step.reads]))
         reads = SlotReads(self.model, hidden, step, self._states)
         self._last_ids = reads.ids if self.facts.slot_depth > 1 else None

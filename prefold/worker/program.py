@@ -81,12 +81,15 @@ class Program:
         self._kept: list[Tensor] = []  # what operations name by address and the model does not hold
         self._linears: list[NamedLinear] = []
         self._operations: list[Operation] = []
-        vocab, table = len(model.embedding), model.matrix("embedding")
+        vocab, table = model.shard.vocab, model.matrix("embedding")
+        view = model.ranks.view
+        self._is_split, self._ranks = view is not None, None if view is None else addressof(view)
+        self._heads_agree: bool | None = None  # whether each rank has the head as a product of the kernels
         embedding = _matrix(table) if isinstance(table, Panels) else {"weight": table.data_ptr()}
         learned, scale = model.position_embedding, model.embedding_scale
         self._add(
-            Kind.EMBED, out=X, **embedding, bias=self._address(learned), columns=vocab, eps=scale,
-            positions=0 if learned is None else len(learned),
+            Kind.EMBED, out=X, **embedding, bias=self._address(learned), at=vocab.start, columns=len(model.embedding),
+            dim=config.vocab_size, eps=scale, positions=0 if learned is None else len(learned), summed=self._is_split,
         )  # fmt: skip
         delta, whole = -1, [(number, plane) for plane, number in enumerate(config.visited)]
         for plane, (number, like) in enumerate(whole if part is None else part):
@@ -172,9 +175,13 @@ class Program:
         if shape is not None and shape.cap is not None:
             return False  # a cap makes logits equal that are far from it and near to each other
         head: Any = self._model.product_of_head()
+        if self._heads_agree is None:  # there may be room for a packed one on some ranks only
+            self._heads_agree = not self._is_split or self._model.ranks.agree(type(head) is Panels)
+        if not self._heads_agree:
+            return False
         if head is not self._head and type(head) is Panels:
             del self._operations[self._layers_end :]
-            self._add(Kind.HEAD, source=OUT, **_matrix(head), columns=head.outputs)
+            self._add(Kind.HEAD, source=OUT, **_matrix(head), columns=head.outputs, at=self._model.shard.vocab.start)
             self._array = (Operation * len(self._operations))(*self._operations)
             self._head, self._last = head, None
         return head is not None and head is self._head
@@ -241,7 +248,7 @@ class Program:
             positions=batch.positions.data_ptr(), tables=addressof(self._addresses), num_tables=self._num_tables,
             dim=model.config.head_dim, angles=self._angles, scale=model.config.scale,
             cap=model.config.attention_cap or 0, plans=addressof(plans), read_plans=addressof(read_plans),
-            is_bf16=model.dtype == torch.bfloat16, **call_fields,
+            is_bf16=model.dtype == torch.bfloat16, ranks=self._ranks, **call_fields,
         )  # fmt: skip
         adapted = self._adapt(call, batch.adapters) if batch.adapters.adapters else None
         return Prepared(batch, call, buffers, last, (x, plans, read_plans, adapted))
@@ -327,7 +334,7 @@ class Program:
             kind, bias = Kind.GATED, None if bias is None else in_turn(bias)
         self._add(
             kind, source=source, out=out, **_matrix(product), bias=self._address(bias),
-            activation=activation, linear=len(self._linears),
+            activation=activation, linear=len(self._linears), summed=self._is_split and name in ("o", "down"),
         )  # fmt: skip
         self._linears.append(NamedLinear(layer.number, name, linear, product))
 
@@ -452,7 +459,9 @@ def program_of(model: CausalLM, part: Sequence[tuple[int, int]] | None = None) -
     from the first on
     """
     compiled = heads_of(model).compiled(model.device)
-    return None if compiled is None or missing(model, part is None) else Program(model, compiled, part)
+    if not model.ranks.agree(compiled is not None and missing(model, part is None) is None) or compiled is None:
+        return None
+    return Program(model, compiled, part)
 
 
 def missing(model: CausalLM, whole: bool = True) -> str | None:
@@ -468,7 +477,8 @@ def missing(model: CausalLM, whole: bool = True) -> str | None:
     things = {
         "compiled kernels for its heads": heads_of(model).compiled(model.device) is not None,
         "a model of another kind, or all visits of a looped model": not whole or type(model) is CausalLM,
-        "several ranks": model.ranks.size == 1,
+        "ranks that share no memory": model.ranks.size == 1 or model.ranks.view is not None,
+        "norms over the heads of several ranks": model.ranks.size == 1 or not config.row_qk_norm,
         "layers of another kind": len(layers) == len(model.layers),
         "an MLP of another kind": len(mlps) == len(layers) and config.activation in ACTIVATIONS,
         "an MLP's width": all(type(product) is GatePanels for product in gates),

@@ -43,7 +43,9 @@ def _follow(pipe: Connection, start: Start) -> None:
     if start.device.type == "cuda":
         torch.cuda.set_device(start.device)
     load_plugins()  # the config is made, and names kinds of things that rooms and plugins add
-    ranks = start.join()
+    ranks = start.join([pipe])
+    if start.memory is not None:
+        os.close(start.memory)
     torch.set_num_threads(start.threads)
     place = {"dtype": start.dtype, "device": start.device}
     model = load_model(start.checkpoint, **place, seed=start.seed, config=start.config, ranks=ranks)

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -30,12 +30,14 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import distributed as dist
 
+from .. import kernels
 from ..checkpoint import Checkpoint
 from ..errors import InputError, OutOfMemoryError, RankError
 from ..model import ModelConfig
 from ..model.parallel import CollectiveError, Ranks, Shard
 from ..schedule.steps import EndStream, Message
 from .local import LocalWorker
+from .memory_ranks import MemoryRanks, memory_file
 from .protocol import Ticket, Worker
 
 # The status with which a rank ends that another one has left alone in a collective.
@@ -54,12 +56,14 @@ LAST_WORD_SECONDS = 5
 class Start:
     """A Start is the first message to a rank: what to load, and where the other ranks are.
 
-    port    of rank 0's store, by which ranks find each other
+    memory  the descriptor of the file by which ranks exchange on a CPU; None: they do by torch.distributed
+    port    of rank 0's store, by which ranks find each other there
     config  as rank 0 reads the checkpoint, for families may be the caller's own
     """
 
     rank: int
     size: int
+    memory: int | None
     port: int
     timeout: float
     checkpoint: Checkpoint
@@ -70,9 +74,11 @@ class Start:
     seed: int
     adapters: dict[str, str]
 
-    def join(self, store: dist.Store | None = None) -> Ranks:
-        """Meets the other ranks in the default process group of torch.distributed, and returns this rank's view of
-        them. store: rank 0's own."""
+    def join(self, pipes: Sequence[Connection], store: dist.Store | None = None) -> Ranks:
+        """Meets the other ranks in shared memory, or in the default process group of torch.distributed, and returns
+        this rank's view of them. pipes: to other ranks; store: rank 0's own."""
+        if self.memory is not None:
+            return MemoryRanks(self.rank, self.size, self.memory, [pipe.fileno() for pipe in pipes], self.timeout)
         for name in ("lo", "lo0"):
             if name in (interface for _, interface in socket.if_nameindex()):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -112,36 +118,43 @@ class TensorParallelWorker(Worker):
         for rank in range(size):
             Shard.of(config, rank, size)
         _check_devices(device, size)
-        if dist.is_initialized():
+        memory, port, store = None, 0, None
+        if device.type == "cpu" and kernels.load() is not None:
+            memory = memory_file(size)
+        elif dist.is_initialized():
             raise InputError(
                 "torch.distributed is in use in this process",
                 field="tensor_parallel",
                 remedy="end what uses it (close() of another LLM), or use a process of its own",
             )
-        listener = socket.create_server((_HERE, 0))
-        port = listener.getsockname()[1]
-        how = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-        store = dist.TCPStore(_HERE, port, size, timeout=timedelta(seconds=TIMEOUT_SECONDS), **how)
+        else:
+            listener = socket.create_server((_HERE, 0))
+            port = listener.getsockname()[1]
+            how = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+            store = dist.TCPStore(_HERE, port, size, timeout=timedelta(seconds=TIMEOUT_SECONDS), **how)
         self._turn = threading.RLock()
         self._forgotten: deque[int] = deque()
         self._failure: BaseException | None = None
         starts = [
             Start(
-                rank, size, port, TIMEOUT_SECONDS, replace(checkpoint), config,
+                rank, size, memory, port, TIMEOUT_SECONDS, replace(checkpoint), config,
                 dtype, torch.device("cuda", rank) if device.type == "cuda" else device, threads, seed, dict(adapters),
             )
             for rank in range(size)
         ]  # fmt: skip
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        self._end = weakref.finalize(self, _end, self._processes, self._pipes)
+        self._end = weakref.finalize(self, _end, self._processes, self._pipes, memory is None)
         try:
             for start in starts[1:]:
                 self._launch(start)
             self._hear("up")
-            self.ranks = starts[0].join(store)
+            self.ranks = starts[0].join(self._pipes, store)
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
+        finally:
+            if memory is not None:
+                os.close(memory)
 
     def join(self, worker: LocalWorker) -> None:
         """Takes this rank's worker, and waits until every rank has one. Raises RankError with what kept a rank from
@@ -150,7 +163,7 @@ class TensorParallelWorker(Worker):
         try:
             self._hear("ready")
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
 
     def prepare(self, message: Message) -> Any:
         return self.local.prepare(message)
@@ -168,8 +181,10 @@ class TensorParallelWorker(Worker):
                     self._tell(EndStream(self._forgotten.popleft()))
                 self._tell(message)
                 return self.local.start(message, prepared)
+            except OutOfMemoryError as error:  # others have run the step: it cannot be given again in parts
+                self.fail(RankError(f"rank 0 failed: {error}"))
             except BaseException as error:  # ranks that were left in the middle of a step are of no more use
-                self._fail(error)
+                self.fail(error)
 
     def forget(self, stream: int) -> None:
         # Told with the next message: this may be called in the middle of one.
@@ -200,11 +215,12 @@ class TensorParallelWorker(Worker):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         root = str(Path(__file__).parents[2])
         command = [sys.executable, "-P", "-m", "prefold.worker.rank", str(theirs.fileno())]
+        passed = [theirs.fileno()] if start.memory is None else [theirs.fileno(), start.memory]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         with theirs:
             # Results may go to standard output: no rank writes there.
             process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, env=environment, close_fds=True
+                command, pass_fds=passed, stdout=subprocess.DEVNULL, env=environment, close_fds=True
             )
         self._processes.append(process)
         self._pipes.append(ours)
@@ -219,12 +235,10 @@ class TensorParallelWorker(Worker):
             if heard != word:
                 raise RankError(f"rank {rank}: {heard}")
 
-    def _fail(self, error: BaseException) -> NoReturn:
+    def fail(self, error: BaseException) -> NoReturn:
         """Ends all ranks, and raises what is wrong: which rank did not do its part, or what failed here."""
         blamed: RankError | None = None
-        if isinstance(error, OutOfMemoryError):  # others have run the step: it cannot be given again in parts
-            blamed = RankError(f"rank 0 failed: {error}")
-        elif isinstance(error, (OSError, EOFError, CollectiveError)):
+        if isinstance(error, (OSError, EOFError, CollectiveError)):
             blamed = self._blame(error)
         self._failure = blamed or error
         for process in self._processes:
@@ -281,12 +295,13 @@ def _check_devices(device: torch.device, size: int) -> None:
         )
 
 
-def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection]) -> None:
-    """Closes the pipes, at which ranks end; those that do not are made to."""
+def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection], in_group: bool) -> None:
+    """Closes the pipes, at which ranks end; those that do not are made to. in_group: whether ranks met in the default
+    process group."""
     for pipe in pipes:
         pipe.close()
     with contextlib.suppress(Exception):
-        if dist.is_initialized():
+        if in_group and dist.is_initialized():
             dist.destroy_process_group()
     for process in processes:
         try:

@@ -90,7 +90,7 @@ def test_the_largest_of_each_row(dtype, rows, columns):
         x[1, 3], x[2, 5] = torch.nan, torch.inf
     packed, ids = kernels.pack_words(weight), torch.full((rows,), -7)
     found = kernels.load()._calls["greedy", dtype](
-        x.data_ptr(), packed.data_ptr(), None, ids.data_ptr(), rows, columns, 40, -2, torch.get_num_threads()
+        x.data_ptr(), packed.data_ptr(), None, ids.data_ptr(), rows, columns, 40, -2, torch.get_num_threads(), 0, None
     )
     logits = product(x, weight, out_dtype=F32)
     finite = logits.isfinite().all(1) if rows > 2 else torch.ones(rows, dtype=torch.bool)

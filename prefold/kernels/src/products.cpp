@@ -3,6 +3,7 @@
 
 #include "epilogue.h"
 #include "int8.h"
+#include "ranks.h"
 
 #include <cmath>
 #include <memory>
@@ -139,7 +140,7 @@ PREFOLD_INLINE Words not_below(const Floats& x, const Floats& y) {
 // best [rows] = the largest rank_of of each row of the product.
 template <class Format>
 int32_t largest(const typename Format::Element* x, const uint32_t* packed, const BlockPanel* blocks, std::atomic<uint64_t>* best, int64_t rows,
-                int64_t columns, int64_t k, int threads) {
+                int64_t columns, int64_t k, int threads, int64_t first) {
   for (int64_t r = 0; r < rows; ++r) best[r].store(0, std::memory_order_relaxed);
   return product<Format>(x, k, packed, blocks, rows, columns, k, threads, [&](int64_t row, int64_t column, int64_t count,
                                                                      int64_t width, const float* tile) {
@@ -147,20 +148,24 @@ int32_t largest(const typename Format::Element* x, const uint32_t* packed, const
       uint64_t here = 0, before = best[row + r].load(std::memory_order_relaxed);
       const Floats top(number_of(before));
       if (!any_bit(not_below(load(tile), top) | not_below(load(tile + kLanes), top))) continue;
-      for (int64_t i = 0; i < width; ++i) here = std::max(here, rank_of(tile[i], column + i));
+      for (int64_t i = 0; i < width; ++i) here = std::max(here, rank_of(tile[i], first + column + i));
       while (here > before && !best[row + r].compare_exchange_weak(before, here, std::memory_order_relaxed)) {
       }
     }
   });
 }
 
-// ids [rows]: where the first of the largest numbers of each row of the product is; `none` where it is not finite.
+// ids [rows]: where the first of the largest numbers of each row of the product is; `none` where it is not finite. Of a
+// product whose columns several ranks have, this one's begin with the column `first`.
 template <class Format>
 int32_t greedy(const typename Format::Element* x, const uint32_t* packed, const BlockPanel* blocks, int64_t* ids, int64_t rows, int64_t columns,
-               int64_t k, int64_t none, int threads) {
+               int64_t k, int64_t none, int threads, int64_t first, Ranks* ranks) {
   static_assert(sizeof(std::atomic<uint64_t>) == sizeof(int64_t));
   auto* best = reinterpret_cast<std::atomic<uint64_t>*>(ids);
-  if (const int32_t failed = largest<Format>(x, packed, blocks, best, rows, columns, k, threads)) return failed;
+  if (const int32_t failed = largest<Format>(x, packed, blocks, best, rows, columns, k, threads, first)) return failed;
+  if (ranks) {
+    if (const int32_t unmet = ranks->most(reinterpret_cast<uint64_t*>(ids), rows)) return unmet;
+  }
   constexpr uint64_t kInfinity = 0xff800000u, kLowest = 0x007fffffu;  // of the upper halves
   for (int64_t r = 0; r < rows; ++r) {
     const uint64_t rank = best[r].load(std::memory_order_relaxed), upper = rank >> 32;
@@ -203,8 +208,9 @@ PREFOLD_EXPORT_LINEAR(bfloat16_float32, Bf16Words, Bf16, float)
 // finite, as where one of them is NaN.
 #define PREFOLD_EXPORT_GREEDY(name, Format, E)                                                                        \
   extern "C" int32_t prefold_greedy_##name(const E* x, const uint32_t* packed, const prefold::BlockPanel* blocks, int64_t* ids, int64_t rows,            \
-                                           int64_t columns, int64_t k, int64_t none, int32_t threads) {               \
-    return prefold::greedy<prefold::Format>(x, packed, blocks, ids, rows, columns, k, none, threads);                         \
+                                           int64_t columns, int64_t k, int64_t none, int32_t threads, int64_t first,  \
+                                           prefold::Ranks* ranks) {                                                   \
+    return prefold::greedy<prefold::Format>(x, packed, blocks, ids, rows, columns, k, none, threads, first, ranks);   \
   }
 PREFOLD_EXPORT_GREEDY(float32, FloatWords, float)
 PREFOLD_EXPORT_GREEDY(bfloat16, Bf16Words, Bf16)

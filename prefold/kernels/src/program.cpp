@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "epilogue.h"
 #include "parallel.h"
+#include "ranks.h"
 
 using prefold::Bf16;
 
@@ -23,7 +24,7 @@ using prefold::Bf16;
   extern "C" prefold::ProductFunction<E, E> prefold_linear_##name, prefold_gated_linear_silu_##name,              \
       prefold_gated_linear_gelu_tanh_##name;                                                                      \
   extern "C" int32_t prefold_greedy_##name(const E*, const uint32_t*, const prefold::BlockPanel*, int64_t*, int64_t, int64_t, int64_t, int64_t, \
-                                           int32_t);                                                               \
+                                           int32_t, int64_t, prefold::Ranks*);                                                               \
   extern "C" void prefold_block_rows_##name(const prefold::BlockPanel*, const int64_t*, E*, int64_t, int64_t, int32_t);
 namespace prefold {
 template <class E, class Out>
@@ -60,12 +61,14 @@ struct Operation {
   int32_t window;       // kAttend: the plan
   int32_t activation;   // kLinear, kGated
   int32_t linear;       // kLinear, kGated: its number in the tables of adapters
+  int32_t summed;       // kLinear, kEmbed: whether the result is the sum of what all ranks give
   float eps;            // kNorm, kRope; kEmbed: what embeddings are multiplied with; kAdd: likewise what is added
-  int64_t at;           // kNorm: where what is normed begins in a row; kRope, kAttend: where heads (kAttend: queries) do
+  int64_t at;           // kNorm: where what is normed begins in a row; kRope, kAttend: where heads (kAttend: queries) do;
+                        // kEmbed, kHead: the first id of this rank's part of the vocabulary
   int64_t keys;         // kAttend: where keys begin in a row of `beside`; values follow them
-  int64_t heads, dim;   // kRope, kAttend
+  int64_t heads, dim;   // kRope, kAttend; kEmbed: dim is the size of the vocabulary
   int64_t kv_heads;     // kAttend
-  int64_t columns;      // kEmbed, kHead: the vocabulary; kNorm: how many numbers of a row are normed
+  int64_t columns;      // kEmbed, kHead: the size of the part; kNorm: how many numbers of a row are normed
   int64_t positions;    // kEmbed: how many of them are learned
   const void *weight, *bias;  // kNorm: with a bias it is a LayerNorm; kEmbed: the bias is what is learned of positions
   const BlockPanel* blocks;   // kLinear, kGated, kEmbed, kHead: the matrix, where it is in blocks and `weight` is null
@@ -108,6 +111,7 @@ struct ProgramCall {
   RowLow* adapted;                     // [rows]: room
   float* low;                          // [rows, most_ranks]: room
   int64_t most_ranks;
+  Ranks* ranks;                        // of a model that is split; null: it is whole
   int64_t none;                        // in `ids`, where the largest logit is not finite
   float scale, cap;                    // of attention, as of TileCall
   int32_t threads, is_bf16;
@@ -153,7 +157,8 @@ struct Pass {
     const auto* bias = static_cast<const E*>(op.bias);
     const int64_t k = call.widths[op.source], columns = call.widths[op.out];
     const E* in = buffer(op.source);
-    E* out = buffer(op.out);
+    const bool is_given = op.summed && rows * columns * static_cast<int64_t>(sizeof(E)) <= call.ranks->part;
+    E* out = is_given ? call.ranks->part_of<E>(call.ranks->rank) : buffer(op.out);
     const Epilogue epilogue{call.numbers ? call.adapted : nullptr, op.activation};
     if (call.numbers) {
       if (const int32_t failed = lower(op)) return failed;
@@ -164,7 +169,9 @@ struct Pass {
                      ? pick_of<E>(prefold_gated_linear_silu_float32, prefold_gated_linear_silu_bfloat16)
                      : pick_of<E>(prefold_gated_linear_gelu_tanh_float32, prefold_gated_linear_gelu_tanh_bfloat16);
     }
-    return function(in, k, weight, op.blocks, bias, out, rows, columns, k, call.threads, &epilogue);
+    const int32_t failed = function(in, k, weight, op.blocks, bias, out, rows, columns, k, call.threads, &epilogue);
+    if (failed || !op.summed) return failed;
+    return call.ranks->sum(buffer(op.out), rows * columns, call.threads, is_given);
   }
 
   // Multiplies rows that have an adapter with its A: neighbours with the same adapter together.
@@ -208,7 +215,7 @@ struct Pass {
 
   int32_t embed(const Operation& op) const {
     for (int64_t r = 0; r < rows; ++r) {
-      if (call.tokens[r] < 0 || call.tokens[r] >= op.columns) return 3;
+      if (call.tokens[r] < 0 || call.tokens[r] >= op.dim) return 3;
       if (op.bias && (call.positions[r] < 0 || call.positions[r] >= op.positions)) return 4;
     }
     const int64_t width = call.widths[op.out];
@@ -221,7 +228,12 @@ struct Pass {
     parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
         E* to = buffer(op.out) + r * width;
-        const E* from = table ? table + call.tokens[r] * width : to;
+        const int64_t token = call.tokens[r] - op.at;
+        if (token < 0 || token >= op.columns) {  // another rank's
+          std::memset(static_cast<void*>(to), 0, width * sizeof(E));
+          continue;
+        }
+        const E* from = table ? table + token * width : to;
         if (op.eps == 1 && !learned) {
           std::memcpy(to, from, width * sizeof(E));
           continue;
@@ -233,7 +245,7 @@ struct Pass {
         }
       }
     });
-    return 0;
+    return op.summed ? call.ranks->sum(buffer(op.out), rows * width, call.threads, false) : 0;
   }
 
   void add(const Operation& op) const {
@@ -252,7 +264,7 @@ struct Pass {
   int32_t choose(const Operation& op) const {
     return pick_of<E>(prefold_greedy_float32, prefold_greedy_bfloat16)(
         buffer(op.source), static_cast<const uint32_t*>(op.weight), op.blocks, call.ids, rows, op.columns, call.widths[op.source],
-        call.none, call.threads);
+        call.none, call.threads, op.at, call.ranks);
   }
 
   void rope(const Operation& op) const {
@@ -386,7 +398,7 @@ struct Pass {
 }  // namespace
 }  // namespace prefold
 
-// 0; 1 where memory is short; 2 where a slot is out of range, 3 a token, 4 a position.
+// 0; 1 where memory is short; 2 where a slot is out of range, 3 a token, 4 a position; or an Unmet.
 extern "C" int32_t prefold_run_program(const prefold::ProgramCall* call) {
   using namespace prefold;
   if (call->rows == 0) return 0;

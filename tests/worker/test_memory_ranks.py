@@ -1,0 +1,292 @@
+"""Ranks that exchange through memory, as threads of this process: what is exchanged, and the program of a split
+model."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from adapters import write_adapter
+from generating import ask, generate, tokens_of
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from running import as_request
+from tiny import FAMILIES, MIXTURES, MORE, tiny_checkpoint
+
+from prefold import kernels
+from prefold.checkpoint import resolve
+from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
+from prefold.model import load_adapter, load_model
+from prefold.model.parallel import ALONE, CollectiveError
+from prefold.stream import Spool
+from prefold.types import Readout
+from prefold.worker import memory_ranks
+from prefold.worker.local import LocalWorker
+from prefold.worker.memory_ranks import MemoryRanks, memory_file
+from prefold.worker.program import Program, missing
+from prefold.worker.protocol import Worker
+from prefold.worker.rows import forward_stream
+from prefold.worker.slots import forward, make_store
+
+EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
+WIDTH = {"intermediate_size": 80, "n_inner": 80, "shared_intermediate_size": 80}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch):
+    """Lets the kernels multiply on every machine, also where PyTorch does it faster."""
+    if kernels.load() is None:
+        pytest.skip("there is no compiler")
+    monkeypatch.setattr(
+        "prefold.model.products.product_kernels",
+        lambda weight: kernels.load() if kernels.can_pack_words(weight) else None,
+    )
+
+
+def ranks_of(size: int, patience: float = 60.0) -> list[MemoryRanks]:
+    file = memory_file(size)
+    ranks = [MemoryRanks(rank, size, file, [], patience) for rank in range(size)]
+    os.close(file)
+    return ranks
+
+
+def each(ranks: list, work) -> list:
+    """work(rank) of every rank, in threads."""
+    with ThreadPoolExecutor(len(ranks)) as pool, torch.inference_mode():
+        return [one.result() for one in [pool.submit(torch.inference_mode()(work), rank) for rank in ranks]]
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(memory_ranks, "PART", 4096)
+
+
+@pytest.mark.usefixtures("small_parts")
+@settings(max_examples=30, deadline=None)
+@given(size=st.integers(2, 5), counts=st.lists(st.integers(1, 5000), min_size=1, max_size=12), seed=st.integers(0, 99))
+def test_every_rank_has_the_same_bits_of_a_sum_and_rank_0_all_pieces(size, counts, seed):
+    """In float32, and rounded once; what needs several exchanges too."""
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    given_ = [
+        [torch.randn(count, generator=generator).to(dtypes[i % 3]) for _ in range(size)]
+        for i, count in enumerate(counts)
+    ]
+
+    def work(ranks):
+        return [(ranks.sum(parts[ranks.rank].clone()), ranks.collect(parts[ranks.rank])) for parts in given_]
+
+    found = each(ranks_of(size), work)
+    for number, parts in enumerate(given_):
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        for rank in range(size):
+            assert torch.equal(found[rank][number][0], total.to(parts[0].dtype))
+            assert found[rank][number][1] is None or rank == 0
+        assert all(torch.equal(*pair) for pair in zip(found[0][number][1], parts, strict=True))
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_all_ranks_agree_on():
+    assert each(ranks_of(3), lambda ranks: ranks.agree(True)) == [True] * 3
+    assert each(ranks_of(3), lambda ranks: ranks.agree(ranks.rank != 1)) == [False] * 3
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_rank_that_does_not_come_and_one_that_does_something_else():
+    alone, *_ = ranks_of(2, patience=0.05)
+    with pytest.raises(CollectiveError, match="timed out"):
+        alone.sum(torch.ones(3))
+    ranks = ranks_of(2)
+
+    def differs(rank):
+        with pytest.raises(CollectiveError, match="at different steps"):
+            rank.sum(torch.ones(3 + rank.rank))
+
+    each(ranks, differs)
+
+
+def test_a_rank_that_ends_is_not_waited_for():
+    ours, theirs = os.pipe()
+    file = memory_file(2)
+    rank = MemoryRanks(0, 2, file, [ours], 3600)
+    os.close(file)
+    threading.Timer(0.1, os.close, (theirs,)).start()
+    with pytest.raises(CollectiveError, match="a rank has ended"):
+        rank.sum(torch.ones(3))
+    os.close(ours)
+
+
+class Team(Worker):
+    """A Team gives each message to the workers of all ranks, in threads, and returns the ticket of rank 0."""
+
+    def __init__(self, workers: list[LocalWorker]):
+        self.workers, self.facts = workers, workers[0].facts
+
+    def start(self, message, prepared=None):
+        return each(self.workers, lambda worker: worker.start(message))[0]
+
+    def kv_slots(self, kv_memory, slot_bytes):
+        return self.workers[0].kv_slots(kv_memory, slot_bytes)
+
+
+def worker_of(folder, dtype, ranks, adapters=()) -> LocalWorker:
+    checkpoint = resolve(str(folder))
+    place = {"dtype": dtype, "device": CPU, "ranks": ranks}
+    model = load_model(checkpoint, **place)
+    loaded = {path.name: load_adapter(path, model.config, **place, name=path.name) for path in adapters}
+    return LocalWorker(model, loaded)
+
+
+def engines(folder, size: int, dtype=torch.float32, adapters=(), rows=7, slots=400) -> list[ModelEngine]:
+    """Engines over one rank, and over `size`."""
+    alone = worker_of(folder, dtype, ALONE, adapters)
+    team = Team(each(ranks_of(size), lambda ranks: worker_of(folder, dtype, ranks, adapters)))
+    assert all(worker._program is not None for worker in team.workers)
+    found = []
+    for worker in (alone, team):
+        options = GenerateOptions(kv_memory=(slots + 1) * worker.facts.slot_bytes)
+        found.append(ModelEngine(worker, EngineOptions(sharing="full", max_batch_rows=rows, generation=options)))
+    return found
+
+
+def prompts(seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    first = rng.integers(3, 29, 9).tolist()
+    return [first + rng.integers(3, 29, n).tolist() for n in (1, 4, 7, 2)] + [first]
+
+
+def read(engine: ModelEngine, requests, readout: Readout) -> list:
+    results = [None] * len(requests)
+    with Spool() as spool:
+        for number, request in enumerate(requests):
+            spool.add(request, str(number).encode())
+        for tag, result in engine.run(spool.windows(max_tokens=1 << 20), readout):
+            results[int(tag)] = result
+    return results
+
+
+def check_equal(alone: ModelEngine, split: ModelEngine, seed: int = 0, adapters=(None,)) -> None:
+    """Hidden states, log-probabilities and tokens, greedy and drawn, of many ranks against those of one."""
+    for kind in ("last", "mean"):
+        found, expected = (read(e, [as_request(t) for t in prompts(seed)], Readout(kind)) for e in (split, alone))
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4)
+    requests = [as_request(tokens, tokens[:3]) for tokens in prompts(seed)]
+    found, expected = (read(engine, requests, Readout("logprobs")) for engine in (split, alone))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4)
+    for how in ({}, {"temperature": 1.0, "seed": 3, "logprobs": 2}):
+        asked = [ask(tokens, max_tokens=5, ignore_eos=True, **how) for tokens in prompts(seed)]
+        asked = [replace(request, adapter=name) for request in asked for name in adapters]
+        assert tokens_of(generate(split, asked)) == tokens_of(generate(alone, asked))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("family", [family for family in EVERY if family not in ("olmo2", "olmo3")])
+def test_a_split_model_gives_what_one_rank_gives(tmp_path, family, size):
+    check_equal(*engines(tiny_checkpoint(tmp_path, family, **WIDTH), size))
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_odd_shapes(data, tmp_path_factory):
+    kv_heads, group, size = (data.draw(st.integers(*bounds)) for bounds in ((1, 4), (1, 4), (2, 4)))
+    assume(kv_heads * group >= size)
+    folder = tiny_checkpoint(
+        tmp_path_factory.mktemp("odd"),
+        data.draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
+        num_hidden_layers=data.draw(st.integers(1, 2)),
+        num_attention_heads=kv_heads * group,
+        num_key_value_heads=kv_heads,
+        head_dim=2 * data.draw(st.integers(1, 5)),
+        hidden_size=data.draw(st.integers(2, 20)) * kv_heads * group,
+        intermediate_size=16 * data.draw(st.integers(size, 9)),
+        vocab_size=data.draw(st.integers(30, 80)),
+        tie_word_embeddings=data.draw(st.booleans()),
+    )
+    check_equal(*engines(folder, size, rows=data.draw(st.integers(2, 60))), seed=data.draw(st.integers(0, 99)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_adapters(tmp_path, size):
+    folder = tiny_checkpoint(tmp_path, "qwen3", **WIDTH)
+    paths = [write_adapter(tmp_path / name, folder, seed=ord(name)) for name in "ab"]
+    check_equal(*engines(folder, size, adapters=paths, slots=900), adapters=(None, "a", "b"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+def test_hidden_states_are_those_of_the_modules_of_each_rank(tmp_path, monkeypatch, family, dtype):
+    """To the last bit: both add up the same parts in the same order."""
+    _, split = engines(tiny_checkpoint(tmp_path, family, **WIDTH), 2, dtype)
+    stores, slots, rows, seen = {}, Program.over_slots, Program.over_rows, []
+
+    def both_slots(program, batch, store):
+        model = program._model
+        other = stores.setdefault(model.ranks.rank, make_store(model, store.slots))
+        expected, found = forward(model, other, batch), slots(program, batch, store)
+        assert torch.equal(found, expected)
+        seen.append("slots")
+        return found
+
+    def both_rows(program, batch, path):
+        expected, _ = forward_stream(program._model, batch, path, {})
+        found = rows(program, batch, path)
+        assert torch.equal(found[0], expected)
+        seen.append("rows")
+        return found
+
+    monkeypatch.setattr(Program, "over_slots", both_slots)
+    monkeypatch.setattr(Program, "over_rows", both_rows)
+    monkeypatch.setattr(Program, "greedy", lambda *arguments: None)
+    read(split, [as_request(tokens) for tokens in prompts(1)], Readout("mean"))
+    generate(split, [ask(tokens, max_tokens=4, ignore_eos=True) for tokens in prompts(2)])
+    assert seen.count("slots") > 8 and seen.count("rows") > 4
+
+
+def test_greedy_steps_make_no_logits_and_a_rank_without_a_packed_head_keeps_all_from_it(tmp_path, monkeypatch):
+    folder, calls = tiny_checkpoint(tmp_path, "llama", **WIDTH), []
+    for packs in (True, False):
+        alone, split = engines(folder, 3)
+        split.worker.workers[1].model.may_pack = packs
+        model = split.worker.workers[0].model
+        logits = model.logits
+        monkeypatch.setattr(model, "logits", lambda *some, logits=logits: calls.append(1) or logits(*some))
+        asked = [ask(tokens, max_tokens=4, ignore_eos=True) for tokens in prompts(2)]
+        assert tokens_of(generate(split, asked)) == tokens_of(generate(alone, asked))
+        assert bool(calls) != packs
+
+
+def test_a_rank_without_a_program_keeps_all_from_it(tmp_path):
+    """Of three ranks one has a width that no vector fills."""
+    folder = tiny_checkpoint(tmp_path, "llama", intermediate_size=50)
+    workers = each(ranks_of(3), lambda ranks: worker_of(folder, torch.float32, ranks))
+    assert all(worker._program is None for worker in workers)
+    assert [missing(worker.model) for worker in workers] == [None, None, "an MLP's width"]
+    assert all("PyTorch's modules" in worker.passes for worker in workers)
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_two_sums_a_layer(tmp_path, rows):
+    """And one for the embedding, whatever the rows are."""
+    folder, steps = tiny_checkpoint(tmp_path, "llama", **WIDTH), []
+    _, split = engines(folder, 2, rows=rows)
+    view, start = split.worker.workers[0].model.ranks.view, split.worker.start
+
+    def counted(message, prepared=None):
+        before = view.met
+        ticket = start(message)
+        steps.append(view.met - before)
+        return ticket
+
+    split.worker.start = counted
+    read(split, [as_request(tokens) for tokens in prompts(0)], Readout("last"))
+    assert set(steps) - {0} == {2 * 3 + 1} and (len(steps) > 4 if rows == 3 else steps.count(7) == 1)
