@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..checkpoint.gguf_config import ARCHITECTURES, MIXTURES
+from ..checkpoint.gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE
 from ..model.config import MlpKind, add_mlp
 from ..model.families import add_families, with_heads
 from .config import MLP, others
 from .families import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
-from .gguf import EXPERTS_OF, GGUF_ARCHITECTURES
+from .gguf import EXPERTS_OF, GGUF_ARCHITECTURES, OWN_KEYS
 
 add_mlp(MLP, MlpKind("prefold.experts.mlp:Experts", lambda config: {}, others))
 add_families(
@@ -31,3 +31,4 @@ add_families(
 )
 ARCHITECTURES.update(GGUF_ARCHITECTURES)
 MIXTURES.update(EXPERTS_OF)
+OF_ARCHITECTURE.update(OWN_KEYS)
