@@ -120,8 +120,8 @@ def attend_rows(
     sinks: Tensor | None = None,
     with_sums: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns what `RowAttention.attend` does, and with_sums the log-sum-exp of each query's scores and sink, to base 2,
-    float32 [queries, heads]. Shapes are as there, last dimensions contiguous."""
+    """Returns what `RowAttention.attend` does, and with_sums the log-sum-exp of each query's scores and sink, to base
+    2, float32 [queries, heads]. Shapes are as there, last dimensions contiguous."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     out = torch.empty((queries, heads, dim), dtype=q.dtype, device=q.device)

@@ -170,9 +170,7 @@ class KVStore:
         """Returns the keys and values of one plane, [slots, kv_heads, head_dim] each; for all but compiled kernels."""
         return self._memory[plane, 0], self._memory[plane, 1]
 
-    def attend(
-        self, plane: int, q: Tensor, plan: SlotPlan, scale: float, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, plane: int, q: Tensor, plan: SlotPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Returns softmax(q k^T * scale) v, each query over the slots that `plan` makes visible to it.
 
         q and the result are [queries, heads, head_dim]; sinks: as of `RowAttention.attend`. Raises ValueError where

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import kernels
+from ..device import TRITON_DTYPES, runs_triton
 from ..model.decoder_layer import Mlp
 from ..model.layers import Linear, Weight, linear_weights
 from ..model.lora import NO_ADAPTERS, RowAdapters
@@ -136,11 +137,11 @@ class Experts(nn.Module):
         shares = top.softmax(-1) if self.config.normalised else logits.softmax(-1).gather(-1, experts)
         experts, pairs = experts.flatten().sort(stable=True)
         ends = torch.searchsorted(experts, torch.arange(self.config.experts, device=h.device), right=True)
-        gate_up = _grouped(h[pairs // chosen], self.gate_up.matrices(), ends)
+        gate_up = grouped(h[pairs // chosen], self.gate_up.matrices(), ends)
         if self.gate_up.biases is not None:
             gate_up = gate_up + self.gate_up.biases[experts]
         inner = clamped(gate_up) if self.config.clamped else ops.gate(gate_up, self.config.activation)
-        results = _grouped(inner, self.down.matrices(), ends)
+        results = grouped(inner, self.down.matrices(), ends)
         if self.down.biases is not None:
             results = results + self.down.biases[experts]
         each = results[pairs.argsort()].unflatten(0, (-1, chosen))  # in the order of each row's own experts
@@ -172,11 +173,18 @@ def clamped(gate_up: Tensor) -> Tensor:
     return gate * torch.sigmoid(ALPHA * gate) * (1 + up.clamp(-LIMIT, LIMIT))
 
 
-def _grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Returns the product of rows x [rows, inputs] with matrices [experts, outputs, inputs]: [rows, outputs]. ends:
-    int64 [experts], where the rows of each end, which lie one behind the other."""
+    int64 [experts], where the rows of each end, which lie one behind the other.
+
+    On a GPU nothing waits for `ends`, but for gradients and float64: PyTorch's own fallback would, too.
+    """
     apart = (matrices.shape[1] * x.itemsize, matrices.shape[2] * x.itemsize)
     if x.is_cuda and x.dtype == torch.bfloat16 and not any(size % GROUPED_BYTES for size in apart):
         return F.grouped_mm(x, matrices.transpose(1, 2), offs=ends.int())
+    if runs_triton(x.device) and x.dtype in TRITON_DTYPES and not torch.is_grad_enabled():
+        from .grouped_triton import grouped as by_triton
+
+        return by_triton(x, matrices, ends)
     parts = x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
     return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(parts, matrices, strict=True)])

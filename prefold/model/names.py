@@ -18,7 +18,7 @@ class Names:
     stacks       tensors [matrices, outputs, inputs] of a layer that hold a matrix of each number, with the names here
                  of the tensors that lie side by side in such a matrix: "{}" stands for the number
     writes_stacks   whether checkpoints have these stacks; else they have each tensor by itself, and may have stacks
-    in_turn      whether a stack has an output of each of its tensors in turn, not all of one tensor behind those of another;
+    in_turn      whether a stack has an output of each of its tensors in turn, not all of one behind those of another;
                  its matrices are [inputs, outputs] then, unless they are blocks of MXFP4 (`mxfp4`)
     transposed   whether weights of the layers' linears are [inputs, outputs]
     interleaved  whether the two halves of each head of q and k, which are rotated against each other, are stored
