@@ -125,6 +125,11 @@ more than 4,096 tokens are refused. A job's summary and a server's log say which
 **Soft caps** on the scores of attention (Gemma 2) are computed by the compiled kernels on a CPU, and by PyTorch on a
 GPU, which is slower than the kernels there.
 
+**gpt-oss** has experts in MXFP4, four bits a number. They are read to the dtype that the model runs in, from
+safetensors and from GGUF, so that the weights of gpt-oss-20b take 42 GB in bfloat16, and those of gpt-oss-120b 234 GB.
+Nothing is lost: every number of MXFP4 is one of bfloat16. Other checkpoints that are quantised in safetensors are
+refused.
+
 **GGUF files** of Starcoder 2 do not say its sliding window, which then is not there; those of SmolLM 3 do not say which
 layers rotate nothing: every fourth one, as in llama.cpp. Files of OLMo 3 with yarn are refused where they have an
 attention factor of their own.

@@ -43,22 +43,23 @@ def attend_rows(
     heads: Heads,
     *,
     scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns what `RowAttention.attend` does, by Triton's kernels; differentiable."""
     tensors = (q, k, v, path_k, path_v)
-    if wants_gradient(*tensors):
+    if wants_gradient(*tensors, sinks):
         from .row_triton_backward import attend_rows_with_gradient
 
         if path_k is not None:
             k, v = torch.cat((path_k, k)), torch.cat((path_v, v))
         tables = place_rows(plan, 0, heads, q.device)
-        return attend_rows_with_gradient(dense(q), dense(k), dense(v), plan, tables, scale=scale)
+        return attend_rows_with_gradient(dense(q), dense(k), dense(v), sinks, plan, tables, scale=scale)
     from . import row_triton
 
     tables = place_rows(plan, 0 if path_k is None else len(path_k), heads, q.device)
     q, k, v, path_k, path_v = (None if t is None else dense(t) for t in tensors)
-    window = plan.window
-    return row_triton.attend_rows(q, k, v, tables, scale=scale, window=window, path_k=path_k, path_v=path_v)[0]
+    how = {"scale": scale, "window": plan.window, "path_k": path_k, "path_v": path_v, "sinks": sinks}
+    return row_triton.attend_rows(q, k, v, tables, **how)[0]
 
 
 def write_slots(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -75,12 +76,22 @@ def place_slots(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTable
     return plan.kept(("slots", heads, device), lambda: slot_tables(plan, heads, device))
 
 
-def attend_slots(q: Tensor, keys: Tensor, values: Tensor, plan: SlotPlan, heads: Heads, *, scale: float) -> Tensor:
+def attend_slots(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: SlotPlan,
+    heads: Heads,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Returns what `KVStore.attend` does, by Triton's kernels; keys and values [slots, kv_heads, dim]."""
     from . import slot_triton
 
     tables = place_slots(plan, heads, q.device)
-    return slot_triton.attend_slots(dense(q), keys, values, tables, scale=scale, window=plan.window)
+    how = {"scale": scale, "window": plan.window, "sinks": sinks}
+    return slot_triton.attend_slots(dense(q), keys, values, tables, **how)
 
 
 def pick_tile(plan: SlotPlan, heads: Heads) -> tuple[int, int]:

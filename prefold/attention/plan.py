@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .. import kernels
 from ..device import TRITON_DTYPES, runs_triton
@@ -58,6 +59,12 @@ class Plan:
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
+
+
+def check_sinks(sinks: Tensor | None, heads: Heads) -> None:
+    """Raises ValueError where there are sinks, and not one for each query head."""
+    if sinks is not None and sinks.shape != (heads.heads,):
+        raise ValueError(f"sinks {list(sinks.shape)} do not fit {heads.heads} heads; pass a number for each")
 
 
 def window_positions(window: int | None, positions: np.ndarray | None, count: int) -> np.ndarray | None:

@@ -13,24 +13,31 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import gpu
-from .plan import Heads
+from .plan import Heads, check_sinks
 from .row_plan import RowPlan, plan_rows
 
 
 def blocked_attention(
-    q: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, *, scale: float, cap: float | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: RowPlan,
+    *,
+    scale: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns attention of q [queries, heads, dim] over keys and values [keys, kv_heads, dim], shaped as q. cap: as of
-    Heads.
+    Heads; sinks: as of `RowAttention.attend`.
 
     There is one scaled_dot_product_attention for each block of queries: memory grows with the block, not with the
     square of the step. A key or value that is not finite makes the rows that see it NaN, and no other row.
     """
-    return _Blocked.apply(q, keys, values, plan, scale, cap)
+    return _Blocked.apply(q, keys, values, sinks, plan, scale, cap)
 
 
 class _Blocked(torch.autograd.Function):
-    """Keeps q, keys and values alone for the backward pass, which computes each block again.
+    """Keeps q, keys, values and sinks alone for the backward pass, which computes each block again.
 
     Autograd by itself would keep every block's gathered keys and its mask, a fifth of all that is held for a layer of
     SmolLM2 at 16 completions of a prompt, and for each block it would make gradients of all keys, to add them up.
@@ -38,36 +45,47 @@ class _Blocked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, scale: float, cap: float | None
+        ctx: Any,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sinks: Tensor | None,
+        plan: RowPlan,
+        scale: float,
+        cap: float | None,
     ) -> Tensor:
         values = values.contiguous()  # kept by itself, without the queries and keys that it was made with
-        ctx.save_for_backward(q, keys, values)
+        ctx.save_for_backward(q, keys, values, sinks)
         ctx.plan, ctx.scale, ctx.cap = plan, scale, cap
         keys, values, bad = finite(keys, values)
         out = torch.empty_like(q)
         for rows, index, visible in blocks_of(plan, q.device):
-            out[rows] = attend_block(q[rows], keys[index], values[index], bad[index], visible, scale, cap)
+            out[rows] = attend_block(q[rows], keys[index], values[index], bad[index], visible, scale, cap, sinks)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, keys, values = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, keys, values, sinks = ctx.saved_tensors
         q_grad = torch.empty_like(q)
         # A key of a long shared prompt has parts from many blocks: they are added in float32 or more, and rounded once.
         sums = torch.promote_types(keys.dtype, torch.float32)
         keys_grad, values_grad = (torch.zeros_like(of, dtype=sums) for of in (keys, values))
+        sinks_grad = None if sinks is None else torch.zeros_like(sinks)
         for rows, index, visible in blocks_of(ctx.plan, q.device):
-            block = [x.detach().requires_grad_() for x in (q[rows], keys[index], values[index])]
+            every = (q[rows], keys[index], values[index], *(() if sinks is None else (sinks,)))
+            block = [x.detach().requires_grad_() for x in every]
             with torch.enable_grad():
-                out = _attend(block[0], block[1], block[2], visible, ctx.scale, ctx.cap)
+                out = _attend(block[0], block[1], block[2], visible, ctx.scale, ctx.cap, *block[3:])
             q_grad[rows], *of_keys = torch.autograd.grad(out, block, grad[rows])
+            if sinks_grad is not None:
+                sinks_grad += of_keys.pop()
             for whole, part in zip((keys_grad, values_grad), of_keys, strict=True):
                 if isinstance(index, slice):
                     whole[index] += part
                 else:
                     whole.index_add_(0, index, part.to(sums))
-        return q_grad, keys_grad.to(keys.dtype), values_grad.to(values.dtype), None, None, None
+        return q_grad, keys_grad.to(keys.dtype), values_grad.to(values.dtype), sinks_grad, None, None, None
 
 
 def blocks_of(plan: RowPlan, device: torch.device) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
@@ -100,16 +118,26 @@ def finite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend_block(
-    q: Tensor, k: Tensor, v: Tensor, bad: Tensor, visible: Tensor, scale: float, cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bad: Tensor,
+    visible: Tensor,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns attention of q [queries, heads, dim] over what `finite` gives, as far as visible bool [queries, keys].
-    cap: as of Heads."""
+    cap: as of Heads; sinks: as of `RowAttention.attend`."""
     poisoned = (visible.to(q.dtype) @ bad.to(q.dtype)) > 0
     group = q.shape[1] // k.shape[1]
-    return _attend(q, k, v, visible, scale, cap).masked_fill(poisoned.repeat_interleave(group, 1)[..., None], torch.nan)
+    out = _attend(q, k, v, visible, scale, cap, sinks)
+    return out.masked_fill(poisoned.repeat_interleave(group, 1)[..., None], torch.nan)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, cap: float | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, cap: float | None, sinks: Tensor | None = None
+) -> Tensor:
     """Returns attention; the heads of a group are stacked as further queries of their KV head, and no key is
     repeated."""
     queries, heads, dim = q.shape
@@ -117,12 +145,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, cap:
     group = heads // kv_heads
     stacked = q.reshape(queries, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, group * queries, dim)
     mask, k, v = visible.repeat(group, 1), k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-    if cap is None:
+    if cap is None and sinks is None:
         out = scaled_dot_product_attention(stacked, k, v, attn_mask=mask, scale=scale)
     else:
         wide = torch.promote_types(q.dtype, torch.float32)
-        scores = cap * torch.tanh(stacked.to(wide) @ k.mT.to(wide) * (scale / cap))
-        out = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
+        scores = stacked.to(wide) @ k.mT.to(wide) * scale
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:  # a key more, whose value is zero
+            column = sinks.to(wide).view(kv_heads, group, 1).expand(-1, -1, queries).reshape(1, kv_heads, -1, 1)
+            scores = torch.cat((scores, column), -1)
+        out = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
     return out.reshape(kv_heads, group, queries, dim).permute(2, 0, 1, 3).reshape(queries, heads, dim)
 
 
@@ -167,27 +200,36 @@ class RowAttention:
         scale: float,
         path_k: Tensor | None = None,
         path_v: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns softmax(q k^T * scale) v, each query over the keys that `plan` makes visible to it; differentiable.
 
         q [queries, heads, dim]; k, v [rows, kv_heads, dim]; path_k, path_v [path, kv_heads, dim] are the carried keys
-        that come before them; any strides. The result is [queries, heads, dim]. Raises ValueError where the tensors do
-        not fit the plan, or the heads that this was made for.
+        that come before them; any strides. sinks [heads]: of each head a number that is beside its scores in the
+        softmax, and has no value. The result is [queries, heads, dim]. Raises ValueError where the tensors do not fit
+        the plan, or the heads that this was made for.
         """
-        self._check(q, k, v, plan, path_k, path_v)
+        self._check(q, k, v, plan, path_k, path_v, sinks)
         tensors = (q, k, v, path_k, path_v)
         if self._fused:
-            return gpu.attend_rows(*tensors, plan, self.heads, scale=scale)
-        if self._compiled and plan.lists is not None and scale > 0 and not gpu.wants_gradient(*tensors):
+            return gpu.attend_rows(*tensors, plan, self.heads, scale=scale, sinks=sinks)
+        if self._compiled and plan.lists is not None and scale > 0 and not gpu.wants_gradient(*tensors, sinks):
             q, k, v, path_k, path_v = (None if t is None else gpu.dense(t) for t in tensors)
-            paths = {"path_k": path_k, "path_v": path_v}
-            return self._compiled.row_attention(q, k, v, plan.lists, scale=scale, cap=self.heads.cap, **paths)
+            more = {"path_k": path_k, "path_v": path_v, "sinks": sinks}
+            return self._compiled.row_attention(q, k, v, plan.lists, scale=scale, cap=self.heads.cap, **more)
         keys = k if path_k is None else torch.cat((path_k, k))
         values = v if path_v is None else torch.cat((path_v, v))
-        return blocked_attention(q, keys, values, plan, scale=scale, cap=self.heads.cap)
+        return blocked_attention(q, keys, values, plan, scale=scale, cap=self.heads.cap, sinks=sinks)
 
     def _check(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, path_k: Tensor | None, path_v: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: RowPlan,
+        path_k: Tensor | None,
+        path_v: Tensor | None,
+        sinks: Tensor | None,
     ) -> None:
         path_rows = 0 if path_k is None else len(path_k)
         if len(q) != plan.num_queries or path_rows + len(k) != plan.num_keys:
@@ -204,5 +246,6 @@ class RowAttention:
                 f"not fit {heads.heads} heads and {heads.kv_heads} KV heads of {heads.head_dim} ({heads.dtype})"
                 "; q [queries, heads, dim], k and v [rows, kv_heads, dim]"
             )
+        check_sinks(sinks, heads)
         if getattr(path_k, "shape", None) != getattr(path_v, "shape", None):
             raise ValueError("path keys and path values do not fit together; pass both or none")

@@ -117,10 +117,11 @@ def attend_rows(
     window: int | None = None,
     path_k: Tensor | None = None,
     path_v: Tensor | None = None,
+    sinks: Tensor | None = None,
     with_sums: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns what `RowAttention.attend` does, and with_sums the log-sum-exp of each query's scores, to base 2, float32
-    [queries, heads]. Shapes are as there, last dimensions contiguous."""
+    """Returns what `RowAttention.attend` does, and with_sums the log-sum-exp of each query's scores and sink, to base
+    2, float32 [queries, heads]. Shapes are as there, last dimensions contiguous."""
     queries, heads, dim = q.shape
     kv_heads = k.shape[1]
     out = torch.empty((queries, heads, dim), dtype=q.dtype, device=q.device)
@@ -131,7 +132,7 @@ def attend_rows(
     carried_k, carried_v = (path_k, path_v) if has_path else (k, v)
     size = tables.size
     _forward[(len(tables.order), kv_heads)](
-        q, k, v, carried_k, carried_v, out, out if sums is None else sums,
+        q, k, v, carried_k, carried_v, out, out if sums is None else sums, q if sinks is None else sinks,
         tables.query_rows, tables.end, tables.end if tables.positions is None else tables.positions,
         tables.end if tables.starts is None else tables.starts,
         tables.bounds, tables.blocks, tables.order,
@@ -141,7 +142,7 @@ def attend_rows(
         scale * LOG2_E, window or 0,
         HEADS=heads, GROUP=heads // kv_heads, BLOCK_Q=tables.block_q, DIM=dim, PADDED=padded(dim),
         ROWS=size.rows, KEYS=size.keys, HAS_PATH=has_path, WINDOW=window is not None,
-        SPANS=tables.starts is not None, SUMS=with_sums, PRECISION=precision(q.dtype),
+        SPANS=tables.starts is not None, SUMS=with_sums, SINKS=sinks is not None, PRECISION=precision(q.dtype),
         num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
     return out, sums
@@ -194,6 +195,17 @@ def take_block(acc, total, largest, scores, v, MASKED: tl.constexpr, PRECISION: 
 
 
 @triton.jit
+def take_sink(acc, total, largest, sink):
+    """Returns the sums of an online softmax with a number for each row beside its scores, which has no value; -inf:
+    there is none."""
+    sink = sink.to(tl.float32) * 1.4426950408889634
+    new = tl.maximum(largest, sink)
+    base = tl.where(new == -float("inf"), 0.0, new)
+    shrink = tl.exp2(largest - base)
+    return acc * shrink[:, None], total * shrink + tl.exp2(sink - base), new
+
+
+@triton.jit
 def hide(scores, v, visible):
     """Returns scores with -inf for what is not visible, NaN for visible keys whose values are not finite; and v with
     zeros for those, since zero times infinity is NaN too: what one row cannot see must not reach it."""
@@ -239,13 +251,13 @@ def _visit(
 
 @triton.jit
 def _forward(
-    Q, K, V, PATH_K, PATH_V, OUT, SUMS_OUT, QUERY_ROWS, END, POSITIONS, STARTS, BOUNDS, BLOCKS, ORDER,
+    Q, K, V, PATH_K, PATH_V, OUT, SUMS_OUT, OF_HEADS, QUERY_ROWS, END, POSITIONS, STARTS, BOUNDS, BLOCKS, ORDER,
     queries, count, path_count, tiles,
     q_row, q_head, k_row, k_head, v_row, v_head, pk_row, pk_head, pv_row, pv_head,
     scale, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_PATH: tl.constexpr, WINDOW: tl.constexpr, SPANS: tl.constexpr,
-    SUMS: tl.constexpr, PRECISION: tl.constexpr,
+    SUMS: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(ORDER + tl.program_id(0))
     kv_head = tl.program_id(1).to(tl.int64)
@@ -282,6 +294,9 @@ def _forward(
         scale, window, DIM, PADDED, KEYS, True, WINDOW, SPANS, PRECISION,
     )  # fmt: skip
 
+    if SINKS:
+        sink = tl.load(OF_HEADS + head, mask=real, other=-float("inf"))
+        acc, total, largest = take_sink(acc, total, largest, sink)
     total = tl.where(total == 0.0, 1.0, total)
     dims = tl.arange(0, PADDED)
     place = (query.to(tl.int64) * HEADS + head) * DIM

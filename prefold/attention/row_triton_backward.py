@@ -67,7 +67,7 @@ def backward_tables(plan: RowPlan, group: int, head_dim: int, dtype: torch.dtype
 
 
 def attend_rows_with_gradient(
-    q: Tensor, k: Tensor, v: Tensor, plan: RowPlan, forward: RowTables, *, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: RowPlan, forward: RowTables, *, scale: float
 ) -> Tensor:
     """Returns what `RowAttention.attend` does, differentiable; all keys in k and v. forward: the plan's tables."""
     group = q.shape[1] // k.shape[1]
@@ -75,24 +75,29 @@ def attend_rows_with_gradient(
         ("keys", group, q.shape[2], q.dtype, q.device),
         lambda: backward_tables(plan, group, q.shape[2], q.dtype, q.device),
     )
-    return _Attention.apply(q, k, v, forward, backward, scale, plan.window)
+    return _Attention.apply(q, k, v, sinks, forward, backward, scale, plan.window)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, forward: RowTables, backward: KeyTables, scale: float,
-        window: int | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, forward: RowTables, backward: KeyTables,
+        scale: float, window: int | None,
     ) -> Tensor:  # fmt: skip
-        out, sums = attend_rows(q, k, v, forward, scale=scale, window=window, with_sums=True)
-        ctx.save_for_backward(q, k, v, out, sums)
+        out, sums = attend_rows(q, k, v, forward, scale=scale, window=window, sinks=sinks, with_sums=True)
+        ctx.save_for_backward(q, k, v, sinks, out, sums)
         ctx.tables, ctx.scale, ctx.window = backward, scale, window
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums = ctx.saved_tensors
-        return *gradients(q, k, v, out, sums, grad, ctx.tables, scale=ctx.scale, window=ctx.window), *[None] * 4
+        q, k, v, sinks, out, sums = ctx.saved_tensors
+        of_sinks = None
+        if sinks is not None:  # a key whose value is zero, and whose share of the softmax is what the sums lack
+            shares = torch.exp2(sinks.float() * LOG2_E - sums)
+            of_sinks = -(shares * (out.float() * grad.float()).sum(-1)).sum(0).to(sinks.dtype)
+        of_rows = gradients(q, k, v, out, sums, grad, ctx.tables, scale=ctx.scale, window=ctx.window)
+        return *of_rows, of_sinks, *[None] * 4
 
 
 def gradients(

@@ -25,17 +25,19 @@ def attend_slots(
     *,
     scale: float,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns softmax(q k^T * scale) v, each query over the slots that `plan` shows it; q [queries, heads, dim].
 
-    read: gives the keys and values in slots int64 [n], [n, kv_heads, dim] each. cap: as of Heads.
+    read: gives the keys and values in slots int64 [n], [n, kv_heads, dim] each. cap: as of Heads; sinks: as of
+    `RowAttention.attend`.
     """
     gathers = plan.kept(("gathers", q.device), lambda: [DeviceBlock.of(b, plan, q.device) for b in slot_blocks(plan)])
     out = torch.empty_like(q)
     for gather in gathers:
         keys, values, bad = finite(*read(gather.slots))
         block = slice(gather.start, gather.stop)
-        out[block] = attend_block(q[block], keys, values, bad, gather.visible, scale, cap)
+        out[block] = attend_block(q[block], keys, values, bad, gather.visible, scale, cap, sinks)
     return out
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..device import upload
 from .plan import Heads
-from .row_triton import LOG2_E, fitting_on, hide, load_rows, padded, precision, stack, take_block
+from .row_triton import LOG2_E, fitting_on, hide, load_rows, padded, precision, stack, take_block, take_sink
 from .slot_plan import SlotPlan
 from .slot_tiles import ITEM_FIELDS, ITEMS, pick_rows, slot_tiles, stretches
 
@@ -158,9 +158,18 @@ def spread(stretches: Tensor, keys: Tensor) -> None:
         _spread[(count,)](stretches, keys, count, keys.shape[1], SPREAD=SPREAD)
 
 
-def attend_slots(q: Tensor, keys: Tensor, values: Tensor, tables: SlotTables, *, scale: float, window: int | None):
+def attend_slots(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: SlotTables,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Returns attention of q [queries, heads, dim], its last dimension contiguous, shaped as q; keys and values [slots,
-    kv_heads, dim]."""
+    kv_heads, dim]; sinks [heads]."""
     queries, heads, dim = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -171,9 +180,10 @@ def attend_slots(q: Tensor, keys: Tensor, values: Tensor, tables: SlotTables, *,
     sums = torch.empty((items, kv_heads, rows), dtype=torch.float32, device=q.device)
     parts = torch.empty((items, kv_heads, rows, dim), dtype=torch.float32, device=q.device)
     shape = {"HEADS": heads, "KV_HEADS": kv_heads, "GROUP": group, "BLOCK_Q": tables.block_q, "DIM": dim}
-    shape |= {"PADDED": padded(dim), "ROWS": rows}
+    shape |= {"PADDED": padded(dim), "ROWS": rows, "SINKS": sinks is not None}
+    of_heads = q if sinks is None else sinks
     _attend[(items * kv_heads,)](
-        q, keys, values, out, parts, sums, tables.items, tables.keys,
+        q, keys, values, out, parts, sums, of_heads, tables.items, tables.keys,
         tables.items if tables.query_positions is None else tables.query_positions,
         queries, items, tables.keys.shape[1],
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
@@ -182,7 +192,7 @@ def attend_slots(q: Tensor, keys: Tensor, values: Tensor, tables: SlotTables, *,
         num_warps=8 if rows >= tables.block.many_rows else 4, num_stages=tables.block.stages,
     )  # fmt: skip
     _join[(queries * kv_heads,)](
-        parts, sums, tables.tile_items, out, **shape, GROUPS=triton.next_power_of_2(group), num_warps=2
+        parts, sums, of_heads, tables.tile_items, out, **shape, GROUPS=triton.next_power_of_2(group), num_warps=2
     )
     return out
 
@@ -250,10 +260,11 @@ def _visit(
 
 @triton.jit
 def _attend(
-    Q, K, V, OUT, PARTS, SUMS, ITEMS, LISTS, POSITIONS, queries, items, keys,
+    Q, K, V, OUT, PARTS, SUMS, OF_HEADS, ITEMS, LISTS, POSITIONS, queries, items, keys,
     q_row, q_head, k_row, k_head, v_row, v_head, scale, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0) // KV_HEADS
     tile = tl.load(ITEMS + item)
@@ -283,6 +294,9 @@ def _attend(
     )  # fmt: skip
 
     dims = tl.arange(0, PADDED)
+    if SINKS:  # where items are joined they are taken then
+        sink = tl.load(OF_HEADS + head, mask=real & (alone != 0), other=-float("inf"))
+        acc, total, largest = take_sink(acc, total, largest, sink)
     seen = total > 0.0
     total = tl.where(seen, total, 1.0)
     acc = acc / total[:, None]
@@ -298,9 +312,9 @@ def _attend(
 
 @triton.jit
 def _join(
-    PARTS, SUMS, TILE_ITEMS, OUT,
+    PARTS, SUMS, OF_HEADS, TILE_ITEMS, OUT,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, DIM: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Writes one query and KV head: what the items of its tile gave, weighted by the sums of their weights."""
     query = tl.program_id(0) // KV_HEADS
@@ -330,6 +344,9 @@ def _join(
         acc = acc * shrink[:, None] + part * weight[:, None]
         total = total * shrink + weight
         largest = new
+    if SINKS:
+        sink = tl.load(OF_HEADS + kv_head * GROUP + member, mask=real, other=-float("inf"))
+        acc, total, largest = take_sink(acc, total, largest, sink)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     place = query.to(tl.int64) * HEADS + kv_head * GROUP + member
     mask = real[:, None] & (dims[None, :] < DIM)

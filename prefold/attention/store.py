@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import kernels
 from . import gpu, slot_torch
-from .plan import Heads
+from .plan import Heads, check_sinks
 from .slot_plan import KeyRuns, SlotPlan, plan_slots
 
 LANES = 16
@@ -170,20 +170,22 @@ class KVStore:
         """Returns the keys and values of one plane, [slots, kv_heads, head_dim] each; for all but compiled kernels."""
         return self._memory[plane, 0], self._memory[plane, 1]
 
-    def attend(self, plane: int, q: Tensor, plan: SlotPlan, scale: float) -> Tensor:
+    def attend(self, plane: int, q: Tensor, plan: SlotPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Returns softmax(q k^T * scale) v, each query over the slots that `plan` makes visible to it.
 
-        q and the result are [queries, heads, head_dim]. Raises ValueError where q does not fit the plan or the heads
-        of this store, or the plan names slots that are not there.
+        q and the result are [queries, heads, head_dim]; sinks: as of `RowAttention.attend`. Raises ValueError where
+        these do not fit the plan or the heads of this store, or the plan names slots that are not there.
         """
         self._check(q, plan)
+        check_sinks(sinks, self.heads)
         if self.compiled and plan.lists is not None and scale > 0:
             return self.compiled.slot_attention(
-                self._packed[plane].struct, gpu.dense(q), plan.lists, scale, self.heads.cap
+                self._packed[plane].struct, gpu.dense(q), plan.lists, scale, self.heads.cap, sinks
             )
         if self._fused:
-            return gpu.attend_slots(q, *self.plane(plane), plan, self.heads, scale=scale)
-        return slot_torch.attend_slots(q, partial(self.read, plane), plan, scale=scale, cap=self.heads.cap)
+            return gpu.attend_slots(q, *self.plane(plane), plan, self.heads, scale=scale, sinks=sinks)
+        read = partial(self.read, plane)
+        return slot_torch.attend_slots(q, read, plan, scale=scale, cap=self.heads.cap, sinks=sinks)
 
     def _check(self, q: Tensor, plan: SlotPlan) -> None:
         if len(q) != plan.num_queries:

@@ -104,7 +104,7 @@ def _gemma3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     wide = config["num_hidden_layers"] == 62
     local = {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa", 10000.0)}
     read.size("attention.sliding_window")
-    return _windows(read, 6) | {
+    return windows_of(read, 6) | {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
@@ -112,7 +112,7 @@ def _gemma3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _windows(read: Settings, every: int) -> dict[str, Any]:
+def windows_of(read: Settings, every: int) -> dict[str, Any]:
     """Returns the sliding window, and which layers have it. every: where the file does not say it, one layer in so many
     has none, the last of each."""
     layers = read.size("block_count", most=MOST_LAYERS)
@@ -138,7 +138,7 @@ def _smollm3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
 def _olmo2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys of OLMo 2, or of OLMo 3, whose files have a sliding window. Layers that have it are
     rotated without scaling."""
-    windows = _windows(read, 4)
+    windows = windows_of(read, 4)
     if windows["sliding_window"] is None:
         return {}
     rope = config["rope_parameters"]
@@ -174,7 +174,7 @@ def _gemma2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys that Gemma 2 alone has. What its files leave out is as in llama.cpp."""
     # Only the 27B model, which is the one with 46 layers, scales by its width instead of by head_dim.
     wide = config["num_hidden_layers"] == 46
-    return _windows(read, 2) | {
+    return windows_of(read, 2) | {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
         "attn_logit_softcapping": read.number("attn_logit_softcapping", 50.0),
@@ -184,7 +184,7 @@ def _gemma2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
 
 def _cohere2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys that Cohere 2 alone has."""
-    return _windows(read, 4) | {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": read.number("logit_scale")}
+    return windows_of(read, 4) | {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": read.number("logit_scale")}
 
 
 def _starcoder2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +208,7 @@ OF_ARCHITECTURE: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]]
     "gemma2": _gemma2,
     "cohere2": _cohere2,
     "starcoder2": _starcoder2,
-    "exaone4": lambda read, config: _windows(read, 4),
+    "exaone4": lambda read, config: windows_of(read, 4),
 }
 
 

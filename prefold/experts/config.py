@@ -22,6 +22,9 @@ class ExpertsConfig(ModelConfig):
     normalised   whether their shares are the softmax over their logits, and so sum to 1; else the softmax over all
     shared       the width of a gated MLP beside them that every row goes through; 0: there is none
     shared_gate  whether what it gives is multiplied with the sigmoid of a linear with one output
+    biases       whether the router and the experts have biases
+    clamped      whether an expert is that of gpt-oss: of gates g, at most 7, and of up u, within 7, it goes on with
+                 g * sigmoid(1.702 g) * (1 + u)
     """
 
     experts: int = 1
@@ -29,6 +32,8 @@ class ExpertsConfig(ModelConfig):
     normalised: bool = True
     shared: int = 0
     shared_gate: bool = False
+    biases: bool = False
+    clamped: bool = False
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -42,14 +47,15 @@ class ExpertsConfig(ModelConfig):
 
 
 def mixture(config: ModelConfig, **own: Any) -> ExpertsConfig:
-    """Returns a decoder whose MLPs are mixtures, without biases. own: fields of ExpertsConfig, and others that
+    """Returns a decoder whose MLPs are mixtures. own: fields of ExpertsConfig, and others that
     differ."""
     same = {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
     return ExpertsConfig(**same | own | {"mlp": MLP, "mlp_bias": False})
 
 
 def others(config: Any) -> tuple[int, int]:
-    """Returns how many weights the mixture of a layer has, and how many of them a row meets."""
+    """Returns how many weights the mixture of a layer has, and how many of those of its matrices a row meets."""
     beside = config.hidden * (config.experts + 3 * config.shared + config.shared_gate)
     expert = 3 * config.hidden * config.intermediate
-    return config.experts * expert + beside, config.chosen * expert + beside
+    biases = config.biases * config.experts * (1 + 2 * config.intermediate + config.hidden)
+    return config.experts * expert + beside + biases, config.chosen * expert + beside

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..checkpoint.settings import Settings
+from ..checkpoint.settings import MOST_LAYERS, Settings
 from ..errors import UnsupportedModelError
 from ..model.config import ModelConfig
-from ..model.decoders import HFConfig, granite, llama, mistral, qwen2, qwen3
+from ..model.decoders import FULL, SLIDING, HFConfig, decoder, granite, llama, mistral, qwen2, qwen3, windows_of
 from ..model.names import Names
 from .config import ExpertsConfig, mixture
 
@@ -26,6 +26,20 @@ GRANITE = Names(
     },
     stacks={"block_sparse_moe.input_linear.weight": GATE_UP, "block_sparse_moe.output_linear.weight": DOWN},
     writes_stacks=True,
+)
+# As transformers has gpt-oss, and as OpenAI's files have it: the matrices are blocks of MXFP4 there.
+GPT_OSS = Names(
+    parts={"mlp.router": ("mlp.gate",)},
+    stacks=STACKS
+    | {
+        "mlp.experts.gate_up_proj_blocks": GATE_UP,
+        "mlp.experts.down_proj_blocks": DOWN,
+        "mlp.experts.gate_up_proj_bias": tuple(name.replace(".weight", ".bias") for name in GATE_UP),
+        "mlp.experts.down_proj_bias": tuple(name.replace(".weight", ".bias") for name in DOWN),
+    },
+    writes_stacks=True,
+    in_turn=True,
+    others=r".*_proj_scales$",  # they are read with the blocks
 )
 
 
@@ -72,6 +86,32 @@ def granite_moe(hf: HFConfig) -> ModelConfig:
     hf = Settings.of(hf)
     chosen, shared = hf.size("num_experts_per_tok", 2), hf.size("shared_intermediate_size", 0, least=0)
     return mixture(granite(hf), experts=_experts(hf, 8), chosen=chosen, shared=shared, names=GRANITE)
+
+
+def gpt_oss(hf: HFConfig) -> ModelConfig:
+    """Returns the config of gpt-oss: attention with sinks, every other layer with a sliding window, and mixtures with
+    biases and an activation of their own."""
+    hf = Settings.of(hf)
+    layers = hf.size("num_hidden_layers", most=MOST_LAYERS)
+    types = hf.texts("layer_types", None) or [FULL if number % 2 else SLIDING for number in range(layers)]
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    defaults = {
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000.0,
+        "rope_parameters": yarn | {"original_max_position_embeddings": 4096},
+    }
+    hf = defaults | hf
+    for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if hf.number(key, value) != value:
+            raise hf.wrong(key, f"{value}, the only one that there is code for")
+    bias = hf.flag("attention_bias", True)
+    config = decoder(hf, windows=windows_of(hf, types), qkv_bias=bias, o_bias=bias, sinks=True)
+    chosen = hf.size("experts_per_token", None) or hf.size("num_experts_per_tok", 4)
+    how = {"biases": True, "clamped": True, "names": GPT_OSS}
+    return mixture(config, experts=_experts(hf, 128), chosen=chosen, **how)
 
 
 def _experts(hf: Settings, default: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..checkpoint.gguf_config import OF_ARCHITECTURE
+from ..checkpoint.gguf_config import OF_ARCHITECTURE, windows_of
 from ..checkpoint.settings import Settings
 from ..errors import UnsupportedModelError
 
@@ -47,15 +47,24 @@ def _granite(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def _gpt_oss(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    rope = config["rope_parameters"] | {"truncate": False}  # which files do not say
+    return windows_of(read, 2) | {"rope_parameters": rope}
+
+
 GGUF_ARCHITECTURES = {
+    "gpt-oss": "GptOssForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
 }
+# What has more than experts that is its own.
+OWN_KEYS: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {"gpt-oss": _gpt_oss}
 # By the architecture of files that have experts: what makes the config keys of the mixture.
 EXPERTS_OF: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
     "llama": lambda read, config: _counts(read, "num_local_experts") | {"architectures": ["MixtralForCausalLM"]},
+    "gpt-oss": lambda read, config: _counts(read, "num_local_experts"),
     "qwen2moe": _qwen2,
     "qwen3moe": lambda read, config: _qwen(read, True),
     "olmoe": lambda read, config: _counts(read, "num_experts"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import kernels
+from ..device import TRITON_DTYPES, runs_triton
 from ..model.decoder_layer import Mlp
 from ..model.layers import Linear, Weight, linear_weights
 from ..model.lora import NO_ADAPTERS, RowAdapters
@@ -20,6 +22,8 @@ from .config import ExpertsConfig
 
 # Rows of matrices that lie so many bytes apart can be multiplied by groups on a GPU.
 GROUPED_BYTES = 16
+# Of gpt-oss's activation, as in kernels/src/activations.h.
+ALPHA, LIMIT = 1.702, 7.0
 
 
 class ExpertPanels(Product):
@@ -33,7 +37,8 @@ class ExpertPanels(Product):
 
 
 class ExpertLinear(Linear):
-    """An ExpertLinear has the weights of one linear of each expert, one below the other: [experts * outputs, inputs].
+    """An ExpertLinear has the weights of one linear of each expert, one below the other: [experts * outputs, inputs],
+    and perhaps biases.
 
     gated: the linear is gate and up
     """
@@ -41,9 +46,17 @@ class ExpertLinear(Linear):
     panels = None
 
     def __init__(
-        self, experts: int, inputs: int, outputs: int, *, gated: bool, dtype: torch.dtype, device: torch.device
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        *,
+        gated: bool,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
-        super().__init__(inputs, experts * outputs, bias=False, dtype=dtype, device=device)
+        super().__init__(inputs, experts * outputs, bias=bias, dtype=dtype, device=device)
         self.experts, self.gated = experts, gated
 
     def _packed(self, weight: Tensor, pool: kernels.PanelPool | None) -> Product | None:
@@ -56,6 +69,11 @@ class ExpertLinear(Linear):
         assert self.weight is not None
         return self.weight.unflatten(0, (self.experts, -1))
 
+    @property
+    def biases(self) -> Tensor | None:
+        """Returns the biases, [experts, outputs]; None: there are none."""
+        return None if self.bias is None else self.bias.unflatten(0, (self.experts, -1))
+
 
 class Experts(nn.Module):
     """An Experts takes each row through some gated MLPs of many: those to which the router gives the largest logits.
@@ -67,18 +85,21 @@ class Experts(nn.Module):
         super().__init__()
         hidden, width, experts = config.hidden, config.intermediate, config.experts
         self.config, self.sum = config, ranks.sum
-        self.router = Linear(hidden, experts, bias=False, dtype=dtype, device=device)
-        self.gate_up = ExpertLinear(experts, hidden, 2 * width, gated=True, dtype=dtype, device=device)
-        self.down = ExpertLinear(experts, width, hidden, gated=False, dtype=dtype, device=device)
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        biases = config.biases
+        self.router = Linear(hidden, experts, bias=biases, **place)
+        self.gate_up = ExpertLinear(experts, hidden, 2 * width, gated=True, bias=biases, **place)
+        # The biases of what is summed over ranks are added once.
+        self.down = ExpertLinear(experts, width, hidden, gated=False, bias=biases and ranks.rank == 0, **place)
         self.shared = self.shared_gate = None
         if config.shared:
             unit = WIDTH_UNIT if config.shared >= WIDTH_UNIT * ranks.size else 1
             self.shared_place = share(config.shared, ranks.rank, ranks.size, unit)
             own = replace(config, mlp="gated", intermediate=self.shared_place.stop - self.shared_place.start)
             # Alone: what it gives is summed over ranks together with what the experts give.
-            self.shared = Mlp(own, number, ALONE, dtype=dtype, device=device)
+            self.shared = Mlp(own, number, ALONE, **place)
             if config.shared_gate:
-                self.shared_gate = Linear(hidden, 1, bias=False, dtype=dtype, device=device)
+                self.shared_gate = Linear(hidden, 1, bias=False, **place)
 
     def forward(self, h: Tensor, adapters: RowAdapters, ops: Ops) -> Tensor:
         """Returns the result of the mixture for h [rows, hidden], shaped as h, summed over all ranks. Adapters add
@@ -86,6 +107,8 @@ class Experts(nn.Module):
         # In float32: rounded logits tie.
         router, weight = self.router.product, self.router.weight
         logits = router.wide(h) if router is not None else wide_product(h, weight)
+        if self.router.bias is not None:
+            logits = logits + self.router.bias
         if isinstance(self.gate_up.product, ExpertPanels):
             out = self._by_kernels(h, logits)
         else:
@@ -102,7 +125,8 @@ class Experts(nn.Module):
         assert isinstance(gate_up, ExpertPanels) and isinstance(down, ExpertPanels)
         return gate_up.compiled.experts(
             h, logits, gate_up.packed, down.packed, chosen=config.chosen, normalised=config.normalised,
-            activation=config.activation,
+            activation="clamped" if config.clamped else config.activation, gate_up_bias=self.gate_up.biases,
+            down_bias=self.down.biases,
         )  # fmt: skip
 
     def _by_pytorch(self, h: Tensor, logits: Tensor, ops: Ops) -> Tensor:
@@ -113,8 +137,13 @@ class Experts(nn.Module):
         shares = top.softmax(-1) if self.config.normalised else logits.softmax(-1).gather(-1, experts)
         experts, pairs = experts.flatten().sort(stable=True)
         ends = torch.searchsorted(experts, torch.arange(self.config.experts, device=h.device), right=True)
-        inner = ops.gate(_grouped(h[pairs // chosen], self.gate_up.matrices(), ends), self.config.activation)
-        results = _grouped(inner, self.down.matrices(), ends)
+        gate_up = grouped(h[pairs // chosen], self.gate_up.matrices(), ends)
+        if self.gate_up.biases is not None:
+            gate_up = gate_up + self.gate_up.biases[experts]
+        inner = clamped(gate_up) if self.config.clamped else ops.gate(gate_up, self.config.activation)
+        results = grouped(inner, self.down.matrices(), ends)
+        if self.down.biases is not None:
+            results = results + self.down.biases[experts]
         each = results[pairs.argsort()].unflatten(0, (-1, chosen))  # in the order of each row's own experts
         return (wide(each) * shares[..., None]).sum(1).to(h.dtype)
 
@@ -137,11 +166,25 @@ class Experts(nn.Module):
             yield from linear_weights(self.shared_gate, (mlp + "shared_expert_gate", 1))
 
 
-def _grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def clamped(gate_up: Tensor) -> Tensor:
+    """Returns what an expert of gpt-oss goes on with, of gate_up [rows, 2 * width]: [rows, width]."""
+    gate, up = gate_up.chunk(2, -1)
+    gate = gate.clamp(max=LIMIT)
+    return gate * torch.sigmoid(ALPHA * gate) * (1 + up.clamp(-LIMIT, LIMIT))
+
+
+def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Returns the product of rows x [rows, inputs] with matrices [experts, outputs, inputs]: [rows, outputs]. ends:
-    int64 [experts], where the rows of each end, which lie one behind the other."""
+    int64 [experts], where the rows of each end, which lie one behind the other.
+
+    On a GPU nothing waits for `ends`, but for gradients and float64: PyTorch's own fallback would, too.
+    """
     apart = (matrices.shape[1] * x.itemsize, matrices.shape[2] * x.itemsize)
     if x.is_cuda and x.dtype == torch.bfloat16 and not any(size % GROUPED_BYTES for size in apart):
         return F.grouped_mm(x, matrices.transpose(1, 2), offs=ends.int())
+    if runs_triton(x.device) and x.dtype in TRITON_DTYPES and not torch.is_grad_enabled():
+        from .grouped_triton import grouped as by_triton
+
+        return by_triton(x, matrices, ends)
     parts = x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
     return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(parts, matrices, strict=True)])

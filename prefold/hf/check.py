@@ -134,6 +134,8 @@ def note(model: TransformersLM) -> TransformersConfig:
     if noted.wrong or not noted.heads:
         raise refused(config, noted.wrong or "none of its attention goes through transformers' attention interface")
     heads = noted.heads
+    if len({one.cap for one in heads}) > 1:
+        raise refused(config, "its attention caps products in some layers alone")
     kv_heads, dim = max(one.kv_heads for one in heads), max(max(one.head_dim, one.value_dim) for one in heads)
     groups = [one.groups(kv_heads)[1] for one in heads]
     scale = heads[0].scale
@@ -143,6 +145,7 @@ def note(model: TransformersLM) -> TransformersConfig:
         kv_heads=kv_heads,
         head_dim=dim,
         query_scalar=None if scale == dim**-0.5 else scale**-2,
+        attention_cap=heads[0].cap,
         planes=tuple(noted.planes),
         attention=tuple(heads),
     )

@@ -21,7 +21,6 @@ from ..model.parallel import ALONE
 from ..model.products import Product, pack, wide_product
 from ..model.transformer import Attend, CausalLM, MediaRows
 from .config import PlaneHeads, TransformersConfig
-from .weighed import weighed
 
 # The name of our attention in transformers' table.
 NAME = "prefold_rows"
@@ -57,14 +56,13 @@ class RowPass:
         if plane >= len(self.attention):
             raise UnsupportedModelError("attention is called more often than in the pass that noted its planes")
         how, attend = self.attention[plane], self.attend
-        if how.cap is not None or sinks is not None:
-            attend = weighed(attend, how.cap, sinks if sinks is None else self._of_sinks(sinks, how))
         if not math.isclose(how.scale, self.scale, rel_tol=1e-9):
             q = q * (how.scale / self.scale)
         heads, kv_heads, dim = self.sizes
         if (how.heads, how.kv_heads, how.head_dim, how.value_dim) == (heads, kv_heads, dim, dim):
-            return attend(plane, q, k, v)
-        return self._narrow(attend(plane, *self._widen(q, k, v, how)), how)
+            return attend(plane, q, k, v, sinks)
+        sinks = None if sinks is None else self._of_sinks(sinks, how)
+        return self._narrow(attend(plane, *self._widen(q, k, v, how), sinks), how)
 
     def _widen(self, q: Tensor, k: Tensor, v: Tensor, how: PlaneHeads) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v with zeros up to the sizes of the K/V, and KV heads that stand there more than once."""

@@ -105,6 +105,7 @@ class AttentionKernels(Family):
         *,
         scale: float,
         cap: float | None = None,
+        sinks: Tensor | None = None,
         path_k: Tensor | None = None,
         path_v: Tensor | None = None,
     ) -> Tensor:
@@ -116,20 +117,35 @@ class AttentionKernels(Family):
                 setattr(call, name, tensor.data_ptr())
                 setattr(call, f"{name}_row", tensor.stride(0))
                 setattr(call, f"{name}_head", tensor.stride(1))
-        return self._attend("row_attention", call, q, k.shape[1], scale, cap)
+        return self._attend("row_attention", call, q, k.shape[1], scale, cap, sinks)
 
     def slot_attention(
-        self, plane: SlotPlane, q: Tensor, lists: SlotLists, scale: float, cap: float | None = None
+        self,
+        plane: SlotPlane,
+        q: Tensor,
+        lists: SlotLists,
+        scale: float,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns softmax(q k^T * scale) v over the slots that `lists` lists, [queries, heads, dim] as q is. cap: of
-        the scores, as of `prefold.attention.Heads`."""
-        return self._attend("slot_attention", SlotCall(lists.call, plane), q, plane.kv_heads, scale, cap)
+        the scores, as of `prefold.attention.Heads`; sinks: as of `prefold.attention.RowAttention.attend`."""
+        return self._attend("slot_attention", SlotCall(lists.call, plane), q, plane.kv_heads, scale, cap, sinks)
 
     def _attend(
-        self, name: str, call: RowCall | SlotCall, q: Tensor, kv_heads: int, scale: float, cap: float | None
+        self,
+        name: str,
+        call: RowCall | SlotCall,
+        q: Tensor,
+        kv_heads: int,
+        scale: float,
+        cap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Fills in what rows and slots have in common, calls, and returns the result."""
         out, tiles = torch.empty(q.shape, dtype=q.dtype), call.tiles
+        sinks = None if sinks is None else sinks.float().contiguous()
+        tiles.sinks = None if sinks is None else sinks.data_ptr()
         tiles.q, tiles.out = q.data_ptr(), out.data_ptr()
         tiles.q_row, tiles.q_head, _ = q.stride()
         tiles.queries, tiles.heads, tiles.dim = q.shape

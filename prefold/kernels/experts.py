@@ -18,8 +18,8 @@ class ExpertsCall(Structure):
     """An ExpertsCall is that of src/experts.h, with its fields in their order."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "logits", "gate_up", "down", "out")),
-        *((name, c_int64) for name in ("rows", "x_row", "experts", "chosen", "hidden", "width")),
+        *((name, c_void_p) for name in ("x", "logits", "gate_up", "down", "gate_up_bias", "down_bias", "out")),
+        *((name, c_int64) for name in ("rows", "x_row", "experts", "chosen", "hidden", "width", "bias_width")),
         *((name, c_int32) for name in ("normalised", "threads")),
     )
 
@@ -59,13 +59,16 @@ class ExpertKernels(Family):
         chosen: int,
         normalised: bool,
         activation: str,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
     ) -> Tensor:
         """Returns the weighed sum of what each row's experts give, [rows, hidden].
 
         x            [rows, hidden]; logits: float32 [rows, experts], of the router
         chosen       each row goes through so many experts, those of its largest logits
         normalised   whether their shares are the softmax of these logits; else of all
-        activation   "silu" or "gelu_tanh"
+        activation   "silu", "gelu_tanh", or "clamped": that of gpt-oss
+        gate_up_bias, down_bias  [experts, 2 * an expert's width], gate before up, and [experts, hidden], of x's dtype
 
         Raises ValueError where sizes do not fit or there is no such kernel.
         """
@@ -75,13 +78,20 @@ class ExpertKernels(Family):
         fits = words * 4 == hidden * x.itemsize and down.shape[2] * 4 == width * x.itemsize
         if function is None or not x.is_cpu or not fits or not 0 < chosen <= experts or logits.shape != (rows, experts):
             raise ValueError(f"no experts of {list(gate_up.shape)} words for {x.dtype} {list(x.shape)} on {x.device}")
+        biases = [None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]
+        bias_width = 0 if gate_up_bias is None else gate_up_bias.shape[1] // 2
         x, logits = x if x.stride()[1] == 1 else x.contiguous(), logits.contiguous()
         out = torch.empty((rows, hidden), dtype=x.dtype)
         call = ExpertsCall(
             x=x.data_ptr(), logits=logits.data_ptr(), gate_up=gate_up.data_ptr(), down=down.data_ptr(),
+            gate_up_bias=_address(biases[0]), down_bias=_address(biases[1]), bias_width=bias_width,
             out=out.data_ptr(), rows=rows, x_row=x.stride()[0], experts=experts, chosen=chosen, hidden=hidden,
             width=width, normalised=normalised, threads=torch.get_num_threads(),
         )  # fmt: skip
         if function(byref(call)):
             raise MemoryError("experts")
         return out
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -25,7 +25,7 @@ class TileCall(Structure):
     _fields_ = (
         *_fields("q out", c_void_p),
         *_fields("q_row q_head queries heads kv_heads dim tiles", c_int64),
-        *_fields("run_offsets mask_offsets runs masked tile_starts own_offsets own", c_void_p),
+        *_fields("run_offsets mask_offsets runs masked tile_starts own_offsets own sinks", c_void_p),
         ("scale", c_float),
         ("threads", c_int32),
         ("cap", c_float),
@@ -119,6 +119,7 @@ GATED: dict[tuple[Any, ...], str] = {
     for activation in ("silu", "gelu_tanh")
     for dtype, suffix in DTYPES.items()
 }
+EXPERTS = GATED | {("clamped", dtype): f"_clamped_{suffix}" for dtype, suffix in DTYPES.items()}
 # What each function returns (nothing, or one value), ":", its arguments; p: an address, q: int64, i: int32, f: float.
 FUNCTIONS = {
     "plan_rows": ("p:pqppqpqp", ALONE),
@@ -146,7 +147,7 @@ FUNCTIONS = {
     "block_rows": (":pppqqi", EACH),
     "has_int8": ("i:", ALONE),
     "pack_int8": ("i:pqqqqpi", EACH),
-    "experts": ("i:p", GATED),
+    "experts": ("i:p", EXPERTS),
     "greedy": ("i:ppppqqqqiqp", EACH),
     "sum_ranks": ("i:ppqi", EACH),
     "gather_ranks": ("i:ppqp", ALONE),

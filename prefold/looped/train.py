@@ -158,7 +158,9 @@ class _Blocks:
             return model.norm(now, delta, rows.ops)[1]
         return now if delta is None else now + delta
 
-    def _attend(self, number: int, start: Tensor, visits: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(
+        self, number: int, start: Tensor, visits: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Returns attention where only the rows of `visits` go through the layer now; start: states before it."""
         rows, layer, plane = self.rows, self.model.layers[number], self.model.first[number]
         assert isinstance(layer, Layer)
@@ -169,7 +171,7 @@ class _Blocks:
             for new, old, of_state in ((k, old_k, k_of_state), (v, old_v, v_of_state))
         )
         self._kept[number] = k, v, visited | visits
-        return rows.attend(plane, q, k, v)
+        return rows.attend(plane, q, k, v, sinks)
 
 
 def visit_logprobs(

@@ -108,6 +108,7 @@ class ModelConfig:
     embedding_scale   what the embedding is multiplied with, rounded to the model's dtype
     residual_scale    what the results of attention and of the MLP are multiplied with
     query_scalar   attention multiplies q k with its inverse root; None: head_dim
+    sinks          attention has, of each head, a number beside the scores in the softmax, which has no value
     attention_cap  scores s of attention become cap * tanh(s / cap); None: they stay
     logit_scale    what logits are multiplied with
     logit_cap      logits become cap * tanh(logit / cap) after that; None: they stay
@@ -154,6 +155,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     query_scalar: float | None = None
+    sinks: bool = False
     attention_cap: float | None = None
     logit_scale: float = 1.0
     logit_cap: float | None = None
@@ -312,6 +314,7 @@ class ModelConfig:
         norm = self.hidden * (2 if self.norm == "layer" and self.norm_bias else 1)
         norms = self.in_norms * (1 if self.parallel else 2) + 2 * (self.out_norms or self.sum_norms)
         norms *= norm
+        norms += self.sinks * self.heads
         norms += self.qk_norm * 2 * self.head_dim + self.row_qk_norm * (self.q_size + self.kv_size)
         biases = (
             self.qkv_bias * (self.q_size + 2 * self.kv_size)

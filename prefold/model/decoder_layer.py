@@ -88,6 +88,8 @@ class Layer(nn.Module):
             self.qkv = Linear(hidden, q + kv, bias=config.qkv_bias or config.qk_bias * (q + kv // 2), **place)
         self.q_norm = _head_norm(config, **place) if config.qk_norm else None
         self.k_norm = _head_norm(config, **place) if config.qk_norm else None
+        wide = torch.promote_types(dtype, torch.float32)
+        self.sinks = nn.Parameter(torch.empty(config.heads, dtype=wide, device=device)) if config.sinks else None
         self.o = Linear(q, hidden, bias=config.o_bias and first, **place)
         normed = config.out_norms or config.sum_norms
         self.o_norm = norm_of(config, **place) if normed else None
@@ -102,7 +104,7 @@ class Layer(nn.Module):
         delta: Tensor | None,
         *,
         cos_sin: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
         read: Tensor | None,
         adapters: RowAdapters,
         ops: Ops,
@@ -110,13 +112,13 @@ class Layer(nn.Module):
         """Returns the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
 
         cos_sin  of the rows' positions, as for `Ops.rope`
-        attend   q, k, v -> o, shaped as q
+        attend   q, k, v, sinks -> o, shaped as q
         read     int64: the rows whose result is wanted; None: all
         ops      computes the position-wise operations
         """
         x, h = self.input_norm(x, delta, ops)
         x, q, k, v = self._project(x, h, cos_sin, read, adapters, ops)
-        o = attend(q, k, v)
+        o = attend(q, k, v, self.sinks)
         del h, q, k, v, delta  # so that the MLP, where most memory is held, does not run beside them
         return self._finish(x, o, adapters if read is None else adapters.read, ops)
 
@@ -198,14 +200,14 @@ class ParallelLayer(Layer):
         delta: Tensor | None,
         *,
         cos_sin: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
         read: Tensor | None,
         adapters: RowAdapters,
         ops: Ops,
     ) -> tuple[Tensor, Tensor | None]:
         x, h = self.input_norm(x, delta, ops)
         x, q, k, v = self._project(x, h, cos_sin, read, adapters, ops)
-        o = attend(q, k, v)
+        o = attend(q, k, v, self.sinks)
         del q, k, v, delta
         if read is not None:
             h, adapters = h[read], adapters.read

@@ -153,7 +153,7 @@ def smollm3(hf: HFConfig) -> ModelConfig:
     turns = turns[: _layers(hf)]
     near = SLIDING if hf.flag("use_sliding_window") else FULL
     types = [FULL if turn else near for turn in turns]
-    windows = _windows(hf, hf.texts("layer_types", None) or types)
+    windows = windows_of(hf, hf.texts("layer_types", None) or types)
     return _turning(llama({"tie_word_embeddings": True} | hf, windows=windows), turns)
 
 
@@ -167,7 +167,7 @@ def olmo3(hf: HFConfig) -> ModelConfig:
     """Returns the config of OLMo 3: OLMo 2, where most layers have a sliding window, and positions of their own."""
     hf = Settings.of(hf)
     types = hf.texts("layer_types", None) or _every(4, _layers(hf))
-    config = olmo2(_rope_of(hf, FULL, "rope_theta", 5e5), windows=_windows(hf, types))
+    config = olmo2(_rope_of(hf, FULL, "rope_theta", 5e5), windows=windows_of(hf, types))
     local = read_rope(_rope_of(hf, SLIDING, "rope_theta", 5e5))
     planes = zip(config.planes, types, strict=True)
     return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
@@ -252,7 +252,7 @@ def _gemma(hf: Settings, rope: Settings, types: list[str], **options: Any) -> Mo
     activation = {"hidden_act": hf.text("hidden_activation", "gelu_pytorch_tanh")}
     return decoder(
         defaults | rope | activation,
-        windows=_windows(hf, types),
+        windows=windows_of(hf, types),
         qkv_bias=bias,
         o_bias=bias,
         norm_offset=1.0,
@@ -272,7 +272,7 @@ def cohere2(hf: HFConfig) -> ModelConfig:
             raise UnsupportedModelError(f"{key} is {hf[key]}; Cohere 2 works with {value}")
     hf.get("use_embedding_sharing")  # likewise; tie_word_embeddings is what counts
     types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), _layers(hf))
-    windows = _windows(hf, types)
+    windows = windows_of(hf, types)
     defaults = {"tie_word_embeddings": True, "rms_norm_eps": hf.number("layer_norm_eps", 1e-5, zero=True)}
     config = llama(
         defaults | hf,
@@ -313,7 +313,7 @@ def exaone4(hf: HFConfig) -> ModelConfig:
     windows: list[int | None] = [None] * _layers(hf)
     if _window(hf) is not None:
         types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), _layers(hf))
-        windows = _windows(hf, types)
+        windows = windows_of(hf, types)
     elif set(hf.texts("layer_types", None) or ()) - {FULL}:
         raise UnsupportedModelError("layer_types has sliding attention, and sliding_window is null")
     defaults = {"rms_norm_eps": 1e-5}
@@ -435,10 +435,10 @@ def qwen_windows(hf: Settings) -> list[int | None]:
     if not hf.flag("use_sliding_window") or _window(hf) is None:
         return [None] * layers
     first = min(hf.size("max_window_layers", 28, least=0), layers)
-    return _windows(hf, types or [FULL] * first + [SLIDING] * (layers - first))
+    return windows_of(hf, types or [FULL] * first + [SLIDING] * (layers - first))
 
 
-def _windows(hf: Settings, types: list[str]) -> list[int | None]:
+def windows_of(hf: Settings, types: list[str]) -> list[int | None]:
     """Returns the sliding window of each layer; None: it attends to everything before. types: one a layer."""
     unknown = set(types) - {FULL, SLIDING}
     if unknown:

@@ -166,9 +166,10 @@ def _config_from(hf: Settings) -> ModelConfig:
     quantised = hf.get("quantization_config") or hf.get("compression_config")
     if quantised:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else "unknown"
-        raise UnsupportedModelError(
-            f"the checkpoint is quantised (method {method!r}); use the unquantised one, or a GGUF file of the model"
-        )
+        if method != _QUANTISED.get(architecture):
+            raise UnsupportedModelError(
+                f"the checkpoint is quantised (method {method!r}); use the unquantised one, or a GGUF file of the model"
+            )
     if hf.get("is_causal") is False:
         raise UnsupportedModelError("the model attends in both directions (is_causal is false); only causal ones work")
     code, own = hf.get("auto_map"), architecture in _REGISTERED
@@ -198,17 +199,20 @@ def add_families(
     model_types: Mapping[str, str],
     own_code: Collection[str] = (),
     refused: Mapping[str, str] = MappingProxyType({}),
+    quantised: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Adds families of prefold's own, by architecture.
 
     model_types  the architecture of a checkpoint that names its model_type alone
     own_code     architectures that exist only as code beside checkpoints, and whose model is implemented here
+    quantised    the method of quantisation, by architecture, whose tensors are read
     refused      architectures that are refused with the reason, in place of the list of those that work
     """
     _FAMILIES.update(families)
     MODEL_TYPES.update(model_types)
     _OWN_CODE.update(own_code)
     _REFUSED.update(refused)
+    _QUANTISED.update(quantised)
 
 
 def add_fallback(family: Fallback, about: str) -> None:
@@ -336,6 +340,7 @@ MODEL_TYPES = {
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
 _REFUSED: dict[str, str] = {}
+_QUANTISED: dict[str, str] = {}
 _FALLBACKS: dict[str, Fallback] = {}  # by what they take, in words
 # Architectures whose families are not prefold's own.
 _REGISTERED: set[str] = set()

@@ -18,6 +18,8 @@ class Names:
     stacks       tensors [matrices, outputs, inputs] of a layer that hold a matrix of each number, with the names here
                  of the tensors that lie side by side in such a matrix: "{}" stands for the number
     writes_stacks   whether checkpoints have these stacks; else they have each tensor by itself, and may have stacks
+    in_turn      whether a stack has an output of each of its tensors in turn, not all of one behind those of another;
+                 its matrices are [inputs, outputs] then, unless they are blocks of MXFP4 (`mxfp4`)
     transposed   whether weights of the layers' linears are [inputs, outputs]
     interleaved  whether the two halves of each head of q and k, which are rotated against each other, are stored
                  number by number in turn
@@ -30,6 +32,7 @@ class Names:
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     writes_stacks: bool = False
+    in_turn: bool = False
     transposed: bool = False
     interleaved: bool = False
     before: str = ""
@@ -37,13 +40,17 @@ class Names:
 
     def of_module(self, stored: str) -> tuple[str, ...]:
         """Returns the names here of a checkpoint's module; an unknown name is kept as it is, without the prefix."""
-        before = re.match(self.before, stored)
-        stored = stored[before.end() if before else 0 :].removeprefix(self.prefix)
+        stored = self._own(stored)
         return self._named(stored, self.parts) or (stored,)
 
     def of_stack(self, stored: str) -> tuple[str, ...]:
         """Returns the names here, with "{}" for the number, of the tensors in a stack; none for any other tensor."""
         return self._named(stored.removeprefix(self.prefix), self.stacks)
+
+    def _own(self, stored: str) -> str:
+        """Returns a name without what stands before all names of this model."""
+        before = re.match(self.before, stored)
+        return stored[before.end() if before else 0 :].removeprefix(self.prefix)
 
     def _named(self, stored: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
         """Returns the names that a table has of a thing beside the layers or in a layer; none: it has none."""
@@ -60,8 +67,7 @@ class Names:
         if self.others and re.match(self.others, stored):
             return ()
         module, dot, kind = stored.rpartition(".")
-        of_its_own = self.of_module(stored)
-        if len(of_its_own) > 1:
+        if of_its_own := self._named(self._own(stored), self.parts):
             return of_its_own
         return tuple(name + dot + kind for name in self.of_module(module))
 
@@ -101,7 +107,9 @@ GGUF = Names(
         "attn_output": ("self_attn.o_proj",),
         "attn_q_norm": ("self_attn.q_norm",),
         "attn_k_norm": ("self_attn.k_norm",),
+        "attn_sinks.weight": ("self_attn.sinks",),
         "ffn_norm": ("post_attention_layernorm",),
+        "post_attention_norm": ("post_attention_layernorm",),
         "ffn_gate": ("mlp.gate_proj",),
         "ffn_up": ("mlp.up_proj",),
         "ffn_down": ("mlp.down_proj",),
@@ -111,7 +119,11 @@ GGUF = Names(
         "ffn_up_shexp": ("mlp.shared_expert.up_proj",),
         "ffn_down_shexp": ("mlp.shared_expert.down_proj",),
     },
-    stacks={f"ffn_{part}_exps.weight": (f"mlp.experts.{{}}.{part}_proj.weight",) for part in ("gate", "up", "down")},
+    stacks={
+        f"ffn_{part}_exps.{kind}": (f"mlp.experts.{{}}.{part}_proj.{kind}",)
+        for part in ("gate", "up", "down")
+        for kind in ("weight", "bias")
+    },
 )
 # Of models whose queries, keys and values are one tensor, and gate and up another.
 FUSED = Names(

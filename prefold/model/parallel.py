@@ -102,6 +102,7 @@ class Shard:
             "q_norm": (q,),  # of norms over all heads
             "k_norm": (kv,),
             "o_proj": (every, q),
+            "sinks": (self.heads,),
             "gate_proj": (self.width,),
             "up_proj": (self.width,),
             "down_proj": (every, self.width),

@@ -23,6 +23,7 @@ from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
 from ..kernels import StoredRows
+from . import mxfp4
 from .config import ModelConfig, head_order
 from .names import GGUF, GGUF_FUSED, GGUF_OUT_NORMS
 
@@ -69,6 +70,7 @@ class TensorPlace:
     flat         whether it is stored with more dimensions, all of them outputs
     order        of the numbers of each head, as of `head_order`; None: as they are stored
     matrix       which matrix of a stack it is in; None: it is in no stack
+    scales       the file and the name of the scales of a stack of MXFP4; None: it is none
     """
 
     file: Any
@@ -78,6 +80,7 @@ class TensorPlace:
     flat: bool = False
     order: Sequence[int] | None = None
     matrix: int | None = None
+    scales: tuple[Any, str] | None = None
 
     def read(self, where: tuple[slice, ...]) -> Tensor:
         """Returns the part of the tensor at `where`; no more of the file is read. Of heads with an order whole ones."""
@@ -86,6 +89,8 @@ class TensorPlace:
     def _read(self, where: tuple[slice, ...]) -> Tensor:
         if self.flat:
             return self.file.get_tensor(self.name).flatten()[_within(self.outputs, where[0] if where else slice(None))]
+        if self.outputs is not None and self.outputs.step is not None:
+            return self._in_turn(*(where or (slice(None),)))
         if self.matrix is not None:
             index = (self.matrix, _within(self.outputs, where[0] if where else slice(None)), *where[1:])
             return self.file.get_slice(self.name)[index]
@@ -97,6 +102,17 @@ class TensorPlace:
                 index = (index[1] if len(index) > 1 else slice(None), index[0])
             values = self.file.get_slice(self.name)[index]
         return values.T if self.transposed else values
+
+    def _in_turn(self, rows: slice, *others: slice) -> Tensor:
+        """Returns rows of a matrix, or numbers of a bias, whose outputs are some of those of a stack's matrix."""
+        if self.scales is not None:
+            stacks = ((self.file, self.name), self.scales)
+            blocks, scales = (file.get_slice(name)[self.matrix][self.outputs][rows] for file, name in stacks)
+            values = mxfp4.numbers(blocks, scales)
+        else:
+            matrix = self.file.get_slice(self.name)[self.matrix]
+            values = (matrix.T if self.transposed else matrix)[self.outputs][rows]
+        return values[(slice(None), *others)]
 
 
 def in_order(values: Tensor, order: Sequence[int] | None) -> Tensor:
@@ -122,12 +138,14 @@ class SafetensorsSource:
         self._where: dict[str, TensorPlace] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         names = config.names
-        for _, file in self.opened(checkpoint):
+        opened = [file for _, file in self.opened(checkpoint)]
+        files = {stored: file for file in opened for stored in file.keys()}  # noqa: SIM118 (not a dict)
+        for file in opened:
             for stored in file.keys():  # noqa: SIM118 (not a dict)
                 if self.IGNORED.fullmatch(stored):
                     continue
                 if templates := names.of_stack(stored):
-                    self._add_stack(checkpoint, file, stored, templates)
+                    self._add_stack(checkpoint, files, stored, templates, names.in_turn)
                     continue
                 here = names.of_tensor(stored)
                 if not here:
@@ -151,12 +169,22 @@ class SafetensorsSource:
                     self._where[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, order)
                     self.shapes[name] = (size, *shape[1:])
 
-    def _add_stack(self, checkpoint: Checkpoint, file: Any, stored: str, templates: Sequence[str]) -> None:
-        """Adds the tensors of a stack. templates: as of `Names.of_stack`."""
-        for name, number, rows, shape in in_stack(stored, file.get_slice(stored).get_shape(), templates):
+    def _add_stack(
+        self, checkpoint: Checkpoint, files: Mapping[str, Any], stored: str, templates: Sequence[str], in_turn: bool
+    ) -> None:
+        """Adds the tensors of a stack. files: by their tensors; templates: as of `Names.of_stack`; in_turn: as of
+        Names"""
+        file, scales = files[stored], None
+        whole = tuple(file.get_slice(stored).get_shape())
+        turned = in_turn and len(whole) == 3
+        if turned:
+            whole = (whole[0], whole[2], whole[1])
+        elif in_turn and len(whole) == 4:
+            scales, whole = _scales(files, stored, whole), (*whole[:2], whole[2] * mxfp4.BLOCK)
+        for name, number, rows, shape in in_stack(stored, whole, templates, in_turn):
             if name in self._where:
                 raise CheckpointError(f"{checkpoint.path} has {name!r} twice, once of them in {stored!r}")
-            self._where[name] = TensorPlace(file, stored, rows, False, matrix=number)
+            self._where[name] = TensorPlace(file, stored, rows, turned, matrix=number, scales=scales)
             self.shapes[name] = shape
 
     @classmethod
@@ -204,16 +232,31 @@ class SafetensorsSource:
 
 
 def in_stack(
-    stored: str, shape: Sequence[int], templates: Sequence[str]
+    stored: str, shape: Sequence[int], templates: Sequence[str], in_turn: bool = False
 ) -> Iterator[tuple[str, int, slice, tuple[int, ...]]]:
     """Yields each tensor of a stack [matrices, outputs, inputs] with the number of its matrix, its rows in it, and its
-    shape. templates: as of `Names.of_stack`. Raises CheckpointError where the shape is none of a stack."""
-    if len(shape) != 3 or shape[1] % len(templates):
-        raise CheckpointError(f"{stored} is {list(shape)}; it must be [experts, outputs, inputs]")
-    size = shape[1] // len(templates)
+    shape; of biases the stack is [matrices, outputs]. templates: as of `Names.of_stack`; in_turn: as of Names. Raises
+    CheckpointError where the shape is none of a stack."""
+    parts, is_bias = len(templates), templates[0].endswith(".bias")
+    if len(shape) != (2 if is_bias else 3) or shape[1] % parts:
+        wanted = "[experts, outputs]" if is_bias else "[experts, outputs, inputs]"
+        raise CheckpointError(f"{stored} is {list(shape)}; it must be {wanted}")
+    size = shape[1] // parts
     for number in range(shape[0]):
         for part, template in enumerate(templates):
-            yield template.format(number), number, slice(part * size, (part + 1) * size), (size, shape[2])
+            rows = slice(part, None, parts) if in_turn else slice(part * size, (part + 1) * size)
+            yield template.format(number), number, rows, (size, *shape[2:])
+
+
+def _scales(files: Mapping[str, Any], stored: str, shape: Sequence[int]) -> tuple[Any, str]:
+    """Returns the file and the name of the scales of a stack of MXFP4's blocks [matrices, outputs, blocks, bytes]."""
+    name = stored.removesuffix("_blocks") + "_scales"
+    if name not in files:
+        raise CheckpointError(f"{stored} has no scales: {name} is missing")
+    scales = files[name].get_slice(name).get_shape()
+    if list(scales) != list(shape[:3]) or 2 * shape[3] != mxfp4.BLOCK:
+        raise CheckpointError(f"{stored} is {list(shape)} with scales {list(scales)}; blocks have 16 bytes and a scale")
+    return files[name], name
 
 
 def _within(outer: slice | None, inner: slice) -> slice:
@@ -265,7 +308,7 @@ class GGUFSource:
         (stored, first_row), shape = self._stored[name], self.shapes[name]
         order = self._order_of(name)
         if len(shape) < 2:
-            values = self.file.dequantize(stored)[first_row : first_row + shape[0]]
+            values = self.file.dequantize(stored).ravel()[first_row : first_row + shape[0]]
             target.copy_(self._values(name, values, order)[where])
             return
         begin, end, _ = (where[0] if where else slice(None)).indices(shape[0])

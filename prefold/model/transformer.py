@@ -32,10 +32,11 @@ class Attend(Protocol):
     """An Attend computes attention over one plane.
 
     q [rows, heads, dim], k, v [rows, kv_heads, dim] (perhaps strided) -> o, shaped as q. In the last visit of a pass q
-    has only the rows that are read, where some are not: `len(q) < len(k)`.
+    has only the rows that are read, where some are not: `len(q) < len(k)`. sinks [heads]: as of
+    `attention.RowAttention.attend`.
     """
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,10 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
     if config.qk_norm and isinstance(layer, Layer):
         for name in ("q_norm", "k_norm"):
             yield Weight(layer, name, ((f"{attention}{name}.weight", config.head_dim),), config.norm_offset)
+    if config.sinks:
+        yield Weight(
+            layer, "sinks", ((f"{attention}sinks", config.heads),), places=(places["sinks"],) if places else ()
+        )
     if (own := getattr(layer, "own_weights", None)) is not None:  # a layer of another kind, or with other linears
         yield from own(prefix)
         yield from layer.mlp.weights(prefix, places)

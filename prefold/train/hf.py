@@ -150,7 +150,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Returns the attention of query [1, heads, rows, dim] over key and value [1, kv_heads, rows, dim], as
     transformers' models call it: [1, rows, heads, dim]."""
+    sinks = options.get("s_aux")
     if prefold is None:
+        if sinks is not None:
+            raise UnsupportedModelError("attention with sinks runs over rows alone; pass `folded_inputs`")
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
@@ -164,7 +167,7 @@ def _attention(
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = StepAttend(prefold.prepared(q.device, q.dtype), Path(), prefold.config.planes, scale)
-    return attend(module.layer_idx, q, k, v)[None], None
+    return attend(module.layer_idx, q, k, v, sinks)[None], None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -55,6 +55,7 @@ def save_model(
     config = dict(checkpoint.config) | {"dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
     config.pop(CONTEXT, None)
+    config.pop("quantization_config", None)
     if model.config.lm_head:
         config["tie_word_embeddings"] = model.lm_head is None
     config |= _write_tokenizer(checkpoint, folder)
@@ -112,8 +113,11 @@ def _stacks(tensors: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[st
             matrices: list[Tensor] = []
             while (first := f"layers.{number}.{templates[0].format(len(matrices))}") in remaining:
                 parts = [first, *(f"layers.{number}.{other.format(len(matrices))}" for other in templates[1:])]
-                matrices.append(torch.cat([remaining.pop(part) for part in parts]))
-            stored[f"{names.prefix}{names.layer(number)}.{stack}"] = torch.stack(matrices)
+                tensors_of = [remaining.pop(part) for part in parts]
+                matrix = torch.stack(tensors_of, 1).flatten(0, 1) if names.in_turn else torch.cat(tensors_of)
+                matrices.append(matrix.T if names.in_turn and matrix.dim() == 2 else matrix)
+            if matrices:
+                stored[f"{names.prefix}{names.layer(number)}.{stack}"] = torch.stack(matrices)
     return stored, remaining
 
 

@@ -379,7 +379,7 @@ class Program:
         window = self._windows.index(config.planes[like].window)
         self._add(
             Kind.ATTEND, source=source, out=ATTENDED, beside=beside, keys=keys, heads=heads, dim=dim, plane=plane,
-            kv_heads=kv_heads, window=window,
+            kv_heads=kv_heads, window=window, weight=None if layer.sinks is None else layer.sinks.data_ptr(),
         )  # fmt: skip
         self._add_linear(layer, "o", ATTENDED, DELTA)
         if type(layer) is ParallelLayer:

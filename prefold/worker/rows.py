@@ -66,7 +66,7 @@ class StepAttend:
     scale: float
     next_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Returns attention of q [rows or read rows, heads, dim] over k, v [rows, kv_heads, dim], shaped as q."""
         batch, window = self.batch, self.planes[plane].window
         read_only = len(q) < len(k)
@@ -75,7 +75,7 @@ class StepAttend:
             k, v = k.index_select(0, batch.scatter), v.index_select(0, batch.scatter)
             q = q.index_select(0, batch.read_order if read_only else batch.scatter)
         plan = (batch.read_plans if read_only else batch.plans)[window]
-        o = batch.attention.attend(q, k, v, plan, scale=self.scale, path_k=path_k, path_v=path_v)
+        o = batch.attention.attend(q, k, v, plan, scale=self.scale, path_k=path_k, path_v=path_v, sinks=sinks)
         if batch.scatter is not None:
             o = (
                 torch.empty_like(o).index_copy_(0, batch.read_order, o)

@@ -109,11 +109,11 @@ class SlotAttend:
     planes: Sequence[Plane]
     scale: float
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Returns attention of q [rows or read rows, heads, dim], shaped as q; stores k, v [rows, kv_heads, dim]."""
         self.store.write(plane, self.batch.slots, k, v)
         plans = self.batch.read_plans if len(q) < len(k) else self.batch.plans
-        return self.store.attend(plane, q, plans[self.planes[plane].window], self.scale)
+        return self.store.attend(plane, q, plans[self.planes[plane].window], self.scale, sinks)
 
 
 def forward(model: CausalLM, store: KVStore, batch: SlotBatch, how: Mapping[str, Any] = MappingProxyType({})) -> Tensor:

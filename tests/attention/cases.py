@@ -33,6 +33,7 @@ class Case:
     v: torch.Tensor
     scale: float
     cap: float | None = None
+    sinks: torch.Tensor | None = None
 
     def run(self) -> torch.Tensor:
         raise NotImplementedError
@@ -42,9 +43,8 @@ class Case:
         return visibility(self.nest.end, self.query_rows, self.nest.positions, self.window, self.nest.first)
 
     def expected(self) -> torch.Tensor:
-        return dense_attention(
-            self.q.double(), self.k.double(), self.v.double(), self.visible, scale=self.scale, cap=self.cap
-        )
+        how = {"scale": self.scale, "cap": self.cap, "sinks": self.sinks}
+        return dense_attention(self.q.double(), self.k.double(), self.v.double(), self.visible, **how)
 
     def check(self) -> None:
         out = self.run()
@@ -104,8 +104,8 @@ class RowCase(Case):
     def run(self) -> torch.Tensor:
         new = slice(self.path, None)
         carried = {"path_k": self.k[: self.path], "path_v": self.v[: self.path]} if self.path else {}
-        attend = self.attention().attend
-        return attend(self.q, self.k[new], self.v[new], self.plan(), scale=self.scale, **carried)
+        how = {"scale": self.scale, "sinks": self.sinks} | carried
+        return self.attention().attend(self.q, self.k[new], self.v[new], self.plan(), **how)
 
 
 def random_slots(rng: np.random.Generator, count: int, jumps: float) -> tuple[np.ndarray, int]:
@@ -192,7 +192,7 @@ class SlotCase(Case):
         return store
 
     def run(self) -> torch.Tensor:
-        return self.store().attend(1, self.q, self.plan(), self.scale)
+        return self.store().attend(1, self.q, self.plan(), self.scale, self.sinks)
 
 
 def groups(sizes: list[int], shared: int, own: int) -> tuple[Nest, np.ndarray]:

@@ -95,6 +95,35 @@ def test_what_is_not_finite_stays_in_its_sequence(make, where, bad):
         make(nest, heads=(4, 2)).check_not_finite(where, row, bad)
 
 
+@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [RowCase, SlotCase], ids=["rows", "slots"])
+def test_sinks(make, dtype, every):
+    case = make(random_nest(np.random.default_rng(5), 70, 0.1), heads=(6, 2), dtype=dtype, every=every, window=40)
+    case.sinks = torch.tensor([-200.0, 0.3, 1.5, -0.7, 4.0, 200.0])
+    case.check()
+
+
+def test_sinks_where_a_list_is_read_in_several_places():
+    nest, rows = groups([2, 3], 300, 20)
+    case = SlotCase(nest, heads=(4, 2), query_rows=rows)
+    case.sinks = torch.tensor([0.3, 1.5, 6.0, -0.7])
+    case.check()
+
+
+def test_gradients_with_sinks():
+    case = RowCase(random_nest(np.random.default_rng(8), 60, 0.05), heads=(6, 2), path=30, every=2, window=20)
+    case.sinks = torch.randn(6, generator=torch.Generator().manual_seed(7))
+    leaves = case.q, case.k, case.v, case.sinks
+    for leaf in leaves:
+        leaf.requires_grad_(True)
+    weights = torch.randn(case.q.shape)
+    found = torch.autograd.grad((case.run() * weights).sum(), leaves)
+    wanted = torch.autograd.grad((case.expected() * weights.double()).sum(), leaves)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 # Each pair of a dtype, a window and spans; all eight of them are slow.
 @pytest.mark.parametrize(
     ("dtype", "window", "spans"),

@@ -47,7 +47,7 @@ def module_of(config: ExpertsConfig, dtype: torch.dtype, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     for parameter in plain.parameters():
         values = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(1.5 * values / parameter.shape[1] ** 0.5)
+        parameter.copy_(1.5 * values / parameter.shape[1] ** 0.5 if parameter.ndim == 2 else values)
     packed.load_state_dict(plain.state_dict())
     for linear in (packed.router, packed.gate_up, packed.down):
         linear.pack()
@@ -58,15 +58,22 @@ def by_the_book(module, config: ExpertsConfig, h: torch.Tensor) -> torch.Tensor:
     """Row by row, in float64."""
     gate_up, down = module.gate_up.matrices().double(), module.down.matrices().double()
     out = torch.zeros(h.shape, dtype=torch.float64)
+    biases = [0.0, torch.zeros(len(gate_up)), torch.zeros(len(down))]
+    if config.biases:
+        biases = [x.double() for x in (module.router.bias, module.gate_up.biases, module.down.biases)]
     for row, x in enumerate(h.double()):
-        logits = module.router.weight.double() @ x
+        logits = module.router.weight.double() @ x + biases[0]
         shares = logits.softmax(0)
         chosen = logits.argsort(descending=True)[: config.chosen]
         total = shares[chosen].sum() if config.normalised else 1.0
         for expert in chosen:
-            gate, up = (gate_up[expert] @ x).chunk(2)
-            inner = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
-            out[row] += shares[expert] / total * (down[expert] @ (inner * up))
+            gate, up = (gate_up[expert] @ x + biases[1][expert]).chunk(2)
+            if config.clamped:
+                gate, up = gate.clamp(max=7), up.clamp(-7, 7) + 1
+                inner = gate * torch.sigmoid(1.702 * gate)
+            else:
+                inner = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
+            out[row] += shares[expert] / total * (down[expert] @ (inner * up) + biases[2][expert])
     return out
 
 
@@ -87,6 +94,21 @@ def test_kernels_and_pytorch_compute_what_is_written(hidden, width, experts, cho
         torch.testing.assert_close(packed(h, NO_ADAPTERS, ops), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(plain(h, NO_ADAPTERS, PYTORCH), expected, rtol=1e-5, atol=1e-5)
     assert packed.gate_up.weight is None and packed.down.weight is None
+
+
+@NEEDS_PRODUCTS
+@pytest.mark.parametrize("clamped", [True, False])
+@pytest.mark.parametrize(("hidden", "width", "experts", "chosen", "rows"), SHAPES)
+def test_biases_and_the_activation_of_gpt_oss(hidden, width, experts, chosen, rows, clamped):
+    config = config_of(hidden, width, experts, chosen, biases=True, clamped=clamped)
+    plain, packed = module_of(config, torch.float32)
+    h = 4 * torch.randn(rows, hidden, generator=torch.Generator().manual_seed(1))
+    expected = by_the_book(plain, config, h).float()
+    with torch.inference_mode():
+        ops = choose_ops(h.dtype, h.device)
+        torch.testing.assert_close(packed(h, NO_ADAPTERS, ops), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(plain(h, NO_ADAPTERS, PYTORCH), expected, rtol=1e-5, atol=1e-4)
+    assert clamped == (not torch.equal(by_the_book(plain, replace(config, clamped=False), h).float(), expected))
 
 
 @NEEDS_PRODUCTS
@@ -221,6 +243,7 @@ def test_operations_are_those_of_the_experts_that_a_row_meets(tmp_path, family):
     found, parameters = config_from(resolve(str(folder)).config), dict(reference(folder).named_parameters())
     assert found.num_parameters == sum(p.numel() for p in parameters.values())
     linears = {name: p for name, p in parameters.items() if p.ndim > 1 and "layers." in name}
+    linears = {name: p for name, p in linears.items() if not name.endswith("_bias")}
     met = sum(p.numel() * (found.chosen / found.experts if p.ndim == 3 else 1) for p in linears.values())
     assert found.linear_flops == round(2 * met)
     assert replace(found, experts=2 * found.experts).linear_flops == found.linear_flops + 2 * 3 * 36 * found.experts

@@ -29,14 +29,14 @@ class ManySequences:
         self.order = torch.arange(ROWS) if order is None else order
         self.read_rows = torch.arange(ROWS) if read_rows is None else read_rows
 
-    def __call__(self, plane, q, k, v):
+    def __call__(self, plane, q, k, v, sinks=None):
         # Into the order of the sequences, all queries; what is not read is zeros there.
         rows = self.read_rows if len(q) < len(k) else torch.arange(ROWS)
         back = torch.argsort(self.order)
         every = q.new_zeros(ROWS, *q.shape[1:]).index_copy(0, rows, q)[back]
         one = DenseAttend(self.config)
         parts = zip(*(t.split(LENGTHS) for t in (every, k[back], v[back])), strict=True)
-        return torch.cat([one(plane, *part) for part in parts])[self.order][rows]
+        return torch.cat([one(plane, *part, sinks) for part in parts])[self.order][rows]
 
 
 def load(folder, **options):

@@ -286,6 +286,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router.layer": "ffn_gate_inp",
+    "self_attn.sinks": "attn_sinks",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -297,6 +298,7 @@ OUT_NORMS = {
 }
 # What an architecture calls otherwise.
 OWN_NAMES = dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), OUT_NORMS) | {
+    "gpt-oss": {"mlp.router": "ffn_gate_inp", "post_attention_layernorm": "post_attention_norm"},
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
 }
@@ -365,6 +367,13 @@ def stacked(tensors):
         name = name.replace("block_sparse_moe", "mlp")
         for theirs, ours in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
             name = name.replace(f".{theirs}.", f".{ours}.")
+        if match := re.fullmatch(r"(.+)mlp\.experts\.(gate_up|down)_proj(_bias)?", name):  # gpt-oss
+            parts, kind = match[2].split("_"), "bias" if match[3] else "weight"
+            matrices = tensor if match[3] else tensor.mT
+            for number, part in enumerate(parts):
+                stacks[f"{match[1]}ffn_{part}_exps.{kind}"] = matrices[:, number :: len(parts)].contiguous()
+            continue
+        name = name.replace("self_attn.sinks", "self_attn.sinks.weight")
         halves = tensor.chunk(2, -2) if "input_linear" in name else (tensor,)
         kind = "shexp" if "shared" in name else "exps"
         for half, part in zip(("gate", "up") if len(halves) == 2 else ("down",), halves, strict=True):
@@ -418,6 +427,11 @@ def write_gguf(folder, path, arch):
         for which in ("long", "short"):
             factors = np.array(hf["rope_parameters"][f"{which}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{which}.weight", factors)
+    if config.rope.kind == "yarn":
+        settings = config.rope.settings
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(settings["factor"])
+        writer.add_rope_scaling_orig_ctx_len(settings["original_max_position_embeddings"])
     if arch == "olmo2" and config.rope.kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope.settings["factor"])

@@ -15,6 +15,7 @@ def dense_attention(
     *,
     scale: float,
     cap: float | None = None,
+    sinks: Tensor | None = None,
     path_k: Tensor | None = None,
     path_v: Tensor | None = None,
 ) -> Tensor:
@@ -23,7 +24,8 @@ def dense_attention(
     q [queries, heads, dim]; k, v [rows, kv_heads, dim]; path_k, path_v [path, kv_heads, dim] come before
     them. visible bool [queries, path + rows], any mask in which each query sees a key. A key that a query
     does not see takes no part in its sums, so a NaN there does no harm. The result is
-    [queries, heads, dim]. cap: scores s become cap * tanh(s / cap).
+    [queries, heads, dim]. cap: scores s become cap * tanh(s / cap). sinks [heads]: numbers beside the scores in the
+    softmax, which have no value.
     """
     keys = k if path_k is None else torch.cat((path_k, k))
     values = v if path_v is None else torch.cat((path_v, v))
@@ -35,5 +37,7 @@ def dense_attention(
         seen = visible[i].nonzero()[:, 0]
         scores = torch.einsum("hd,jhd->hj", q[i].double(), keys[seen]) * scale
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
-        out[i] = torch.einsum("hj,jhd->hd", scores.softmax(-1), values[seen])
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None]), -1)
+        out[i] = torch.einsum("hj,jhd->hd", scores.softmax(-1)[:, : len(seen)], values[seen])
     return out.to(q.dtype)

@@ -20,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2")
-MIXTURES = ("qwen2-moe", "qwen3-moe", "olmoe", "mixtral", "granite-moe", "granite-moe-shared")
+MIXTURES = ("qwen2-moe", "qwen3-moe", "olmoe", "mixtral", "granite-moe", "granite-moe-shared", "gpt-oss")
 # Families that most tests meet where slow ones run alone: what others have tested, they put together in other ways.
 MORE = (
     "smollm3", "olmo2", "olmo3", "phi3", "phi3-long", "granite", "granite4", "gemma", "gemma2", "cohere2",
@@ -74,6 +74,7 @@ PREFIXES = {
     "mixtral": "Mixtral",
     "granite-moe": "GraniteMoe",
     "granite-moe-shared": "GraniteMoeShared",
+    "gpt-oss": "GptOss",
 }
 HEADS = {"causal": "ForCausalLM", "classifier": "ForSequenceClassification", "bare": "Model"}
 CAUSAL = {"gemma3": "Gemma3ForCausalLM", "gpt2": "GPT2LMHeadModel"}  # where it is not the prefix and the head
@@ -138,6 +139,14 @@ OWN: dict[str, dict[str, Any]] = {
         "num_local_experts": 4, "num_experts_per_tok": 3,
     },
     "granite-moe-shared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 26},
+    "gpt-oss": {
+        "head_dim": 10, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 128, "rope_theta": 1e4,
+        },
+    },
     "exaone4": {
         "head_dim": 10, "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -241,7 +250,7 @@ class DenseAttend:
         self.read_rows = read_rows
         self.calls: list[tuple[int, bool]] = []
 
-    def __call__(self, plane: int, q, k, v):
+    def __call__(self, plane: int, q, k, v, sinks=None):
         rows = len(k)
         read_only = len(q) < rows
         self.calls.append((plane, read_only))
@@ -255,5 +264,8 @@ class DenseAttend:
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * self.config.scale
         if (cap := self.config.attention_cap) is not None:
             scores = cap * torch.tanh(scores / cap)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, len(query), 1)), -1)
+        weights = scores.softmax(-1)[..., :rows]
         return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

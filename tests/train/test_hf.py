@@ -49,6 +49,17 @@ def test_values_and_gradients_are_those_of_plain_sequences(model, sharing):
     assert distance(gradients(model, ours), gradients(model, expected)) < 1e-5
 
 
+def test_sinks(tmp_path):
+    model, some = reference(tiny_checkpoint(tmp_path, "gpt-oss", tokenizer=False)), sequences(3)
+    expected = plain(model, some)
+    hf.share(model)
+    torch.testing.assert_close(
+        hf.logprobs(model, TrainBatch.build(hf.config_of(model), some)), expected, rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(UnsupportedModelError, match="sinks"):
+        plain(model, some)
+
+
 def test_logits_of_all_rows_or_of_those_that_are_read(model):
     some, prompts = group(1)
     batch = TrainBatch.build(hf.config_of(model), some, prompt_lengths=prompts)

@@ -112,6 +112,7 @@ def test_hidden_states_are_those_of_the_modules(tmp_path, monkeypatch, family, d
         {"norm": "layer", "mlp": "plain", "activation": "gelu_tanh"},  # as StarCoder2 has them
         {"mlp": "plain", "activation": "silu", "rope": None, "embedding_scale": 3.0},
         {"activation": "gelu_tanh"},
+        {"sinks": True, "attention_cap": 4.0},
     ],
 )
 def test_biases_norms_and_mlps_in_other_combinations(tmp_path, monkeypatch, differs, dtype):

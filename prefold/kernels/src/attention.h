@@ -21,6 +21,8 @@ struct TileCall {
   // Null where a tile is always sixteen queries and its lists are all there is (interval attention).
   const int64_t *tile_starts, *own_offsets;
   const OwnRun* own;
+  // Of each head a number that is beside its scores in the softmax and has no value; null: there is none.
+  const float* sinks;
   float scale;
   int32_t threads;
   float cap;  // scores s become cap * tanh(s / cap); 0: they stay

@@ -198,8 +198,14 @@ class Experts {
                                         return x + sorted.pair[piece.first + i] / call_.chosen * call_.x_row;
                                       });
       multiply_piece(product, piece, panels, [&](int64_t row, int64_t column, int64_t count, const float* tile) {
+        Floats of_gate = zeros(), of_up = zeros();
+        if (call_.gate_up_bias) {
+          const int64_t width = call_.bias_width, left = width - column / 2;
+          const Element* bias = static_cast<const Element*>(call_.gate_up_bias) + 2 * piece.expert * width + column / 2;
+          of_gate = load_some(bias, left), of_up = load_some(bias + width, left);
+        }
         for (int64_t r = 0; r < count; ++r, tile += kPanel) {
-          const Floats inside = gated<Activation, kExact>(load(tile), load(tile + kLanes));
+          const Floats inside = gated<Activation, kExact>(load(tile) + of_gate, load(tile + kLanes) + of_up);
           store(inner + (row + r) * inner_row_ + column / 2, inside);
         }
       });
@@ -217,7 +223,14 @@ class Experts {
         const int64_t width = std::min<int64_t>(kPanel, call_.hidden - column);
         for (int64_t r = 0; r < count; ++r, tile += kPanel) {
           Element* to = results + sorted.pair[row + r] * call_.hidden + column;
-          for (int64_t i = 0; i < width; i += kLanes) store_some(to + i, load(tile + i), width - i);
+          for (int64_t i = 0; i < width; i += kLanes) {
+            Floats result = load(tile + i);
+            if (call_.down_bias) {
+              const auto* bias = static_cast<const Element*>(call_.down_bias) + piece.expert * call_.hidden + column;
+              result += load_some(bias + i, width - i);
+            }
+            store_some(to + i, result, width - i);
+          }
         }
       });
     });
@@ -272,3 +285,5 @@ PREFOLD_EXPORT_EXPERTS(silu_float32, FloatWords, Silu)
 PREFOLD_EXPORT_EXPERTS(silu_bfloat16, Bf16Words, Silu)
 PREFOLD_EXPORT_EXPERTS(gelu_tanh_float32, FloatWords, GeluTanh)
 PREFOLD_EXPORT_EXPERTS(gelu_tanh_bfloat16, Bf16Words, GeluTanh)
+PREFOLD_EXPORT_EXPERTS(clamped_float32, FloatWords, Clamped)
+PREFOLD_EXPORT_EXPERTS(clamped_bfloat16, Bf16Words, Clamped)

@@ -6,6 +6,8 @@
 // tree that ends with a key a lane.
 #pragma once
 
+#include <cmath>
+
 #include "formats.h"
 #include "tile_keys.h"
 
@@ -304,7 +306,8 @@ class OwnKeys {
 
   void store_out(int query) {
     for (int h = 0; h < H; ++h) {
-      const Floats inverse(1.0f / sum_[h]);
+      const float sink = call_.sinks ? std::exp(call_.sinks[tile_.first_head + h] - max_[h] * call_.scale) : 0.0f;
+      const Floats inverse(1.0f / (sum_[h] + sink));
       Element* row = tile_.template result<Element>(call_, query, h);
       for (int d = 0; d < call_.dim; d += kLanes) {
         store_some(row + d, out_[d / kLanes * H + h] * inverse, call_.dim - d);

@@ -70,7 +70,9 @@ struct Operation {
   int64_t kv_heads;     // kAttend
   int64_t columns;      // kEmbed, kHead: the size of the part; kNorm: how many numbers of a row are normed
   int64_t positions;    // kEmbed: how many of them are learned
-  const void *weight, *bias;  // kNorm: with a bias it is a LayerNorm; kEmbed: the bias is what is learned of positions
+  // kNorm: with a bias it is a LayerNorm; kEmbed: the bias is what is learned of positions; kAttend: the weight is the
+  // sinks of heads, or null
+  const void *weight, *bias;
   const BlockPanel* blocks;   // kLinear, kGated, kEmbed, kHead: the matrix, where it is in blocks and `weight` is null
 };
 
@@ -291,6 +293,7 @@ struct Pass {
     tiles.dim = op.dim;
     tiles.scale = call.scale;
     tiles.cap = call.cap;
+    tiles.sinks = static_cast<const float*>(op.weight);
     tiles.threads = call.threads;
     return tiles;
   }

@@ -65,7 +65,7 @@ class TileKeys {
   // The results, where the tile's lists are all its keys.
   void store_out() {
     for (int g = 0; g < V; ++g) {
-      const Floats inverse = Floats(1.0f) / sum_[g];
+      const Floats inverse = Floats(1.0f) / (call_.sinks ? sum_[g] + sink_weights(g) : sum_[g]);
       for (int step = 0; step < steps_; step += kLanes) {
         Vector block[kLanes];
         for (int i = 0; i < kLanes; ++i) {
@@ -119,6 +119,16 @@ class TileKeys {
         for (int i = 0; i < kLanes && step + i < steps_; ++i) queries_at_[(step + i) * V + g] = block[i];
       }
     }
+  }
+
+  // What the sinks of the lanes' heads add to their sums.
+  Floats sink_weights(int g) const {
+    float of_lane[kLanes] = {};
+    LaneWalk lane(tile_, g);
+    for (int r = 0; r < kLanes; ++r, lane.next()) {
+      if (lane.is_there()) of_lane[r] = call_.sinks[tile_.first_head + lane.head];
+    }
+    return exp2<true>((load(of_lane) - max_[g] * Floats(call_.scale)) * Floats(1.44269504f));
   }
 
   // A mask of queries as a mask of the lanes, sixteen bits a vector.
