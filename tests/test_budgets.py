@@ -22,7 +22,7 @@ BUDGETS = {
     "cache": (1317, 1500),
     "stream": (1403, 1200),
     "schedule": (2291, 2000),
-    "kernels": (1577, 900),
+    "kernels": (1572, 900),
     "attention": (2276, 2050),
     "model": (4472, 2900),
     "worker": (2722, 1950),
