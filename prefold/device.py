@@ -92,17 +92,25 @@ def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> 
         raise OutOfMemoryError(f"{message}; {remedy}")
 
 
+# Of each version of cgroups: where a group's limit and its use stand, and the entry of its statistics that counts what the
+# system gives back by itself.
+GROUPS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+
+
 def _container_free() -> int | None:
-    """Returns the bytes that a cgroup (version 2) leaves us, its file cache counted as free; None: it sets no limit."""
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if limit == "max":
-        return None
-    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+    """Returns the bytes that a cgroup (of either version) leaves us, its file cache counted as free; None: it sets no
+    limit."""
+    for limit, used, statistics, cached in GROUPS:
+        try:
+            most = int((CGROUP / limit).read_text())
+            stat = dict(line.split() for line in (CGROUP / statistics).read_text().splitlines())
+            return max(0, most - int((CGROUP / used).read_text()) + int(stat.get(cached, 0)))
+        except (OSError, ValueError):  # not of this version, or "max"
+            continue
+    return None
 
 
 def free_cached(device: torch.device) -> None:

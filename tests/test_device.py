@@ -22,6 +22,17 @@ def test_available_memory_respects_the_container(tmp_path, monkeypatch):
     assert device.available_memory(cpu) > 150_000
 
 
+def test_available_memory_respects_a_container_of_the_first_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "CGROUP", tmp_path)
+    (tmp_path / "memory").mkdir()
+    for name, text in (("limit_in_bytes", "1000000"), ("usage_in_bytes", "900000")):
+        (tmp_path / "memory" / f"memory.{name}").write_text(text + "\n")
+    (tmp_path / "memory" / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 50000\n")
+    assert device.available_memory(torch.device("cpu")) == 150_000
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
+    assert device.available_memory(torch.device("cpu")) > 150_000
+
+
 def test_a_device_or_dtype_that_is_not_there_is_refused():
     assert device.choose_device("cpu") == torch.device("cpu")
     for name in ("nothing", "cpu:x", ""):

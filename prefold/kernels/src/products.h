@@ -19,7 +19,6 @@
 
 namespace prefold {
 
-constexpr int kPanel = 32;      // columns
 // With eight lanes and sixteen registers, six rows by two vectors need fewer loads than twelve by one.
 constexpr int kBlockRows = kPartBytes == 32 ? 6 : 12;
 constexpr int kBlockSums = 12 * (kRegisters / 16);  // vectors of sums: three quarters of the registers
