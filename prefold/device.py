@@ -92,8 +92,8 @@ def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> 
         raise OutOfMemoryError(f"{message}; {remedy}")
 
 
-# Of each version of cgroups: where a group's limit and its use stand, and the entry of its statistics that counts what the
-# system gives back by itself.
+# Of each version of cgroups: where a group's limit and its use stand, and the entry of its statistics that counts what
+# the system gives back by itself.
 GROUPS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),

@@ -1,5 +1,5 @@
-"""Products with matrices in the blocks of a file give the same bits as with the numbers that these stand for; of few rows
-they are nearer to the exact product than that (`few_rows.h`)."""
+"""Products with matrices in the blocks of a file give the same bits as with the numbers that these stand for; of few
+rows they are nearer to the exact product than that (`few_rows.h`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def packed(kind: str, rows: int, inputs: int, loaded: kernels.Kernels | None = N
     return blocks, dequantized(kind, stored)
 
 
-def check_products(loaded: kernels.Kernels, kind: str, rows: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 8, 12, 13, 40, 200)) -> None:
+def check_products(
+    loaded: kernels.Kernels, kind: str, rows: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 8, 12, 13, 40, 200)
+) -> None:
     """Compares products of several numbers of rows, in both dtypes."""
     for columns, inputs in ((70, 768), (96, 2304)):
         blocks, weight = packed(kind, columns, inputs, loaded)

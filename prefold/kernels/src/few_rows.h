@@ -21,7 +21,11 @@ namespace prefold {
 constexpr int kMostLines = kRegisters == 32 ? 8 : 6;  // of a pass
 
 // Passes that take less time than decoding the panel, with so many digits.
+#ifdef PREFOLD_INT8
 constexpr int kPasses[] = {0, 1, 3, 2}, kMostPasses = 3;
+#else
+constexpr int kPasses[] = {0, 1, 1, 1}, kMostPasses = 1;
+#endif
 
 struct FewPass {
   const int8_t* x;

@@ -42,6 +42,13 @@ class Rows {
   std::unique_ptr<char[]> copy_;
 };
 
+inline bool is_bf16(const BlockPanel* blocks, int64_t columns) {
+  for (int64_t p = 0; p * kPanel < columns; ++p) {
+    if (blocks[p].type != kBF16) return false;
+  }
+  return true;
+}
+
 #ifdef PREFOLD_FEW_ROWS
 
 // x [rows, k] times the matrix, where there is a product of few rows for all its panels; returns whether there is.
@@ -109,6 +116,13 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
     }
 #endif
     const Rows<Format> given(x, x_row, rows, k);
+    if constexpr (std::is_same_v<Format, FloatWords>) {
+      // More rows gain by decoding what they all meet.
+      if (blocks && rows <= 2 * kBlockRows && is_bf16(blocks, columns)) {
+        multiply_all<WidenedWords>({given.data, given.row, nullptr, rows, columns, k / 2, blocks, true}, threads, store);
+        return 0;
+      }
+    }
     multiply_all<Format>({given.data, given.row, packed, rows, columns, steps, blocks}, threads, store);
     return 0;
   } catch (const std::bad_alloc&) {
