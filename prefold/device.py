@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TRITON_DEVICES = ("cuda",)
 # What our Triton kernels compute with; sums are float32 in each.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CGROUP = Path("/sys/fs/cgroup")
+CGROUP, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _malloc_trim, _mallopt = getattr(_LIBC, "malloc_trim", None), getattr(_LIBC, "mallopt", None)
 # Numbers of glibc's malloc.h, with the variables by which a user may have set them already.
@@ -75,13 +75,12 @@ def computes_bf16() -> bool:
 
 
 def available_memory(device: torch.device) -> int:
-    """Returns the bytes that can be allocated on `device` without swapping; on a CPU within the container's limit, if
-    any."""
+    """Returns the bytes that can be allocated on `device` without swapping; on a CPU within the limits of the container
+    and of the process (`ulimit -v`), if any."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = psutil.virtual_memory().available
-    limit = _container_free()
-    return free if limit is None else min(free, limit)
+    free = (psutil.virtual_memory().available, _container_free(), _address_space_free())
+    return min(limit for limit in free if limit is not None)
 
 
 def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> None:
@@ -92,17 +91,48 @@ def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> 
         raise OutOfMemoryError(f"{message}; {remedy}")
 
 
+# Of each version of cgroups, by the name of its folder and of its lines in OWN_GROUPS: where a group's limit and its
+# use stand, and the entry of its statistics that counts what the system gives back by itself.
+GROUPS = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
 def _container_free() -> int | None:
-    """Returns the bytes that a cgroup (version 2) leaves us, its file cache counted as free; None: it sets no limit."""
+    """Returns the bytes that our cgroup (of either version) and those above it leave us, their file cache counted as
+    free; None: none sets a limit."""
+    free = []
+    for kind, folder in _own_groups():
+        limit, used, cached = GROUPS[kind]
+        for group in (folder, *folder.parents):
+            try:
+                most = int((group / limit).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                free.append(max(0, most - int((group / used).read_text()) + int(stat.get(cached, 0))))
+            except (OSError, ValueError):  # not of this version, or "max"
+                continue
+    return min(free, default=None)
+
+
+def _address_space_free() -> int | None:
+    """Returns the bytes that may still be mapped; None: there is no limit."""
+    if not hasattr(psutil, "RLIMIT_AS"):
+        return None
+    process = psutil.Process()
+    limit = process.rlimit(psutil.RLIMIT_AS)[0]
+    return None if limit < 0 else max(0, limit - process.memory_info().vms)
+
+
+def _own_groups() -> list[tuple[str, Path]]:
+    """Returns the kind and the folder of each cgroup of this process that may limit memory. In a container it is seen
+    at the top, whatever its name outside."""
     try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if limit == "max":
-        return None
-    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+        lines = [line.split(":", 2) for line in OWN_GROUPS.read_text().splitlines()]
+    except OSError:
+        lines = []
+    paths = dict.fromkeys(GROUPS, "/") | {kind: path for _, kind, path in lines if kind in GROUPS}
+    return [(kind, CGROUP / kind / path.lstrip("/")) for kind, path in paths.items()]
 
 
 def free_cached(device: torch.device) -> None:

@@ -1,5 +1,5 @@
 """Matrices that stay as the checkpoint stores them while rows are multiplied with them, on a CPU: which do, and how
-they are packed. What is computed is the same to the bit; what changes is memory, and the time that reading it takes."""
+they are packed. Results are the same, with few rows but for rounding; what changes is memory, and time."""
 
 from __future__ import annotations
 

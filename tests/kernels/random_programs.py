@@ -24,8 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from blocks import stored_bytes
+
 from prefold.attention import KVStore, RowAttention
-from prefold.kernels import loader
+from prefold.kernels import BLOCK_TYPES, PanelPool, StoredRows, loader
 from prefold.model import Adapter, CausalLM, ModelConfig
 from prefold.model.config import Plane, RopeConfig
 from prefold.model.layers import Linear
@@ -64,10 +67,21 @@ def random_model(rng: np.random.Generator) -> CausalLM:
     model = CausalLM(config, dtype=dtype, device=torch.device("cpu")).requires_grad_(False)
     for parameter in model.parameters():
         parameter.copy_(random_numbers(rng, *parameter.shape))
+    compiled = loader.load()
+    in_int8 = compiled.has_int8 and not rng.integers(4)
     for module in model.modules():
         if isinstance(module, Linear):
             module.pack()
-    model.head_product = Panels(model.embedding, loader.load())
+            if in_int8 and module.panels is not None and rng.integers(4):
+                module.product = module.in_int8(compiled, PanelPool())
+            elif not rng.integers(4) and compiled.has_blocks("Q8_0", module.inputs):
+                kind = str(rng.choice([name for name in BLOCK_TYPES if compiled.has_blocks(name, module.inputs)]))
+                stored = stored_bytes(kind, module.outputs, module.inputs, int(rng.integers(99)))
+                gated = len(stored) // 2  # of gate and up, which lie in turn
+                module.use_stored(
+                    [StoredRows(kind, part) for part in (stored[:gated], stored[gated:])], compiled, PanelPool()
+                )
+    model.head_product = Panels(model.embedding, compiled)
     return model
 
 

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 from adapters import MODULES, merged, write_adapter
+from blocks import write_model
 from safetensors.torch import load_file, save_file
 from tiny import EVERY, MIXTURES, DenseAttend, reference, tiny_checkpoint
 
+from prefold import kernels
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.model import RowAdapters, load_adapter, load_model
+from prefold.train import save_model
 
 LENGTHS = (7, 11, 1, 9, 6)
 ROWS = sum(LENGTHS)
@@ -303,3 +306,49 @@ def test_folders_that_peft_writes(tmp_path, family, options):
         adapters = RowAdapters([adapter_of(tmp_path / "a", model)], np.zeros(ROWS, np.int64))
         found = model(TOKENS, POSITIONS, ManySequences(model.config), adapters=adapters)
     torch.testing.assert_close(found, expected([theirs.get_base_model()] * 5), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(kernels.load() is None, reason="no kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_on_weights_in_sixteen_bits_give_the_same_bits(tmp_path, dtype):
+    """As stored, where the model computes in float32."""
+    base = tiny_checkpoint(tmp_path, "qwen3", tokenizer=False, dtype=torch.bfloat16)
+    check_on(load(base, keep="file", dtype=dtype), load(base, keep="dtype", dtype=dtype), base, tmp_path, rtol=0)
+
+
+@pytest.mark.skipif(kernels.load() is None, reason="no kernels")
+def test_adapters_on_blocks_of_a_file(tmp_path):
+    path = write_model(tmp_path / "m.gguf", lambda name: "Q6_K" if name == "token_embd" else "Q4_K")
+    kept, plain = (load(path, keep=keep) for keep in ("file", "dtype"))
+    assert isinstance(kept.layers[0].o.product.packed, kernels.Blocks)
+    base = save_model(load(path, keep="dtype", pack=False), resolve(str(path)), tmp_path / "folder")
+    check_on(kept, plain, base, tmp_path, rtol=1e-4)
+
+
+@pytest.mark.skipif(kernels.load() is None or not kernels.load().has_int8, reason="no kernels for int8")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_on_int8_are_near_those_on_the_dtype(tmp_path, dtype):
+    base = tiny_checkpoint(tmp_path, "qwen3", tokenizer=False)
+    quantised = load(base, int8=TOKENS.tolist(), dtype=dtype)
+    assert "int8 arithmetic in 3 of 3" in quantised.stored_as
+    check_on(quantised, load(base), base, tmp_path, rtol=0.1)
+
+
+def check_on(model, plain, base, folder, *, rtol):
+    """Rows of two adapters and of none, as `plain` has them: nearer to it than the adapter's part is large."""
+    paths = [write_adapter(folder / name, base, seed=seed, layers=(0, 1)) for seed, name in ((1, "one"), (2, "two"))]
+    numbers = of_sequences([0, -1, 1, 0, 1])
+    states = []
+    with torch.inference_mode():
+        for one in (model, plain):
+            adapters = [adapter_of(path, one) for path in paths]
+            states.append(
+                one(TOKENS, POSITIONS, ManySequences(one.config), adapters=RowAdapters(adapters, numbers)).float()
+            )
+        without = plain(TOKENS, POSITIONS, ManySequences(plain.config)).float()
+    found, expected = states
+    if rtol == 0:
+        assert torch.equal(found, expected)
+    adapted = torch.from_numpy(numbers >= 0)
+    assert (found - expected).norm() <= rtol * expected.norm()
+    assert (expected - without)[adapted].norm() > 0.3 * expected[adapted].norm(), "the adapters change much"

@@ -14,6 +14,8 @@
 
 namespace prefold {
 
+constexpr int kPanel = 32;  // columns
+
 // The types of ggml.h that there is a decoder for, with its numbers.
 enum BlockType : int32_t {
   kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kBF16 = 30,

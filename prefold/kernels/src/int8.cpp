@@ -43,10 +43,17 @@ PREFOLD_INLINE void put_bytes(int8_t* to, const Words& words) {
 #endif
 }
 
-// `count` numbers of a row, and zeros behind them, up to `group`, a multiple of 32. sixteens: null where none are wanted;
-// they lie `stride` groups behind each other.
-template <class E>
-void quantise_group(const E* x, int64_t count, int64_t group, int8_t* to, RowGroup& out, RowGroup* sixteens, int64_t stride) {
+// What the largest number of a group becomes, with so many digits of base 255.
+constexpr float kBase = 255, kLargest[] = {0, 127, 127 * kBase + 127, 64 * kBase * kBase};
+
+// Added to a number below 2^22, it leaves the nearest whole one in the lowest bits, of equally near ones the even one.
+constexpr float kWhole = 0x1.8p23f;
+
+// `count` numbers of a row, and zeros behind them, up to `group`, a multiple of 32, as rows of digits, `line` bytes apart, the
+// highest first. out [DIGITS]; sixteens [groups of sixteen, `stride` apart][DIGITS]: null where none are wanted
+template <int DIGITS, class E>
+void quantise_group(const E* x, int64_t count, int64_t group, int8_t* to, int64_t line, RowGroup* out, RowGroup* sixteens,
+                    int64_t stride) {
   Floats most = zeros();
   Words unsafe(0);
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -57,32 +64,31 @@ void quantise_group(const E* x, int64_t count, int64_t group, int8_t* to, RowGro
   const bool finite = !any_bit(unsafe);
   float largest = max_of(most);
   if (!(largest >= kTiny)) largest = 0;
-  const float inverse = largest > 0 && finite ? 127 / largest : 0;
-  out.scale = finite ? largest / 127 : std::nanf("");
-  // Added to a number, it leaves the nearest whole one in the lowest bits, of equally near ones the even one.
-  constexpr float kWhole = 0x1.8p23f;
-  float sum = 0;
+  const float inverse = largest > 0 && finite ? kLargest[DIGITS] / largest : 0;
+  float scales[DIGITS], sums[DIGITS] = {};
+  scales[DIGITS - 1] = finite ? largest / kLargest[DIGITS] : std::nanf("");
+  for (int d = DIGITS - 1; d > 0; --d) scales[d - 1] = scales[d] * kBase;
   for (int64_t i = 0; i < group; i += kLanes) {
     Floats shifted(kWhole);
     if (finite && i < count) shifted = load_some(x + i, count - i) * Floats(inverse) + Floats(kWhole);
-    const float part = sum_of(shifted - Floats(kWhole));
-    put_bytes(to + i, as<uint32_t>(shifted));
-    if (sixteens) sixteens[i / kLanes * stride] = {out.scale, out.scale * part, -static_cast<int32_t>(part)};
-    sum += part;
+    float power = DIGITS == 3 ? kBase * kBase : kBase;
+    for (int d = 0; d < DIGITS; ++d, power /= kBase) {
+      const Floats rest = shifted - Floats(kWhole);
+      Floats digit = shifted;
+      if (d < DIGITS - 1) {
+        digit = rest / Floats(power) + Floats(kWhole);
+        shifted = shifted - (digit - Floats(kWhole)) * Floats(power);
+      }
+      const float part = sum_of(digit - Floats(kWhole));
+      put_bytes(to + d * line + i, as<uint32_t>(digit));
+      if (sixteens) sixteens[i / kLanes * stride + d] = {scales[d], scales[d] * part, -static_cast<int32_t>(part)};
+      sums[d] += part;
+    }
   }
-  out.sum = out.scale * sum;
-  out.zero = -static_cast<int32_t>(sum);
+  for (int d = 0; d < DIGITS; ++d) out[d] = {scales[d], scales[d] * sums[d], -static_cast<int32_t>(sums[d])};
 }
 
 #ifdef PREFOLD_INT8
-
-PREFOLD_INLINE Part<int32_t> dot(Part<int32_t> sums, Part<uint32_t> u, int32_t a) {
-#ifdef __AVX512F__
-  return (Part<int32_t>)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)u, _mm512_set1_epi32(a));
-#else
-  return (Part<int32_t>)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)u, _mm256_set1_epi32(a));
-#endif
-}
 
 template <class T>
 PREFOLD_INLINE Part<T> load_part(const void* at) {
@@ -127,8 +133,8 @@ PREFOLD_APART void add_rows(const Int8Pass& pass, float* tile) {
         for (int r = 0; r < ROWS; ++r) {
           int32_t a;
           memcpy(&a, base[r / 3] + r % 3 * x_row, sizeof a);
-          acc[r][0] = dot(acc[r][0], left, a);
-          acc[r][1] = dot(acc[r][1], right, a);
+          acc[r][0] = dot(acc[r][0], left, Part<int32_t>{} + a);
+          acc[r][1] = dot(acc[r][1], right, Part<int32_t>{} + a);
         }
 #pragma GCC unroll 4
         for (int i = 0; i < kBases; ++i) base[i] += sizeof(int32_t);
@@ -244,30 +250,32 @@ PREFOLD_APART void add_tiles(const Int8Pass& pass, int rows, float* tile) {
 }  // namespace
 
 template <class E>
-Int8Rows quantise(const E* x, int64_t x_row, int64_t rows, int64_t k, int64_t group, bool sixteens, int threads) {
+Int8Rows quantise(const E* x, int64_t x_row, int64_t rows, int64_t k, int64_t group, bool sixteens, int threads,
+                  int64_t digits) {
   constexpr int64_t kBadStride = 2048, kPadding = 64;  // bytes: not all rows into one corner of the nearest cache
-  const int64_t padded = int8_padded(k), count = (padded + group - 1) / group;
+  const int64_t padded = int8_padded(k), count = (padded + group - 1) / group, lines = rows * digits;
   const int64_t stride = padded % kBadStride ? padded : padded + kPadding;
   static thread_local Workspace workspace;
-  const int64_t group_bytes = (count + (sixteens ? padded / kLanes : 0)) * rows * sizeof(RowGroup);
-  auto* groups = static_cast<RowGroup*>(workspace.reserve(group_bytes + rows * stride + kPadding));
-  RowGroup* halves = sixteens ? groups + count * rows : nullptr;
+  const int64_t group_bytes = (count + (sixteens ? padded / kLanes : 0)) * lines * sizeof(RowGroup);
+  auto* groups = static_cast<RowGroup*>(workspace.reserve(group_bytes + lines * stride + kPadding));
+  RowGroup* halves = sixteens ? groups + count * lines : nullptr;
   const int64_t first_number = (group_bytes + kPadding - 1) / kPadding * kPadding;
   auto* numbers = reinterpret_cast<int8_t*>(groups) + first_number;
+  const auto one = digits == 1 ? quantise_group<1, E> : digits == 2 ? quantise_group<2, E> : quantise_group<3, E>;
   parallel_ranges(rows, k, threads, [&](int64_t first, int64_t stop) {
     for (int64_t r = first; r < stop; ++r) {
       for (int64_t g = 0; g < count; ++g) {
-        const int64_t at = g * group, size = std::min(group, padded - at);
-        quantise_group(x + r * x_row + at, std::min(size, k - at), size, numbers + r * stride + at, groups[g * rows + r],
-                       halves ? halves + at / kLanes * rows + r : nullptr, rows);
+        const int64_t at = g * group, size = std::min(group, padded - at), line = r * digits;
+        one(x + r * x_row + at, std::min(size, k - at), size, numbers + line * stride + at, stride, groups + g * lines + line,
+            halves ? halves + at / kLanes * lines + line : nullptr, lines);
       }
     }
   });
   return {numbers, stride, groups, halves};
 }
 
-template Int8Rows quantise(const float*, int64_t, int64_t, int64_t, int64_t, bool, int);
-template Int8Rows quantise(const Bf16*, int64_t, int64_t, int64_t, int64_t, bool, int);
+template Int8Rows quantise(const float*, int64_t, int64_t, int64_t, int64_t, bool, int, int64_t);
+template Int8Rows quantise(const Bf16*, int64_t, int64_t, int64_t, int64_t, bool, int, int64_t);
 
 #ifdef PREFOLD_INT8
 
@@ -303,8 +311,8 @@ int32_t pack_int8(const E* weight, int64_t row, int64_t outputs, int64_t k, int6
       for (int64_t c = 0; c < std::min<int64_t>(kPanel, outputs - p * kPanel); ++c) {
         for (int64_t u = 0; u < units; ++u) {
           const int64_t at = u * group;
-          quantise_group(weight + (p * kPanel + c) * row + at, std::max<int64_t>(0, std::min(group, k - at)), group,
-                         numbers.get() + c * padded + at, groups[u * kPanel + c], nullptr, 0);
+          quantise_group<1>(weight + (p * kPanel + c) * row + at, std::max<int64_t>(0, std::min(group, k - at)), group,
+                            numbers.get() + c * padded + at, 0, &groups[u * kPanel + c], nullptr, 0);
         }
       }
       for (int64_t u = 0; u < units; ++u) {

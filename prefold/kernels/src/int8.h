@@ -17,6 +17,10 @@
 #include "amx.h"
 #include "products.h"
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #define PREFOLD_INT8
 #endif
@@ -44,10 +48,11 @@ struct Int8Rows {
 // k with zeros behind, which are whole runs of 32 numbers.
 constexpr int64_t int8_padded(int64_t k) { return (k + 31) / 32 * 32; }
 
-// Quantises rows x [rows, k] in groups of `group` numbers, a multiple of 32. The memory is that of the calling thread,
-// until its next call.
+// Quantises rows x [rows, k] in groups of `group` numbers, a multiple of 32. With several digits (few_rows.h) a row becomes as
+// many rows, whose sum it is. The memory is that of the calling thread, until its next call.
 template <class E>
-Int8Rows quantise(const E* x, int64_t x_row, int64_t rows, int64_t k, int64_t group, bool sixteens, int threads);
+Int8Rows quantise(const E* x, int64_t x_row, int64_t rows, int64_t k, int64_t group, bool sixteens, int threads,
+                  int64_t digits = 1);
 
 // Rows and a run of groups of a panel. units: as of `Int8Form`
 struct Int8Pass {
@@ -67,6 +72,15 @@ void add_int8(const Int8Pass& pass, int rows, float* sums);
 void add_int8_in_tiles(const Int8Pass& pass, int rows, float* sums);
 
 #ifdef PREFOLD_INT8
+
+// Of each lane: sums, plus four products of unsigned bytes with signed ones.
+PREFOLD_INLINE Part<int32_t> dot(Part<int32_t> sums, Part<uint32_t> u, Part<int32_t> a) {
+#ifdef __AVX512F__
+  return (Part<int32_t>)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)u, (__m512i)a);
+#else
+  return (Part<int32_t>)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)u, (__m256i)a);
+#endif
+}
 
 constexpr int64_t kInt8Slab = 1024;  // numbers along k
 // A unit of 32 numbers with a scale and a minimum for each column, and two of sixteen.

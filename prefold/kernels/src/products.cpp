@@ -2,6 +2,7 @@
 #include "amx_products.h"
 
 #include "epilogue.h"
+#include "few_rows.h"
 #include "int8.h"
 #include "ranks.h"
 
@@ -42,6 +43,52 @@ class Rows {
   std::unique_ptr<char[]> copy_;
 };
 
+inline bool is_bf16(const BlockPanel* blocks, int64_t columns) {
+  for (int64_t p = 0; p * kPanel < columns; ++p) {
+    if (blocks[p].type != kBF16) return false;
+  }
+  return true;
+}
+
+#ifdef PREFOLD_FEW_ROWS
+
+// x [rows, k] times the matrix, where there is a product of few rows for all its panels; returns whether there is.
+template <class Format, class Store>
+bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockPanel* blocks, int64_t rows,
+                  int64_t columns, int64_t k, int threads, const Store& store) {
+  const int64_t digits = blocks->type & kInInt8 ? 1 : sizeof(x[0]) == sizeof(float) ? 3 : 2, lines = rows * digits;
+  const int64_t passes = (lines + kMostLines - 1) / kMostLines;
+  if (passes > kPasses[digits]) return false;
+  const Product product{nullptr, 0, nullptr, rows, columns, k, blocks};
+  bool sixteens = false;
+  for (int64_t p = 0; p < product.panels(); ++p) {
+    if (!add_few(blocks[p].type, 1)) return false;
+    sixteens |= (blocks[p].type & ~int64_t{kInInt8}) == kQ6_K;
+  }
+  const Int8Rows given = quantise(x, x_row, rows, k, 32, sixteens, 1, digits);
+  for_panels(product, kMostPasses * kMostLines, kMostPasses * kMostLines, threads, [&](int64_t p, int64_t first, int64_t) {
+    alignas(64) float sums[kMostPasses * kMostLines * kPanel];
+    std::fill(sums, sums + lines * kPanel, 0.0f);
+    for (int64_t i = 0; i < passes; ++i) {
+      const int64_t line = lines * i / passes, count = lines * (i + 1) / passes - line;
+      const RowGroup* halves = sixteens ? given.sixteens + line : nullptr;
+      const FewPass pass{given.numbers + line * given.stride, given.stride, given.groups + line, halves, lines};
+      add_few(blocks[p].type, count)(blocks[p].data, k, pass, sums + line * kPanel);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t i = 0; i < kPanel; i += kLanes) {
+        Floats sum = load(sums + r * digits * kPanel + i);
+        for (int64_t d = 1; d < digits; ++d) sum += load(sums + (r * digits + d) * kPanel + i);
+        store_bits(sums + r * kPanel + i, sum);
+      }
+    }
+    store(first, p * kPanel, rows, std::min<int64_t>(kPanel, columns - p * kPanel), sums);
+  }, [](const auto& run) { run(); });
+  return true;
+}
+
+#endif
+
 // x [rows, k] times the matrix; store(row, column, number of rows, number of columns, sums [rows, kPanel]). Returns 0,
 // or 1 where memory is short.
 template <class Format, class Store>
@@ -49,6 +96,9 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
                 int64_t rows, int64_t columns, int64_t k, int threads, const Store& store) {
   if (rows == 0 || columns == 0) return 0;
   try {
+#ifdef PREFOLD_FEW_ROWS
+    if (blocks && multiply_few<Format>(x, x_row, blocks, rows, columns, k, threads, store)) return 0;
+#endif
 #ifdef PREFOLD_INT8
     if (blocks && int8_form(blocks->type)) {
       multiply_all_in_int8(x, x_row, blocks, rows, columns, k, threads, store);
@@ -67,6 +117,13 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
     }
 #endif
     const Rows<Format> given(x, x_row, rows, k);
+    if constexpr (std::is_same_v<Format, FloatWords>) {
+      // More rows gain by decoding what they all meet.
+      if (blocks && rows <= 2 * kBlockRows && is_bf16(blocks, columns)) {
+        multiply_all<WidenedWords>({given.data, given.row, nullptr, rows, columns, k / 2, blocks, true}, threads, store);
+        return 0;
+      }
+    }
     multiply_all<Format>({given.data, given.row, packed, rows, columns, steps, blocks}, threads, store);
     return 0;
   } catch (const std::bad_alloc&) {

@@ -19,7 +19,6 @@
 
 namespace prefold {
 
-constexpr int kPanel = 32;      // columns
 // With eight lanes and sixteen registers, six rows by two vectors need fewer loads than twelve by one.
 constexpr int kBlockRows = kPartBytes == 32 ? 6 : 12;
 constexpr int kBlockSums = 12 * (kRegisters / 16);  // vectors of sums: three quarters of the registers
@@ -52,13 +51,22 @@ struct FloatWords : InFloat32<float> {
   static PREFOLD_INLINE Part<Lane> lanes(Part<uint32_t> words, int) { return (Part<Lane>)words; }
 };
 
-struct Bf16Words : InBf16 {
-  static constexpr int kParts = 2 / kWidth;
+// bfloat16 words that meet rows of float32.
+struct WidenedWords : InFloat32<Bf16> {
+  static constexpr int kParts = 2;
   static PREFOLD_INLINE Part<Lane> lanes(Part<uint32_t> words, int part) {
-    if constexpr (kParts == 1) return (Part<Lane>)words;
     return (Part<Lane>)(part ? words & 0xffff0000u : words << 16);
   }
 };
+
+#ifdef __AVX512BF16__
+struct Bf16Words : InBf16 {
+  static constexpr int kParts = 1;
+  static PREFOLD_INLINE Part<Lane> lanes(Part<uint32_t> words, int) { return (Part<Lane>)words; }
+};
+#else
+using Bf16Words = WidenedWords;
+#endif
 
 // Keeps x in a register: GCC would read it from memory again for each product with AVX2, which can read two vectors a
 // cycle, as many as it can multiply.
@@ -134,14 +142,17 @@ constexpr std::array<Multiply<Format>, sizeof...(ROWS)> multiply_rows(std::integ
 template <class Format, int LINES>
 constexpr auto kMultiply = multiply_rows<Format, LINES>(std::make_integer_sequence<int, kBlockRows>());
 
-// Rows and a packed matrix, in words or, where `blocks` is not null, in blocks. x as `multiply` takes it.
+// Rows and a packed matrix, in words or, where `blocks` is not null, in blocks: of bfloat16, `as_words`, which are words
+// already. x as `multiply` takes it.
 struct Product {
   const char* x;
   int64_t x_row;
   const uint32_t* packed;
   int64_t rows, columns, steps;
   const BlockPanel* blocks = nullptr;
+  bool as_words = false;
 
+  bool is_decoded() const { return blocks && !as_words; }
   int64_t panels() const { return (columns + kPanel - 1) / kPanel; }
 };
 
@@ -154,6 +165,7 @@ struct alignas(64) Decoded {
 template <class Format>
 const uint32_t* slab_of(const Product& product, int64_t p, int64_t first, int64_t steps, uint32_t* room) {
   if (!product.blocks) return product.packed + (p * product.steps + first) * kPanel;
+  if (product.as_words) return reinterpret_cast<const uint32_t*>(product.blocks[p].data) + first * kPanel;
   constexpr int64_t kNumbers = sizeof(uint32_t) / sizeof(typename Format::Element);  // of a step
   decode(product.blocks[p], first * kNumbers, steps * kNumbers, kNumbers == 2, room);
   return room;
@@ -164,7 +176,7 @@ const uint32_t* slab_of(const Product& product, int64_t p, int64_t first, int64_
 template <class Format>
 int64_t slab_steps(const Product& product, int64_t rows) {
   constexpr int64_t kFew = 24, kShort = 128, kNumbers = sizeof(uint32_t) / sizeof(typename Format::Element);
-  return product.blocks && rows <= kFew ? kShort / kNumbers : kSlabSteps;
+  return product.is_decoded() && rows <= kFew ? kShort / kNumbers : kSlabSteps;
 }
 
 // Rows [first, stop), at most kGroupRows, times panel p, in blocks as equal as can be; store(row, column, number
@@ -185,7 +197,7 @@ void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t st
     const uint32_t* slab = slab_of<Format>(product, p, step, steps, room.words);
     const char* x = product.x + first * product.x_row + step * Format::kParts * sizeof(typename Format::Stored);
     const bool done = step + steps == product.steps;
-    const bool fetch = rows > kOnePassRows && !product.blocks && !(done && p + 1 == product.panels());
+    const bool fetch = rows > kOnePassRows && !product.is_decoded() && !(done && p + 1 == product.panels());
     const char* ahead = reinterpret_cast<const char*>(slab + steps * kPanel);
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t row = block_row(b);

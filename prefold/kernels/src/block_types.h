@@ -1,0 +1,282 @@
+// The types of blocks: how their numbers lie in a panel (blocks.h), and how they are read from there.
+#pragma once
+
+#include "blocks.h"
+#include "vectors.h"
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace prefold {
+
+constexpr int kRun = 32;    // numbers along k whose planes lie together
+// Bytes that are fetched ahead: decoding takes so long that the processor does not see the stream coming by itself.
+constexpr int kAhead = 8192;
+
+// What stands before the numbers of a unit, of each column: float16 numbers, then a byte or two for each group.
+//   kScale       d                     x = d * q
+//   kScaleMin    d, m                  x = d * q + m
+//   kScalesMins  d, m, scales, minima  x = d * scale * q - m * minimum
+//   kScales      d, signed scales      x = d * scale * q
+enum Scales { kScale, kScaleMin, kScalesMins, kScales };
+
+// A type: numbers of a block, which are those of a unit, and of a group that shares a scale; bits of a number;
+// what is taken from the unsigned q; and where its parts lie in a block of the file.
+template <int TYPE>
+struct Blocks;
+
+#define PREFOLD_BLOCKS(type, unit, group, bits, zero, scales, bytes)                             \
+  template <>                                                                                    \
+  struct Blocks<type> {                                                                          \
+    static constexpr int kUnit = unit, kGroup = group, kBits = bits, kZero = zero, kBytes = bytes; \
+    static constexpr Scales kKind = scales;                                                      \
+  };
+PREFOLD_BLOCKS(kQ4_0, 32, 32, 4, 8, kScale, 18)
+PREFOLD_BLOCKS(kQ4_1, 32, 32, 4, 0, kScaleMin, 20)
+PREFOLD_BLOCKS(kQ5_0, 32, 32, 5, 16, kScale, 22)
+PREFOLD_BLOCKS(kQ5_1, 32, 32, 5, 0, kScaleMin, 24)
+PREFOLD_BLOCKS(kQ8_0, 32, 32, 8, 0, kScale, 34)
+PREFOLD_BLOCKS(kQ4_K, 256, 32, 4, 0, kScalesMins, 144)
+PREFOLD_BLOCKS(kQ5_K, 256, 32, 5, 0, kScalesMins, 176)
+PREFOLD_BLOCKS(kQ6_K, 256, 16, 6, 32, kScales, 210)
+#undef PREFOLD_BLOCKS
+
+template <class B>
+constexpr int kGroups = B::kUnit / B::kGroup;
+// Of a unit, in bytes: its float16 numbers, the bytes of its groups, and a run of its numbers.
+template <class B>
+constexpr int kHalves = (B::kKind == kScale || B::kKind == kScales ? 1 : 2) * kPanel * 2;
+template <class B>
+constexpr int kGroupBytes = (B::kKind == kScalesMins ? 2 : B::kKind == kScales ? 1 : 0) * kGroups<B> * kPanel;
+template <class B>
+constexpr int kLowBytes = kRun * kPanel * (B::kBits == 8 ? 8 : 4) / 8;
+template <class B>
+constexpr int kRunBytes = kRun * kPanel * B::kBits / 8;
+template <class B>
+constexpr int kUnitBytes = kHalves<B> + kGroupBytes<B> + B::kUnit / kRun * kRunBytes<B>;
+
+// Where things lie in a run: a word of a plane holds numbers of one column whose places along k are all even, or all
+// odd. Its lane is twice the column, plus one where they are odd; so two neighbouring lanes give what a word of bfloat16
+// pairs has. Numbers come in turns of so many along k.
+template <class B>
+constexpr int kTurn = 2 * 32 / (B::kBits == 8 ? 8 : 4);
+
+// Of number i of a lane in its turn: the first bit in its word.
+template <class B>
+constexpr int low_place(int i) { return B::kBits == 8 ? 8 * i : i % 4 * 8 + i / 4 * 4; }
+
+// The float16 numbers in the lower halves of words, as floats.
+PREFOLD_INLINE Floats of_float16(const Words& halves) {
+  return Floats::make([&](int p) {
+    const Part<uint32_t> bits = halves.part[p] & 0xffffu;
+#ifdef __AVX512F__
+    return (Part<float>)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)bits));
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)bits, (__m256i)bits), 0x08);
+    return (Part<float>)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+#else
+    const Part<uint32_t> size = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
+    const Part<uint32_t> finite = (Part<uint32_t>)((Part<float>)(size << 13) * 0x1p112f);  // subnormal ones as well
+    const Part<uint32_t> endless = size << 13 | 0x7f800000u;                               // infinity and NaN
+    return (Part<float>)(sign | (size > 0x7bffu ? endless : finite));
+#endif
+  });
+}
+
+// Sixteen whole numbers of memory, as words. GCC converts vectors of bytes one by one where it is not told how.
+template <class N>
+PREFOLD_INLINE Words load_words(const uint8_t* at) {
+  typedef N Numbers __attribute__((vector_size(kPartLanes * sizeof(N)), may_alias));
+  return Words::make([&](int p) {
+    Numbers x;
+    memcpy(&x, at + p * sizeof x, sizeof x);
+#if defined(__AVX512F__)
+    if constexpr (sizeof(N) == 2) return (Part<uint32_t>)_mm512_cvtepu16_epi32((__m256i)x);
+    else if constexpr (std::is_signed_v<N>) return (Part<uint32_t>)_mm512_cvtepi8_epi32((__m128i)x);
+    else return (Part<uint32_t>)_mm512_cvtepu8_epi32((__m128i)x);
+#elif defined(__AVX2__)
+    if constexpr (sizeof(N) == 2) return (Part<uint32_t>)_mm256_cvtepu16_epi32((__m128i)x);
+    else if constexpr (std::is_signed_v<N>) return (Part<uint32_t>)_mm256_cvtepi8_epi32(_mm_loadl_epi64((__m128i*)(at + p * 8)));
+    else return (Part<uint32_t>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((__m128i*)(at + p * 8)));
+#else
+    return (Part<uint32_t>)__builtin_convertvector(x, Part<int32_t>);
+#endif
+  });
+}
+
+// Sixteen float16 numbers of memory.
+PREFOLD_INLINE Floats load_float16(const uint8_t* at) {
+#ifdef __AVX512F__
+  __m256i halves;
+  memcpy(&halves, at, sizeof halves);
+  return Floats::make([&](int) { return (Part<float>)_mm512_cvtph_ps(halves); });
+#elif defined(__AVX2__) && defined(__F16C__)
+  return Floats::make([&](int p) { return (Part<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + p)); });
+#else
+  return of_float16(load_words<uint16_t>(at));
+#endif
+}
+
+PREFOLD_INLINE Floats to_floats(const Words& x) {
+  return Floats::make([&](int p) { return __builtin_convertvector((Part<int32_t>)x.part[p], Part<float>); });
+}
+
+// Shifted to the left, or where BY is negative to the right.
+template <int BY>
+PREFOLD_INLINE Words shift(const Words& x) {
+  return Words::make([&](int p) { return BY < 0 ? x.part[p] >> (BY < 0 ? -BY : 0) : x.part[p] << (BY < 0 ? 0 : BY); });
+}
+
+// (x & mask) | y
+template <class Y>
+PREFOLD_INLINE Words masked_or(const Words& x, uint32_t mask, const Y& y) {
+#ifdef __AVX512F__
+  return Words::make([&](int p) {
+    return (Part<uint32_t>)_mm512_ternarylogic_epi32((__m512i)x.part[p], _mm512_set1_epi32(mask),
+                                                     (__m512i)Words(y).part[p], 0xea);
+  });
+#else
+  return (x & Words(mask)) | Words(y);
+#endif
+}
+
+// Lanes 2 c and 2 c + 1 of the result are lane FIRST + c of x.
+template <int FIRST>
+PREFOLD_INLINE Floats doubled(const Floats& x) {
+  return Floats::make([&](int p) {
+    const int first = FIRST + p * kPartLanes / 2;
+    const Part<float> from = x.part[first / kPartLanes];
+    return pick(from, from, lane_numbers(0) / 2 + first % kPartLanes);
+  });
+}
+
+// The even lanes of two vectors, or the odd ones.
+PREFOLD_INLINE Part<float> every_other(Part<float> a, Part<float> b, int odd) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256 mixed = odd ? _mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd) : _mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
+  return (Part<float>)_mm256_permute4x64_epi64((__m256i)mixed, 0xd8);
+#else
+  return pick(a, b, 2 * lane_numbers(0) + odd);
+#endif
+}
+
+#ifdef __AVX512F__
+// 16 * HALF, ... less ZERO.
+template <int HALF, int ZERO>
+PREFOLD_INLINE __m512 table() {
+  return (__m512)(__builtin_convertvector(lane_numbers(0), Part<float>) + float(16 * HALF - ZERO));
+}
+#endif
+
+template <class B>
+constexpr bool kHasMinima = B::kKind == kScaleMin || B::kKind == kScalesMins;
+
+// Whether a number is made by putting its bits behind those of a power of two, of which it has to be freed afterwards:
+// what is too much, times a scale, is exact, but is not where a minimum is added as well. Otherwise numbers are looked
+// up, or converted.
+template <class B>
+constexpr bool kBehindPower =
+#ifdef __AVX512F__
+    B::kBits == 8 || B::kBits == 6 || (B::kBits == 5 && !kHasMinima<B>);
+#else
+    !kHasMinima<B>;
+#endif
+
+// What a number is too large by: the power that it was put behind, and the zero of its type.
+template <class B>
+constexpr int kExcess = kBehindPower<B> ? (1 << B::kBits) + (B::kBits == 8 ? 128 : B::kZero) : 0;
+
+// Number I of lanes, without its scale and plus kExcess. low: the word of its turn; high: of the plane of higher bits
+template <class B, int I>
+PREFOLD_INLINE Floats number(const Words& low, const Words& high) {
+  constexpr int kPlace = low_place<B>(I % (kTurn<B> / 2)), kLowBits = B::kBits == 8 ? 8 : 4;
+  constexpr int kHighBits = B::kBits - kLowBits;
+  if constexpr (kBehindPower<B>) {
+    constexpr int kUnit = 23 - B::kBits;  // the bit of a float that is one, behind this power
+    constexpr uint32_t kPower = uint32_t(127 + B::kBits) << 23;
+    Words bits = masked_or(shift<kUnit - kPlace>(low), ((1u << kLowBits) - 1) << kUnit, kPower);
+    if constexpr (kHighBits > 0) {
+      constexpr uint32_t kMask = ((1u << kHighBits) - 1) << (kUnit + 4);
+      bits = masked_or(shift<kUnit + 4 - I * kHighBits>(high), kMask, bits);
+    }
+    return as<float>(bits);
+  }
+  const Words index = shift<-kPlace>(low);
+#ifdef __AVX512F__
+  if constexpr (kHighBits == 0) {
+    return Floats::make([&](int p) {
+      return (Part<float>)_mm512_permutexvar_ps((__m512i)index.part[p], table<0, B::kZero>());
+    });
+  }
+  const Words upper = shift<4 - I>(high);
+  return Floats::make([&](int p) {  // the lower bits of one, and one bit of the other
+    const __m512i whole =
+        _mm512_ternarylogic_epi32(_mm512_set1_epi32(16), (__m512i)upper.part[p], (__m512i)index.part[p], 0xca);
+    return (Part<float>)_mm512_permutex2var_ps(table<0, B::kZero>(), whole, table<1, B::kZero>());
+  });
+#else
+  Words whole = index & Words(15);
+  if constexpr (kHighBits > 0) whole |= shift<4 - I>(high) & Words(16);
+  return to_floats(whole);
+#endif
+}
+
+struct ScaleAndLeast {
+  Floats scale, least;
+};
+
+// The scale of a group of a unit, of sixteen columns from `column` on, and what is added to its numbers; zeros where the
+// type has no minima.
+template <class B>
+PREFOLD_INLINE ScaleAndLeast scale_and_least(const uint8_t* unit, int64_t group, int column) {
+  const uint8_t* at = unit + kHalves<B> + group * kPanel + column;
+  const Floats d = load_float16(unit + column * 2);
+  if constexpr (B::kKind == kScale) return {d, zeros()};
+  if constexpr (B::kKind == kScales) return {d * to_floats(load_words<int8_t>(at)), zeros()};
+  const Floats m = load_float16(unit + (kPanel + column) * 2);
+  if constexpr (B::kKind == kScaleMin) return {d, m};
+  return {d * to_floats(load_words<uint8_t>(at)), zeros() - m * to_floats(load_words<uint8_t>(at + kGroups<B> * kPanel))};
+}
+
+// Where the numbers along k from k on are: the unit, which of its runs has them, and that run.
+struct RunPlace {
+  const uint8_t* unit;
+  int64_t number;
+  const uint8_t* run;
+};
+
+// The place of a run of a panel; what lies some way behind it is fetched.
+template <class B>
+PREFOLD_INLINE RunPlace run_of(const uint8_t* panel, int64_t k) {
+  const uint8_t* unit = panel + k / B::kUnit * kUnitBytes<B>;
+  const int64_t number = k % B::kUnit / kRun;
+  const uint8_t* run = unit + kHalves<B> + kGroupBytes<B> + number * kRunBytes<B>;
+  constexpr int kRunLines = (kRunBytes<B> + (kHalves<B> + kGroupBytes<B>) * kRun / B::kUnit + 63) / 64;
+  for (int i = 0; i < kRunLines; ++i) __builtin_prefetch(run + kAhead + i * 64, 0, 2);
+  return {unit, number, run};
+}
+
+// Word J, of the eight of a run, of one side of sixteen columns: four numbers at even places, or at odd ones. low: the
+// word of its turn; high: of the plane of higher bits
+template <class B, int J>
+PREFOLD_INLINE Words whole_numbers(const Words& low, const Words& high) {
+  if constexpr (B::kBits == 8) return low;
+  const Words four = (J % 4 / 2 ? shift<-4>(low) : low) & Words(0x0f0f0f0fu);
+  constexpr int kFour = J / 2;  // of those at even places, or at odd ones
+  if constexpr (B::kBits == 5) {
+    // Each of four bits is moved to the fifth bit of its byte: no two products meet there.
+    const Words bits = shift<-4 * kFour>(high) & Words(15);
+    return masked_or(bits * Words(0x02040810u), 0x10101010u, four);
+  }
+  if constexpr (B::kBits == 6) {
+    const Words bits = shift<-8 * kFour>(high);
+    Words out = masked_or(shift<4>(bits), 0x30u, four);
+    out = masked_or(shift<10>(bits), 0x3000u, out);
+    out = masked_or(shift<16>(bits), 0x300000u, out);
+    return masked_or(shift<22>(bits), 0x30000000u, out);
+  }
+  return four;
+}
+
+}  // namespace prefold
