@@ -78,10 +78,10 @@ class ShortConv(Mixer):
         if compiled := compiled_for(x):
             carry = states.carry
             bias, kept = None if self.bias is None else self.bias.float(), self.taps.shape[2] - 1
-            y, carry.ends[self.number][0] = compiled.short_conv(
-                carry.unfold(x), carry.starts(self.number, 0), _taps(self.taps), bias, carry.places(kept),
-                carry.picked(read),
-            )  # fmt: skip
+            (table,) = carry.table.tensors[self.number]
+            y = compiled.short_conv(
+                carry.unfold(x), table, _taps(self.taps), bias, carry.places(kept), carry.picked(read)
+            )
             return self.linear("out_proj", y, out)
         b, c, x = x.chunk(3, -1)
         y = states.conv(0, b * x, self.taps[:, 0], self.bias)
@@ -144,13 +144,11 @@ class GatedDeltaNet(Mixer):
 
     def _by_kernels(self, compiled: kernels.Kernels, x: Tensor, carry: Carry, read: Tensor | None) -> Tensor:
         """Returns what the layer gives before its last linear, of what its first one gives."""
-        ends, kept = carry.ends[self.number], self.taps.shape[2] - 1
-        o, ends[0], ends[1] = compiled.delta_net(
+        return compiled.delta_net(
             carry.unfold(x),
-            carry.starts(self.number, 0),
-            carry.table.tensors[self.number][1],
+            *carry.table.tensors[self.number],
             _taps(self.taps),
-            carry.places(kept),
+            carry.places(self.taps.shape[2] - 1),
             carry.order,
             key_heads=self.key_heads,
             rates=-self.a_log.float().exp(),
@@ -159,7 +157,6 @@ class GatedDeltaNet(Mixer):
             eps=self.config.norm_eps,
             pick=carry.picked(read),
         )
-        return o
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         prefix += "linear_attn."

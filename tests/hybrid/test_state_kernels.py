@@ -68,8 +68,8 @@ def step_of(mixer: layers.Mixer, dtype: torch.dtype, seed: int, folded: bool = F
         lengths, source = np.tile(lengths, 2), np.append(source, np.where(source < 0, source - count, source))
     first = np.cumsum([0, *lengths[:-1]])
     ends = np.sort(rng.permutation(len(lengths))[:6])
-    runs = StateRuns(first, source, ends, 1 + np.arange(len(ends)))
-    table = StateTable.of(mixer.config, SLOTS, dtype, CPU)
+    runs = StateRuns(first, source, ends, SLOTS + np.arange(len(ends)))
+    table = StateTable(mixer.config, SLOTS + len(ends), dtype, CPU)
     for part in table.tensors[0]:
         part.copy_(torch.randn(part.shape, generator=generator))
     h = torch.randn(rows, 40, generator=generator).to(dtype)
@@ -80,7 +80,7 @@ def mixed(mixer, carry: Carry, h: torch.Tensor, read: torch.Tensor | None = None
     """What a mixer gives, and the states at the ends."""
     with torch.inference_mode():
         out = mixer(h, carry.of(0), read, NO_ADAPTERS, PYTORCH)
-    return [out, *carry.ends[0]]
+    return [out, *(part[carry.to] for part in carry.table.tensors[0])]
 
 
 @pytest.mark.parametrize("name", MIXERS)
