@@ -192,20 +192,13 @@ class GatedAttention(Layer):
         x, h = self.input_norm(x, delta, ops)
         kv = adapters.add(self.kv(h), h, self.number, "kv")
         k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
-        k = self._rotated(k, cos_sin, self.k_norm)
+        k = ops.rope(k, cos_sin, self.k_norm, config.norm_eps)
         if read is not None:
             x, h, cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.read
         q = adapters.add(self.q(h), h, self.number, "q").unflatten(-1, (config.heads, 2 * config.head_dim))
         q, gate = q.chunk(2, -1)
-        o = attend(self._rotated(q, cos_sin, self.q_norm), k, v)
+        o = attend(ops.rope(q, cos_sin, self.q_norm, config.norm_eps), k, v)
         return self._finish(x, o * torch.sigmoid(gate), adapters, ops)
-
-    def _rotated(self, x: Tensor, cos_sin: Tensor, norm: nn.Parameter | None) -> Tensor:
-        """Returns x [rows, heads, dim] after its norm, with its first numbers rotated."""
-        if norm is not None:
-            x = PYTORCH.add_rms_norm(x, None, norm, self.config.norm_eps)[1]
-        rotated = cos_sin.shape[1]
-        return torch.cat((PYTORCH.rope(x[..., :rotated], cos_sin), x[..., rotated:]), -1)
 
     def own_weights(self, prefix: str) -> Iterator[Weight]:
         """Yields the parameters of the linears with the names of their tensors. prefix: the layer's."""
