@@ -164,9 +164,10 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for sequences in map(int, filter(None, options.decode.split(","))):
         step_seconds(llm, sequences, 2)
-        times = [step_seconds(llm, sequences, options.tokens) for _ in range(options.rounds)]
-        found.append({"case": f"decode-{sequences}", "seconds": times})
-        print(f"decode of {sequences}: {1e3 * statistics.median(times):.2f} ms a step ({min(times):.4f} to {max(times):.4f})")
+        steps = [step_seconds(llm, sequences, options.tokens) for _ in range(options.rounds)]
+        found.append({"case": f"decode-{sequences}", "seconds": steps})
+        middle = 1e3 * statistics.median(steps)
+        print(f"decode of {sequences}: {middle:.2f} ms a step ({min(steps):.4f} to {max(steps):.4f} s)")
     for case in filter(None, options.cases.split(",")):
         levels = CASES[case] if case == "tree" else [CASES[case][0], (options.prompts, CASES[case][1][1])]
         texts, times, rows, states = prompts(levels), {"full": [], "off": []}, {}, 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..checkpoint import gguf_config
 from ..model.families import add_families
+from ..model.names import GGUF_OF
 from ..schedule.parts import EnginePart, add_engine_part
 from ..worker.protocol import WorkerPart, add_part
+from . import gguf
 from .config import HybridConfig, lfm2, qwen3_5, qwen3_5_with_images
 
 _MIXTURE = "its layers are mixtures of experts beside layers of states; its dense relatives are supported"
@@ -29,6 +32,10 @@ add_families(
         "Qwen3_5MoeForConditionalGeneration": _MIXTURE,
     },
 )
+
+gguf_config.ARCHITECTURES.update(gguf.ARCHITECTURES)
+gguf_config.OF_ARCHITECTURE.update(gguf.OF_ARCHITECTURE)
+GGUF_OF.update(gguf.NAMES)
 
 
 @add_part

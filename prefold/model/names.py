@@ -23,6 +23,7 @@ class Names:
                  number by number in turn
     before       matches what stands before the names of this model, where the checkpoint holds more than that
     others       matches the beginning of names that are of something else; "": all are of this model
+    negative_exponentials  ends of the names here of tensors whose numbers x are stored as -exp(x)
     """
 
     prefix: str = "model."
@@ -34,12 +35,16 @@ class Names:
     interleaved: bool = False
     before: str = ""
     others: str = ""
+    negative_exponentials: tuple[str, ...] = ()
 
     def of_module(self, stored: str) -> tuple[str, ...]:
         """Returns the names here of a checkpoint's module; an unknown name is kept as it is, without the prefix."""
-        before = re.match(self.before, stored)
-        stored = stored[before.end() if before else 0 :].removeprefix(self.prefix)
+        stored = self._bare(stored)
         return self._named(stored, self.parts) or (stored,)
+
+    def _bare(self, stored: str) -> str:
+        before = re.match(self.before, stored)
+        return stored[before.end() if before else 0 :].removeprefix(self.prefix)
 
     def of_stack(self, stored: str) -> tuple[str, ...]:
         """Returns the names here, with "{}" for the number, of the tensors in a stack; none for any other tensor."""
@@ -60,8 +65,7 @@ class Names:
         if self.others and re.match(self.others, stored):
             return ()
         module, dot, kind = stored.rpartition(".")
-        of_its_own = self.of_module(stored)
-        if len(of_its_own) > 1:
+        if of_its_own := self._named(self._bare(stored), self.parts):
             return of_its_own
         return tuple(name + dot + kind for name in self.of_module(module))
 
@@ -128,6 +132,8 @@ GGUF_FUSED = replace(
         "ffn_up": FUSED.parts["mlp.gate_up_proj"],
     },
 )
+# By the architecture of GGUF files that call things otherwise.
+GGUF_OF = {"phi3": GGUF_FUSED}
 STARCODER2 = Names(parts={"mlp.c_fc": ("mlp.up_proj",), "mlp.c_proj": ("mlp.down_proj",)})
 # The MLP that every row of Granite 4 goes through, which in its dense models is the only MLP.
 GRANITE4 = Names(

@@ -25,7 +25,7 @@ from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
 from ..kernels import StoredRows
 from .config import ModelConfig, head_order
-from .names import GGUF, GGUF_FUSED, GGUF_OUT_NORMS
+from .names import GGUF, GGUF_OF, GGUF_OUT_NORMS
 
 
 class TensorSource(Protocol):
@@ -62,7 +62,7 @@ def open_source(
     if checkpoint.format == "dummy":
         return RandomSource(shapes, seed, offsets)
     if checkpoint.gguf is not None:
-        return GGUFSource(checkpoint.gguf, config, offsets)
+        return GGUFSource(checkpoint.gguf, config, offsets, shapes)
     return SafetensorsSource(checkpoint, config)
 
 
@@ -243,11 +243,19 @@ class GGUFSource:
     # Architectures whose files have the halves of heads in turn: what converts the first ones puts them so.
     IN_TURN = ("llama", "smollm3", "granite", "granitemoe", "cohere2")
 
-    def __init__(self, file: GGUFFile, config: ModelConfig, offsets: Mapping[str, float] = MappingProxyType({})):
-        """offsets: what the model adds to tensors, by their names; it has been added to those of the file."""
+    def __init__(
+        self,
+        file: GGUFFile,
+        config: ModelConfig,
+        offsets: Mapping[str, float] = MappingProxyType({}),
+        wanted: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ):
+        """offsets: what the model adds to tensors, by their names; it has been added to those of the file. wanted: the
+        shapes of its tensors; files leave sizes of 1 out."""
         self.file, self.offsets = file, offsets
         arch = file.metadata.get("general.architecture")
-        names = GGUF_FUSED if arch == "phi3" else GGUF_OUT_NORMS if config.out_norms else GGUF
+        names = GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
+        self.negative_exponentials = names.negative_exponentials
         self.order = head_order(config.head_dim, config.turned, arch in self.IN_TURN)
         self._stored: dict[str, tuple[str, int]] = {}  # the tensor in the file, and its first row
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -265,7 +273,9 @@ class GGUFSource:
                 raise CheckpointError(f"{stored} of {file.path} has {tensor.shape[0]} outputs, not {sum(sizes)}")
             for name, size, last in zip(here, sizes, accumulate(sizes), strict=True):
                 self._stored[name] = (stored, last - size)
-                self.shapes[name] = (size, *tensor.shape[1:])
+                shape = (size, *tensor.shape[1:])
+                thin = tuple(number for number in wanted.get(name, ()) if number != 1)
+                self.shapes[name] = wanted[name] if thin == shape else shape
 
     def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
         (stored, first_row), shape = self._stored[name], self.shapes[name]
@@ -281,7 +291,7 @@ class GGUFSource:
         for start in range(begin // unit * unit, end, step):
             stop = min(start + step, -(-end // unit) * unit)
             rows = self.file.dequantize(stored, slice(first_row + start, first_row + stop))
-            block = self._values(name, rows, order)
+            block = self._values(name, rows, order).view(-1, *shape[1:])
             first, last = max(start, begin), min(stop, end)
             target[first - begin : last - begin].copy_(block[(slice(first - start, last - start), *where[1:])])
             self.file.let_go()
@@ -307,6 +317,8 @@ class GGUFSource:
     def _values(self, name: str, array: NDArray[np.float32], order: Sequence[int] | None) -> Tensor:
         """Returns the tensor `name` or rows of it, out of what is stored. order: of the rows of each head."""
         values = in_order(torch.from_numpy(array if array.flags.writeable else array.copy()), order)
+        if self.negative_exponentials and name.endswith(self.negative_exponentials):
+            return values.neg().log()
         return values - self.offsets[name] if self.offsets.get(name) else values
 
 
