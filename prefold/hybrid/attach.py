@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from ..checkpoint import gguf_config
-from ..model.families import add_families
+from ..model.families import add_families, with_heads
 from ..model.names import GGUF_OF
 from ..schedule.parts import EnginePart, add_engine_part
 from ..worker.protocol import WorkerPart, add_part
 from . import gguf
-from .config import HybridConfig, lfm2, qwen3_5, qwen3_5_with_images
+from .config import HybridConfig, granite4, lfm2, qwen3_5, qwen3_5_with_images
 
 _MIXTURE = "its layers are mixtures of experts beside layers of states; its dense relatives are supported"
 
 add_families(
-    {
+    with_heads("GraniteMoeHybridForCausalLM", "GraniteMoeHybrid", granite4, classified=False)
+    | {
         "Lfm2ForCausalLM": lfm2,
         "Qwen3_5ForCausalLM": qwen3_5,
         "Qwen3_5ForConditionalGeneration": qwen3_5_with_images,

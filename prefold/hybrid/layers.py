@@ -232,11 +232,12 @@ class StateLayer(nn.Module):
         """Returns the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
         The arguments are those of `Layer.forward`, and the states of this layer."""
         x, h = self.input_norm(x, delta, ops)
-        mixed = self.mixer(h, states, read, adapters, ops)
+        mixed, scale = self.mixer(h, states, read, adapters, ops), self.config.residual_scale
         if read is not None:
             x, adapters = x[read], adapters.read
-        x, h = self.post_norm(x, mixed, ops)
-        return x, self.mlp(h, adapters, ops)
+        x, h = self.post_norm(x, mixed if scale == 1 else scale * mixed, ops)
+        delta = self.mlp(h, adapters, ops)
+        return x, delta if scale == 1 else scale * delta
 
     def own_weights(self, prefix: str) -> Iterator[Weight]:
         """Yields the parameters of the mixer with the names of their tensors. prefix: the layer's."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from hybrids import HYBRIDS, hidden_states, hybrid_checkpoint
+from hybrids import hidden_states, hybrid_checkpoint
 from running import as_request, prompts, run
 from safetensors.torch import load_file
 from tiny import reference
@@ -72,7 +72,7 @@ def write_hybrid_gguf(folder: Path, path: Path, **metadata: int) -> None:
     writer.close()
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def folder(request, tmp_path_factory):
     return hybrid_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **OF_FILES[request.param])
 
