@@ -1,11 +1,12 @@
 """Times row streams of hybrids with what their prompts share computed once, and without; states and rows are counted.
 
     python benchmarks/hybrids.py [--shape qwen3.5|lfm2] [--layers 4] [--rounds 3] [--cases shared,tree,short]
-        [--prompts 64] [--transformers 5]
+        [--prompts 64] [--decode 1,16,64] [--transformers 5]
 
 Weights are random, in the shape of Qwen3.5-0.8B or LFM2-350M with fewer layers and a small vocabulary; last rows are
 read. The ways take turns, and the ratio is the median over the rounds of the time of `off` by that of `full` in the
-same round, beside the ratio of their floating-point operations (linears, attention and states).
+same round, beside the ratio of their floating-point operations (linears, attention and states). `--decode` times a step
+of so many sequences that generate side by side.
 """
 
 from __future__ import annotations
@@ -108,6 +109,16 @@ def timed(llm: LLM, texts: list[np.ndarray], sharing: str) -> float:
     return time.perf_counter() - started
 
 
+def step_seconds(llm: LLM, sequences: int, tokens: int) -> float:
+    """Returns the seconds of a step in which so many sequences get a token each, begun behind prompts of 8 tokens."""
+    texts = np.random.default_rng(sequences).integers(100, VOCAB, (sequences, 8)).tolist()
+    started = time.perf_counter()
+    llm.generate(texts, max_tokens=1, ignore_eos=True, temperature=0)
+    middle = time.perf_counter()
+    llm.generate(texts, max_tokens=1 + tokens, ignore_eos=True, temperature=0)
+    return (time.perf_counter() - middle - (middle - started)) / tokens
+
+
 def transformers_seconds(path: str, texts: list[np.ndarray]) -> list[float]:
     """Returns the seconds that transformers takes for each prompt, one at a time, in float32."""
     import transformers
@@ -133,12 +144,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--prompts", type=int, default=64, help="of the cases shared and short")
+    parser.add_argument("--decode", default="", help="numbers of sequences")
+    parser.add_argument("--tokens", type=int, default=32, help="of `--decode`, by each sequence")
     parser.add_argument("--transformers", type=int, default=0, help="prompts that transformers computes, too")
     parser.add_argument("--json", help="file that the figures are written to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint(Path(folder), options.shape, options.layers)
-        llm = LLM(path, load_format="dummy", dtype=options.dtype)
+        llm = LLM(path, load_format="dummy", dtype=options.dtype, cache=None)
         if options.transformers:
             texts = prompts([(1, 1000), (options.transformers + 1, 100)])
             middle = statistics.median(transformers_seconds(path, texts)[1:])
@@ -148,8 +161,14 @@ def main() -> None:
         f"{machine()}; {options.shape}, {options.layers} layers, {llm.model.dtype}; "
         f"a state: {facts.state_bytes:,} bytes"
     )
-    found = []
-    for case in options.cases.split(","):
+    found: list[dict[str, Any]] = []
+    for sequences in map(int, filter(None, options.decode.split(","))):
+        step_seconds(llm, sequences, 2)
+        steps = [step_seconds(llm, sequences, options.tokens) for _ in range(options.rounds)]
+        found.append({"case": f"decode-{sequences}", "seconds": steps})
+        middle = 1e3 * statistics.median(steps)
+        print(f"decode of {sequences}: {middle:.2f} ms a step ({min(steps):.4f} to {max(steps):.4f} s)")
+    for case in filter(None, options.cases.split(",")):
         levels = CASES[case] if case == "tree" else [CASES[case][0], (options.prompts, CASES[case][1][1])]
         texts, times, rows, states = prompts(levels), {"full": [], "off": []}, {}, 0
         for number in range(options.rounds + 1):

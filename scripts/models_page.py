@@ -106,8 +106,18 @@ CHECKPOINTS = (
 HEAD = """# Models
 
 A checkpoint is taken by the architecture that its `config.json` names, or its GGUF file. What a config asks for and
-prefold does not do is an error that names the key. [families.md](families.md) shows in under 60 lines how one of your
-own is added, on GLM-4 and StableLM 2. This page is written by `scripts/models_page.py`.
+prefold does not do is an error that names the key. This page is written by `scripts/models_page.py`.
+
+## Adding a family
+
+An architecture that is not here is added by a file of your own, which `--plugin` names. One real example of each kind,
+each in under 60 lines and run as one of prefold's tests against transformers:
+
+| kind | example | what it shows |
+|---|---|---|
+| dense | [GLM-4, StableLM 2](families.md#a-family-of-your-own-an-example) | norms, names, heads rotated in part |
+| mixture of experts | [FlexOlmo](families.md#a-mixture-of-experts) | a router's rules, beside norms over all heads |
+| hybrid | [LFM2](hybrids.md#a-hybrid-of-your-own) | a mixer with a state of its own, in place of attention |
 
 ## Families
 
@@ -132,10 +142,12 @@ refused.
 
 **GGUF files** of Starcoder 2 do not say its sliding window, which then is not there; those of SmolLM 3 do not say which
 layers rotate nothing: every fourth one, as in llama.cpp. Files of OLMo 3 with yarn are refused where they have an
-attention factor of their own.
+attention factor of their own. Files of Qwen3.5 are refused where there are more heads of values than of keys, which are
+in another order there (4B and 9B; 0.8B and 2B have as many), and where they have layers that predict further tokens.
 
-**Gemma 4** is not among the families: its layers have heads of two sizes, share keys and values with others, and have
-an embedding each.
+**Gemma 4** runs through [transformers' modules](families.md#models-that-no-family-is-needed-for), all of its text
+models: layers that share keys and values (each stores them here), heads of two sizes, an embedding for each layer, and
+the mixture. Of a checkpoint with towers (`Gemma4ForConditionalGeneration`) text alone is read. Its GGUF files are not.
 
 ## Checkpoints for embedding and reranking
 

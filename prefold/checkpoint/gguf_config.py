@@ -29,7 +29,9 @@ MIXTURES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {}
 # Architectures whose norms are LayerNorm.
 LAYER_NORM = ("cohere2", "starcoder2")
 # Settings that files of some architectures have for each layer.
-PER_LAYER = ("attention.sliding_window_pattern",)
+PER_LAYER = ("attention.sliding_window_pattern", "lfm2.attention.head_count_kv")
+# Architectures that may rotate a part of each head.
+PARTLY_TURNED = ("phi3", "qwen35")
 FULL, SLIDING, SHARE = "full_attention", "sliding_attention", "partial_rotary_factor"
 DTYPES = {"F32": "float32", "F16": "float16"}
 
@@ -62,10 +64,13 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     if not read.flag("attention.causal", True):
         raise UnsupportedModelError(f"{file.path} attends in both directions; only causal models are supported")
     turned = read.size("rope.dimension_count", head_dim)
-    if read.size("attention.value_length", head_dim) != head_dim or (turned != head_dim and arch != "phi3"):
+    if read.size("attention.value_length", head_dim) != head_dim or (turned != head_dim and arch not in PARTLY_TURNED):
         raise UnsupportedModelError(f"{file.path}: value_length and rope.dimension_count must equal key_length")
     norm = "attention.layer_norm_epsilon" if arch in LAYER_NORM else "attention.layer_norm_rms_epsilon"
-    queries = "blk.0.attn_qkv" if arch == "phi3" else "blk.0.attn_q"
+    queries = "attn_qkv" if arch == "phi3" else "attn_q"  # of the first layer with attention
+    queries = next(
+        (f"blk.{i}.{queries}" for i in range(layers) if f"blk.{i}.{queries}.weight" in file.tensors), queries
+    )
     config = {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
@@ -73,7 +78,7 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": read.size("attention.head_count_kv", heads),
+        "num_key_value_heads": heads if arch == "lfm2" else read.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "intermediate_size": read.size("feed_forward_length"),
         "hidden_act": "silu",

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ..checkpoint.settings import MOST_LAYERS, MOST_POSITIONS, Settings
@@ -25,6 +25,8 @@ TABLES = {
     "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "AutoModel": "MODEL_MAPPING_NAMES",
 }
+# Checkpoints that have towers, too, of which text alone is read: the architecture of the text model.
+TEXTS = {"Gemma4ForConditionalGeneration": "Gemma4ForCausalLM"}
 # RoPE types whose factors are others once a row is at a position behind this one.
 CHANGED_BEHIND = {"longrope": "original_max_position_embeddings"}
 
@@ -67,6 +69,7 @@ class TransformersConfig(ModelConfig):
     attention  one for each plane, once the model is loaded
     linears    inputs and outputs of each linear that sees every row, by its name, once the model is loaded
     weights    parameters, once the model is loaded
+    is_part    whether the checkpoint has towers, too (`TEXTS`)
     """
 
     model: ClassVar[str] = "prefold.hf.model:TransformersLM"
@@ -78,6 +81,7 @@ class TransformersConfig(ModelConfig):
     attention: tuple[PlaneHeads, ...] = ()
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False, hash=False)
     weights: int = 0
+    is_part: bool = False
 
     @property
     def visited(self) -> Sequence[int]:
@@ -101,6 +105,9 @@ def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
     """
     if is_known and os.environ.get(VARIABLE) != "all":
         return None
+    if architecture in TEXTS:
+        family = family_of(hf.settings("text_config"), TEXTS[architecture], False)
+        return lambda hf: _of_part(hf, family)
     ends = [end for end in HEADS if architecture.endswith(end)]
     if not ends and architecture != hf.get("model_type"):  # alone it stands for the causal model
         return None
@@ -125,6 +132,12 @@ def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
             "transformers may have it, or add a family of your own with register_family and --plugin (docs/families.md)"
         )
     return lambda hf: config_of(hf, architecture, loader)
+
+
+def _of_part(hf: Settings, family: Any) -> TransformersConfig:
+    """Returns the config of the text model of a checkpoint with towers."""
+    hf.reads.update(hf.prefix + key for key in hf)
+    return replace(family(hf.settings("text_config")), is_part=True)
 
 
 def config_of(hf: Settings, architecture: str, loader: str) -> TransformersConfig:

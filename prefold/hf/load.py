@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,9 @@ from .check import check, expected_of, note, refused
 from .config import TransformersConfig, transformers_config
 from .fused import fuse, rotate_by_kernels
 from .model import RowLinear, RowPass, TransformersLM
+
+# What tensors of towers begin with, and what joins them to the text model.
+TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.")
 
 
 def load_model(
@@ -54,7 +58,7 @@ def load_model(
     for module in whole.modules():
         module.prefold_rows = rows
     model = TransformersLM(config, whole, decoder, rows)
-    with _quiet(), torch.inference_mode():
+    with _quiet(), torch.no_grad():  # in inference mode a part of a mask does not know of which it is one
         expected, most = expected_of(model)
         noted = note(model)
     with torch.no_grad():
@@ -79,6 +83,7 @@ def _whole(
     loader = getattr(transformers, config.loader)
     settings = transformers_config(config.settings, config.architecture)
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+    more = {"key_mapping": {r"^model\.language_model\.": "model."}} if config.is_part else {}
     with _quiet():
         try:
             with torch.device("meta"):
@@ -93,13 +98,15 @@ def _whole(
                 pass
             whole, info = loader.from_pretrained(
                 checkpoint.path, config=settings, use_safetensors=True, trust_remote_code=False,
-                local_files_only=True, output_loading_info=True, **how,
+                local_files_only=True, output_loading_info=True, **how, **more,
             )  # fmt: skip
         except (ImportError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
             what = " ".join(str(error).split())[:600]
             raise UnsupportedModelError(
                 f"transformers {transformers.__version__} cannot load {checkpoint.name}: {type(error).__name__}: {what}"
             ) from error
+    if config.is_part:
+        info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not TOWERS.match(name)}
     problems = [
         f"{what.removesuffix('_keys')}: {', '.join(map(str, sorted(info[what], key=str)[:8]))}"
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys")

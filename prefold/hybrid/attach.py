@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..model.families import add_families
+from ..checkpoint import gguf_config
+from ..model.families import add_families, with_heads
+from ..model.names import GGUF_OF
 from ..schedule.parts import EnginePart, add_engine_part
 from ..worker.protocol import WorkerPart, add_part
-from .config import HybridConfig, lfm2, qwen3_5, qwen3_5_with_images
+from . import gguf
+from .config import HybridConfig, granite4, lfm2, qwen3_5, qwen3_5_with_images
 
 _MIXTURE = "its layers are mixtures of experts beside layers of states; its dense relatives are supported"
 
 add_families(
-    {
+    with_heads("GraniteMoeHybridForCausalLM", "GraniteMoeHybrid", granite4, classified=False)
+    | {
         "Lfm2ForCausalLM": lfm2,
         "Qwen3_5ForCausalLM": qwen3_5,
         "Qwen3_5ForConditionalGeneration": qwen3_5_with_images,
@@ -29,6 +33,10 @@ add_families(
         "Qwen3_5MoeForConditionalGeneration": _MIXTURE,
     },
 )
+
+gguf_config.ARCHITECTURES.update(gguf.ARCHITECTURES)
+gguf_config.OF_ARCHITECTURE.update(gguf.OF_ARCHITECTURE)
+GGUF_OF.update(gguf.NAMES)
 
 
 @add_part

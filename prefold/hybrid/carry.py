@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,57 +14,86 @@ from torch import Tensor
 from .. import kernels
 from ..device import send
 from .config import HybridConfig, StateShape
-from .steps import StateRuns
+from .steps import ZERO, StateRuns
 
 # The most runs whose states are worked on at once: bounds what a layer holds beside its rows.
 MOST_RUNS = 64
 
 
 class StateTable:
-    """A StateTable holds states by slot; slot 0 is the state before the first row of a prompt, zeros.
+    """A StateTable holds states by key. A step writes its new states into rows of the table, which get their keys when
+    it has run: nothing is copied.
 
-    tensors  by layer, those that its state consists of, [slots, ...] each
+    tensors   by layer, those that its state consists of, [rows, ...] each; row 0 is the state of ZERO, zeros
+    in_place  whether a new state may be written over the one whose key it gets, where no other run reads that; else a
+              step that fails changes no state
     """
 
-    def __init__(self, tensors: Sequence[Sequence[Tensor]]):
-        self.tensors = [list(parts) for parts in tensors]
-
-    @classmethod
-    def of(cls, config: HybridConfig, slots: int, dtype: torch.dtype, device: torch.device) -> StateTable:
-        """Returns a table of so many slots, all zeros; a page of a CPU's memory takes room when it is first written."""
+    def __init__(self, config: HybridConfig, rows: int, dtype: torch.dtype, device: torch.device):
+        """Makes a table of so many rows, which grows; a page of a CPU's memory takes room when it is first written."""
 
         def zeros(part: StateShape) -> Tensor:
-            return torch.zeros(slots, *part.shape, dtype=torch.float32 if part.is_wide else dtype, device=device)
+            return torch.zeros(rows, *part.shape, dtype=torch.float32 if part.is_wide else dtype, device=device)
 
-        return cls([list(map(zeros, config.states(number))) for number in range(config.layers)])
+        self.tensors = [list(map(zeros, config.states(number))) for number in range(config.layers)]
+        self.rows, self.in_place = rows, device.type == "cpu"
+        self._row_of = {ZERO: 0}
+        self._free = list(range(rows - 1, 0, -1))  # the next one to be taken is the last
 
-    def pick(self, slots: Tensor, ends: Sequence[Sequence[Tensor]]) -> StateTable:
-        """Returns a table of the states in these slots, int64, and then of `ends`, in the form of `Carry.ends`."""
-        pairs = zip(self.tensors, ends, strict=True)
-        return StateTable(
-            [
-                [torch.cat((old.index_select(0, slots), new)) for old, new in zip(parts, own, strict=True)]
-                for parts, own in pairs
-            ]
-        )
+    def place(self, runs: StateRuns) -> StateRuns:
+        """Returns runs with rows of the table in place of keys; each state that is stored gets a row that no other run
+        reads. Raises ValueError where a state is not there that a run starts from."""
+        sources = runs.source.tolist()
+        if missing := {key for key in sources if key >= 0} - self._row_of.keys():
+            raise ValueError(f"the step goes on from states that are not there, {sorted(missing)}")
+        above = list[int]()  # by run, the key of the state above it: runs that go on from others may read it too
+        for key in sources:
+            above.append(key if key >= 0 else above[-1 - key])
+        readers, slots, taken = Counter(above), list[int](), 0
+        for run, key in zip(runs.ends.tolist(), runs.slots.tolist(), strict=True):
+            row = self._row_of.get(key)
+            if row is None or not self.in_place or readers[key] != (above[run] == key):
+                taken += 1
+                if taken > len(self._free):
+                    self._grow(max(len(runs.ends), self.rows // 4))
+                row = self._free[-taken]
+            slots.append(row)
+        source = [self._row_of[key] if key >= 0 else key for key in sources]
+        return replace(runs, source=np.array(source, np.int64), slots=np.array(slots, np.int64))
 
-    def put(self, slots: Tensor, ends: Sequence[Sequence[Tensor]]) -> None:
-        """Writes `ends`, in the form of `Carry.ends`, into these slots, int64."""
-        for parts, own in zip(self.tensors, ends, strict=True):
-            for old, new in zip(parts, own, strict=True):
-                old.index_copy_(0, slots, new)
+    def store(self, runs: StateRuns, placed: StateRuns) -> None:
+        """Gives the new states of a step that has run their keys. placed: what `place` returned of its runs"""
+        unused = []
+        for key, row in zip(runs.slots.tolist(), placed.slots.tolist(), strict=True):
+            if (old := self._row_of.get(key)) != row:
+                self._free.pop()  # which is `row`
+                unused += [] if old is None else [old]
+                self._row_of[key] = row
+        self._free += unused
+
+    def keep(self, keys: np.ndarray) -> None:
+        """Lets the states of all other keys go."""
+        for key in self._row_of.keys() - {ZERO, *keys.tolist()}:
+            self._free.append(self._row_of.pop(key))
+
+    def _grow(self, more: int) -> None:
+        for parts in self.tensors:
+            for number, old in enumerate(parts):
+                parts[number] = old.new_zeros(self.rows + more, *old.shape[1:])
+                parts[number][: self.rows] = old
+        self._free[:0] = range(self.rows + more - 1, self.rows - 1, -1)
+        self.rows += more
 
 
 @dataclass(eq=False)
 class Carry:
-    """A Carry takes states through the rows of one step, which changes no slot: the states to be stored are in `ends`.
+    """A Carry takes states through the rows of one step, and writes those to be stored into the table.
 
     table    the states that the step starts from
-    runs     how they go through the rows; `source` has slots of the table
+    runs     how they go through the rows; `source` and `slots` are rows of the table
     rows     how many rows there are: those of the stream where the step is folded
     scatter  of a folded step, int64 [rows]: the row that the model computes for each row of the stream; else None
     gather   of a folded step, int64: the row of the stream for each row that the model computes; else None
-    ends     by layer, the tensors of the states at the ends of `runs.ends`, [k, ...] each
     """
 
     table: StateTable
@@ -72,16 +102,13 @@ class Carry:
     device: torch.device
     scatter: Tensor | None = None
     gather: Tensor | None = None
-    ends: list[list[Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ends = [list(parts) for parts in self.table.tensors]
         runs = self.runs
         self._stop = np.append(runs.first[1:], self.rows)
         self._from_run = np.where(runs.source < 0, -1 - runs.source, -1)  # -1: it starts from a slot
-        # Several runs that start from one slot read it once.
-        slots, places = np.unique(runs.source[runs.source >= 0], return_inverse=True)
-        self._slots = send(slots, self.device)
+        # Several runs that start from one state read it once.
+        self._starts, places = np.unique(runs.source[runs.source >= 0], return_inverse=True)
         self._place = np.full(len(runs.first), -1, np.int64)
         self._place[runs.source >= 0] = places.reshape(-1)
         depth = np.zeros(len(runs.first), np.int64)
@@ -93,13 +120,22 @@ class Carry:
         self._conv: dict[int, kernels.ConvPlaces] = {}
         self._sent: dict[int, tuple[list[Tensor], Tensor]] = {}
 
+    @cached_property
+    def _sent_starts(self) -> Tensor:
+        return send(self._starts, self.device)
+
+    @cached_property
+    def to(self) -> Tensor:
+        """Returns the rows of the table that `runs.ends` are stored in, int64."""
+        return send(self.runs.slots, self.device)
+
     def of(self, layer: int) -> LayerStates:
         """Returns the states of one layer."""
         return LayerStates(self, layer)
 
     def starts(self, layer: int, part: int) -> Tensor:
-        """Returns the states in the slots that runs start from, each once, in ascending order of the slots."""
-        return self.table.tensors[layer][part].index_select(0, self._slots)
+        """Returns a copy of the states that runs start from, each once, in ascending order of their rows."""
+        return self.table.tensors[layer][part].index_select(0, self._sent_starts)
 
     def picked(self, read: Tensor | None) -> Tensor | None:
         """Returns the rows of the stream that `read` is of the rows that the model computes, int64; None: all."""
@@ -114,29 +150,34 @@ class Carry:
         return x if self.gather is None else x.index_select(0, self.gather)
 
     def neighbours(self, kept: int) -> tuple[list[Tensor], Tensor]:
-        """Returns `places` as tensors: those above, and those below in one tensor [k * kept]."""
+        """Returns `places` as tensors, those above, and those below in one tensor [k * kept]; they count columns of
+        `starts` in place of those of the table."""
         if kept not in self._sent:
-            places = self.places(kept)
-            above = [send(rows, self.device) for rows in places.above]
-            self._sent[kept] = above, send(places.below.reshape(-1), self.device)
+            places, columns = self.places(kept), self.table.rows * kept
+
+            def of_starts(place: np.ndarray) -> Tensor:
+                start = np.searchsorted(self._starts, place // kept)
+                behind = place - columns + len(self._starts) * kept
+                return send(np.where(place < columns, start * kept + place % kept, behind), self.device)
+
+            self._sent[kept] = [of_starts(rows) for rows in places.above], of_starts(places.below.reshape(-1))
         return self._sent[kept]
 
     def places(self, kept: int) -> kernels.ConvPlaces:
         """Returns of each row the places of the rows 1 to `kept` rows above it on its path, and those of the last
         `kept` rows on the paths of `runs.ends`.
 
-        A place is of the `kept` columns of each of the states of `starts`, one state after another, and then of the
-        rows.
+        A place is of the `kept` columns of each of the table's states, one state after another, and then of the rows.
         """
         if kept not in self._conv:
             first, length = self.runs.first, self._stop - self.runs.first
-            columns, base = np.arange(kept), len(self._slots) * kept
+            columns, base = np.arange(kept), self.table.rows * kept
             above = np.empty((len(first), kept), np.int64)
             below = np.empty((len(first), kept), np.int64)
             for wave in self._waves:
                 from_run = self._from_run[wave]
-                in_slots = self._place[wave, None] * kept + columns
-                above[wave] = np.where(from_run[:, None] >= 0, below[from_run], in_slots)
+                in_table = self.runs.source[wave, None] * kept + columns
+                above[wave] = np.where(from_run[:, None] >= 0, below[from_run], in_table)
                 at = length[wave, None] - kept + columns
                 outside = np.take_along_axis(above[wave], np.clip(at + kept, 0, kept - 1), 1)
                 below[wave] = np.where(at >= 0, base + first[wave, None] + at, outside)
@@ -147,19 +188,18 @@ class Carry:
                 at = row - first[run] - back
                 outside = above[run, np.clip(at + kept, 0, kept - 1)]
                 of_rows[back - 1] = np.where(at >= 0, base + row - back, outside)
-            self._conv[kept] = kernels.ConvPlaces(of_rows, below[self.runs.ends])
+            self._conv[kept] = kernels.ConvPlaces(of_rows, below[self.runs.ends], self.runs.slots)
         return self._conv[kept]
 
     @cached_property
     def order(self) -> kernels.RunOrder:
-        """Returns the runs in the order in which our kernels compute them. Slots are those of the table."""
+        """Returns the runs in the order in which our kernels compute them."""
         runs, count = self.runs, len(self.runs.first)
-        slots = len(next(parts for parts in self.table.tensors if parts)[0])
         to = np.full(count, -1, np.int64)
         to[self._from_run[self._from_run >= 0]] = 0
-        to[runs.ends] = slots + np.arange(len(runs.ends))
+        to[runs.ends] = runs.slots  # which are more than 0
         between = np.flatnonzero(to == 0)
-        to[between] = slots + len(runs.ends) + np.arange(len(between))
+        to[between] = self.table.rows + np.arange(len(between))
         order = np.concatenate(self._waves) if self._waves else np.zeros(0, np.int64)
         source = np.where(self._from_run >= 0, to[self._from_run], runs.source)
         return kernels.RunOrder(
@@ -174,9 +214,10 @@ class Carry:
     @cached_property
     def groups(self) -> list[Group]:
         """Returns the runs in the order in which they are computed, some of about the same length at a time."""
-        wanted = np.zeros(len(self.runs.first), bool)
-        wanted[self.runs.ends] = True
-        wanted[self._from_run[self._from_run >= 0]] = True
+        to = np.full(len(self.runs.first), -1, np.int64)
+        to[self.runs.ends] = self.runs.slots
+        goes_on = np.zeros(len(to), bool)
+        goes_on[self._from_run[self._from_run >= 0]] = True
         groups = []
         for wave in self._waves:
             length = (self._stop - self.runs.first)[wave]
@@ -192,7 +233,9 @@ class Carry:
                         inside=None if inside.all() else send(inside, self.device),
                         places=None if (self._place[some] < 0).any() else send(self._place[some], self.device),
                         from_runs=self._from_run[some].tolist(),
-                        wanted=np.flatnonzero(wanted[some]).tolist(),
+                        goes_on=np.flatnonzero(goes_on[some]).tolist(),
+                        stored=send(np.flatnonzero(to[some] >= 0), self.device),
+                        to=send(to[some][to[some] >= 0], self.device),
                     )
                 )
         return groups
@@ -212,7 +255,9 @@ class Group:
     inside     bool, shaped as `rows`: which of these are rows of the run; None: all
     places     int64 [n]: which of the states of `Carry.starts` they start from; None: the ends of `from_runs`
     from_runs  the run that each starts from the end of
-    wanted     which of the n runs' states at their ends are needed by a later run, or stored
+    goes_on    which of the n runs a later run starts from the end of
+    stored     int64: of which of the n runs the states at their ends are stored
+    to         int64: the rows of the table for these
     """
 
     runs: list[int]
@@ -220,7 +265,9 @@ class Group:
     inside: Tensor | None
     places: Tensor | None
     from_runs: list[int]
-    wanted: list[int]
+    goes_on: list[int]
+    stored: Tensor
+    to: Tensor
 
     def pick(self, x: Tensor) -> Tensor:
         """Returns x [rows, ...] by runs: [n, most rows of a run, ...], zeros behind the rows of a run."""
@@ -257,7 +304,8 @@ class LayerStates:
         out = x * weight[:, kept] if bias is None else torch.addcmul(bias, x, weight[:, kept])
         for back, place in enumerate(places, 1):
             out.addcmul_(rows.index_select(0, place), weight[:, kept - back])
-        carry.ends[self.layer][part] = rows.index_select(0, ends).unflatten(0, (-1, kept))
+        table = carry.table.tensors[self.layer][part]
+        table.index_copy_(0, carry.to, rows.index_select(0, ends).unflatten(0, (len(carry.to), kept)))
         return carry.fold(out)
 
     def scan(self, part: int, scan: Scan, columns: int, dtype: torch.dtype) -> Tensor:
@@ -267,7 +315,7 @@ class LayerStates:
         scan  computes some runs; it is called for runs whose starts are known
         """
         carry = self.carry
-        starts = carry.starts(self.layer, part)
+        starts, table = carry.starts(self.layer, part), carry.table.tensors[self.layer][part]
         out = torch.empty(carry.rows, columns, dtype=dtype, device=carry.device)
         at_end: dict[int, Tensor] = {}
         for group in carry.groups:
@@ -281,8 +329,8 @@ class LayerStates:
                 inside = group.inside.flatten()
                 rows, values = rows[inside], values[inside]
             out.index_copy_(0, rows, values)
-            for i in group.wanted:
+            for i in group.goes_on:
                 at_end[group.runs[i]] = ends[i]
-        kept = [at_end[run] for run in carry.runs.ends.tolist()]
-        carry.ends[self.layer][part] = torch.stack(kept) if kept else starts[:0]
+            every = len(group.to) == len(group.runs)
+            table.index_copy_(0, group.to, ends if every else ends.index_select(0, group.stored))
         return carry.fold(out)

@@ -6,12 +6,14 @@ attention: `add_mixer` adds a kind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from ..checkpoint.settings import Settings
 from ..errors import UnsupportedModelError
+from ..model import decoders
 from ..model.config import Linears, ModelConfig
 from ..model.decoders import HFConfig, decoder
 from ..model.names import Names
@@ -193,6 +195,31 @@ add_mixer(
     ),
 )
 
+
+def _mamba_linears(config: HybridConfig) -> Linears:
+    sizes, inner = config.sizes, config.sizes["heads"] * config.sizes["dim"]
+    projected = 2 * inner + 2 * sizes["groups"] * sizes["state"] + sizes["heads"]
+    return {
+        "in_proj": (config.hidden, [("mamba.in_proj", projected)]),
+        "out_proj": (inner, [("mamba.out_proj", config.hidden)]),
+    }
+
+
+def _mamba_states(config: HybridConfig) -> tuple[StateShape, ...]:
+    sizes = config.sizes
+    channels = sizes["heads"] * sizes["dim"] + 2 * sizes["groups"] * sizes["state"]
+    recurrent = StateShape((sizes["heads"], sizes["state"], sizes["dim"]), is_wide=True)
+    return StateShape((sizes["taps"] - 1, channels)), recurrent
+
+
+def _mamba_others(config: HybridConfig) -> int:
+    sizes, outputs = config.sizes, sum(parts[0][1] for _, parts in _mamba_linears(config).values())
+    conv = _mamba_states(config)[0].shape[1] * (sizes["taps"] + sizes["conv_bias"])
+    return conv + 3 * sizes["heads"] + sizes["heads"] * sizes["dim"] + sizes["bias"] * outputs
+
+
+add_mixer("mamba", MixerKind("prefold.hybrid.mamba:Mamba2", _mamba_linears, _mamba_states, _mamba_others))
+
 LFM2 = Names(
     parts={
         "embedding_norm": ("norm",),
@@ -293,3 +320,32 @@ def qwen3_5_with_images(hf: HFConfig) -> HybridConfig:
     names = Names(prefix="", before=r"model\.language_model\.", others=r"mtp\.|model\.visual\.")
     tied = hf.flag("tie_word_embeddings", config.tie_embeddings)
     return replace(config, names=names, tie_embeddings=tied)
+
+
+def granite4(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Granite 4 where it has no experts: layers of Mamba-2, and a few of attention, which rotate
+    nothing (4 H); or attention alone."""
+    hf = Settings.of(hf)
+    types = hf.texts("layer_types", None) or hf.texts("layers_block_type", None) or ["mamba"]
+    mixers = [ATTENTION if kind in (ATTENTION, "full_attention") else kind for kind in types]
+    config = decoders.granite4(hf | {"layer_types": [ATTENTION] * len(mixers)})
+    if set(mixers) == {ATTENTION}:
+        return config
+    heads, inner = hf.size("mamba_n_heads", 128), hf.size("mamba_expand", 2) * config.hidden
+    groups = hf.size("mamba_n_groups", 1)
+    if hf.get("mamba_d_head", "auto") not in ("auto", inner / heads) or inner % heads or heads % groups:
+        raise hf.wrong("mamba_n_heads", f"a multiple of mamba_n_groups that divides the width, {inner}")
+    if config.activation != "silu":
+        raise UnsupportedModelError("the short convolution of Granite 4 is followed by silu; hidden_act is not")
+    sizes = {
+        "heads": heads,
+        "dim": inner // heads,
+        "groups": groups,
+        "state": hf.size("mamba_d_state", 256),
+        "taps": hf.size("mamba_d_conv", 4, least=2, most=64),
+        "conv_bias": hf.flag("mamba_conv_bias", True),
+        "bias": hf.flag("mamba_proj_bias"),
+        "limits": tuple(hf.get("time_step_limit") or (0.0, math.inf)),
+    }
+    kinds = {"linear_attention": "mamba"}
+    return HybridConfig.of(config, [kinds.get(kind, kind) for kind in mixers], sizes=sizes)

@@ -47,8 +47,8 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: 
     """Returns o [matrices, rows, value dim] of the rows of a chunk, and the state behind them; the arguments are those
     of `gated_delta` by matrices."""
     total = decay.cumsum(1)
-    between = _power(total[:, :, None] - total[:, None, :]).tril_()
-    grown = _power(total)
+    between = power(total[:, :, None] - total[:, None, :]).tril_()
+    grown = power(total)
     # What each row adds to the state depends on what the rows before it in the chunk added: a triangular system, whose
     # right side has the part that is linear in the state at the chunk's beginning.
     system = torch.bmm(k, k.mT).mul_(between).mul_(beta[..., None])
@@ -56,11 +56,11 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: 
     added = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     inner = torch.bmm(q, k.mT).mul_(between)
     out = torch.bmm(q, state).mul_(grown[..., None]).baddbmm_(inner, added)
-    left = _power(total[:, -1:] - total)[..., None]
+    left = power(total[:, -1:] - total)[..., None]
     return out, (state * grown[:, -1:, None]).baddbmm_((k * left).mT, added)
 
 
-def _power(exponent: Tensor) -> Tensor:
+def power(exponent: Tensor) -> Tensor:
     """Returns e to the power of sums of decays, which are no more than 0. What lies above is not used; what decays to
     less than e ** -60 is far below what rounding loses, and smaller numbers would be slow."""
     return exponent.clamp(-60, 0).exp_()

@@ -78,10 +78,10 @@ class ShortConv(Mixer):
         if compiled := compiled_for(x):
             carry = states.carry
             bias, kept = None if self.bias is None else self.bias.float(), self.taps.shape[2] - 1
-            y, carry.ends[self.number][0] = compiled.short_conv(
-                carry.unfold(x), carry.starts(self.number, 0), _taps(self.taps), bias, carry.places(kept),
-                carry.picked(read),
-            )  # fmt: skip
+            (table,) = carry.table.tensors[self.number]
+            y = compiled.short_conv(
+                carry.unfold(x), table, _taps(self.taps), bias, carry.places(kept), carry.picked(read)
+            )
             return self.linear("out_proj", y, out)
         b, c, x = x.chunk(3, -1)
         y = states.conv(0, b * x, self.taps[:, 0], self.bias)
@@ -144,13 +144,11 @@ class GatedDeltaNet(Mixer):
 
     def _by_kernels(self, compiled: kernels.Kernels, x: Tensor, carry: Carry, read: Tensor | None) -> Tensor:
         """Returns what the layer gives before its last linear, of what its first one gives."""
-        ends, kept = carry.ends[self.number], self.taps.shape[2] - 1
-        o, ends[0], ends[1] = compiled.delta_net(
+        return compiled.delta_net(
             carry.unfold(x),
-            carry.starts(self.number, 0),
-            carry.table.tensors[self.number][1],
+            *carry.table.tensors[self.number],
             _taps(self.taps),
-            carry.places(kept),
+            carry.places(self.taps.shape[2] - 1),
             carry.order,
             key_heads=self.key_heads,
             rates=-self.a_log.float().exp(),
@@ -159,7 +157,6 @@ class GatedDeltaNet(Mixer):
             eps=self.config.norm_eps,
             pick=carry.picked(read),
         )
-        return o
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         prefix += "linear_attn."
@@ -195,20 +192,13 @@ class GatedAttention(Layer):
         x, h = self.input_norm(x, delta, ops)
         kv = adapters.add(self.kv(h), h, self.number, "kv")
         k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
-        k = self._rotated(k, cos_sin, self.k_norm)
+        k = ops.rope(k, cos_sin, self.k_norm, config.norm_eps)
         if read is not None:
             x, h, cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.read
         q = adapters.add(self.q(h), h, self.number, "q").unflatten(-1, (config.heads, 2 * config.head_dim))
         q, gate = q.chunk(2, -1)
-        o = attend(self._rotated(q, cos_sin, self.q_norm), k, v)
+        o = attend(ops.rope(q, cos_sin, self.q_norm, config.norm_eps), k, v)
         return self._finish(x, o * torch.sigmoid(gate), adapters, ops)
-
-    def _rotated(self, x: Tensor, cos_sin: Tensor, norm: nn.Parameter | None) -> Tensor:
-        """Returns x [rows, heads, dim] after its norm, with its first numbers rotated."""
-        if norm is not None:
-            x = PYTORCH.add_rms_norm(x, None, norm, self.config.norm_eps)[1]
-        rotated = cos_sin.shape[1]
-        return torch.cat((PYTORCH.rope(x[..., :rotated], cos_sin), x[..., rotated:]), -1)
 
     def own_weights(self, prefix: str) -> Iterator[Weight]:
         """Yields the parameters of the linears with the names of their tensors. prefix: the layer's."""
@@ -242,11 +232,12 @@ class StateLayer(nn.Module):
         """Returns the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
         The arguments are those of `Layer.forward`, and the states of this layer."""
         x, h = self.input_norm(x, delta, ops)
-        mixed = self.mixer(h, states, read, adapters, ops)
+        mixed, scale = self.mixer(h, states, read, adapters, ops), self.config.residual_scale
         if read is not None:
             x, adapters = x[read], adapters.read
-        x, h = self.post_norm(x, mixed, ops)
-        return x, self.mlp(h, adapters, ops)
+        x, h = self.post_norm(x, mixed if scale == 1 else scale * mixed, ops)
+        delta = self.mlp(h, adapters, ops)
+        return x, delta if scale == 1 else scale * delta
 
     def own_weights(self, prefix: str) -> Iterator[Weight]:
         """Yields the parameters of the mixer with the names of their tensors. prefix: the layer's."""

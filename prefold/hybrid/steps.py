@@ -23,8 +23,8 @@ class StateRuns:
     source  int64 [r]: the slot of the state that a run starts from, or -1 - i: the state at the end of run i, which is
             an earlier run of the step
     ends    int64 [k]: runs whose states at their ends are stored
-    slots   int64 [k]: the slot of each of these. It may be one that a run of the step starts from: slots are written
-            after all of them are read
+    slots   int64 [k]: the slot of each of these. It may be one that runs of the step start from, which all of them read
+            as it was before the step
     """
 
     first: np.ndarray = field(default_factory=lambda: NOTHING)

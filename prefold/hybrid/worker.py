@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..device import send
 from ..worker.local import LocalWorker
 from ..worker.protocol import DONE, Ticket, WorkerPart
 from ..worker.rows import Batch
 from .carry import Carry, StateTable
 from .model import HybridLM
-from .steps import ZERO, MakeStates, StateFacts, StateSlotStep, StateStreamStep
-
-
-class PathStates:
-    """A PathStates holds the states of one path of a stream.
-
-    depths  int64, ascending: how many rows are above each state; the first is that of no rows
-    table   the states, in this order
-    """
-
-    def __init__(self, depths: np.ndarray, table: StateTable):
-        self.depths, self.table = depths, table
-
-    def places(self, depths: np.ndarray) -> np.ndarray:
-        """Returns where in the table the states of these depths are. Raises ValueError where one is not there."""
-        places = np.searchsorted(self.depths, depths)
-        if (places >= len(self.depths)).any() or not np.array_equal(self.depths[places], depths):
-            raise ValueError(f"the step goes on from states behind {depths} rows, its stream left {self.depths}")
-        return places
+from .steps import MakeStates, StateFacts, StateSlotStep, StateStreamStep
 
 
 def state_part(model: HybridLM) -> WorkerPart:
     """Returns the part of a worker that holds states."""
     config, dtype, device = model.config, model.dtype, model.device
-    none = StateTable.of(config, 1, dtype, device)
-    paths: dict[int, PathStates] = {}
+    paths: dict[int, StateTable] = {}
     table: StateTable | None = None
 
     def run_stream(worker: LocalWorker, step: StateStreamStep) -> Ticket:
@@ -50,36 +29,25 @@ def state_part(model: HybridLM) -> WorkerPart:
     def run_batch(worker: LocalWorker, batch: Batch) -> Ticket:
         step = batch.step
         assert isinstance(step, StateStreamStep)
-        path = paths.get(step.stream) or PathStates(np.zeros(1, np.int64), none)
-        runs = step.runs
-        source = runs.source.copy()
-        in_slots = source >= 0
-        source[in_slots] = path.places(source[in_slots])
-        kept = path.places(np.append(ZERO, step.kept_states))
-        carry = Carry(
-            path.table,
-            replace(runs, source=source),
-            len(step.end) - step.path,
-            device,
-            batch.scatter,
-            batch.gather,
-        )
+        if (path := paths.get(step.stream)) is None:
+            path = paths[step.stream] = StateTable(config, 1, dtype, device)
+        placed = path.place(step.runs)
+        carry = Carry(path, placed, len(step.end) - step.path, device, batch.scatter, batch.gather)
         ticket = worker.run_batch(batch, {"states": carry})
-        paths[step.stream] = PathStates(
-            np.concatenate((path.depths[kept], runs.slots)), path.table.pick(send(kept, device), carry.ends)
-        )
+        path.store(step.runs, placed)
+        path.keep(np.append(step.kept_states, step.runs.slots))
         return ticket
 
     def run_slots(worker: LocalWorker, step: StateSlotStep) -> Ticket:
         assert table is not None
-        carry = Carry(table, step.runs, step.num_rows, device)
-        ticket = worker.run_slots(step, {"states": carry})
-        table.put(send(step.runs.slots, device), carry.ends)
+        placed = table.place(step.runs)
+        ticket = worker.run_slots(step, {"states": Carry(table, placed, step.num_rows, device)})
+        table.store(step.runs, placed)
         return ticket
 
     def make_states(worker: LocalWorker, message: MakeStates) -> Ticket:
         nonlocal table
-        table = StateTable.of(config, message.slots, dtype, device)
+        table = StateTable(config, message.slots, dtype, device)
         return DONE
 
     handlers: dict[type, Callable[[Any, Any], Ticket]] = {
@@ -88,5 +56,5 @@ def state_part(model: HybridLM) -> WorkerPart:
         StateSlotStep: run_slots,
         MakeStates: make_states,
     }
-    state_bytes = sum(part.nbytes for parts in none.tensors for part in parts)
+    state_bytes = sum(part.nbytes for parts in StateTable(config, 1, dtype, device).tensors for part in parts)
     return WorkerPart(handlers, StateFacts(state_bytes), forget=lambda stream: paths.pop(stream, None))

@@ -16,7 +16,7 @@ class ConvCall(Structure):
     """A ConvCall is that of src/states.h, with its fields in their order, as the structures below."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "starts", "ends", "taps", "bias", "above", "below")),
+        *((name, c_void_p) for name in ("x", "states", "taps", "bias", "above", "below", "to")),
         *((name, c_int64) for name in ("rows", "x_row", "channels", "kept", "first_row", "num_ends")),
     )
 
@@ -28,9 +28,9 @@ class ShortConvCall(Structure):
 class DeltaCall(Structure):
     _fields_ = (
         ("conv", ConvCall),
-        *((name, c_void_p) for name in ("out", "pick", "states", "ends", "between", "first", "stop", "source", "to")),
+        *((name, c_void_p) for name in ("out", "pick", "states", "between", "first", "stop", "source", "to")),
         *((name, c_void_p) for name in ("waves", "rates", "dt_bias", "norm")),
-        *((name, c_int64) for name in ("picked", "num_waves", "num_states", "num_ends")),
+        *((name, c_int64) for name in ("picked", "num_waves", "num_states")),
         *((name, c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim")),
         ("eps", c_float),
         ("threads", c_int32),
@@ -39,15 +39,18 @@ class DeltaCall(Structure):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ConvPlaces:
-    """A ConvPlaces says which rows a causal convolution reads: a place below `kept` columns for each state that a step
-    starts from is one of these columns, and the places above are rows.
+    """A ConvPlaces says which rows a causal convolution reads: a place below `kept` columns for each state of the table
+    is one of these columns, and the places above are rows.
 
     above  int64 [kept, rows]: of each row the places of the rows above it, the nearest first
     below  int64 [ends, kept]: the rows that each state to be stored consists of, the oldest first
+    to     int64 [ends]: where in the table these are stored; a state there is read by none but the rows of the one that
+           takes its place
     """
 
     above: np.ndarray
     below: np.ndarray
+    to: np.ndarray
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -55,8 +58,9 @@ class RunOrder:
     """A RunOrder is the runs of a step in an order in which they can be computed.
 
     first, stop  int64 [runs]: the first row of each run, and the row behind its last
-    source, to   int64 [runs]: the states that it starts from and leaves; slots of states count first, then the states
-                 that are stored, then those that only later runs need; to is -1 where no state is needed
+    source, to   int64 [runs]: the states that it starts from and leaves, those of the table, and behind these others
+                 that only later runs need; to is -1 where no state is needed, and else a state that no other run of
+                 its wave or of a later one starts from, but for runs that go on from this one
     waves        int64: where the runs that do not depend on each other begin, and the number of all
     between      how many states only later runs need
     """
@@ -73,27 +77,26 @@ class StateKernels(Family):
     """Computes mixers of hybrids. x is of one of DTYPES on the CPU, what a mixer's first linear gives of each row."""
 
     def short_conv(
-        self, x: Tensor, starts: Tensor, taps: Tensor, bias: Tensor | None, places: ConvPlaces, pick: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns c * conv(b * x) of the rows in `pick`, [rows, channels], and the states at the ends, [ends, kept,
-        channels].
+        self, x: Tensor, states: Tensor, taps: Tensor, bias: Tensor | None, places: ConvPlaces, pick: Tensor | None
+    ) -> Tensor:
+        """Returns c * conv(b * x) of the rows in `pick`, [rows, channels], and writes the states at the ends.
 
         x            [rows, 3 * channels]: b, c and x
-        starts       [states, kept, channels], of x's dtype: the states that runs start from
+        states       [states, kept, channels], of x's dtype
         taps, bias   float32 [kept + 1, channels], the last tap of the row itself; [channels] or None
         pick         int64; None: all rows
         """
-        conv, ends = self._conv(x, starts, taps, bias, places)
+        conv = self._conv(x, states, taps, bias, places)
         picked = len(x) if pick is None else len(pick)
-        out = torch.empty(picked, starts.shape[2], dtype=x.dtype)
+        out = torch.empty(picked, states.shape[2], dtype=x.dtype)
         call = ShortConvCall(conv, out.data_ptr(), _address(pick), picked, torch.get_num_threads())
         self._calls["short_conv", x.dtype](byref(call))
-        return out, ends
+        return out
 
     def delta_net(
         self,
         x: Tensor,
-        starts: Tensor,
+        columns: Tensor,
         states: Tensor,
         taps: Tensor,
         places: ConvPlaces,
@@ -105,13 +108,13 @@ class StateKernels(Family):
         norm: Tensor,
         eps: float,
         pick: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns what a gated delta net gives for the rows in `pick`, [rows, heads * value dim], and the two parts of
-        the states at the ends.
+    ) -> Tensor:
+        """Returns what a gated delta net gives for the rows in `pick`, [rows, heads * value dim], and writes the two
+        parts of the states at the ends.
 
         x         [rows, channels + heads * value dim + 2 * heads]: q, k, v, z, b and a
-        starts    [states, kept, channels]; taps float32 [kept + 1, channels]: of the convolution of q, k and v
-        states    float32 [slots, heads, key dim, value dim]
+        columns   [states, kept, channels]; taps float32 [kept + 1, channels]: of the convolution of q, k and v
+        states    float32 [states, heads, key dim, value dim]
         rates     float32 [heads]: -exp(a_log); dt_bias float32 [heads]; norm float32 [value dim]
 
         Raises ValueError where sizes do not fit, and MemoryError.
@@ -119,37 +122,33 @@ class StateKernels(Family):
         _, heads, key_dim, value_dim = states.shape
         values = heads * value_dim
         sizes = 2 * key_heads * key_dim + values, 2 * key_heads * key_dim + 2 * values + 2 * heads
-        if (starts.shape[2], x.shape[1]) != sizes or states.dtype != torch.float32 or not states.is_contiguous():
+        if (columns.shape[2], x.shape[1]) != sizes or states.dtype != torch.float32 or not states.is_contiguous():
             raise ValueError(f"x {list(x.shape)} and states {list(states.shape)} do not fit together")
-        conv, conv_ends = self._conv(x, starts, taps, None, places)
-        ends, between = (torch.empty(n, *states.shape[1:]) for n in (len(places.below), order.between))
+        conv = self._conv(x, columns, taps, None, places)
+        between = torch.empty(order.between, *states.shape[1:])
         picked = len(x) if pick is None else len(pick)
         out = torch.empty(picked, values, dtype=x.dtype)
         runs = (getattr(order, name).ctypes.data for name in ("first", "stop", "source", "to", "waves"))
         tensors = (rates.data_ptr(), dt_bias.data_ptr(), norm.data_ptr())
         call = DeltaCall(
-            conv, out.data_ptr(), _address(pick), states.data_ptr(), ends.data_ptr(), between.data_ptr(), *runs,
-            *tensors, picked, len(order.waves) - 1, len(states), len(ends), heads, key_heads, key_dim, value_dim, eps,
-            torch.get_num_threads(),
+            conv, out.data_ptr(), _address(pick), states.data_ptr(), between.data_ptr(), *runs, *tensors, picked,
+            len(order.waves) - 1, len(states), heads, key_heads, key_dim, value_dim, eps, torch.get_num_threads(),
         )  # fmt: skip
         if self._calls["delta_net", x.dtype](byref(call)):
             raise MemoryError("delta_net")
-        return out, conv_ends, ends
+        return out
 
     @staticmethod
-    def _conv(
-        x: Tensor, starts: Tensor, taps: Tensor, bias: Tensor | None, places: ConvPlaces
-    ) -> tuple[ConvCall, Tensor]:
-        """Returns the part of a call that says what is convolved, and the memory that the states at the ends go to."""
-        count, kept, channels = starts.shape
+    def _conv(x: Tensor, states: Tensor, taps: Tensor, bias: Tensor | None, places: ConvPlaces) -> ConvCall:
+        """Returns the part of a call that says what is convolved."""
+        count, kept, channels = states.shape
         if taps.shape != (kept + 1, channels) or x.stride()[1] != 1 or places.above.shape != (kept, len(x)):
-            raise ValueError(f"taps {list(taps.shape)}, states {list(starts.shape)} and x {list(x.shape)} do not fit")
-        ends = torch.empty(len(places.below), kept, channels, dtype=x.dtype)
-        call = ConvCall(
-            x.data_ptr(), starts.data_ptr(), ends.data_ptr(), taps.data_ptr(), _address(bias), places.above.ctypes.data,
-            places.below.ctypes.data, len(x), x.stride()[0], channels, kept, count * kept, len(ends),
+            raise ValueError(f"taps {list(taps.shape)}, states {list(states.shape)} and x {list(x.shape)} do not fit")
+        return ConvCall(
+            x.data_ptr(), states.data_ptr(), taps.data_ptr(), _address(bias), places.above.ctypes.data,
+            places.below.ctypes.data, places.to.ctypes.data, len(x), x.stride()[0], channels, kept, count * kept,
+            len(places.to),
         )  # fmt: skip
-        return call, ends
 
 
 def _address(tensor: Tensor | None) -> int | None:

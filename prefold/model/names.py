@@ -25,6 +25,7 @@ class Names:
                  number by number in turn
     before       matches what stands before the names of this model, where the checkpoint holds more than that
     others       matches the beginning of names that are of something else; "": all are of this model
+    negative_exponentials  ends of the names here of tensors whose numbers x are stored as -exp(x)
     """
 
     prefix: str = "model."
@@ -37,6 +38,7 @@ class Names:
     interleaved: bool = False
     before: str = ""
     others: str = ""
+    negative_exponentials: tuple[str, ...] = ()
 
     def of_module(self, stored: str) -> tuple[str, ...]:
         """Returns the names here of a checkpoint's module; an unknown name is kept as it is, without the prefix."""
@@ -140,6 +142,8 @@ GGUF_FUSED = replace(
         "ffn_up": FUSED.parts["mlp.gate_up_proj"],
     },
 )
+# By the architecture of GGUF files that call things otherwise.
+GGUF_OF = {"phi3": GGUF_FUSED}
 STARCODER2 = Names(parts={"mlp.c_fc": ("mlp.up_proj",), "mlp.c_proj": ("mlp.down_proj",)})
 # The MLP that every row of Granite 4 goes through, which in its dense models is the only MLP.
 GRANITE4 = Names(

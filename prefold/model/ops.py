@@ -48,17 +48,18 @@ class Ops:
         """Returns x [rows, heads, dim] after rotary position embedding, halves rotated against each other (as in
         Llama).
 
-        cos_sin float32 [rows, dim]: cosines then sines of the row's dim/2 angles, already multiplied by the
-        RoPE variant's attention factor; [rows, 0]: no rotation. norm_weight [dim]: an RMS norm over dim before the
-        rotation (Qwen3's q/k norm). May write into x.
+        cos_sin float32 [rows, turned]: cosines then sines of the row's turned/2 angles, already multiplied by the
+        RoPE variant's attention factor. The first `turned` numbers of each head are rotated; 0: none. norm_weight
+        [dim]: an RMS norm over dim before the rotation (Qwen3's q/k norm). May write into x.
         """
         if norm_weight is not None:
             _, x = Ops.add_rms_norm(self, x, None, norm_weight, eps)
-        if not cos_sin.shape[1]:
+        if not (turned := cos_sin.shape[1]):
             return x
         cos, sin = cos_sin[:, None, :].chunk(2, -1)
-        a, b = wide(x).chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+        a, b = wide(x[..., :turned]).chunk(2, -1)
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+        return rotated if turned == x.shape[-1] else torch.cat((rotated, x[..., turned:]), -1)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """Returns activation(gate) * up, of gate_up [rows, 2 * width] -> [rows, width]. activation: a key of
@@ -80,9 +81,13 @@ class FusedOps(Ops):
         return x, self._kernels.add_rms_norm(x, delta, weight, eps)
 
     def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        if not cos_sin.shape[1]:
+        turned = cos_sin.shape[1]
+        if not turned:
             return super().rope(x, cos_sin, norm_weight, eps)
-        self._kernels.rope(x, cos_sin, norm_weight, eps)
+        if turned < x.shape[-1] and norm_weight is not None:  # the kernel norms what it turns
+            x = self._kernels.add_rms_norm(x.flatten(0, 1), None, norm_weight, eps).view(x.shape)
+            norm_weight = None
+        self._kernels.rope(x[..., :turned], cos_sin, norm_weight, eps)
         return x
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ from ..errors import CheckpointError
 from ..kernels import StoredRows
 from . import mxfp4
 from .config import ModelConfig, head_order
-from .names import GGUF, GGUF_FUSED, GGUF_OUT_NORMS
+from .names import GGUF, GGUF_OF, GGUF_OUT_NORMS
 
 
 class TensorSource(Protocol):
@@ -51,13 +52,18 @@ class StoredSource(TensorSource, Protocol):
 
 
 def open_source(
-    checkpoint: Checkpoint, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], seed: int
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    seed: int,
+    offsets: Mapping[str, float],
 ) -> StoredSource:
-    """Returns the source of a checkpoint's tensors. shapes: what the model wants, for random weights."""
+    """Returns the source of a checkpoint's tensors. shapes: what the model wants, for random weights. offsets: what the
+    model adds to tensors, by their names."""
     if checkpoint.format == "dummy":
-        return RandomSource(shapes, seed, norm=1 - config.norm_offset)
+        return RandomSource(shapes, seed, offsets)
     if checkpoint.gguf is not None:
-        return GGUFSource(checkpoint.gguf, config)
+        return GGUFSource(checkpoint.gguf, config, offsets, shapes)
     return SafetensorsSource(checkpoint, config)
 
 
@@ -280,11 +286,19 @@ class GGUFSource:
     # Architectures whose files have the halves of heads in turn: what converts the first ones puts them so.
     IN_TURN = ("llama", "smollm3", "granite", "granitemoe", "cohere2")
 
-    def __init__(self, file: GGUFFile, config: ModelConfig):
-        self.file = file
+    def __init__(
+        self,
+        file: GGUFFile,
+        config: ModelConfig,
+        offsets: Mapping[str, float] = MappingProxyType({}),
+        wanted: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ):
+        """offsets: what the model adds to tensors, by their names; it has been added to those of the file. wanted: the
+        shapes of its tensors; files leave sizes of 1 out."""
+        self.file, self.offsets = file, offsets
         arch = file.metadata.get("general.architecture")
-        names = GGUF_FUSED if arch == "phi3" else GGUF_OUT_NORMS if config.out_norms else GGUF
-        self.norm_offset = config.norm_offset  # already added to what is stored
+        names = GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
+        self.negative_exponentials = names.negative_exponentials
         self.order = head_order(config.head_dim, config.turned, arch in self.IN_TURN)
         self._stored: dict[str, tuple[str, int]] = {}  # the tensor in the file, and its first row
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -302,7 +316,9 @@ class GGUFSource:
                 raise CheckpointError(f"{stored} of {file.path} has {tensor.shape[0]} outputs, not {sum(sizes)}")
             for name, size, last in zip(here, sizes, accumulate(sizes), strict=True):
                 self._stored[name] = (stored, last - size)
-                self.shapes[name] = (size, *tensor.shape[1:])
+                shape = (size, *tensor.shape[1:])
+                thin = tuple(number for number in wanted.get(name, ()) if number != 1)
+                self.shapes[name] = wanted[name] if thin == shape else shape
 
     def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
         (stored, first_row), shape = self._stored[name], self.shapes[name]
@@ -318,7 +334,7 @@ class GGUFSource:
         for start in range(begin // unit * unit, end, step):
             stop = min(start + step, -(-end // unit) * unit)
             rows = self.file.dequantize(stored, slice(first_row + start, first_row + stop))
-            block = self._values(name, rows, order)
+            block = self._values(name, rows, order).view(-1, *shape[1:])
             first, last = max(start, begin), min(stop, end)
             target[first - begin : last - begin].copy_(block[(slice(first - start, last - start), *where[1:])])
             self.file.let_go()
@@ -344,11 +360,14 @@ class GGUFSource:
     def _values(self, name: str, array: NDArray[np.float32], order: Sequence[int] | None) -> Tensor:
         """Returns the tensor `name` or rows of it, out of what is stored. order: of the rows of each head."""
         values = in_order(torch.from_numpy(array if array.flags.writeable else array.copy()), order)
-        return values - self.norm_offset if name.endswith("norm.weight") else values
+        if self.negative_exponentials and name.endswith(self.negative_exponentials):
+            return values.neg().log()
+        return values - self.offsets[name] if self.offsets.get(name) else values
 
 
 class RandomSource:
-    """A RandomSource gives normal numbers of standard deviation 0.02, and `norm` for norms; the same for the same seed.
+    """A RandomSource gives normal numbers of standard deviation 0.02, and 1 for norms, less what the model adds to them
+    (`offsets`, by their names); the same for the same seed.
 
     Every tensor is a stretch, begun at a place of its own, of one long repeated draw, so that a
     geometry of eight billion parameters is filled at the speed of memory.
@@ -356,10 +375,10 @@ class RandomSource:
 
     POOL = 1_000_003  # a prime: rows of a matrix do not repeat in step
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int, norm: float = 1.0):
-        self.shapes = shapes
-        self.seed = seed
-        self.norm = norm
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], seed: int, offsets: Mapping[str, float] = MappingProxyType({})
+    ):
+        self.shapes, self.seed, self.offsets = shapes, seed, offsets
 
     def stored_type(self, name: str) -> tuple[str, int]:
         return "", 0
@@ -373,7 +392,7 @@ class RandomSource:
 
     def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
         if name.endswith("norm.weight"):
-            target.fill_(self.norm)
+            target.fill_(1 - self.offsets.get(name, 0))
             return
         if where:
             whole = target.new_empty(self.shapes[name])

@@ -71,7 +71,9 @@ def load_model(
         _check_size(checkpoint, config, dtype, device, ranks)
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = _shapes(config, dtype)
-    source = open_source(checkpoint, config, wanted_shapes(model_weights(model)), seed)
+    every = list(model_weights(model))
+    offsets = {name: weight.offset for weight in every for name, _ in weight.parts}
+    source = open_source(checkpoint, config, wanted_shapes(every), seed, offsets)
     settled = _settle_lm_head(config, source)
     if settled != config:
         model = _shapes(settled, dtype)

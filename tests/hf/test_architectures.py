@@ -19,8 +19,9 @@ from prefold.cache import CacheOptions
 from prefold.errors import UnsupportedModelError
 from prefold.types import SHARING_MODES, Readout
 
-# What a quick run has: sliding windows, caps, sinks, heads of several sizes, values of another size, experts.
-QUICK = ("deepseek_v3", "gemma2", "gemma4_unified_text", "gpt_oss")
+# What a quick run has: sliding windows, caps, sinks, heads of several sizes, keys of other layers, values of another
+# size, experts.
+QUICK = ("deepseek_v3", "gemma2", "gemma4_text", "gpt_oss")
 ALL = TAKEN | FORCED
 MAX_TOKENS = 24
 

@@ -11,10 +11,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from architectures import TAKEN, checkpoint_of
+from architectures import GEMMA4, TAKEN, checkpoint_of, config_for
 from running import as_request, prompts, run
 from safetensors.torch import load_file, save_file
-from tiny import reference, tiny_checkpoint
+from tiny import randomise, reference, tiny_checkpoint, write_tokenizer
 
 from prefold import LLM
 from prefold.checkpoint import resolve
@@ -150,6 +150,47 @@ def test_sizes_are_those_that_attention_is_called_with(tmp_path):
     assert {(one.kv_heads, one.head_dim) for one in config.attention} == {(2, 8), (1, 16)}
     assert (config.heads, config.kv_heads, config.head_dim) == (6, 2, 16)
     assert config.num_parameters == sum(parameter.numel() for parameter in reference(tmp_path).parameters())
+
+
+WITHOUT_SHARED = GEMMA4 | {"num_kv_shared_layers": 0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        WITHOUT_SHARED | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},  # as the 31B
+        WITHOUT_SHARED | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+        WITHOUT_SHARED | {"hidden_size_per_layer_input": 0},
+    ],
+)
+def test_each_kind_of_gemma_4_gives_what_transformers_does(tmp_path, settings):
+    folder = checkpoint_of(tmp_path, "gemma4_text", settings)
+    assert_last_states(model_of(folder), reference(folder).model)
+
+
+def test_of_gemma_4_with_towers_text_is_read(tmp_path):
+    import transformers
+
+    text = config_for("gemma4_text", GEMMA4)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 8}
+    config = transformers.Gemma4Config(text_config=text.to_dict(), vision_config=vision)
+    model = transformers.Gemma4ForConditionalGeneration(config).eval()
+    randomise(model, 1)
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    llm = model_of(tmp_path)
+    assert_last_states(llm, model.model.language_model)
+    assert "vision" not in "".join(name for name, _ in llm.model.named_parameters())
+
+
+@torch.inference_mode()
+def assert_last_states(llm, decoder) -> None:
+    texts = prompts(3)
+    results = run(llm, list(map(as_request, texts)), Readout("last"), sharing="full", rows=7)
+    for result, tokens in zip(results, texts, strict=True):
+        state = decoder(torch.tensor([tokens])).last_hidden_state[0, -1].numpy()
+        assert np.abs(result.values - state).max() < 1e-4
 
 
 def test_factors_that_change_with_the_length_bound_it(tmp_path, forced):

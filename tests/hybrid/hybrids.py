@@ -28,7 +28,24 @@ QWEN3_5 = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
 }
-HYBRIDS = {"lfm2": ("Lfm2", "Lfm2", LFM2), "qwen3_5": ("Qwen3_5Text", "Qwen3_5", QWEN3_5)}
+GRANITE4_H = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 50,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+HYBRIDS = {
+    "lfm2": ("Lfm2", "Lfm2", LFM2),
+    "qwen3_5": ("Qwen3_5Text", "Qwen3_5", QWEN3_5),
+    "granite4_h": ("GraniteMoeHybrid", "GraniteMoeHybrid", GRANITE4_H),
+}
 
 
 def hybrid_checkpoint(folder: Path, family: str, **overrides) -> Path:

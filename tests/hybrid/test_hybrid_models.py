@@ -20,6 +20,7 @@ from prefold.cache import CacheOptions
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.hybrid import config
 from prefold.hybrid.delta import gated_delta
+from prefold.hybrid.mamba import state_space
 from prefold.model import config_from, families
 from prefold.shifted.options import ShiftedReuse
 from prefold.types import Readout
@@ -27,6 +28,7 @@ from prefold.types import Readout
 PAGE = Path(__file__).parents[2] / "docs" / "hybrids.md"
 MODULES = {
     "lfm2": ("in_proj", "out_proj", "q_proj", "k_proj", "w1", "w2"),
+    "granite4_h": ("in_proj", "out_proj", "q_proj", "o_proj", "output_linear"),
     "qwen3_5": ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
 }
 
@@ -60,6 +62,24 @@ def test_chunks_give_what_rows_do(rows):
     case = q, k, numbers(3, rows, 4, 6), -numbers(3, rows, 4).exp(), numbers(3, rows, 4).sigmoid(), numbers(3, 4, 8, 6)
     for got, expected in zip(gated_delta(*case), by_rows(*case), strict=True):
         assert (got - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 2, 63, 65, 150])
+def test_chunks_of_a_state_space_give_what_rows_do(rows):
+    generator = torch.Generator().manual_seed(rows)
+
+    def numbers(*shape):
+        return torch.randn(shape, generator=generator)
+
+    c, b, x = numbers(3, rows, 2, 8), numbers(3, rows, 2, 8), numbers(3, rows, 4, 6)
+    decay, step, state = -numbers(3, rows, 4).exp(), numbers(3, rows, 4).sigmoid(), numbers(3, 4, 8, 6)
+    got, got_end = state_space(c, b, x, decay, step, state)
+    for i in range(rows):
+        keys = (step[:, i, :, None] * b[:, i].repeat_interleave(2, 1))[..., None]
+        state = state * decay[:, i].exp()[..., None, None] + keys * x[:, i, :, None]
+        expected = torch.einsum("nhkv,nhk->nhv", state, c[:, i].repeat_interleave(2, 1))
+        assert (got[:, i] - expected).abs().max() < 1e-4
+    assert (got_end - state).abs().max() < 1e-4
 
 
 def test_the_config_knows_all_parameters(folder):

@@ -68,8 +68,8 @@ def step_of(mixer: layers.Mixer, dtype: torch.dtype, seed: int, folded: bool = F
         lengths, source = np.tile(lengths, 2), np.append(source, np.where(source < 0, source - count, source))
     first = np.cumsum([0, *lengths[:-1]])
     ends = np.sort(rng.permutation(len(lengths))[:6])
-    runs = StateRuns(first, source, ends, 1 + np.arange(len(ends)))
-    table = StateTable.of(mixer.config, SLOTS, dtype, CPU)
+    runs = StateRuns(first, source, ends, SLOTS + np.arange(len(ends)))
+    table = StateTable(mixer.config, SLOTS + len(ends), dtype, CPU)
     for part in table.tensors[0]:
         part.copy_(torch.randn(part.shape, generator=generator))
     h = torch.randn(rows, 40, generator=generator).to(dtype)
@@ -80,7 +80,7 @@ def mixed(mixer, carry: Carry, h: torch.Tensor, read: torch.Tensor | None = None
     """What a mixer gives, and the states at the ends."""
     with torch.inference_mode():
         out = mixer(h, carry.of(0), read, NO_ADAPTERS, PYTORCH)
-    return [out, *carry.ends[0]]
+    return [out, *(part[carry.to] for part in carry.table.tensors[0])]
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -138,3 +138,37 @@ def test_a_row_that_is_no_number_reaches_those_below_it_alone(name):
     assert 0 < len(others) < len(h)
     assert torch.equal(found[others], expected[others])
     assert found[runs.first[4]].isnan().all()
+
+
+def test_a_state_takes_the_place_of_the_one_that_only_its_own_run_reads():
+    mixer = mixer_of(MIXERS["delta, small"], torch.float32)
+    table = StateTable(mixer.config, 2, torch.float32, CPU)
+
+    def step(source: list[int], ends: list[int], slots: list[int]) -> StateRuns:
+        runs = StateRuns(np.arange(len(source)), *(np.array(x, np.int64) for x in (source, ends, slots)))
+        placed = table.place(runs)
+        for row, key in zip(placed.slots.tolist(), slots, strict=True):  # a state's number is its key
+            table.tensors[0][1][row] = key
+        table.store(runs, placed)
+        return placed
+
+    def held() -> dict[int, float]:
+        return {key: table.tensors[0][1][row].mean().item() for key, row in table._row_of.items()}
+
+    assert step([0, 0], [0, 1], [5, 6]).slots.tolist() == [1, 2]  # the table has grown
+    assert step([5, 6], [0, 1], [5, 6]).slots.tolist() == [1, 2]  # as in decoding: in place
+    branch = step([5, 5, -1], [1, 2], [5, 7])  # another run reads what was under 5
+    assert branch.source.tolist() == [1, 1, -1]
+    assert not {1, 2} & set(branch.slots.tolist())
+    assert held() == {0: 0, 5: 5, 6: 6, 7: 7}
+    further = step([6, -1], [0], [6])  # a run that goes on from another may still read its first columns
+    assert 2 not in further.slots.tolist()
+    table.keep(np.array([6]))
+    assert held() == {0: 0, 6: 6}
+    with pytest.raises(ValueError, match=r"not there, \[5\]"):
+        table.place(StateRuns(np.zeros(1, np.int64), np.array([5])))
+    table.in_place = False  # as on a GPU: a step that fails has changed nothing
+    before = table._row_of[6]
+    assert before not in step([6], [0], [6]).slots.tolist()
+    rows = [*table._free, *table._row_of.values()]
+    assert sorted(rows) == list(range(table.rows))

@@ -85,6 +85,20 @@ def test_rope(dtype, dim, normed):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False])
+def test_rope_of_the_first_numbers_of_heads(dtype, normed):
+    torch.manual_seed(0)
+    fused, cos_sin = torch.randn(40, 7, 32).to(dtype), angles(40, 12)
+    weight = torch.randn(32) if normed else None
+    x = fused[:, 4:6]
+    wanted = pytorch_form("rope", x, cos_sin, weight, 1e-6)
+    first = pytorch_form("rope", x if weight is None else PYTORCH.add_rms_norm(x, None, weight, 1e-6)[1], angles(40, 0))
+    assert_same(wanted[..., 12:].to(dtype), first[..., 12:])
+    assert_same(compiled("rope", x, cos_sin, weight, 1e-6), wanted)
+
+
+@needs_kernels
 def test_rope_of_heads_in_a_fused_buffer():
     fused = torch.randn(40, 7, 32)
     before, cos_sin = fused.clone(), angles(40, 32)

@@ -75,8 +75,9 @@ def test_what_is_read_in_blocks_is_what_is_dequantised_whole(tmp_path, monkeypat
     path = tmp_path / "m.gguf"
     write(path, arch, gguf.GGMLQuantizationType[kind])
     monkeypatch.setattr(GGUFSource, "BLOCK", block)
-    config = SimpleNamespace(head_dim=HEAD, turned=HEAD, norm_offset=float(arch == "gemma3"), out_norms=False)
-    source = GGUFSource(GGUFFile(path), config)
+    config = SimpleNamespace(head_dim=HEAD, turned=HEAD, out_norms=False)
+    norms = [name for name in GGUFSource(GGUFFile(path), config).shapes if name.endswith("norm.weight")]
+    source = GGUFSource(GGUFFile(path), config, dict.fromkeys(norms, float(arch == "gemma3")))
     for name, (stored, _) in source._stored.items():
         for where in [(), *PLACES.get(stored, [])]:
             expected = whole(path, stored, arch, where)

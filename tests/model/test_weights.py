@@ -241,6 +241,16 @@ def test_random_weights_of_gpt2():
     assert hidden(model).isfinite().all()
 
 
+def test_random_norms_are_one_with_what_is_added_to_them():
+    config = {"architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "vocab_size": 60}
+    config |= {"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config |= {"max_position_embeddings": 64}
+    model = load_model(Checkpoint.dummy(config), dtype=torch.float32, device="cpu")
+    delta, attention = model.layers[0], model.layers[3]
+    for weight in (delta.input_norm.weight, attention.q_norm, model.norm.weight, delta.mixer.norm):
+        assert (weight == 1).all()  # the last one is not stored less one
+
+
 @pytest.mark.parametrize("sizes", [(576, 960), (37, 11), (1, 5), (64, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])

@@ -23,6 +23,13 @@ MODERN = {"global_attn_every_n_layers": 2, "local_attention": 10}
 LARGER_LAST = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "head_dim": 8}
 LARGER_LAST |= {"per_layer_config": {"2": {"head_dim": 16, "num_key_value_heads": 1}}}
 
+# Gemma 4: heads of two sizes, an embedding for each layer, and layers with the keys and values of others.
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 5,
+    "head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 300, "use_double_wide_mlp": True,
+}  # fmt: skip
+
 # By model_type, the settings without which the architecture would look like another; none of prefold's own families.
 TAKEN: dict[str, dict[str, Any]] = {
     "afmoe": WINDOWS,
@@ -44,6 +51,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "flint": {},
     "gemma": {},
     "gemma2": WINDOWS,
+    "gemma4_text": GEMMA4,
     "gemma4_unified_text": LARGER_LAST,
     "glm": {},
     "glm4": {},

@@ -26,31 +26,35 @@ constexpr int64_t kTaskRows = 16;
 // Sixteen channels of a convolution at one row. column(row, channel): what x is convolved of.
 template <class E, class Column>
 PREFOLD_INLINE Floats convolved(const ConvCall& call, int64_t row, int64_t c, int64_t count, const Column& column) {
-  const auto* starts = static_cast<const E*>(call.starts);
+  const auto* states = static_cast<const E*>(call.states);
   Floats sum = column(row, c, count) * load_some(call.taps + call.kept * call.channels + c, count);
   if (call.bias) sum += load_some(call.bias + c, count);
   for (int64_t back = 0; back < call.kept; ++back) {
     const int64_t place = call.above[back * call.rows + row];
-    const Floats x = place < call.first_row ? load_some(starts + place * call.channels + c, count)
+    const Floats x = place < call.first_row ? load_some(states + place * call.channels + c, count)
                                             : column(place - call.first_row, c, count);
     sum += x * load_some(call.taps + (call.kept - 1 - back) * call.channels + c, count);
   }
   return sum;
 }
 
+// A column of a state may be read out of the place that an older column of the same state goes to, but not before it.
 template <class E, class Column>
-void store_ends(const ConvCall& call, const Column& column) {
-  const auto* starts = static_cast<const E*>(call.starts);
-  auto* ends = static_cast<E*>(call.ends);
-  for (int64_t i = 0; i < call.num_ends * call.kept; ++i) {
-    const int64_t place = call.below[i];
-    for (int64_t c = 0; c < call.channels; c += kLanes) {
-      const int64_t count = std::min<int64_t>(kLanes, call.channels - c);
-      const Floats x = place < call.first_row ? load_some(starts + place * call.channels + c, count)
-                                              : column(place - call.first_row, c, count);
-      store_some(ends + i * call.channels + c, x, count);
+void store_ends(const ConvCall& call, int threads, const Column& column) {
+  auto* states = static_cast<E*>(call.states);
+  const int64_t channels = call.channels;
+  parallel_ranges(call.num_ends, call.kept * channels, threads, [&](int64_t first, int64_t stop) {
+    for (int64_t i = first * call.kept; i < stop * call.kept; ++i) {
+      const int64_t place = call.below[i];
+      E* to = states + (call.to[i / call.kept] * call.kept + i % call.kept) * channels;
+      for (int64_t c = 0; c < channels; c += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, channels - c);
+        const Floats x = place < call.first_row ? load_some(states + place * channels + c, count)
+                                                : column(place - call.first_row, c, count);
+        store_some(to + c, x, count);
+      }
     }
-  }
+  });
 }
 
 template <class E>
@@ -73,7 +77,7 @@ void short_conv(const ShortConvCall& call) {
       }
     }
   });
-  store_ends<E>(conv, column);
+  store_ends<E>(conv, call.threads, column);
 }
 
 template <class E>
@@ -95,7 +99,7 @@ class DeltaNet {
     parallel_ranges(call_.conv.rows, 4 * of_heads_, call_.threads, [&](int64_t first, int64_t stop) {
       for (int64_t row = first; row < stop; ++row) prepare(row, column);
     });
-    store_ends<E>(call_.conv, column);
+    store_ends<E>(call_.conv, call_.threads, column);
     for (int64_t wave = 0; wave < call_.num_waves; ++wave) run_wave(call_.waves[wave], call_.waves[wave + 1]);
     parallel_ranges(call_.picked, 4 * values_, call_.threads, [&](int64_t first, int64_t stop) {
       for (int64_t i = first; i < stop; ++i) finish(i);
@@ -196,9 +200,7 @@ class DeltaNet {
 
   float* state(int64_t number, int64_t head) const {
     const int64_t size = call_.key_dim * call_.value_dim, at = size * head, all = size * call_.heads;
-    if (number < call_.num_states) return const_cast<float*>(call_.states) + number * all + at;
-    number -= call_.num_states;
-    return number < call_.num_ends ? call_.ends + number * all + at : call_.between + (number - call_.num_ends) * all + at;
+    return at + (number < call_.num_states ? call_.states + number * all : call_.between + (number - call_.num_states) * all);
   }
 
   // V vectors of columns of one head's state through one run. What row t adds is put into the state in the pass in which

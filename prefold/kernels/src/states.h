@@ -7,12 +7,14 @@ namespace prefold {
 
 // How a causal convolution reads rows, and of how many rows a state of it consists.
 //
-// A place below kept * starts is a column of a state that the step starts from; what is above counts rows of x.
+// A place below kept * states is a column of a state; what is above counts rows of x. A state that is stored takes the
+// place of one that only its own rows read, if any do.
 struct ConvCall {
-  const void *x, *starts;  // x [rows, ...] with row stride x_row, in elements; starts [starts, kept, channels]
-  void* ends;              // [ends, kept, channels]
-  const float *taps, *bias;     // [kept + 1, channels], the last of the row itself; [channels] or null
+  const void* x;             // [rows, ...] with row stride x_row, in elements
+  void* states;              // [states, kept, channels]
+  const float *taps, *bias;  // [kept + 1, channels], the last of the row itself; [channels] or null
   const int64_t *above, *below;  // places: [kept, rows], the nearest row above first; [ends, kept], the oldest first
+  const int64_t* to;             // [ends]: the states that are stored
   int64_t rows, x_row, channels, kept, first_row, num_ends;  // first_row: the place of the first row of x
 };
 
@@ -32,13 +34,12 @@ struct DeltaCall {
   ConvCall conv;
   void* out;            // [picked, heads * value_dim]
   const int64_t* pick;  // [picked], or null: all rows
-  const float *states;  // [.., heads, key_dim, value_dim]
-  float *ends, *between;  // states likewise, behind runs: those that are stored, and others that later runs start from
+  float *states, *between;  // [.., heads, key_dim, value_dim]; between: those that only later runs start from
   // Of each run: its first row, the row behind its last, where its state comes from and where it goes. These count states,
-  // then ends, then between; -1: the state at its end is not wanted.
+  // then between; -1: the state at its end is not wanted. A state that is written is read by none but that run before.
   const int64_t *first, *stop, *from, *to, *waves;  // waves: [num_waves + 1], runs
   const float *rates, *dt_bias, *norm;              // [heads]: -exp(a_log); [heads]; [value_dim]
-  int64_t picked, num_waves, num_states, num_ends, heads, key_heads, key_dim, value_dim;
+  int64_t picked, num_waves, num_states, heads, key_heads, key_dim, value_dim;
   float eps;
   int32_t threads;
 };
