@@ -613,14 +613,18 @@ static void block_rows(const prefold::BlockPanel* panels, const int64_t* ids, E*
   parallel_ranges(n, k * kPanel, threads, [&](int64_t first, int64_t stop) {
     constexpr int64_t kDecoded = 256;  // numbers at a time
     alignas(64) uint32_t words[kDecoded * kPanel];
-    for (int64_t row = first; row < stop; ++row) {
+    for (int64_t row = first, next; row < stop; row = next) {
+      // Rows of one panel that follow each other are decoded together.
+      for (next = row + 1; next < stop && ids[next] / kPanel == ids[row] / kPanel;) ++next;
       for (int64_t at = 0; at < k; at += kDecoded) {
         const int64_t count = std::min(kDecoded, k - at);
         decode(panels[ids[row] / kPanel], at, count, false, words);
-        for (int64_t i = 0; i < count; i += kLanes) {
-          float numbers[kLanes];
-          for (int l = 0; l < kLanes; ++l) memcpy(numbers + l, words + (i + l) * kPanel + ids[row] % kPanel, 4);
-          store(out + row * k + at + i, load(numbers));
+        for (int64_t one = row; one < next; ++one) {
+          for (int64_t i = 0; i < count; i += kLanes) {
+            float numbers[kLanes];
+            for (int l = 0; l < kLanes; ++l) memcpy(numbers + l, words + (i + l) * kPanel + ids[one] % kPanel, 4);
+            store(out + one * k + at + i, load(numbers));
+          }
         }
       }
     }
