@@ -307,7 +307,9 @@ class GGUFSource:
         if compiled is None or not compiled.has_blocks(kind, inputs):
             return _tensor(self.file.dequantize(stored, rows))
         raw = self.file.raw(stored)
-        blocks = compiled.pack_blocks([StoredRows(kind, raw.reshape(-1, raw.shape[-1])[rows])], inputs)
+        # A pool of its own makes no pieces larger than what is asked for.
+        stored_rows = StoredRows(kind, raw.reshape(-1, raw.shape[-1])[rows])
+        blocks = compiled.pack_blocks([stored_rows], inputs, kernels.PanelPool(piece=0))
         assert blocks is not None  # of one type
         return compiled.block_rows(blocks, torch.arange(blocks.outputs), torch.float32)
 
