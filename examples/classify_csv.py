@@ -44,9 +44,10 @@ def main() -> None:
         sys.exit(f"{source} needs a column named body, with a text in each row")
 
     llm = LLM("smollm2-135m")
-    labels = llm.classify(
-        [row["body"] for row in rows], LABELS, instructions="Classify each message.", examples=EXAMPLES
-    )
+    texts = [row["body"] for row in rows]
+    # A small model prefers the label of the last example; calibrating takes that preference out.
+    options = {"instructions": "Classify each message.", "examples": EXAMPLES, "calibrate": True}
+    labels = llm.classify(texts, LABELS, **options)
     with Path(target).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], "label", "probability"])
         writer.writeheader()

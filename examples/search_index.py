@@ -1,11 +1,10 @@
 """Searches texts in two stages: an index of embeddings finds candidates, and a reranker sorts them.
 
-    python examples/search_index.py ["what causes tides"] [--index numpy|faiss|sqlite-vec]
+    python examples/search_index.py ["what causes tides"] [--index numpy|faiss]
 
-It prints the three candidates, the best first, each with its score. All three indexes are exact and find the same
-texts. NumPy multiplies the query with every vector: take it up to some hundred thousand texts. FAISS
-(`pip install faiss-cpu`) has approximate indexes for more. sqlite-vec (`pip install sqlite-vec`) keeps vectors in a
-SQLite file beside the texts.
+It prints the three candidates, the best first, each with its score. Both indexes are exact and find the same texts.
+NumPy multiplies the query with every vector: take it up to some hundred thousand texts. FAISS (`pip install faiss-cpu`)
+has approximate indexes for more.
 
 One small model does both stages here. It finds little by itself: for real searches take an embedding model and a
 reranker of docs/models.md.
@@ -14,7 +13,6 @@ reranker of docs/models.md.
 from __future__ import annotations
 
 import argparse
-import sqlite3
 
 import numpy as np
 
@@ -42,21 +40,7 @@ def nearest_faiss(vectors: np.ndarray, query: np.ndarray, count: int) -> list[in
     return index.search(query[None], count)[1][0].tolist()
 
 
-def nearest_sqlite(vectors: np.ndarray, query: np.ndarray, count: int) -> list[int]:
-    import sqlite_vec
-
-    database = sqlite3.connect(":memory:")  # or the name of a file, to keep it
-    database.enable_load_extension(True)
-    sqlite_vec.load(database)
-    database.execute(f"create virtual table texts using vec0(vector float[{vectors.shape[1]}] distance_metric=cosine)")
-    database.executemany("insert into texts(rowid, vector) values (?, ?)", enumerate(map(np.ndarray.tobytes, vectors)))
-    found = database.execute(
-        "select rowid from texts where vector match ? and k = ? order by distance", (query.tobytes(), count)
-    )
-    return [rowid for (rowid,) in found]
-
-
-INDEXES = {"numpy": nearest_numpy, "faiss": nearest_faiss, "sqlite-vec": nearest_sqlite}
+INDEXES = {"numpy": nearest_numpy, "faiss": nearest_faiss}
 
 
 def main() -> None:
