@@ -55,8 +55,23 @@ class _Group(click.Group):
             raise error.__cause__ from None
 
 
+def _show_version(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given and not context.resilient_parsing:
+        from ..kernels import status
+
+        click.echo(f"prefold {__version__}\nCPU kernels: {status(compiles=False)}")
+        context.exit()
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="prefold")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version, and which CPU kernels are used here.",
+)
 def main() -> None:
     """Batch inference over causal transformers that computes every shared prefix once.
 

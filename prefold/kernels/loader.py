@@ -14,7 +14,7 @@ import torch
 
 from .attention import AttentionKernels
 from .blocks import BlockKernels
-from .build import build, build_probe
+from .build import build, build_probe, is_built
 from .compile import HERE, NATIVE, BuildError, runnable, variants
 from .elementwise import ElementwiseKernels
 from .experts import ExpertKernels
@@ -76,8 +76,12 @@ def load() -> Kernels | None:
     return _load().kernels
 
 
-def status() -> str:
-    """Returns one line for people: which kernels are in use, or why none are."""
+def status(*, compiles: bool = True) -> str:
+    """Returns one line for people: which kernels are in use, or why none are. compiles: whether it compiles them where
+    that is still to be done."""
+    shipped, wish = (LIBRARIES / "probe.so").exists(), os.environ.get("PREFOLD_KERNELS", "1")
+    if not (compiles or _loaded or shipped or wish == "0" or os.environ.get("PREFOLD_ISA") or is_built()):
+        return "will be compiled on first use"
     return _load().status
 
 
