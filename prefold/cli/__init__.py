@@ -25,7 +25,9 @@ class _Group(click.Group):
     message."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        with guarded():
+        with guarded(), warnings.catch_warnings():
+            # A person wants no path and no line of our source.
+            warnings.showwarning = lambda message, *_, **__: say(f"prefold: {message}")
             return super().main(*arguments, **options)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -37,10 +39,7 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with warnings.catch_warnings():
-                # A person wants no path and no line of our source.
-                warnings.showwarning = lambda message, *_, **__: say(f"prefold: {message}")
-                return super().invoke(ctx)
+            return super().invoke(ctx)
         except PrefoldError as error:
             say(f"prefold: {error}")
             sys.exit(1)
