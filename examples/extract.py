@@ -1,7 +1,10 @@
 """Extracts fields of texts into a dataframe: a JSON schema holds the model to the fields.
 
-pip install 'prefold[grammar]' pandas
-python examples/extract.py
+    pip install 'prefold[grammar]' pandas
+    python examples/extract.py
+
+It prints a table with the columns text, name and count. The schema guarantees the form, and not the truth: a model as
+small as this one is often wrong about what a text says.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ SCHEMA = {
 
 def main() -> None:
     llm = LLM("smollm2-135m")
-    talks = [
+    conversations = [
         [{"role": "user", "content": f"Who ordered, and how many? Answer as JSON. Text: {text}"}] for text in TEXTS
     ]
-    answers = llm.chat(talks, grammar=Grammar("json_schema", json.dumps(SCHEMA)), max_tokens=60, temperature=0.0)
+    grammar = Grammar("json_schema", json.dumps(SCHEMA))
+    answers = llm.chat(conversations, grammar=grammar, max_tokens=60, temperature=0)
     frame = pandas.DataFrame([json.loads(answer.text) for answer in answers])
     frame.insert(0, "text", TEXTS)
     print(frame.to_string())

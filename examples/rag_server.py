@@ -1,25 +1,31 @@
-"""Answers a question from passages, over HTTP, with OpenAI's client and a server of prefold.
+"""Answers questions from passages, over HTTP, with OpenAI's client and a server of prefold.
 
     pip install 'prefold[serve]' openai
     prefold serve --model smollm2-135m --port 8000
-    python examples/rag_server.py http://localhost:8000/v1
+    python examples/rag_server.py [http://localhost:8000/v1]
 
-Passages come before the question, so that the server computes them once for all questions.
+Start the server in another terminal, and give its address if it has another port. The script prints each question with
+its answer, and how many tokens of the prompt the server had computed before: the passages come first in each prompt, so
+that they are computed once for all questions.
 """
 
 from __future__ import annotations
 
 import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 PASSAGES = "\n".join(["The moon causes the tides.", "Bread is baked in an oven.", "The Rhine flows through Basel."])
 QUESTIONS = ["What causes the tides?", "Where is bread baked?"]
 
 
 def main() -> None:
-    client = OpenAI(base_url=sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000/v1", api_key="none")
-    model = client.models.list().data[0].id
+    address = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000/v1"
+    client = OpenAI(base_url=address, api_key="none")
+    try:
+        model = client.models.list().data[0].id
+    except APIConnectionError:
+        sys.exit(f"no server answers at {address}: start one with  prefold serve --model smollm2-135m --port 8000")
     for question in QUESTIONS:
         answer = client.chat.completions.create(
             model=model,
@@ -27,7 +33,9 @@ def main() -> None:
             max_tokens=30,
             temperature=0,
         )
+        usage = answer.usage
         print(f"{question} {answer.choices[0].message.content}")
+        print(f"  {usage.prompt_tokens} tokens, {usage.prompt_tokens_details.cached_tokens} of them computed before")
 
 
 if __name__ == "__main__":

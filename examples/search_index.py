@@ -1,17 +1,20 @@
 """Searches texts in two stages: an index of embeddings finds candidates, and a reranker sorts them.
 
-    pip install faiss-cpu
-    python examples/search_index.py "what causes tides"
+    python examples/search_index.py ["what causes tides"] [--index numpy|faiss]
 
-The index is one of FAISS, by inner product of vectors of length 1. One model does both stages here; for real
-searches take an embedding model and a reranker of docs/models.md.
+It prints the three candidates, the best first, each with its score. Both indexes are exact and find the same texts.
+NumPy multiplies the query with every vector: take it up to some hundred thousand texts. FAISS (`pip install faiss-cpu`)
+has approximate indexes for more.
+
+One small model does both stages here. It finds little by itself: for real searches take an embedding model and a
+reranker of docs/models.md.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
-import faiss
+import numpy as np
 
 from prefold import LLM
 
@@ -24,19 +27,34 @@ TEXTS = [
 ]
 
 
-def main() -> None:
-    query = sys.argv[1] if len(sys.argv) > 1 else "what causes tides"
-    llm = LLM("smollm2-135m")
-    vectors = llm.embed(TEXTS)
-    faiss.normalize_L2(vectors)
+def nearest_numpy(vectors: np.ndarray, query: np.ndarray, count: int) -> list[int]:
+    """Returns the numbers of the `count` vectors [n, dim] that are nearest to the query [dim], the nearest first."""
+    return np.argsort(-(vectors @ query))[:count].tolist()
+
+
+def nearest_faiss(vectors: np.ndarray, query: np.ndarray, count: int) -> list[int]:
+    import faiss
+
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
-    asked = llm.embed([query])
-    faiss.normalize_L2(asked)
-    candidates = [TEXTS[number] for number in index.search(asked, 3)[1][0]]
-    ranking = llm.rerank(query, candidates)
-    for place, number in enumerate(ranking.order, 1):
-        print(f"{place}. {ranking.scores[number]:.3f} {candidates[number]}")
+    return index.search(query[None], count)[1][0].tolist()
+
+
+INDEXES = {"numpy": nearest_numpy, "faiss": nearest_faiss}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("query", nargs="?", default="what causes tides")
+    parser.add_argument("--index", choices=INDEXES, default="numpy")
+    options = parser.parse_args()
+
+    llm = LLM("smollm2-135m")
+    vectors = llm.embed([*TEXTS, options.query])  # each of length 1, so that a product is a cosine
+    candidates = [TEXTS[number] for number in INDEXES[options.index](vectors[:-1], vectors[-1], 3)]
+    ranking = llm.rerank(options.query, candidates)
+    for place, (number, score) in enumerate(ranking, 1):
+        print(f"{place}. {score:.3f} {candidates[number]}")
 
 
 if __name__ == "__main__":

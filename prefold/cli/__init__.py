@@ -25,7 +25,9 @@ class _Group(click.Group):
     message."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        with guarded():
+        with guarded(), warnings.catch_warnings():
+            # A person wants no path and no line of our source.
+            warnings.showwarning = lambda message, *_, **__: say(f"prefold: {message}")
             return super().main(*arguments, **options)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -37,10 +39,7 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with warnings.catch_warnings():
-                # A person wants no path and no line of our source.
-                warnings.showwarning = lambda message, *_, **__: say(f"prefold: {message}")
-                return super().invoke(ctx)
+            return super().invoke(ctx)
         except PrefoldError as error:
             say(f"prefold: {error}")
             sys.exit(1)
@@ -55,8 +54,23 @@ class _Group(click.Group):
             raise error.__cause__ from None
 
 
+def _show_version(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given and not context.resilient_parsing:
+        from ..kernels import status
+
+        click.echo(f"prefold {__version__}\nCPU kernels: {status(compiles=False)}")
+        context.exit()
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="prefold")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version, and which CPU kernels are used here.",
+)
 def main() -> None:
     """Batch inference over causal transformers that computes every shared prefix once.
 

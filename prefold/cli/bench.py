@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from importlib import resources
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,12 @@ def demo(**o: Any) -> None:
     works = task.prepare(items)
     llm = load_llm({**o, "sharing": "full"}, checkpoint, tokenizer)
     loaded = time.perf_counter() - started
-    full, off, scores, shape = _run(llm.engine, task, works)
-    _show_ranking(items, scores)
-    _show_trie(shape)
-    _show_saving(full, off)
+    # The first query warms the model up, and is something to read meanwhile.
+    _show_ranking(items[:1], _rerank(llm.engine, task, works[:1], "full")["scores"])
+    full = _rerank(llm.engine, task, works, "full")
+    _show_ranking(items[1:], full["scores"][1:])
+    _show_trie(_shape(works))
+    _show_saving(full, _rerank(llm.engine, task, works, "off"))
     click.echo(f"\n{loaded:.1f} s to start, {time.perf_counter() - started:.1f} s in all. To go on:\n")
     for command, purpose in (
         ('prefold rerank "a query" "a text" "another text"', "your own texts"),
@@ -175,11 +177,22 @@ def demo(**o: Any) -> None:
         click.echo(f"  {click.style(command, bold=True):<66}{purpose}")
 
 
-def _run(engine: Any, task: Any, works: list[Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any], Any]:
-    """Returns (numbers with sharing full, numbers with sharing off, scores of each query, shape of the stream)."""
+def _rerank(engine: Any, task: Any, works: list[Any], sharing: str) -> dict[str, Any]:
+    """Returns the scores of each query, the seconds that they took, and the engine's counts."""
+    from ..tasks.run import finish_items, run_works
+
+    engine.reset_stats()
+    started = time.perf_counter()
+    results = run_works(engine, task, works, sharing=sharing)
+    seconds, stats = time.perf_counter() - started, engine.stats
+    scores = [result["scores"] for result in finish_items(task, works, results)]
+    return {"seconds": seconds, "stats": stats, "scores": scores}
+
+
+def _shape(works: list[Any]) -> Any:
+    """Returns the shape of the stream of all prompts."""
     from ..report.icicle import StreamShape
     from ..stream import Spool
-    from ..tasks.run import finish_items, run_works
 
     shape = StreamShape()
     with Spool() as spool:
@@ -188,17 +201,7 @@ def _run(engine: Any, task: Any, works: list[Any]) -> tuple[dict[str, Any], dict
                 spool.add(request)
         for window in spool.windows(max_tokens=1 << 20):
             shape.add(window.tokens, window.offsets, common=window.common)
-    run_works(engine, task, works[:1])  # the first forward pass warms up
-    numbers, scores = {}, {}
-    for mode in ("full", "off"):
-        engine.reset_stats()
-        started = time.perf_counter()
-        results = run_works(engine, task, works, sharing=mode)
-        numbers[mode] = {"seconds": time.perf_counter() - started, "stats": engine.stats}
-        scores[mode] = [result["scores"] for result in finish_items(task, works, results)]
-    shared, unshared = ([score for scores_ in scores[mode] for score in scores_] for mode in ("full", "off"))
-    numbers["full"]["difference"] = max(abs(a - b) for a, b in zip(shared, unshared, strict=True))
-    return numbers["full"], numbers["off"], scores["full"], shape
+    return shape
 
 
 def _show_ranking(items: list[dict[str, Any]], scores: list[list[float]]) -> None:
@@ -222,9 +225,11 @@ def _show_trie(shape: Any) -> None:
 
 def _show_saving(full: dict[str, Any], off: dict[str, Any]) -> None:
     stats, seconds = full["stats"], full["seconds"]
+    pairs = zip(chain(*full["scores"]), chain(*off["scores"]), strict=True)
+    difference = max(abs(shared - unshared) for shared, unshared in pairs)
     saved = click.style(f"{stats.saved:.0%} saved", bold=True)
     faster = click.style(f"{off['seconds'] / seconds:.1f} times as fast", bold=True)
     rows = f"{stats.rows_computed:,} rows computed, each unique token once"
     click.echo(f"\n{stats.tokens:,} tokens asked for, {rows}: {saved}.")
     click.echo(f"{seconds:.2f} s, against {off['seconds']:.2f} s without sharing: {faster}.")
-    click.echo(f"No score differs by more than {full['difference']:.2g}.")
+    click.echo(f"No score differs by more than {difference:.2g}.")

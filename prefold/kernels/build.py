@@ -24,7 +24,19 @@ def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
         print(line, file=sys.stderr, flush=True)
         compile_sources([compiler], flags, made)
 
-    return _kept(f"kernels-{fingerprint(flags)}.so", make, again)
+    return _kept(_name(flags), make, again)
+
+
+def is_built(flags: Sequence[str] = NATIVE) -> bool:
+    """Returns whether `build` has its library in the cache, and need not compile."""
+    try:
+        return (cache_folder() / "kernels" / _name(flags)).exists()
+    except (OSError, RuntimeError):
+        return False
+
+
+def _name(flags: Sequence[str]) -> str:
+    return f"kernels-{fingerprint(flags)}.so"
 
 
 def build_probe() -> Path:

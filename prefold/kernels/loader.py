@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import threading
 import warnings
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 
 from .attention import AttentionKernels
 from .blocks import BlockKernels
-from .build import build, build_probe
+from .build import build, build_probe, is_built
 from .compile import HERE, NATIVE, BuildError, runnable, variants
 from .elementwise import ElementwiseKernels
 from .experts import ExpertKernels
@@ -41,6 +42,7 @@ class Kernels(
 
     def __init__(self, path: Path):
         """Loads the library; raises OSError or AttributeError where the file is no such one."""
+        _check_whole(path)
         # torch is imported above, so that the library finds torch's OpenMP pool and makes none of its own.
         self._calls = bind(ctypes.CDLL(str(path)))
         # Where products are oneDNN's, on OpenMP's threads, a second pool would be in the way of the first.
@@ -52,6 +54,16 @@ class Kernels(
         """Runs parallel loops on threads of the kernels' own (`src/pool.h`), or, where the library has OpenMP, on those
         that torch uses too."""
         self.own_threads = bool(self._calls["use_own_threads"](own))
+
+
+def _check_whole(path: Path) -> None:
+    """Raises OSError for a library that was cut off: the system would load it, and end the process with a bus error."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    if head.startswith(b"\x7fELF") and len(head) == 64:
+        (table,), (size, count) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
+        if path.stat().st_size < table + size * count:
+            raise OSError(f"{path}: its end is missing")
 
 
 LIBRARIES = HERE / "lib"  # what a wheel has
@@ -78,8 +90,12 @@ def load() -> Kernels | None:
     return _load().kernels
 
 
-def status() -> str:
-    """Returns one line for people: which kernels are in use, or why none are."""
+def status(*, compiles: bool = True) -> str:
+    """Returns one line for people: which kernels are in use, or why none are. compiles: whether it compiles them where
+    that is still to be done."""
+    shipped, wish = (LIBRARIES / "probe.so").exists(), os.environ.get("PREFOLD_KERNELS", "1")
+    if not (compiles or _loaded or shipped or wish == "0" or os.environ.get("PREFOLD_ISA") or is_built()):
+        return "will be compiled on first use"
     return _load().status
 
 
@@ -99,17 +115,30 @@ def _attempt() -> Loaded:
     forced = os.environ.get("PREFOLD_ISA")
     if forced and (loaded := _try_variant(forced)):
         return loaded
-    if wish != "native" and (LIBRARIES / "probe.so").exists():
-        for variant in runnable(_probe()):
-            try:
-                return Loaded(Kernels(LIBRARIES / variant.library), f"of the wheel: {variant.name}")
-            except (OSError, AttributeError) as error:
-                _warn(f"its kernels for {variant.name} are damaged, so that others are taken: {error}")
+    if wish != "native" and (LIBRARIES / "probe.so").exists() and (loaded := _of_wheel()):
+        return loaded
     try:
         return Loaded(_compiled(NATIVE), "compiled on this machine: native")
     except (BuildError, OSError, AttributeError) as error:
         _warn(f"prefold runs without its compiled kernels, more slowly: {error}")
         return Loaded(None, f"PyTorch: {error}")
+
+
+def _of_wheel() -> Loaded | None:
+    """Returns the best kernels of the wheel that run here, or None. Warns once where some of them are damaged."""
+    loaded, damaged = None, []
+    try:
+        for variant in runnable(_probe()):
+            try:
+                loaded = Loaded(Kernels(LIBRARIES / variant.library), f"of the wheel: {variant.name}")
+                break
+            except (OSError, AttributeError) as error:
+                damaged.append(str(error))
+    except OSError as error:  # of the probe
+        damaged.append(str(error))
+    if damaged:
+        _warn(f"kernels of the wheel are damaged, so others are used; install prefold again: {'; '.join(damaged)}")
+    return loaded
 
 
 def _try_variant(name: str) -> Loaded | None:

@@ -32,9 +32,12 @@ def pack_words(weight: Tensor, pool: PanelPool | None = None) -> Tensor:
 
 def fill_words(packed: Tensor, weight: Tensor) -> None:
     """Packs weight [columns, k] into memory of the shape that `pack_words` returns."""
-    for panel, rows in zip(packed, weight.contiguous().view(torch.int32).split(COLUMNS), strict=True):
-        panel[:, : len(rows)] = rows.T
-        panel[:, len(rows) :] = 0
+    # NumPy copies a transposed array three to four times as fast as PyTorch.
+    words, whole = weight.contiguous().view(torch.int32).numpy(), len(weight) // COLUMNS
+    panels, rest = packed.numpy(), words[whole * COLUMNS :]
+    panels[:whole] = words[: whole * COLUMNS].reshape(whole, COLUMNS, words.shape[1]).transpose(0, 2, 1)
+    if len(rest):
+        panels[whole, :, : len(rest)], panels[whole, :, len(rest) :] = rest.T, 0
 
 
 class PanelPool:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .. import kernels
 from ..checkpoint import Checkpoint
 from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import Settings
@@ -324,7 +325,7 @@ class GGUFSource:
         (stored, first_row), shape = self._stored[name], self.shapes[name]
         order = self._order_of(name)
         if len(shape) < 2:
-            values = self.file.dequantize(stored).ravel()[first_row : first_row + shape[0]]
+            values = _tensor(self.file.dequantize(stored).ravel()[first_row : first_row + shape[0]])
             target.copy_(self._values(name, values, order)[where])
             return
         begin, end, _ = (where[0] if where else slice(None)).indices(shape[0])
@@ -333,7 +334,7 @@ class GGUFSource:
         step = unit * max(1, self.BLOCK // (unit * math.prod(shape[1:])))
         for start in range(begin // unit * unit, end, step):
             stop = min(start + step, -(-end // unit) * unit)
-            rows = self.file.dequantize(stored, slice(first_row + start, first_row + stop))
+            rows = self._dequantised(stored, slice(first_row + start, first_row + stop), target.device)
             block = self._values(name, rows, order).view(-1, *shape[1:])
             first, last = max(start, begin), min(stop, end)
             target[first - begin : last - begin].copy_(block[(slice(first - start, last - start), *where[1:])])
@@ -357,12 +358,30 @@ class GGUFSource:
     def _order_of(self, name: str) -> Sequence[int] | None:
         return self.order if name.split(".")[-2] in ("q_proj", "k_proj") else None
 
-    def _values(self, name: str, array: NDArray[np.float32], order: Sequence[int] | None) -> Tensor:
+    def _dequantised(self, stored: str, rows: slice, device: torch.device) -> Tensor:
+        """Returns rows of a tensor of the file, float32. For a CPU our kernels decode them, where they know the type:
+        they do it on all threads, and about ten times as fast as NumPy on one."""
+        compiled = kernels.load() if device.type == "cpu" else None
+        kind, inputs = self.file.type_name(stored), self.file.tensors[stored].shape[-1]
+        if compiled is None or not compiled.has_blocks(kind, inputs):
+            return _tensor(self.file.dequantize(stored, rows))
+        raw = self.file.raw(stored)
+        # A pool of its own makes no pieces larger than what is asked for.
+        stored_rows = StoredRows(kind, raw.reshape(-1, raw.shape[-1])[rows])
+        blocks = compiled.pack_blocks([stored_rows], inputs, kernels.PanelPool(piece=0))
+        assert blocks is not None  # of one type
+        return compiled.block_rows(blocks, torch.arange(blocks.outputs), torch.float32)
+
+    def _values(self, name: str, values: Tensor, order: Sequence[int] | None) -> Tensor:
         """Returns the tensor `name` or rows of it, out of what is stored. order: of the rows of each head."""
-        values = in_order(torch.from_numpy(array if array.flags.writeable else array.copy()), order)
+        values = in_order(values, order)
         if self.negative_exponentials and name.endswith(self.negative_exponentials):
             return values.neg().log()
         return values - self.offsets[name] if self.offsets.get(name) else values
+
+
+def _tensor(array: NDArray[np.float32]) -> Tensor:
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 class RandomSource:

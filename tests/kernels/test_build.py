@@ -18,11 +18,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from dense import dense_attention
 from nests import random_nest
 
-from prefold import kernels
+from prefold import __version__, kernels
 from prefold.attention import Heads, RowAttention, visibility
+from prefold.cli import main
 from prefold.kernels import loader
 from prefold.kernels.build import build, fingerprint
 from prefold.kernels.compile import COMMON, NATIVE, BuildError, find_compiler, runnable, variants
@@ -212,6 +214,17 @@ def test_other_instruction_sets(fresh, name):
     check_kernels(kernels.Kernels(build(flags=COMMON if of is None else of.flags)), rows=300)
 
 
+def test_nothing_is_compiled_to_say_the_version(fresh, monkeypatch):
+    monkeypatch.delenv("PREFOLD_ISA", raising=False)
+    monkeypatch.setattr(loader, "LIBRARIES", fresh / "none")
+    monkeypatch.setattr(loader, "build", Mock())
+    done = CliRunner().invoke(main, ["--version"])
+    assert done.stdout.splitlines() == [f"prefold {__version__}", "CPU kernels: will be compiled on first use"]
+    assert not loader.build.called
+    monkeypatch.setenv("PREFOLD_KERNELS", "0")
+    assert "CPU kernels: PyTorch: " in CliRunner().invoke(main, ["--version"]).stdout
+
+
 # ------------------------------------------------------------------------------------------------ a wheel's libraries
 
 
@@ -231,6 +244,7 @@ def wheel(fresh, quick, no_compiler, monkeypatch):
 
 @needs_compiler
 def test_the_best_library_of_a_wheel_is_taken_without_a_compiler(wheel, monkeypatch):
+    assert kernels.status(compiles=False) == f"of the wheel: {variants()[0].name}"
     check_kernels(kernels.load())
     assert kernels.status() == f"of the wheel: {variants()[0].name}"
     monkeypatch.setattr(loader, "_loaded", None)
@@ -240,14 +254,26 @@ def test_the_best_library_of_a_wheel_is_taken_without_a_compiler(wheel, monkeypa
 
 
 @needs_compiler
-def test_a_damaged_library_of_a_wheel_is_passed_over_with_a_warning(wheel):
-    if len(variants()) < 2:
-        pytest.skip("there is one variant")
-    best, second, *_ = variants()
-    (wheel / best.library).write_bytes(b"not a library")
-    with pytest.warns(RuntimeWarning, match=f"kernels for {best.name} are damaged") as seen:
+@pytest.mark.parametrize("damage", [lambda data: b"not a library", lambda data: data[:100_000]], ids=["other", "cut"])
+def test_a_damaged_library_of_a_wheel_is_passed_over_with_a_warning(wheel, damage):
+    if len(variants()) < 3:
+        pytest.skip("there are too few variants")
+    best, second, third, *_ = variants()
+    for variant in (best, second):
+        path = wheel / variant.library
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.warns(RuntimeWarning, match="are damaged, so others are used; install prefold again") as seen:
         check_kernels(kernels.load())
-    assert len(seen) == 1 and kernels.status() == f"of the wheel: {second.name}"
+    assert len(seen) == 1 and kernels.status() == f"of the wheel: {third.name}"
+    assert best.library in str(seen[0].message) and second.library in str(seen[0].message)
+
+
+@needs_compiler
+def test_a_damaged_probe_of_a_wheel_is_a_warning(wheel, monkeypatch):
+    monkeypatch.setattr(loader, "_probe", Mock(side_effect=OSError("probe.so: file too short")))
+    with pytest.warns(RuntimeWarning) as seen:
+        assert kernels.load() is None
+    assert "probe.so: file too short" in str(seen[0].message) and len(seen) == 2  # the other: there is no compiler
 
 
 @needs_compiler

@@ -59,15 +59,26 @@ void take_apart(const uint8_t* block, Apart& out) {
   }
 }
 
-// Puts the numbers of a run of one column into their planes, which are zeros before.
+// Puts the numbers of a run of one column into their planes. Words are put together before they are stored: to add
+// each number to memory takes five times as long.
 template <class B>
 void put_run(const uint8_t* numbers, int column, uint8_t* run) {
-  for (int k = 0; k < kRun; ++k) {
-    const int lane = 2 * column + k % 2, q = B::kBits == 8 ? numbers[k] ^ 128 : numbers[k];
-    auto* low = reinterpret_cast<uint32_t*>(run) + k / kTurn<B> * 2 * kPanel + lane;
-    *low |= uint32_t(B::kBits == 8 ? q : q & 15) << low_place<B>(k % kTurn<B> / 2);
-    if constexpr (B::kBits == 5) reinterpret_cast<uint16_t*>(run + kLowBytes<B>)[lane] |= q >> 4 << k / 2;
-    if constexpr (B::kBits == 6) reinterpret_cast<uint32_t*>(run + kLowBytes<B>)[lane] |= uint32_t(q) >> 4 << k / 2 * 2;
+  for (int odd = 0; odd < 2; ++odd) {
+    const int lane = 2 * column + odd;
+    const uint8_t* at = numbers + odd;
+    for (int turn = 0; turn < kRun / kTurn<B>; ++turn) {
+      uint32_t word = 0;
+      for (int i = 0; i < kTurn<B> / 2; ++i) {
+        const int q = at[turn * kTurn<B> + 2 * i];
+        word |= uint32_t(B::kBits == 8 ? q ^ 128 : q & 15) << low_place<B>(i);
+      }
+      reinterpret_cast<uint32_t*>(run)[turn * 2 * kPanel + lane] = word;
+    }
+    uint32_t high = 0;
+    constexpr int kHigh = B::kBits % 4;  // bits of a number beside its four or eight
+    for (int i = 0; kHigh && i < kRun / 2; ++i) high |= uint32_t(at[2 * i]) >> 4 << i * kHigh;
+    if constexpr (kHigh == 1) reinterpret_cast<uint16_t*>(run + kLowBytes<B>)[lane] = high;
+    if constexpr (kHigh == 2) reinterpret_cast<uint32_t*>(run + kLowBytes<B>)[lane] = high;
   }
 }
 
@@ -352,14 +363,18 @@ static void block_rows(const prefold::BlockPanel* panels, const int64_t* ids, E*
   parallel_ranges(n, k * kPanel, threads, [&](int64_t first, int64_t stop) {
     constexpr int64_t kDecoded = 256;  // numbers at a time
     alignas(64) uint32_t words[kDecoded * kPanel];
-    for (int64_t row = first; row < stop; ++row) {
+    for (int64_t row = first, next; row < stop; row = next) {
+      // Rows of one panel that follow each other are decoded together.
+      for (next = row + 1; next < stop && ids[next] / kPanel == ids[row] / kPanel;) ++next;
       for (int64_t at = 0; at < k; at += kDecoded) {
         const int64_t count = std::min(kDecoded, k - at);
         decode(panels[ids[row] / kPanel], at, count, false, words);
-        for (int64_t i = 0; i < count; i += kLanes) {
-          float numbers[kLanes];
-          for (int l = 0; l < kLanes; ++l) memcpy(numbers + l, words + (i + l) * kPanel + ids[row] % kPanel, 4);
-          store(out + row * k + at + i, load(numbers));
+        for (int64_t one = row; one < next; ++one) {
+          for (int64_t i = 0; i < count; i += kLanes) {
+            float numbers[kLanes];
+            for (int l = 0; l < kLanes; ++l) memcpy(numbers + l, words + (i + l) * kPanel + ids[one] % kPanel, 4);
+            store(out + one * k + at + i, load(numbers));
+          }
         }
       }
     }
