@@ -24,7 +24,7 @@ BUDGETS = {
     "schedule": (2291, 2000),
     "kernels": (1615, 900),
     "attention": (2276, 2050),
-    "model": (4535, 2900),
+    "model": (4521, 2900),
     "worker": (2722, 1950),
     "engine": (3547, 2400),
     "experts": (565, 400),
