@@ -88,6 +88,8 @@ def _flags(entry: Field[Any], task: str) -> list[str]:
 
 # HTTP
 
+APIS = {"openai": "OpenAI", "anthropic": "Anthropic", "cohere": "Cohere", "tei": "TEI", "server": "prefold"}
+
 
 def routes() -> str:
     """Returns the table of routes."""
@@ -98,7 +100,7 @@ def routes() -> str:
             query = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"]
             about = operation["summary"] + (f" Query: {', '.join(f'`{name}`' for name in query)}." if query else "")
             about += " For admins." if "description" in operation else ""
-            rows.append(f"| `{method.upper()} {path}` | {operation['tags'][0]} | {bodies} | {cell(about)} |")
+            rows.append(f"| `{method.upper()} {path}` | {APIS[operation['tags'][0]]} | {bodies} | {cell(about)} |")
     return "\n".join(rows)
 
 
