@@ -38,8 +38,8 @@ def options() -> str:
     common = [entry.name for entry in fields(TaskOptions)]
     text = f"""# Options
 
-Each option is declared once, so that it means the same in Python, on the command line and in a request. A column that is
-empty says that the option cannot be given there. Bounds are those of numbers. {WRITTEN}
+Each option is declared once, so that it means the same in Python, on the command line and in a request. An empty
+cell, and a column that is left out, say that the option cannot be given there. {WRITTEN}
 ## Options of the model
 
 Python: `LLM(name, ...)`. Command line: all commands that load a model. A server has them when it is started.
@@ -52,21 +52,25 @@ Python: `LLM(name, ...)`. Command line: all commands that load a model. A server
     text += f"\n## Options of all tasks\n\n{_table([option_of('embed', name) for name in common], 'embed')}\n"
     for task in OPTIONS:
         own = [option_of(task, name) for name in cli_names(task) if name not in common]
-        title = "`generate`, `chat`, `stream`, `agenerate`, `achat`, `astream`" if task == "generate" else f"`{task}`"
+        title = "`generate`, `chat`, `stream`, `agenerate`, `astream`" if task == "generate" else f"`{task}`"
         text += f"\n## Options of {title.replace('`, `', ', ').replace('`', '')}\n\n{_table(own, task)}\n"
     return text
 
 
 def _table(declared: Iterable[Field[Any]], task: str = "") -> str:
-    rows = ["| option | default | bounds | command line | request | meaning |", "|---|---|---|---|---|---|"]
+    """Returns the table of options, without the columns that would be empty."""
     bodies: dict[str, list[str]] = {}
     for parameter, name in http_names().items() if task == "generate" else ():
         bodies.setdefault(name, []).append(f"`{parameter}`")
+    rows = [["option", "default", "command line", "request", "meaning"]]
     for entry in declared:
         value = "" if entry.name in GROUPS else f"`{entry.default!r}`"
-        cells = [f"`{entry.name}`", value, _bounds(entry), ", ".join(_flags(entry, task))]
-        rows.append(f"| {' | '.join([*cells, ', '.join(bodies.get(entry.name, ())), cell(entry.metadata['doc'])])} |")
-    return "\n".join(rows)
+        default = ", ".join(part for part in (value, _bounds(entry)) if part)
+        flags, sent = ", ".join(_flags(entry, task)), ", ".join(bodies.get(entry.name, ()))
+        rows.append([f"`{entry.name}`", default, flags, sent, cell(entry.metadata["doc"])])
+    kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    lines = [f"| {' | '.join(cells)} |" for cells in zip(*kept, strict=True)]
+    return "\n".join([lines[0], "|---" * len(kept) + "|", *lines[1:]])
 
 
 def _bounds(entry: Field[Any]) -> str:
@@ -132,8 +136,10 @@ def _bodies(operation: dict[str, Any]) -> list[str]:
 
 
 def _default(value: object) -> str:
-    return "" if value is None or value == {} or value == [] else f"`{value!r}`".replace("True", "true").replace(
-        "False", "false"
+    return (
+        ""
+        if value is None or value == {} or value == []
+        else f"`{value!r}`".replace("True", "true").replace("False", "false")
     )
 
 

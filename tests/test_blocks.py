@@ -1,5 +1,5 @@
-"""The code of the README's first screen, of the pages of docs/start and of the guides runs as it is printed, on the built-in
-model. A block that another test runs, or that nothing here can run, says so in a comment before it."""
+"""The code of the README's first screen, of the pages of docs/start and of the guides runs as it is printed, on the
+built-in model. A block that another test runs, or that nothing here can run, says so in a comment before it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_guide_begins_with_a_block_that_runs_and_few_blocks_do_not():
         assert not re.search(r"^    (prefold|python|pip|curl|from|import|llm)\b", text, flags=re.M), page
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, marks=() if page in QUICK else pytest.mark.slow) for page in PAGES])
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow][page in QUICK :]) for page in PAGES])
 def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     """Commands in a shell, Python of one page in one namespace, as a reader would type it."""
     for package in NEEDED.get(page, ()):
