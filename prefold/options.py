@@ -451,15 +451,21 @@ def options_of(task: str, values: Mapping[str, Any]) -> TaskOptions:
     """Returns the options of a task. Raises InputError for an unknown task or option, and for bad values."""
     if task not in OPTIONS:
         raise InputError(f"there is no task {task!r}", field="task", remedy=f"the tasks are {', '.join(OPTIONS)}")
-    check_options(task, values, [*cli_names(task)])
+    own = cli_names(task)
+    check_options(task, values, [*own], {name: option for option, names in own.items() for name in names})
     return OPTIONS[task](**values)
 
 
-def check_options(owner: str, names: Iterable[str], valid: Sequence[str]) -> None:
-    """Raises InputError for an option that is not known, naming the nearest known name. owner: the task or class."""
+def check_options(
+    owner: str, names: Iterable[str], valid: Sequence[str], options: Mapping[str, str] | None = None
+) -> None:
+    """Raises InputError for an option that is not known, naming the nearest known name. owner: the task or class;
+    options: {parameter of the command line: the option of the task `owner` that it is a part of}"""
     for name in names:
         if name not in valid:
-            remedy = f"{near(name, valid)}it has: {', '.join(valid)}"
+            whole = (options or {}).get(name)
+            hint = f"use {whole} ({option_of(owner, whole).metadata['doc'][:-1]}); " if whole else near(name, valid)
+            remedy = f"{hint}it has: {', '.join(valid)}"
             raise InputError(f"{owner} has no option {name!r}", field=name, remedy=remedy, code="unknown_option")
 
 

@@ -24,6 +24,13 @@ def test_unknown_tasks_and_options_list_the_known_ones():
         make_task("score", FakeCheckpoint(), tokenizer(), labels=[])
 
 
+@pytest.mark.parametrize(("name", "option"), [("json_schema", "grammar"), ("stop_id", "stop_ids")])
+def test_a_name_of_the_command_line_is_answered_with_the_option_that_it_is_part_of(name, option):
+    """The nearest name, which is `json_space` for `json_schema`, would lead astray."""
+    with pytest.raises(InputError, match=rf"generate has no option '{name}'; use {option} \(.*\); it has: max_tokens"):
+        options_of("generate", {name: 1})
+
+
 def test_options_of_every_task():
     assert set(TASKS) == {"embed", "rerank", "classify", "score", "generate"}
     for name in TASKS:
