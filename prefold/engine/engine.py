@@ -121,7 +121,8 @@ class ModelEngine(EngineLoop):
         Raises InputError for an unknown adapter, and OutOfMemoryError if not even one row fits.
         """
         if isinstance(windows, LiveInput):
-            run = {"sharing": sharing, "owner": owner, "failed": failed, "on_step": on_step}
+            run: dict[str, Any] = {"sharing": sharing, "max_batch_rows": max_batch_rows, "on_step": on_step}
+            run |= {"owner": owner, "failed": failed}
             yield from self._run_live(windows, readout, tokenizer, stopping or _never, **run)
             return
         if owner is not None:

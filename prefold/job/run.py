@@ -163,11 +163,9 @@ class _Run:
         return engine
 
     def _compute(self, batch: Ready) -> None:
-        engine, shape = self._engine, self.summary.shape
+        engine, shape, facts = self._engine, self.summary.shape, self._engine.facts
         # What is given away in ranges, or does not share, is looked at in its order afterwards; a stream as it goes by.
-        watches = shape is not None and (
-            batch.spool is None or (engine.facts.sharing == "full" and not engine.facts.divides)
-        )
+        watches = shape is not None and (batch.spool is None or (facts.sharing == "full" and not facts.divides))
         self.counts.phase, self.graceful = "computing" if engine.snapshot().is_ready else WAITING, True
         see = shape.see if shape is not None and watches else None
         if not self.flow.compute(engine, batch, see=see, on_step=self._step, stopping=self._stopping):
