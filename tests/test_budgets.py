@@ -24,7 +24,7 @@ BUDGETS = {
     "schedule": (2256, 2000),
     "kernels": (1496, 900),
     "attention": (2287, 2050),
-    "model": (4468, 2900),
+    "model": (4469, 2900),
     "worker": (2597, 1950),
     "engine": (3459, 2400),
     "experts": (567, 400),

@@ -103,7 +103,7 @@ def gpt_oss(hf: HFConfig) -> ModelConfig:
         "rope_theta": 150000.0,
         "rope_parameters": yarn | {"original_max_position_embeddings": 4096},
     }
-    hf = defaults | hf
+    hf = Settings.of(defaults | hf)
     for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if hf.number(key, value) != value:
             raise hf.wrong(key, f"{value}, the only one that there is code for")
