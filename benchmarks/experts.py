@@ -2,7 +2,8 @@
 llama.cpp.
 
     python benchmarks/experts.py [step] [decode] [--layers 4] [--rows 2048,512,64,16,1] [--sequences 1,16,64]
-        [--systems prefold,transformers] [--llama VENV] [--types BF16,Q8_0] [--threads N] [--repeats N] [--json FILE]
+        [--systems prefold,transformers] [--llama VENV] [--files FOLDER] [--types BF16,Q8_0] [--threads N]
+        [--repeats N] [--json FILE]
 
 The shape is that of Qwen3-30B-A3B (hidden 2,048, 128 experts of 768 columns, 8 a row), with fewer layers, a vocabulary
 of 32,768, and random weights in bfloat16. `step` is one layer's mixture, and a dense MLP of 8 * 768 columns, which has
@@ -142,8 +143,9 @@ def time_llama(options: argparse.Namespace, kind: str) -> dict[int, list[float]]
         prompts = torch.randint(5, SHAPE["vocab_size"], (count, PROMPT), generator=generator).tolist()
         cases |= {f"{count} {some}": {"prompts": prompts, "max_tokens": some} for some in (half, options.tokens)}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.gguf"
-        write_gguf(path, options.layers, kind)
+        path = Path(options.files or folder) / f"mixture-{options.layers}-{kind}.gguf"
+        if not path.exists():
+            write_gguf(path, options.layers, kind)
         job = {"gguf": str(path), "threads": options.threads, "cases": cases}
         with Peer(python_of(options.llama), "llama", job) as peer:
 
@@ -204,6 +206,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--systems", default="prefold,transformers", help="of decoding; none: an empty string")
     parser.add_argument("--llama", metavar="VENV")
+    parser.add_argument("--files", metavar="FOLDER", help="where llama.cpp's files are kept, 5 GB for four layers")
     parser.add_argument("--types", default="BF16,Q8_0", help="of llama.cpp's weights")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=3)

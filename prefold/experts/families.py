@@ -103,13 +103,15 @@ def gpt_oss(hf: HFConfig) -> ModelConfig:
         "rope_theta": 150000.0,
         "rope_parameters": yarn | {"original_max_position_embeddings": 4096},
     }
-    hf = defaults | hf
+    hf = Settings.of(defaults | hf)
     for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if hf.number(key, value) != value:
             raise hf.wrong(key, f"{value}, the only one that there is code for")
     bias = hf.flag("attention_bias", True)
     config = decoder(hf, windows=windows_of(hf, types), qkv_bias=bias, o_bias=bias, sinks=True)
-    chosen = hf.size("experts_per_token", None) or hf.size("num_experts_per_tok", 4)
+    chosen = hf.size("num_experts_per_tok", 4)
+    if hf.size("experts_per_token", chosen) != chosen:  # the same in files of OpenAI's
+        raise hf.wrong("experts_per_token", f"num_experts_per_tok, {chosen}")
     how = {"biases": True, "clamped": True, "names": GPT_OSS}
     return mixture(config, experts=_experts(hf, 128), chosen=chosen, **how)
 

@@ -183,7 +183,7 @@ class GatedAttention(Layer):
         delta: Tensor | None,
         *,
         cos_sin: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
         read: Tensor | None,
         adapters: RowAdapters,
         ops: Ops,
@@ -197,7 +197,7 @@ class GatedAttention(Layer):
             x, h, cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.read
         q = adapters.add(self.q(h), h, self.number, "q").unflatten(-1, (config.heads, 2 * config.head_dim))
         q, gate = q.chunk(2, -1)
-        o = attend(ops.rope(q, cos_sin, self.q_norm, config.norm_eps), k, v)
+        o = attend(ops.rope(q, cos_sin, self.q_norm, config.norm_eps), k, v, self.sinks)
         return self._finish(x, o * torch.sigmoid(gate), adapters, ops)
 
     def own_weights(self, prefix: str) -> Iterator[Weight]:

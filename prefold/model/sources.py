@@ -181,7 +181,8 @@ class SafetensorsSource:
     ) -> None:
         """Adds the tensors of a stack. files: by their tensors; templates: as of `Names.of_stack`; in_turn: as of
         Names"""
-        file, scales = files[stored], None
+        file = files[stored]
+        scales: tuple[Any, str] | None = None
         whole = tuple(file.get_slice(stored).get_shape())
         turned = in_turn and len(whole) == 3
         if turned:

@@ -20,8 +20,8 @@ def oracle(folder, token_lists: list[list[int]]):
     1e-4, or three times what transformers differs from itself between eager and sdpa attention."""
     hidden, logits, difference = [], [], 0.0
     eager = reference(folder)
-    # Gemma 2 has no other attention there, because of its caps.
-    sdpa = eager if eager.config.model_type == "gemma2" else reference(folder, attention="sdpa")
+    # Gemma 2 and gpt-oss have no other attention there, because of caps and sinks.
+    sdpa = eager if eager.config.model_type in ("gemma2", "gpt_oss") else reference(folder, attention="sdpa")
     for tokens in token_lists:
         ids = torch.tensor([tokens])
         out = eager(input_ids=ids, output_hidden_states=True)
