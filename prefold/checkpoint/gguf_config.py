@@ -67,10 +67,9 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     if read.size("attention.value_length", head_dim) != head_dim or (turned != head_dim and arch not in PARTLY_TURNED):
         raise UnsupportedModelError(f"{file.path}: value_length and rope.dimension_count must equal key_length")
     norm = "attention.layer_norm_epsilon" if arch in LAYER_NORM else "attention.layer_norm_rms_epsilon"
-    queries = "attn_qkv" if arch == "phi3" else "attn_q"  # of the first layer with attention
-    queries = next(
-        (f"blk.{i}.{queries}" for i in range(layers) if f"blk.{i}.{queries}.weight" in file.tensors), queries
-    )
+    queries = "attn_qkv" if arch == "phi3" else "attn_q"
+    with_queries = (number for number in range(layers) if f"blk.{number}.{queries}.weight" in file.tensors)
+    queries = f"blk.{next(with_queries, 0)}.{queries}"
     config = {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
