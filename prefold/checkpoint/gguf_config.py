@@ -28,8 +28,8 @@ ARCHITECTURES = {
 MIXTURES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {}
 # Architectures whose norms are LayerNorm.
 LAYER_NORM = ("cohere2", "starcoder2")
-# Settings that files of some architectures have for each layer.
-PER_LAYER = ("attention.sliding_window_pattern", "lfm2.attention.head_count_kv")
+# Settings that are lists of different values, most of them one for each layer.
+LISTS = ("attention.sliding_window_pattern", "lfm2.attention.head_count_kv", "rope.dimension_sections")
 # Architectures that may rotate a part of each head.
 PARTLY_TURNED = ("phi3", "qwen35")
 FULL, SLIDING, SHARE = "full_attention", "sliding_attention", "partial_rotary_factor"
@@ -222,7 +222,7 @@ def _of_architecture(file: GGUFFile, arch: str) -> Settings:
     prefix, settings = arch + ".", {}
     for key, value in file.metadata.items():
         if key.startswith(prefix):
-            if isinstance(value, list) and value and not key.endswith(PER_LAYER):
+            if isinstance(value, list) and value and not key.endswith(LISTS):
                 if any(each != value[0] for each in value):
                     raise UnsupportedModelError(f"{file.path}: {key} differs from layer to layer")
                 value = value[0]
