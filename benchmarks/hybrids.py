@@ -192,9 +192,7 @@ def main() -> None:
             f"{wanted:.2f} times: {ratio / wanted:.2f} of it; states held at most: {states / facts.state_bytes:.0f}"
         )
     if options.json:
-        write_json(
-            options.json, {"machine": machine(), "shape": options.shape, "layers": options.layers, "cases": found}
-        )
+        write_json(options.json, options=vars(options), cases=found)
 
 
 if __name__ == "__main__":

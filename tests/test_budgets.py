@@ -16,7 +16,7 @@ PACKAGE = Path(prefold.__file__).parent
 # The most lines of Python that a folder may have, and the number that it is to come down to.
 BUDGETS = {
     "files of the root": (1929, 1500),
-    "checkpoint": (1219, 1050),
+    "checkpoint": (1218, 1050),
     "prefix": (819, 800),
     "text": (2491, 2100),
     "cache": (1317, 1500),
@@ -29,7 +29,7 @@ BUDGETS = {
     "engine": (3548, 2400),
     "experts": (567, 400),
     "hf": (1188, 1200),
-    "hybrid": (1986, 1600),
+    "hybrid": (1998, 1600),
     "looped": (3953, 3400),
     "images": (3011, 2700),
     "shifted": (928, 900),

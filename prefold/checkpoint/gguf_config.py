@@ -28,8 +28,8 @@ ARCHITECTURES = {
 MIXTURES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {}
 # Architectures whose norms are LayerNorm.
 LAYER_NORM = ("cohere2", "starcoder2")
-# Settings that files of some architectures have for each layer.
-PER_LAYER = ("attention.sliding_window_pattern", "lfm2.attention.head_count_kv")
+# Settings that are lists of different values, most of them one for each layer.
+LISTS = ("attention.sliding_window_pattern", "lfm2.attention.head_count_kv", "rope.dimension_sections")
 # Architectures that may rotate a part of each head.
 PARTLY_TURNED = ("phi3", "qwen35")
 FULL, SLIDING, SHARE = "full_attention", "sliding_attention", "partial_rotary_factor"
@@ -67,10 +67,9 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     if read.size("attention.value_length", head_dim) != head_dim or (turned != head_dim and arch not in PARTLY_TURNED):
         raise UnsupportedModelError(f"{file.path}: value_length and rope.dimension_count must equal key_length")
     norm = "attention.layer_norm_epsilon" if arch in LAYER_NORM else "attention.layer_norm_rms_epsilon"
-    queries = "attn_qkv" if arch == "phi3" else "attn_q"  # of the first layer with attention
-    queries = next(
-        (f"blk.{i}.{queries}" for i in range(layers) if f"blk.{i}.{queries}.weight" in file.tensors), queries
-    )
+    queries = "attn_qkv" if arch == "phi3" else "attn_q"
+    with_queries = (number for number in range(layers) if f"blk.{number}.{queries}.weight" in file.tensors)
+    queries = f"blk.{next(with_queries, 0)}.{queries}"
     config = {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
@@ -223,7 +222,7 @@ def _of_architecture(file: GGUFFile, arch: str) -> Settings:
     prefix, settings = arch + ".", {}
     for key, value in file.metadata.items():
         if key.startswith(prefix):
-            if isinstance(value, list) and value and not key.endswith(PER_LAYER):
+            if isinstance(value, list) and value and not key.endswith(LISTS):
                 if any(each != value[0] for each in value):
                     raise UnsupportedModelError(f"{file.path}: {key} differs from layer to layer")
                 value = value[0]

@@ -345,7 +345,18 @@ def granite4(hf: HFConfig) -> ModelConfig:
         "taps": hf.size("mamba_d_conv", 4, least=2, most=64),
         "conv_bias": hf.flag("mamba_conv_bias", True),
         "bias": hf.flag("mamba_proj_bias"),
-        "limits": tuple(hf.get("time_step_limit") or (0.0, math.inf)),
+        "limits": _limits(hf),
     }
     kinds = {"linear_attention": "mamba"}
     return HybridConfig.of(config, [kinds.get(kind, kind) for kind in mixers], sizes=sizes)
+
+
+def _limits(hf: Settings) -> tuple[float, ...]:
+    """Returns the least and the largest time step of Mamba-2."""
+    limits = hf.get("time_step_limit", [0.0, math.inf])
+    limits = limits if isinstance(limits, list | tuple) else ()
+    # transformers writes infinity as an object.
+    numbers = [math.inf if each == {"__float__": "Infinity"} else each for each in limits]
+    if len(numbers) != 2 or not all(isinstance(each, int | float) for each in numbers):
+        raise hf.wrong("time_step_limit", "two numbers")
+    return tuple(map(float, numbers))
