@@ -125,7 +125,19 @@ def cpu(file: dict) -> Iterator[Panel]:
         yield Panel(title, rounds, None if limit is None else 1e3 * limit, "ms")
 
 
-PANELS = {"rerank": rerank, "classify": classify, "generate": generate, "cpu": cpu}
+def formats(file: dict) -> Iterator[Panel]:
+    """Yields a panel for each variant of the kernels and number of rows, in milliseconds of a product."""
+    groups: dict[tuple[str, int], list[dict]] = {}
+    for run in file["runs"]:
+        groups.setdefault((run["variant"], run["rows"]), []).append(run)
+    for (variant, rows), runs in groups.items():
+        rounds = {run["format"]: [1e3 * one for one in run["seconds"]] for run in runs}
+        notes = {run["format"]: f"{run['bytes']:.2f}" for run in runs}
+        title = f"{variant}: {rows} row{'s' * (rows > 1)} times {file['outputs']} x {file['inputs']}"
+        yield Panel(title, rounds, None, "ms", notes, "bytes a weight")
+
+
+PANELS = {"rerank": rerank, "classify": classify, "generate": generate, "cpu": cpu, "formats": formats}
 
 
 def panels(name: str) -> list[Panel]:

@@ -71,9 +71,12 @@ def random_model(rng: np.random.Generator) -> CausalLM:
     in_int8 = compiled.has_int8 and not rng.integers(4)
     for module in model.modules():
         if isinstance(module, Linear):
+            quantised = None
+            if in_int8 and module.panels is not None and module.weight is not None and rng.integers(4):
+                quantised = module.in_int8(compiled, PanelPool())
             module.pack()
-            if in_int8 and module.panels is not None and rng.integers(4):
-                module.product = module.in_int8(compiled, PanelPool())
+            if quantised is not None:
+                module.product = quantised
             elif not rng.integers(4) and compiled.has_blocks("Q8_0", module.inputs):
                 kind = str(rng.choice([name for name in BLOCK_TYPES if compiled.has_blocks(name, module.inputs)]))
                 stored = stored_bytes(kind, module.outputs, module.inputs, int(rng.integers(99)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import MODULES, merged, write_adapter
-from blocks import write_model
+from blocks import DIM, HEADS, HIDDEN, KV_HEADS, WIDTH, write_model
 from safetensors.torch import load_file, save_file
 from tiny import EVERY, MIXTURES, DenseAttend, reference, tiny_checkpoint
 
@@ -16,7 +16,6 @@ from prefold import kernels
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.model import RowAdapters, load_adapter, load_model
-from prefold.train import save_model
 
 LENGTHS = (7, 11, 1, 9, 6)
 ROWS = sum(LENGTHS)
@@ -321,7 +320,9 @@ def test_adapters_on_blocks_of_a_file(tmp_path):
     path = write_model(tmp_path / "m.gguf", lambda name: "Q6_K" if name == "token_embd" else "Q4_K")
     kept, plain = (load(path, keep=keep) for keep in ("file", "dtype"))
     assert isinstance(kept.layers[0].o.product.packed, kernels.Blocks)
-    base = save_model(load(path, keep="dtype", pack=False), resolve(str(path)), tmp_path / "folder")
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_hidden_layers": 2, "head_dim": DIM}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    base = tiny_checkpoint(tmp_path / "like", "llama", tokenizer=False, **sizes, **heads)  # for names and shapes
     check_on(kept, plain, base, tmp_path, rtol=1e-4)
 
 

@@ -58,7 +58,8 @@ bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockP
                   int64_t columns, int64_t k, int threads, const Store& store) {
   const int64_t digits = blocks->type & kInInt8 ? 1 : sizeof(x[0]) == sizeof(float) ? 3 : 2, lines = rows * digits;
   const int64_t passes = (lines + kMostLines - 1) / kMostLines;
-  if (passes > kPasses[digits]) return false;
+  // Tiles multiply more rows while the panel is decoded.
+  if (passes > (digits == 2 && may_use_tiles() ? 1 : kPasses[digits])) return false;
   const Product product{nullptr, 0, nullptr, rows, columns, k, blocks};
   bool sixteens = false;
   for (int64_t p = 0; p < product.panels(); ++p) {
