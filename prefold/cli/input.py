@@ -132,8 +132,10 @@ def make_adapter(
         batch = OpenAIBatch(o["model"], seed=seed, sampling=sampling, adapters=tuple(adapter_folders(o)))
         return batch, TASKS
     if task is None:
+        is_empty = source.format == "jsonl" and first is None
+        wrong = "has no line with a JSON object" if is_empty else "does not begin with an OpenAI batch line"
         raise JobError(
-            f"{source.name} does not begin with an OpenAI batch line; for a table say what to do with it: "
+            f"{source.name} {wrong}; for a table say what to do with it: "
             "--task embed, rerank, classify, score or generate"
         )
     check_tokenizer(checkpoint, tokenizer, f"the texts of {source.name}")

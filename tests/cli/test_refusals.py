@@ -71,3 +71,9 @@ def test_options_of_conversations_without_one(prefold, table, command, arguments
 def test_a_text_with_an_image_is_not_scored_as_a_whole(prefold, table):
     done = prefold("score", "in.jsonl", "--prompt", "text", "--image", "body")
     assert done.exit_code == 2 and "add --continuation COLUMN" in done.stderr
+
+
+def test_an_empty_file_of_json_lines_is_called_so(prefold, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    done = prefold("run", "empty.jsonl", "-o", "out.jsonl")
+    assert done.exit_code == 1 and "empty.jsonl has no line with a JSON object" in done.stderr
