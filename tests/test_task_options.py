@@ -40,7 +40,7 @@ from prefold.tasks.sampling import sampling_from
 
 
 def test_what_is_made_of_the_table_is_up_to_date():
-    """The keywords of the methods, which `mypy` reads, and the tables of docs/python.md and docs/cli.md."""
+    """The keywords of the methods, which `mypy` reads, and the tables of docs/cli.md, and the reference pages."""
     script = Path(__file__).parents[1] / "scripts" / "generate"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr
@@ -185,9 +185,9 @@ def test_both_draws_do_each_filter(name):
 
 
 def test_the_page_of_bodies_names_every_parameter_of_sampling():
-    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "http.md").read_text(encoding="utf-8")
     missing = [name for name in http_names(SamplerOptions) if f"`{name}`" not in page]
-    assert missing == [], "docs/cli.md names the parameters of bodies where it says which options they set"
+    assert missing == [], "bodies have a field for each option of sampling"
 
 
 def test_the_sampler_gets_a_column_for_each_of_its_options():

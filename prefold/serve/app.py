@@ -99,11 +99,7 @@ def make_app(state: AppState) -> Direct:
         body = {"status": state.status} if failing is None else {"status": "failing", "reason": failing}
         return json_response(body, 200 if body["status"] == "ready" else 503)
 
-    entries = [
-        Entry(OPENAI, "GET", "/version", version),
-        Entry(OPENAI, "GET", "/metrics", metrics, admin=True),
-        *(entry for dialect in DIALECTS for entry in dialect.ENTRIES),
-    ]
+    entries = [*SERVER, *(entry for dialect in DIALECTS for entry in dialect.ENTRIES)]
     routes = [Route(entry.path, entry.endpoint(state), methods=[entry.method]) for entry in entries]
     others = [admin.route(), *(Route(path, health, methods=["GET"]) for path in ("/health", "/ping"))]
     direct = {(entry.method, entry.path): route for entry, route in reversed([*zip(entries, routes, strict=True)])}
@@ -121,6 +117,9 @@ async def version(context: RequestContext) -> Response:
 async def metrics(context: RequestContext) -> Response:
     """Answers with the metrics, in Prometheus' text format."""
     return Response(context.state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+SERVER = [Entry(OPENAI, "GET", "/version", version), Entry(OPENAI, "GET", "/metrics", metrics, admin=True)]
 
 
 async def watch_loop(state: AppState) -> None:

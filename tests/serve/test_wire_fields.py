@@ -151,7 +151,7 @@ WITH = {
     "tool_choice": {"tools": TOOLS}, "parallel_tool_calls": {"tools": TOOLS},
 }  # fmt: skip
 
-DOCS = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text()
 # [(paths, the fields that change nothing there)]
 IGNORED = re.findall(r"^\| (`/[^|]+) \| ([^|]+) \|$", DOCS.partition("change nothing")[2], re.M)
 READERS = {
@@ -229,7 +229,7 @@ def what_becomes(client: httpx.Client, route: str, field: str, body: dict, value
         return "used" if status == 200 else "refused" if field in text else text
     path = route.partition(" ")[0]
     documented = any(f"`{path}`" in paths and f"`{field}`" in names for paths, names in IGNORED)
-    return "ignored" if documented else "it changes nothing, which docs/serving.md does not say"
+    return "ignored" if documented else "it changes nothing, which docs/reference/http.md does not say"
 
 
 @pytest.mark.parametrize("route", FIELDS)
