@@ -136,7 +136,7 @@ def test_mixtures_are_refused(architecture):
 
 
 def test_the_example_of_the_page_gives_what_transformers_does(tmp_path, monkeypatch):
-    example = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    example = re.search(r"hybrid_models.py -->\n```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
     assert len(example[1].splitlines()) < 60
     plugins.load_plugins()
     for table, name in ((families, "_FAMILIES"), (config, "_MIXERS")):

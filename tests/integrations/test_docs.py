@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 # Those that run on other people's engines; tests/cluster/test_backends.py runs the example of a backend.
 BLOCKS = [block for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S) if "import BACKENDS" not in block]
-COMMANDS = re.findall(r"^    ((?:prefold|tail) .*)$", PAGE, re.M)
+OURS = re.findall(r"^<!-- run by tests/integrations/test_docs.py -->\n```sh\n(.*?)^```", PAGE, re.M | re.S)
+COMMANDS = [line for block in OURS for line in block.splitlines()]
 NEEDED = {"daft": ("daft",), "ray.data": ("ray", "pyarrow")}
 
 
