@@ -1,13 +1,14 @@
-"""What pages say of the code is there: files, modules and classes, and the server's paths."""
+"""What pages say of the code is there: files, modules and classes. The site builds."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from prefold.serve.app import DIALECTS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "prefold"
@@ -46,9 +47,15 @@ def test_names_that_are_not_there_are_noticed():
     assert [name for name in wrong if is_there(name)] == []
 
 
-def test_the_page_of_the_server_has_all_paths():
-    """But those below another one, such as a file's content, which the text names."""
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    paths = {entry.path.split("/{")[0] for dialect in DIALECTS for entry in dialect.ENTRIES}
-    missing = sorted(path for path in paths if not re.search(rf"[` ]{re.escape(path)}[`/]", page))
-    assert missing == [], "the tables of docs/serving.md are written by hand"
+def test_the_site_builds_and_asks_no_other_host_for_anything(tmp_path):
+    """Links that lead nowhere, and pages that the site does not list, are errors (`strict` in mkdocs.yml)."""
+    for package in ("mkdocs", "material"):
+        pytest.importorskip(package, reason="pip install 'prefold[docs]'")
+    environment = os.environ | {"PYTHON": sys.executable, "SITE": str(tmp_path)}
+    done = subprocess.run([ROOT / "scripts" / "site"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = [*tmp_path.rglob("*.html")]
+    assert len(pages) > 25
+    for page in pages:
+        loaded = r"<(?:script|img|link|source)[^>]* (?:src|href|srcset)=\"?https?:"
+        assert not re.search(loaded, page.read_text(encoding="utf-8")), page
