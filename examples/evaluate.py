@@ -3,7 +3,7 @@
     pip install 'prefold[lm-eval]'
     python examples/evaluate.py [QUESTIONS.jsonl]
 
-Without a file it asks the eight questions below. A line of a file has "question", "choices" (a list of texts) and
+Without a file it asks the eight questions below. A line of a file has "question", "choices" (a list of texts), and
 "answer" (the number of the right one, from 0). It prints the accuracy, with the first three questions as worked
 examples before each of the others: these are computed once. For the harness's own tasks, which it downloads, see
 docs/start/evaluate.md.
