@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -156,11 +157,11 @@ class Change:
     before the next one."""
 
     def __init__(self, rebuild: Callable[[], None]):
-        self.is_open, self._rebuild = False, rebuild
+        self.is_open, self._rebuild = False, WeakMethod(rebuild)  # whose object holds this one
 
     def __enter__(self) -> None:
         if self.is_open:
-            self._rebuild()
+            self._rebuild()()  # type: ignore[misc]
         self.is_open = True
 
     def __exit__(self, kind: object, *error: object) -> None:
