@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from common import export_folder, python_of, read_jsonl, table
 from generation_cases import airline
-from serve_systems import KV_GIB, Clients, Served, interval_of_ratio, p, prefold_server, vllm_server
+from serve_systems import KV_GIB, Clients, ServedModel, interval_of_ratio, p, prefold_server, vllm_server
 
 from prefold import LLM, CacheOptions
 from prefold.engine import ModelEngine
@@ -43,7 +43,7 @@ MODES["0.85"] = ["--sharing", "auto", "--sharing-threshold", "0.85"]
 __all__ = ["MODES", "live", "msmarco", "nothing_shared", "turns"]
 
 
-def both(stack: ExitStack, arguments: argparse.Namespace, modes: dict[str, list[str]], *vllm: str) -> list[Served]:
+def both(stack: ExitStack, arguments: argparse.Namespace, modes: dict[str, list[str]], *vllm: str) -> list[ServedModel]:
     """Returns the servers of a case, each paused: `prefold serve` with the options of each mode, and vLLM's where there
     is one."""
     found = [
@@ -114,7 +114,7 @@ def msmarco(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "memory": memory, "queries": count}
 
 
-def parts_of(server: Served) -> tuple[float, float]:
+def parts_of(server: ServedModel) -> tuple[float, float]:
     """Returns the seconds that a server's engine has planned, and those of its model; zeros where it does not say."""
     found = server.counted("prefold:engine_seconds_total")
     return found.get('{part="plan"}', 0.0), found.get('{part="model"}', 0.0)
@@ -137,7 +137,9 @@ def live(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def live_workload(arguments: argparse.Namespace, folder: Path, servers: list[Served], workload: str) -> dict[str, Any]:
+def live_workload(
+    arguments: argparse.Namespace, folder: Path, servers: list[ServedModel], workload: str
+) -> dict[str, Any]:
     """Runs one workload against both servers, which have forgotten what came before each time."""
     title, options = workload_of(arguments, folder, workload)
     rows, saturation = [], 0.0
@@ -162,7 +164,7 @@ def live_workload(arguments: argparse.Namespace, folder: Path, servers: list[Ser
     return {"rows": rows, "workload": title}
 
 
-def warm(server: Served) -> None:
+def warm(server: ServedModel) -> None:
     """Lets a server compute a few prompts that nobody asks for, and forget what it keeps."""
     bodies = [{"model": "model", "prompt": [11 + i] * 200, "max_tokens": 8, "ignore_eos": True} for i in range(4)]
     with Clients(server.port, 4) as clients:
@@ -209,7 +211,7 @@ def workload_of(arguments: argparse.Namespace, folder: Path, workload: str) -> t
     return f"{workload}, {len(texts)} requests, {statistics.fmean(sizes):.0f} out", [*own, *same]
 
 
-def bench(arguments: argparse.Namespace, folder: Path, server: Served, options: list[str]) -> dict[str, Any]:
+def bench(arguments: argparse.Namespace, folder: Path, server: ServedModel, options: list[str]) -> dict[str, Any]:
     """Returns what `vllm bench serve` says of a server, and the processor time that it took itself."""
     result = folder / "result.json"
     command = [python_of(arguments.vllm), "-c", BENCH, "--backend", "openai"]

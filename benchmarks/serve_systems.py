@@ -30,7 +30,7 @@ READY_SECONDS = 180
 KV_GIB = 2  # memory for keys and values, of each server that is compared with another
 
 
-class Served:
+class ServedModel:
     """A server in a process of its own, which is ready. A context manager.
 
     forget  the path that empties its cache
@@ -135,7 +135,7 @@ class Served:
         self._process.wait()
         self._log.close()
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> ServedModel:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -156,20 +156,20 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def prefold_server(name: str, model: str, *options: str, dtype: str = "bfloat16") -> Served:
+def prefold_server(name: str, model: str, *options: str, dtype: str = "bfloat16") -> ServedModel:
     """Returns `prefold serve`, of this Python."""
     command = [sys.executable, "-m", "prefold", "serve", "-m", model, "--dtype", dtype, "--port", "{port}", *options]
-    return Served(name, command, "/cache/clear")
+    return ServedModel(name, command, "/cache/clear")
 
 
-def vllm_server(name: str, environment: str, model: str, *options: str, dtype: str = "bfloat16") -> Served:
+def vllm_server(name: str, environment: str, model: str, *options: str, dtype: str = "bfloat16") -> ServedModel:
     """Returns `vllm serve` of a virtual environment, on all cores."""
     command = [str(Path(environment, "bin", "python")), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--port", "{port}", "--host", "127.0.0.1", "--dtype", dtype, *options]
     settings = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
     settings |= {"VLLM_SERVER_DEV_MODE": "1"}  # with which its cache can be emptied
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-    return Served(name, command, "/reset_prefix_cache", settings | quiet)
+    return ServedModel(name, command, "/reset_prefix_cache", settings | quiet)
 
 
 class Clients:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from common import table
-from serve_systems import Clients, Served, p, prefold_server
+from serve_systems import Clients, ServedModel, p, prefold_server
 
 from prefold import LLM
 
@@ -56,7 +56,7 @@ def tenants(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "tenants": count, "filled": filled}
 
 
-def fill(server: Served, draw: np.random.Generator, vocabulary: int, count: int) -> float:
+def fill(server: ServedModel, draw: np.random.Generator, vocabulary: int, count: int) -> float:
     """Lets each tenant ask for prompts that all begin with one token and end with another; returns the seconds."""
     started = time.perf_counter()
     bodies = []
@@ -69,7 +69,9 @@ def fill(server: Served, draw: np.random.Generator, vocabulary: int, count: int)
     return time.perf_counter() - started
 
 
-def measured(server: Served, draw: np.random.Generator, vocabulary: int, count: int, requests: int) -> dict[str, float]:
+def measured(
+    server: ServedModel, draw: np.random.Generator, vocabulary: int, count: int, requests: int
+) -> dict[str, float]:
     """Asks for 8 tokens after prompts of 64, each of a tenant drawn at random, one after the other."""
     prompts = draw.integers(100, vocabulary, size=(requests, 64)).tolist()
     bodies = [
@@ -86,7 +88,7 @@ def measured(server: Served, draw: np.random.Generator, vocabulary: int, count: 
     return {"nodes": nodes, "p50": p(seconds, 50), "p99": p(seconds, 99)} | parts
 
 
-def counters(server: Served) -> dict[str, float]:
+def counters(server: ServedModel) -> dict[str, float]:
     """Returns how many steps a server has made, and the seconds of its parts."""
     parts = server.counted("prefold:engine_seconds_total")
     found = {name: parts.get(f'{{part="{name}"}}', 0.0) for name in ("cache", "plan", "model")}

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     )
     from .face.results import Classification, Piece, Ranking, Score
     from .llm import LLM
-    from .text.media import Pictured
-    from .text.prompts import Filled
+    from .text.media import TextWithImages
+    from .text.prompts import FilledTemplate
     from .types import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
 
 __version__ = "0.1.0"
@@ -35,7 +35,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Classification",
-    "Filled",
+    "FilledTemplate",
     "FleetError",
     "ForkedError",
     "Generated",
@@ -45,7 +45,6 @@ __all__ = [
     "JobError",
     "MissingExtraError",
     "OutOfMemoryError",
-    "Pictured",
     "Piece",
     "PrefoldError",
     "RankError",
@@ -53,13 +52,14 @@ __all__ = [
     "Sampling",
     "Score",
     "Stats",
+    "TextWithImages",
     "TokenLogprobs",
     "UnsupportedModelError",
     "__version__",
 ]
 
-_MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint", "Filled": "text.prompts"}
-_MODULES |= {"Pictured": "text.media"}
+_MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint", "FilledTemplate": "text.prompts"}
+_MODULES |= {"TextWithImages": "text.media"}
 _MODULES |= dict.fromkeys(("Classification", "Piece", "Ranking", "Score"), "face.results")
 _MODULES |= dict.fromkeys(("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "types")
 

@@ -16,8 +16,8 @@ from .options import check_options, check_values, option, wrong_value
 T = TypeVar("T")
 
 
-class _Checked:
-    """A _Checked is a dataclass that checks the values of a model's options, and turns mappings into their groups."""
+class _CheckedOptions:
+    """A _CheckedOptions is a dataclass that checks the values of a model's options, and makes groups of mappings."""
 
     def __post_init__(self) -> None:
         declared = fields(self)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ class Shifting(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheOptions(_Checked):
+class CacheOptions(_CheckedOptions):
     """A CacheOptions holds what the cache keeps, and for how long. Raises InputError for values out of range."""
 
     policy: Policy = option(
@@ -89,7 +89,7 @@ class CacheOptions(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopedSettings(_Checked):
+class LoopedSettings(_CheckedOptions):
     """A LoopedSettings holds how the rows of a looped model go through its blocks: `LLM(looped=)`."""
 
     exits: Literal["read", "save", "project"] = option(
@@ -112,7 +112,7 @@ class LoopedSettings(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageSettings(_Checked):
+class ImageSettings(_CheckedOptions):
     """An ImageSettings holds what a model that sees images takes and keeps: `LLM(images=)`."""
 
     tower: bool = option(
@@ -144,7 +144,7 @@ GROUPS: dict[str, type[LoopedSettings] | type[ImageSettings]] = {"looped": Loope
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions(_Checked):
+class StepOptions(_CheckedOptions):
     """A StepOptions holds the options of a model that say how its steps are made."""
 
     sharing: Literal["auto", "full", "mlp", "off"] = option(
@@ -183,7 +183,7 @@ class StepOptions(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlotOptions(_Checked):
+class SlotOptions(_CheckedOptions):
     """A SlotOptions holds the options of a model that say how K/V is held for generated text."""
 
     kv_memory: int | None = option(

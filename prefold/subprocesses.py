@@ -24,7 +24,7 @@ PROGRAM = "import sys; from {module} import main; main(sys.argv[1:], sys.stdin.b
 START_SECONDS = 60.0
 
 
-class Ended(Exception):
+class SubprocessEnded(Exception):
     """The process has ended, or does not answer in time."""
 
 
@@ -94,7 +94,7 @@ class Subprocess:
             return answer, self._receive(answer.get("size", 0), deadline)
         except OSError as error:
             self.end()
-            raise Ended from error
+            raise SubprocessEnded from error
         except BaseException:
             self.end()
             raise
@@ -106,7 +106,7 @@ class Subprocess:
             self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
             count = self._socket.recv_into(rest)
             if not count:
-                raise Ended
+                raise SubprocessEnded
             rest = rest[count:]
         return data
 

@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from prefold.cache import CacheEvents
-from prefold.cache.events import EventLog, Removed, RowsStored
+from prefold.cache.events import EventLog, RowsRemoved, RowsStored
 from prefold.errors import InputError
 from prefold.simulate.costs import StepCost, StepRows
 from prefold.simulate.engines import MOST_ROWS, EndedRequest, Hits, Stretch
@@ -283,7 +283,7 @@ class BlockEngine:
             del self._cached[key]
             self._key[block] = None
             if self._log is not None and key[0] >= 0:
-                self._log.add(Removed(key))
+                self._log.add(RowsRemoved(key))
         self._users[block] = 1
         return block
 

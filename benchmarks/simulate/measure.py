@@ -58,7 +58,7 @@ def router(prefixes: int, replicas: int) -> None:
     """Fills the router's trie with prefixes of 256 tokens, and times events, decisions and bookings."""
     import psutil
 
-    from prefold.cache.events import CacheEvents, Cleared, RowsStored
+    from prefold.cache.events import CacheCleared, CacheEvents, RowsStored
     from prefold.cluster.router import Prompt, Router
 
     rng = np.random.default_rng(0)
@@ -71,7 +71,7 @@ def router(prefixes: int, replicas: int) -> None:
         tokens = rng.integers(0, 150_000, (min(100 * replicas, prefixes - start), 256)).astype(np.int32)
         for replica in range(replicas):
             events = [RowsStored(start + i, None, tokens[i]) for i in range(replica, len(tokens), replicas)]
-            batch = CacheEvents(0, first[replica], tuple(([Cleared()] if not start else []) + events))
+            batch = CacheEvents(0, first[replica], tuple(([CacheCleared()] if not start else []) + events))
             first[replica] += len(batch.events)
             began = time.process_time()
             assert found.take(replica, batch)

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from .answers import ChoiceText, Events
 from .body import Body as RequestBody
-from .body import Ignored, Model, Served, TaskOrder, doc, doc_of_option
+from .body import Ignored, Model, ServedModel, TaskOrder, doc, doc_of_option
 from .completions import Chat, chat_body
 
 Body = dict[str, Any]
@@ -120,7 +120,7 @@ class CountTokens(RequestBody, kw_only=True):
         "output_config": 'give {"format": {"type": "json_schema", "schema": {...}}}',
     }
 
-    def order(self, served: Served) -> TaskOrder:
+    def order(self, served: ServedModel) -> TaskOrder:
         """Returns the order of a conversation. Raises InputError."""
         chat: Body = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         chat["stop"] = self.stop_sequences

@@ -164,7 +164,7 @@ class TaskOrder:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """Served holds what an order depends on besides its body.
 
     llm           the served LLM
@@ -256,11 +256,11 @@ class Batchable(Settings, kw_only=True):
         """Returns {name of a field of the task's items: its name in the request}."""
         return {**cls.fields, **({"grammar": meta["format"]} if "format" in meta else {})}
 
-    def order(self, served: Served) -> TaskOrder:
+    def order(self, served: ServedModel) -> TaskOrder:
         """Returns the order of the request. Raises InputError."""
         return self.ordered(served, *self.read({}))
 
-    def ordered(self, served: Served, items: Sequence[Any], meta: dict[str, Any], **more: Any) -> TaskOrder:
+    def ordered(self, served: ServedModel, items: Sequence[Any], meta: dict[str, Any], **more: Any) -> TaskOrder:
         """Returns the order of these items. meta: as `read` returns it; more: fields of the order"""
         make = partial(self.response, meta, model=served.model, id=served.id)
         options, fields = self.options(self.task), self.fields_of(meta)

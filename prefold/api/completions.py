@@ -18,7 +18,19 @@ from ..errors import InputError
 from ..options import checked, http_names
 from ..tasks.sampling import format_grammar
 from .answers import ChoiceText, Events, calls_in, read_tools, split_reasoning
-from .body import IDS, OBJECTS, TEXT_OR_TEXTS, Batchable, Body, Ignored, Served, TaskOrder, Word, doc, doc_of_option
+from .body import (
+    IDS,
+    OBJECTS,
+    TEXT_OR_TEXTS,
+    Batchable,
+    Body,
+    Ignored,
+    ServedModel,
+    TaskOrder,
+    Word,
+    doc,
+    doc_of_option,
+)
 from .numbers import Prompts
 
 # OpenAI's defaults where they differ from those of Sampling. max_tokens None: until the model's context is full.
@@ -137,7 +149,7 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
     missing = ("{} is missing", "give it")
     may_be_empty = True
 
-    def order(self, served: Served) -> TaskOrder:
+    def order(self, served: ServedModel) -> TaskOrder:
         echo = read_echo(self, most=served.max_logprobs)
         self.check_stream_options()
         items, meta = self.read({})

@@ -12,7 +12,19 @@ import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
 from ..tasks.embed import is_list_of_texts
-from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Batchable, Body, Ignored, Model, Served, Settings, TaskOrder, Word, doc
+from .body import (
+    IDS_OR_LISTS,
+    TEXT_OR_TEXTS,
+    Batchable,
+    Body,
+    Ignored,
+    Model,
+    ServedModel,
+    Settings,
+    TaskOrder,
+    Word,
+    doc,
+)
 
 Result = dict[str, Any]
 Encoding = Word("Encoding", {"float": "float", "base64": "base64"})
@@ -140,11 +152,11 @@ class Classify(Settings):
     input: Prompts
     use_activation: Annotated[bool | None, doc("false: logits, or vectors that are not scaled.")] = None
 
-    def order(self, served: Served) -> TaskOrder:
+    def order(self, served: ServedModel) -> TaskOrder:
         """Returns the order for the labels of texts. Raises UnsupportedModelError for a model that has none."""
         return labels_of(self._labels(served, f"classify-{served.id}"), served)
 
-    def _labels(self, served: Served, id: str) -> TaskOrder:
+    def _labels(self, served: ServedModel, id: str) -> TaskOrder:
         kind = "logits" if self.use_activation is False else "probabilities"
 
         def entry(result: Result) -> Result:
@@ -157,7 +169,7 @@ class Classify(Settings):
 
     def _ordered(
         self,
-        served: Served,
+        served: ServedModel,
         id: str,
         task: str,
         entry: Callable[[Result], Result],
@@ -184,7 +196,7 @@ class Pooling(Classify, kw_only=True):
     dimensions: Annotated[Any, DIMENSIONS] = None
     encoding_format: Encoding = Encoding.float
 
-    def order(self, served: Served) -> TaskOrder:
+    def order(self, served: ServedModel) -> TaskOrder:
         """Returns the order for vectors, or for the values of a classification head if the model has one. Raises
         InputError."""
         task, id = "embed" if served.llm.config.num_labels is None else "classify", f"pool-{served.id}"
@@ -207,7 +219,7 @@ class Pooling(Classify, kw_only=True):
         return {"object": "pooling", "data": in_base64([values])[0] if self.encoding_format == "base64" else values}
 
 
-def labels_of(order: TaskOrder, served: Served) -> TaskOrder:
+def labels_of(order: TaskOrder, served: ServedModel) -> TaskOrder:
     """Returns an order for labels. Raises UnsupportedModelError for a model without a classification head."""
     if served.llm.config.num_labels is None:
         message = "the model has no classification head, and so no labels; serve one ...ForSequenceClassification"
@@ -247,7 +259,7 @@ class CohereEmbed(Body, kw_only=True):
 
     remedies: ClassVar = {"texts": "give a list of texts", "embedding_types": f"give some of {', '.join(_FORMS)}"}
 
-    def order(self, served: Served, default: Sequence[str] | None = None) -> TaskOrder:
+    def order(self, served: ServedModel, default: Sequence[str] | None = None) -> TaskOrder:
         """Returns the order for a vector of each text, in one form or several. default: embedding_types of a body
         without them; None: the vectors are a bare list, as in /v1/embed. Raises InputError for unknown forms, and for
         int8 and uint8, whose scale belongs to models that were trained for them."""

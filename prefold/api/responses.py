@@ -12,7 +12,7 @@ from msgspec import Struct
 from ..errors import InputError
 from ..options import SamplerOptions, http_names
 from .answers import ChoiceText, Events
-from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, Served, TaskOrder, converted, doc
+from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, ServedModel, TaskOrder, converted, doc
 from .completions import Chat, Effort, Streamed, ToolChoice, Tools, chat_body, sampled, usage_of
 
 Body = dict[str, Any]
@@ -75,7 +75,7 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
     missing = ("{} is missing", "give a text or a list of items")
     may_be_empty = True
 
-    def order(self, served: Served) -> TaskOrder:
+    def order(self, served: ServedModel) -> TaskOrder:
         self.check_stream_options()
         items, meta = self.read({})
         events = ResponseEvents(meta, model=served.model, id=served.id) if self.stream else None

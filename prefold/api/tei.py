@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from ..errors import InputError, UnsupportedModelError
 from ..tasks.classify import sigmoid, softmax
-from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, Served, TaskOrder, Word, doc
+from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, ServedModel, TaskOrder, Word, doc
 from .numbers import labels_of, vectors_in
 
 Results = Sequence[dict[str, Any]]
@@ -59,7 +59,7 @@ class TeiEmbed(Truncation):
     prompt_name: PromptName = None
     dimensions: Annotated[Any, doc("The vectors' first so many numbers.", "integer", minimum=1)] = None
 
-    def order(self, served: Served) -> TaskOrder:
+    def order(self, served: ServedModel) -> TaskOrder:
         """Returns the order for a vector of each input. Raises UnsupportedModelError."""
         options = {"normalize": self.normalize, **self.options}
         items = [{"text": self.inputs, "dimensions": self.dimensions}]
@@ -83,7 +83,7 @@ class TeiRerank(Truncation):
     return_text: Annotated[bool, doc("Whether each result holds its text.")] = False
     top_n: Annotated[Any, doc("How many of the best texts are answered.", "integer", minimum=1)] = None
 
-    def order(self, served: Served) -> TaskOrder:
+    def order(self, served: ServedModel) -> TaskOrder:
         """Returns the order for a score of each text, the best first."""
         options: dict[str, Any] = {"raw_scores": self.raw_scores}
         if self.truncate:
@@ -110,7 +110,7 @@ class TeiPredict(Truncation):
     raw_scores: Annotated[bool, doc("Scores before they are made probabilities.")] = False
     parameters: Parameters | None = None
 
-    def order(self, served: Served) -> TaskOrder:
+    def order(self, served: ServedModel) -> TaskOrder:
         """Returns the order for the scores of the labels of the classification head. Raises InputError,
         UnsupportedModelError.
 
@@ -164,7 +164,7 @@ class TeiSimilarity(Body):
         "parameters": "leave it out",
     }
 
-    def order(self, served: Served) -> TaskOrder:
+    def order(self, served: ServedModel) -> TaskOrder:
         """Returns the order for the cosine of the angle between a sentence and each of several. Raises
         UnsupportedModelError."""
 
@@ -192,7 +192,7 @@ class TeiDecode(Body):
     skip_special_tokens: bool = True
 
 
-def vectors_of(order: TaskOrder, served: Served) -> TaskOrder:
+def vectors_of(order: TaskOrder, served: ServedModel) -> TaskOrder:
     """Returns an order for vectors. Raises UnsupportedModelError for a model with a classification head."""
     if served.llm.config.num_labels is not None:
         raise UnsupportedModelError("the model has a classification head and is no embedding model; use /predict")

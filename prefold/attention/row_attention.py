@@ -33,10 +33,10 @@ def blocked_attention(
     There is one scaled_dot_product_attention for each block of queries: memory grows with the block, not with the
     square of the step. A key or value that is not finite makes the rows that see it NaN, and no other row.
     """
-    return _Blocked.apply(q, keys, values, sinks, plan, scale, cap)
+    return _BlockedAttention.apply(q, keys, values, sinks, plan, scale, cap)
 
 
-class _Blocked(torch.autograd.Function):
+class _BlockedAttention(torch.autograd.Function):
     """Keeps q, keys, values and sinks alone for the backward pass, which computes each block again.
 
     Autograd by itself would keep every block's gathered keys and its mask, a fifth of all that is held for a layer of

@@ -54,7 +54,7 @@ class KeyTiles:
 def row_tiles(plan: RowPlan, path_rows: int, block_q: int, block_k: int) -> RowTiles:
     """Returns the key blocks that each tile of a plan visits. path_rows: how many of its keys are the carried
     path's."""
-    seen = _Seen(plan, block_q)
+    seen = _TileKeys(plan, block_q)
     num_tiles = len(seen.first)
     parts = []
     for start, stop in ((0, path_rows), (path_rows, plan.num_keys)):
@@ -68,7 +68,7 @@ def row_tiles(plan: RowPlan, path_rows: int, block_q: int, block_k: int) -> RowT
 
 def key_tiles(plan: RowPlan, block_q: int, block_k: int) -> KeyTiles:
     """Returns the tiles that see each key block, of a plan whose keys all lie together."""
-    tile, block, whole = _Seen(plan, block_q).blocks(0, plan.num_keys, block_k)
+    tile, block, whole = _TileKeys(plan, block_q).blocks(0, plan.num_keys, block_k)
     bounds, tiles = _lists([(block[whole], tile[whole]), (block[~whole], tile[~whole])], -(-plan.num_keys // block_k))
     return KeyTiles(bounds, tiles, _most_first(bounds))
 
@@ -91,7 +91,7 @@ def _most_first(bounds: np.ndarray) -> np.ndarray:
     return np.argsort(-np.diff(bounds).sum(0), kind="stable")
 
 
-class _Seen:
+class _TileKeys:
     """What each tile of queries sees of a plan's keys."""
 
     def __init__(self, plan: RowPlan, block_q: int):

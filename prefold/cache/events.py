@@ -1,8 +1,8 @@
 """Events of a cache: numbered messages about the rows that it holds, from which a router knows where rows are.
 
 A *run* is a stretch of rows of one path that are held together; the reporter gives each run a name. Events are plain
-data, and go to other processes as they are. After an event was lost, the reporter sends `Cleared`, and then all rows
-that are held as if they were new.
+data, and go to other processes as they are. After an event was lost, the reporter sends `CacheCleared`, and then all
+rows that are held as if they were new.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
-    """A Removed says that the rows of a run are no longer held. The runs that follow it may still be."""
+class RowsRemoved:
+    """A RowsRemoved says that the rows of a run are no longer held. The runs that follow it may still be."""
 
     run: Hashable
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
-    """A Cleared says that no rows are held any more."""
+class CacheCleared:
+    """A CacheCleared says that no rows are held any more."""
 
 
-CacheEvent = RowsStored | Cut | Removed | Cleared
+CacheEvent = RowsStored | Cut | RowsRemoved | CacheCleared
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -78,7 +78,7 @@ class EventLog:
     def begin(self, epoch: Hashable) -> None:
         """Begins a new epoch, and drops the events that were not fetched."""
         self._epoch, self._first = epoch, 0
-        self._pending: list[CacheEvent] = [Cleared()]
+        self._pending: list[CacheEvent] = [CacheCleared()]
 
     def add(self, *events: CacheEvent) -> None:
         self._pending += events
@@ -147,7 +147,7 @@ class CacheReporter:
     def _report_all(self) -> None:
         self._has_lost = False
         self._first += len(self._pending)
-        self._pending = [Cleared()]
+        self._pending = [CacheCleared()]
         self._runs = {}
         self._limit = float("inf")
         nodes = [node for node in self._tree.nodes() if node.computed]
@@ -223,8 +223,8 @@ class CacheReporter:
 
     def _drop(self, node: Node) -> None:
         if node in self._runs:
-            self._add(Removed(self._runs.pop(node)[0]))
+            self._add(RowsRemoved(self._runs.pop(node)[0]))
 
     def _clear(self) -> None:
         self._runs = {}
-        self._add(Cleared())
+        self._add(CacheCleared())

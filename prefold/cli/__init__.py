@@ -13,7 +13,7 @@ from ..errors import PrefoldError
 from .bench import bench, demo
 from .options import plugin_option
 from .plan import plan
-from .process import Stopped, guarded, say
+from .process import StoppedBySignal, guarded, say
 from .serve import serve
 from .simulate import simulate
 from .tasks import classify, embed, generate, rerank, run, score
@@ -43,12 +43,12 @@ class _Group(click.Group):
         except PrefoldError as error:
             say(f"prefold: {error}")
             sys.exit(1)
-        except Stopped:
+        except StoppedBySignal:
             say("prefold: interrupted")
             raise
         except RuntimeError as error:
             # While a class is made, as in an import, Python 3.11 puts this in the place of what a descriptor raises.
-            if not isinstance(error.__cause__, Stopped):
+            if not isinstance(error.__cause__, StoppedBySignal):
                 raise
             say("prefold: interrupted")
             raise error.__cause__ from None

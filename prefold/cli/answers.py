@@ -67,7 +67,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
 
 def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:
     """Returns an item with an image before its text. Raises click.UsageError for tasks without images."""
-    from ..text.media import Pictured
+    from ..text.media import TextWithImages
 
     if task == "generate":
         chat = item.get("messages")
@@ -78,7 +78,7 @@ def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:
     name = next((name for name in ("text", "prompt") if isinstance(item.get(name), str)), None)
     if name is None:
         raise click.UsageError("--image is for embed, classify, score and generate")
-    return {**item, name: Pictured(item[name], [path])}
+    return {**item, name: TextWithImages(item[name], [path])}
 
 
 def _summary(engine: Any, o: dict[str, Any]) -> None:

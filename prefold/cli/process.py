@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 
-class Stopped(SystemExit):
-    """A Stopped ends the process after a signal; its code is 128 plus the signal's number."""
+class StoppedBySignal(SystemExit):
+    """A StoppedBySignal ends the process after a signal; its code is 128 plus the signal's number."""
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def _ending_on_signals() -> Iterator[None]:
         return
 
     def end(number: int, frame: Any) -> None:
-        raise Stopped(128 + number)
+        raise StoppedBySignal(128 + number)
 
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
     usual = (signal.SIG_DFL, signal.default_int_handler)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..cache.events import CacheEvent, CacheEvents, Cleared, Cut, Removed, RowsStored
+from ..cache.events import CacheCleared, CacheEvent, CacheEvents, Cut, RowsRemoved, RowsStored
 from ..errors import InputError
 from .prefixes import EstimatedCache, Place, PrefixIndex, token_bytes
 
@@ -369,7 +369,7 @@ class Router:
             new = new[max(0, member.next_event - events.first) :]
             if not new:
                 return member.is_whole
-        start = max((i for i, event in enumerate(new) if isinstance(event, Cleared)), default=None)
+        start = max((i for i, event in enumerate(new) if isinstance(event, CacheCleared)), default=None)
         follows = member.is_whole and events.epoch == member.epoch and events.first <= member.next_event
         if start is None and not follows:
             member.is_whole = False
@@ -401,7 +401,7 @@ class Router:
             place, start = runs[event.run]
             runs[event.upper] = (index.cut_at(place, start + event.size), start)
             runs[event.run] = (place, start + event.size)
-        elif isinstance(event, Removed):
+        elif isinstance(event, RowsRemoved):
             place, start = runs.pop(event.run)
             member.held -= place.stop - start
             index.release(place, start, bit)

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from ..cache import CacheEvents
-from ..cache.events import CacheEvent, EventLog, Removed, RowsStored
+from ..cache.events import CacheEvent, EventLog, RowsRemoved, RowsStored
 from ..errors import InputError, JobError, MissingExtraError
 from ..options import not_sent, sent_names
 from ..prefix import MEDIA_BASE
@@ -439,13 +439,13 @@ class BlockEvents:
 
     def _removal(self, name: Hashable, block: _Block) -> list[CacheEvent]:
         """Returns the events of a removal. Rows that the block shares with another block stay."""
-        events: list[CacheEvent] = [Removed(name)]
+        events: list[CacheEvent] = [RowsRemoved(name)]
         others = self._alike.get(block.head)
         if others:
             tokens = block.tokens.tobytes()
             other = max(others, key=lambda other: shared_by(tokens, self._blocks[other].tokens.tobytes()))
             twin = self._blocks[other]
-            events += [Removed(other), RowsStored(other, twin.after, twin.tokens, twin.namespace)]
+            events += [RowsRemoved(other), RowsStored(other, twin.after, twin.tokens, twin.namespace)]
         return events
 
 

@@ -79,8 +79,8 @@ def run_stream(
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A _Prepared is a planned step with the tensors that the worker has prepared for it."""
+class _PreparedStep:
+    """A _PreparedStep is a planned step with the tensors that the worker has prepared for it."""
 
     scheduler: PrefillScheduler
     results: _WindowResults
@@ -114,7 +114,7 @@ class _StreamRun:
         self._make_scheduler = stream_scheduler(self.engine.parts)
         self.number = next(_NUMBERS)
 
-    def prepare(self, windows: Iterable[Window]) -> Iterator[_Prepared]:
+    def prepare(self, windows: Iterable[Window]) -> Iterator[_PreparedStep]:
         """Plans and prepares the steps of every window, and yields them."""
         follows = False
         for window in windows:
@@ -147,10 +147,10 @@ class _StreamRun:
                 scheduler.commit(planned)
                 prepared = self.worker.prepare(planned.message)
                 self.engine.meter.add(seconds={"plan": time.perf_counter() - started})
-                yield _Prepared(scheduler, results, planned, prepared)
+                yield _PreparedStep(scheduler, results, planned, prepared)
                 started = time.perf_counter()
 
-    def begin(self, step: _Prepared) -> Iterator[_Begun]:
+    def begin(self, step: _PreparedStep) -> Iterator[_Begun]:
         """Starts a step and yields it. If memory is too small for the step, starts its halves one after the other."""
         pending = [(step.planned, step.prepared)]
         while pending:

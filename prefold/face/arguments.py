@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..text.media import Pictured
+from ..text.media import TextWithImages
 
 T = TypeVar("T")
 Message = Mapping[str, object]  # {"role": "user", "content": "..."}
@@ -24,7 +24,7 @@ class TensorLike(Protocol):
 
 Vector = NDArray[np.float32]
 Ids: TypeAlias = "Sequence[int] | NDArray[np.integer] | TensorLike"
-Text: TypeAlias = "str | Ids | Pictured"  # a text, its token ids, or a text with images
+Text: TypeAlias = "str | Ids | TextWithImages"  # a text, its token ids, or a text with images
 # A text, a conversation, or the fields of GenerateItem.
 Prompt: TypeAlias = "Text | Sequence[Message] | Mapping[str, object]"
 TEXT = "give a text, a list of token ids, or a list of several of them"
@@ -37,7 +37,7 @@ def as_items(value: Any, argument: str) -> tuple[list[Any], bool]:
     InputError, naming `argument`, for what is neither.
     """
     value = _array(value)
-    if isinstance(value, (str, Mapping, Pictured)):
+    if isinstance(value, (str, Mapping, TextWithImages)):
         return [value], True
     if value is None or isinstance(value, (bytes, bytearray)) or not isinstance(value, Iterable) or _is_scalar(value):
         raise InputError(f"{argument} is {_kind(value)}", field=argument, remedy=TEXT, code="wrong_type")

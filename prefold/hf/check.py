@@ -42,8 +42,8 @@ MOST_SEEN = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """An Expected is what a model gives of whole prompts, by transformers' own attention.
+class ExpectedOutputs:
+    """An ExpectedOutputs is what a model gives of whole prompts, by transformers' own attention.
 
     states  the hidden state of each prompt's last token, [prompts, hidden]
     logits  of the same, [prompts, vocabulary]; None: there is no LM head
@@ -52,7 +52,7 @@ class Expected:
     states: Tensor
     logits: Tensor | None
 
-    def difference(self, other: Expected) -> float:
+    def difference(self, other: ExpectedOutputs) -> float:
         """Returns the larger one of the differences of states and of logits, as of `_difference`."""
         pairs = [(self.states, other.states), *([] if self.logits is None else [(self.logits, other.logits)])]
         return max(map(_difference, *zip(*pairs, strict=True)))
@@ -70,8 +70,8 @@ def _is_exact(dtype: torch.dtype) -> bool:
 
 
 @dataclass(slots=True)
-class Noted:
-    """A Noted is how modules call attention in one pass. wrong: what no rows can do; empty: nothing"""
+class AttentionCalls:
+    """An AttentionCalls is how modules call attention in one pass. wrong: what no rows can do; empty: nothing"""
 
     most: int
     planes: list[Plane] = field(default_factory=list)
@@ -90,7 +90,7 @@ def prompts_for(vocab_size: int) -> list[np.ndarray]:
     return prompts
 
 
-def expected_of(model: TransformersLM) -> tuple[Expected, float]:
+def expected_of(model: TransformersLM) -> tuple[ExpectedOutputs, float]:
     """Returns what the model gives of the check's prompts, and what rows may differ from it by. Raises
     UnsupportedModelError where its modules cannot be called as rows are computed."""
     whole, config = model.whole, model.config
@@ -111,14 +111,14 @@ def expected_of(model: TransformersLM) -> tuple[Expected, float]:
     return expected, most
 
 
-def _whole_prompts(model: TransformersLM) -> Expected:
+def _whole_prompts(model: TransformersLM) -> ExpectedOutputs:
     states, logits = [], []
     for prompt in prompts_for(model.config.vocab_size):
         how = _arguments(prompt, model.device)
         states.append(model.decoder(**how)[0][0, -1])
         if model.config.lm_head:
             logits.append(model.whole(**how).logits[0, -1])
-    return Expected(torch.stack(states), torch.stack(logits) if logits else None)
+    return ExpectedOutputs(torch.stack(states), torch.stack(logits) if logits else None)
 
 
 def note(model: TransformersLM) -> TransformersConfig:
@@ -126,7 +126,7 @@ def note(model: TransformersLM) -> TransformersConfig:
     on they call ours."""
     config, whole, rows = model.config, model.whole, model.rows
     use(whole, NOTING)
-    rows.noted = noted = Noted(min(config.max_positions, MOST_SEEN))
+    rows.noted = noted = AttentionCalls(min(config.max_positions, MOST_SEEN))
     with refusing(config, "its modules fail with another attention"):
         model.decoder(**_arguments(prompts_for(config.vocab_size)[0], whole.device))
     rows.noted = None
@@ -159,7 +159,7 @@ def use(whole: Any, name: str) -> None:
             config._attn_implementation = name
 
 
-def check(model: TransformersLM, expected: Expected, most: float) -> None:
+def check(model: TransformersLM, expected: ExpectedOutputs, most: float) -> None:
     """Raises UnsupportedModelError where rows of the trie of the check's prompts give something else than the whole
     prompts did. most: what they may differ by"""
     config = model.config
@@ -241,7 +241,7 @@ def _attention(
     dropout: float = 0.0, **how: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Notes how attention is called, and returns zeros [1, rows, heads, value_dim]."""
-    noted: Noted = module.prefold_rows.noted
+    noted: AttentionCalls = module.prefold_rows.noted
     window: int | None = None
     changes = sorted(name for name, given in how.items() if name not in KNOWN and isinstance(given, Tensor | float))
     shows = getattr(attention_mask, "prefold_shows", None)
@@ -265,7 +265,7 @@ def _attention(
     return value.new_zeros(1, rows, heads, value.shape[3]), None
 
 
-def _window(shows: Callable[..., Any], noted: Noted) -> int | None:
+def _window(shows: Callable[..., Any], noted: AttentionCalls) -> int | None:
     """Returns the sliding window of a mask; None: each key behind its own is visible. What is neither is noted as
     wrong."""
     most = noted.most

@@ -136,12 +136,12 @@ class Head(nn.Module):
         return (out if bias is None else out + bias).view(*hidden.shape[:-1], -1)
 
 
-class Given(nn.Module):
-    """A Given stands in the place of the decoder where logits are made of hidden states that are there already."""
+class ReadyStates(nn.Module):
+    """A ReadyStates stands in the place of the decoder where logits are made of hidden states that exist already."""
 
     last_hidden_state: Tensor | None = None
 
-    def forward(self, *given: Any, **also_given: Any) -> Given:
+    def forward(self, *given: Any, **also_given: Any) -> ReadyStates:
         return self
 
     def __getitem__(self, number: int) -> Tensor | None:
@@ -154,7 +154,7 @@ class Given(nn.Module):
 class TransformersLM(CausalLM):
     """A TransformersLM is a CausalLM whose layers are the modules of a model of transformers.
 
-    whole    the model of transformers, with a Given in the place of its decoder
+    whole    the model of transformers, with a ReadyStates in the place of its decoder
     decoder  gives the hidden states
     """
 
@@ -172,7 +172,7 @@ class TransformersLM(CausalLM):
         self.layers = nn.ModuleList()
         self.recompute = self.may_pack = False
         self.head_product, self._stored = None, {}
-        self.given: Given | None = None
+        self.given: ReadyStates | None = None
         self.wide_head: Head | None = None
 
     def settle(self, config: TransformersConfig) -> None:
@@ -184,9 +184,9 @@ class TransformersLM(CausalLM):
         self.rows.sizes = (config.heads, config.kv_heads, config.head_dim)
 
     def take_head(self, name: str) -> None:
-        """Puts a Given in the place of the decoder, which is the module `name` of the model, and a Head in that of the
-        LM head where this is a plain linear."""
-        head, self.given = self.whole.get_output_embeddings(), Given()
+        """Puts a ReadyStates in the place of the decoder, which is the module `name` of the model, and a Head in that of
+        the LM head where this is a plain linear."""
+        head, self.given = self.whole.get_output_embeddings(), ReadyStates()
         self.whole.set_submodule(name, self.given)
         if type(head) is not nn.Linear:
             return

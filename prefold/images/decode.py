@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..errors import InputError, MissingExtraError
-from ..subprocesses import Ended, Subprocess, answer_all, limit_process
+from ..subprocesses import Subprocess, SubprocessEnded, answer_all, limit_process
 from ..text.media import Pixels
 
 # Modes of Pillow with more than 8 bits a channel. Pillow turns all values above 255 into white in RGB.
@@ -131,8 +131,8 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
-    """A Decoded is the image of a file. animated: whether the file has more frames, of which this is the first"""
+class DecodedImage:
+    """A DecodedImage is the image of a file. animated: whether the file has more frames, of which this is the first"""
 
     image: Image
     animated: bool
@@ -158,7 +158,7 @@ class Decoder:
         self._lock = threading.Lock()
         self._helper = Subprocess("prefold.images.decode", [str(self.limits.pixels), str(self.limits.memory)])
 
-    def decode(self, data: bytes, field: str = "image", budget: DecodeBudget | None = None) -> Decoded:
+    def decode(self, data: bytes, field: str = "image", budget: DecodeBudget | None = None) -> DecodedImage:
         """Returns the image of a file. field: its name in errors; budget: that of the file's item.
 
         Raises InputError for a file that is too large, of another kind, damaged, or that a decoder fails on, and when
@@ -177,7 +177,7 @@ class Decoder:
             others = budget is not None and budget.seconds_left < limits.seconds  # have taken some of it
             try:
                 answer, pixels = self._ask(data, budget)
-            except Ended:
+            except SubprocessEnded:
                 if budget is not None and others and budget.seconds_left <= 0:
                     problem = f"and the images before it could not be decoded in {budget.seconds:g} s"
                     raise _error(field, problem, "give fewer or smaller images", "image_too_large") from None
@@ -186,7 +186,7 @@ class Decoder:
         if "error" in answer:
             raise _error(field, answer["error"], answer["remedy"], answer["code"])
         shape = answer["height"], answer["width"], 3
-        return Decoded(Image(np.frombuffer(pixels, np.uint8).reshape(shape)), answer["animated"])
+        return DecodedImage(Image(np.frombuffer(pixels, np.uint8).reshape(shape)), answer["animated"])
 
     def close(self) -> None:
         """Ends the process; the next file starts another."""
@@ -203,7 +203,7 @@ class Decoder:
         """Returns the answer of the subprocess to a file."""
         seconds = self.limits.seconds if budget is None else min(self.limits.seconds, budget.seconds_left)
         if seconds <= 0:  # or a quick answer would still count
-            raise Ended
+            raise SubprocessEnded
         self._helper.start()
         began = time.monotonic()
         try:

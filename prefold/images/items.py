@@ -20,7 +20,7 @@ from ..prefix import MEDIA_BASE
 from ..stream.tempfiles import Blob, BlobStore
 from ..text import Tokenizer
 from ..text.media import ImageIds, Picture, too_long
-from ..text.tokenizer import Escaping
+from ..text.tokenizer import EscapingEncoder
 from ..types import Medium, within
 from .config import TowerConfig
 from .decode import DecodeBudget, Image
@@ -179,7 +179,7 @@ class ImageInputs:
         return ReplicaImages(self.table, self.processor)
 
     @cached_property
-    def escaping(self) -> Escaping:
+    def escaping(self) -> EscapingEncoder:
         """Returns an encoder of texts in which image tokens that users write stay plain text."""
         return self.tokenizer.escaping_only(self.processor.special)
 
@@ -216,7 +216,7 @@ class ImageInputs:
         return summary
 
     def encode(
-        self, text: str, pictures: Sequence[Picture], salt: str, field: str, escaping: Escaping | None = None
+        self, text: str, pictures: Sequence[Picture], salt: str, field: str, escaping: EscapingEncoder | None = None
     ) -> tuple[np.ndarray, tuple[Medium, ...]]:
         """Returns the ids of a text, int32 [n], with the rows of an image in place of each placeholder, and the images'
         media. escaping: the encoder by which the text was escaped. Raises InputError where there are not as many

@@ -24,7 +24,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..text.media import is_picture
-from .decode import DecodeBudget, Decoded, Decoder, Image, Limits, image_of
+from .decode import DecodeBudget, DecodedImage, Decoder, Image, Limits, image_of
 
 MOST_REDIRECTS = 5
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -196,13 +196,13 @@ class Reader:
     hosts: MediaHosts = field(default_factory=MediaHosts)
     files: Callable[[str], Path | None] | None = None
 
-    def read(self, value: Any, field: str = "image", budget: DecodeBudget | None = None) -> Decoded:
+    def read(self, value: Any, field: str = "image", budget: DecodeBudget | None = None) -> DecodedImage:
         """Returns the image of a value: an Image, a Pillow image, an array uint8 [height, width, 3], the bytes of a
         file, its path, a data URL, base64, an https address, the id of an uploaded file, or a mapping that has one of
         them. budget: that of the image's item. Raises InputError, with `field` as its field, for other values, and for
         those that are not allowed."""
         source, _ = self.source(value, field)
-        return Decoded(source, False) if isinstance(source, Image) else self.decoder.decode(source, field, budget)
+        return DecodedImage(source, False) if isinstance(source, Image) else self.decoder.decode(source, field, budget)
 
     def source(self, value: Any, field: str = "image") -> tuple[bytes | Image, Any]:
         """Returns the content of an image value, and a value from which the content can be read again. The content is

@@ -36,7 +36,7 @@ class EncodeImage(Message):
     ids    int32 [rows]: of the image's rows. Once it is encoded, steps may have rows with these ids
     tiles  float32 [tiles, 3, height, width] in the first message about an image; None in later ones
 
-    Its result is an Encoded.
+    Its result is an EncodedImage.
     """
 
     ids: np.ndarray
@@ -52,8 +52,8 @@ class DropImages(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """An Encoded is the result of an EncodeImage.
+class EncodedImage:
+    """An EncodedImage is the result of an EncodeImage.
 
     is_done  whether the image's rows are there
     error    why the tower failed for it, so that its rows are NaN; None: it did not

@@ -12,8 +12,8 @@ from ..device import send
 from ..model import MediaRows
 from ..prefix import MEDIA_BASE
 from ..worker.local import LocalWorker
-from ..worker.protocol import DONE, Completed, Ticket, WorkerPart
-from .steps import DropImages, Encoded, EncodeImage, ImageFacts
+from ..worker.protocol import DONE, CompletedTicket, Ticket, WorkerPart
+from .steps import DropImages, EncodedImage, EncodeImage, ImageFacts
 from .tower import Tower, TowerPass
 
 MOST_PLANS = 256  # attention plans that are kept, one for each shape of queries and keys
@@ -54,22 +54,22 @@ class ImageRows:
         self._images: dict[int, tuple[np.ndarray, Tensor]] = {}
         self._firsts = np.empty(0, np.int64)
 
-    def encode(self, message: EncodeImage) -> Encoded:
+    def encode(self, message: EncodeImage) -> EncodedImage:
         """Does more of the tower's work on an image. A failure is returned and not raised; the image's rows are NaN
         then, so that a request that reads them gets an error."""
         first = int(message.ids[0])
         if message.tiles is None and first not in self._runs and first in self._images:
-            return Encoded(True)
+            return EncodedImage(True)
         try:
             if not self._go_on(first, message):
-                return Encoded(False)
+                return EncodedImage(False)
             error = None
         except Exception as problem:
             rows = torch.full((len(message.ids), self._tower.config.output), torch.nan, dtype=self._tower.dtype)
             self._enter(first, message.ids, rows.to(self._tower.device))
             error = f"{type(problem).__name__}: {problem}"
         self._runs.pop(first, None)
-        return Encoded(True, error)
+        return EncodedImage(True, error)
 
     def drop(self, firsts: tuple[int, ...]) -> None:
         """Drops the rows of these images, and their passes."""
@@ -128,7 +128,7 @@ def image_part(tower: Tower) -> WorkerPart:
         encoded = images.encode(message)
         if tower.device.type == "cuda":  # the host measures how long the work takes
             torch.cuda.synchronize(tower.device)
-        return Completed(encoded)
+        return CompletedTicket(encoded)
 
     def drop(worker: LocalWorker, message: DropImages) -> Ticket:
         images.drop(message.firsts)

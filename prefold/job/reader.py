@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import InputError, UnsupportedModelError
-from ..records.record import Parsed, Record, RecordAdapter, Source, error_text
+from ..records.record import ParsedRecord, Record, RecordAdapter, Source, error_text
 from ..report.progress import Counts
 from ..stream import Feed, Spool
 from ..tasks.base import attempt
@@ -71,8 +71,8 @@ class _Item:
 
 
 @dataclass(slots=True)
-class _Gathering:
-    """A _Gathering is a record of which some results are missing."""
+class _PartialRecord:
+    """A _PartialRecord is a record of which some results are missing."""
 
     missing: int
     items: list[_Item | None]
@@ -83,7 +83,7 @@ class Gather:
     """A Gather collects results by record. waiting: how many records have some of their results, but not all"""
 
     def __init__(self) -> None:
-        self._records: dict[int, _Gathering] = {}
+        self._records: dict[int, _PartialRecord] = {}
 
     @property
     def waiting(self) -> int:
@@ -98,7 +98,7 @@ class Gather:
             return Done(number, meta, [(note, [result])])
         record = self._records.get(number)
         if record is None:
-            record = self._records[number] = _Gathering(items, [None] * items)
+            record = self._records[number] = _PartialRecord(items, [None] * items)
         entry = record.items[item]
         if entry is None:
             entry = record.items[item] = _Item(parts, [None] * parts)
@@ -171,7 +171,7 @@ class Ready:
 class _Chunk:
     """A _Chunk holds records of one task, and their items, that wait to be tokenised together."""
 
-    records: list[tuple[int, Parsed]] = field(default_factory=list)
+    records: list[tuple[int, ParsedRecord]] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
     texts: int = 0
     bytes: int = 0

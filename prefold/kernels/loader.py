@@ -70,13 +70,13 @@ LIBRARIES = HERE / "lib"  # what a wheel has
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedKernels:
     kernels: Kernels | None
     status: str
 
 
 _lock = threading.Lock()
-_loaded: Loaded | None = None
+_loaded: LoadedKernels | None = None
 
 
 def load() -> Kernels | None:
@@ -99,7 +99,7 @@ def status(*, compiles: bool = True) -> str:
     return _load().status
 
 
-def _load() -> Loaded:
+def _load() -> LoadedKernels:
     global _loaded
     if _loaded is None:
         with _lock:
@@ -108,29 +108,29 @@ def _load() -> Loaded:
     return _loaded
 
 
-def _attempt() -> Loaded:
+def _attempt() -> LoadedKernels:
     wish = os.environ.get("PREFOLD_KERNELS", "1")
     if wish == "0":
-        return Loaded(None, "PyTorch: compiled kernels are switched off by PREFOLD_KERNELS=0")
+        return LoadedKernels(None, "PyTorch: compiled kernels are switched off by PREFOLD_KERNELS=0")
     forced = os.environ.get("PREFOLD_ISA")
     if forced and (loaded := _try_variant(forced)):
         return loaded
     if wish != "native" and (LIBRARIES / "probe.so").exists() and (loaded := _of_wheel()):
         return loaded
     try:
-        return Loaded(_compiled(NATIVE), "compiled on this machine: native")
+        return LoadedKernels(_compiled(NATIVE), "compiled on this machine: native")
     except (BuildError, OSError, AttributeError) as error:
         _warn(f"prefold runs without its compiled kernels, more slowly: {error}")
-        return Loaded(None, f"PyTorch: {error}")
+        return LoadedKernels(None, f"PyTorch: {error}")
 
 
-def _of_wheel() -> Loaded | None:
+def _of_wheel() -> LoadedKernels | None:
     """Returns the best kernels of the wheel that run here, or None. Warns once where some of them are damaged."""
     loaded, damaged = None, []
     try:
         for variant in runnable(_probe()):
             try:
-                loaded = Loaded(Kernels(LIBRARIES / variant.library), f"of the wheel: {variant.name}")
+                loaded = LoadedKernels(Kernels(LIBRARIES / variant.library), f"of the wheel: {variant.name}")
                 break
             except (OSError, AttributeError) as error:
                 damaged.append(str(error))
@@ -141,7 +141,7 @@ def _of_wheel() -> Loaded | None:
     return loaded
 
 
-def _try_variant(name: str) -> Loaded | None:
+def _try_variant(name: str) -> LoadedKernels | None:
     """Returns the kernels of the variant that PREFOLD_ISA names, of the wheel or compiled. Warns, and returns None,
     where this machine cannot run or compile them."""
     try:
@@ -152,8 +152,8 @@ def _try_variant(name: str) -> Loaded | None:
             raise BuildError("this CPU, or its system, has not all the instructions for it")
         path = LIBRARIES / variant.library
         if path.exists():
-            return Loaded(Kernels(path), f"of the wheel: {name}")
-        return Loaded(_compiled(variant.flags), f"compiled on this machine: {name}")
+            return LoadedKernels(Kernels(path), f"of the wheel: {name}")
+        return LoadedKernels(_compiled(variant.flags), f"compiled on this machine: {name}")
     except (BuildError, OSError, AttributeError) as error:
         _warn(f"PREFOLD_ISA is {name!r}, and is ignored: {error}")
         return None

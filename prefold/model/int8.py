@@ -26,7 +26,7 @@ from .layers import Linear, Weight
 from .lora import NO_ADAPTERS
 from .ops import choose_ops, wide
 from .products import Panels, Product, product_kernels
-from .stored import Stored
+from .stored import StoredWeights
 from .transformer import CausalLM
 
 # Text that goes through the model when it is loaded, to see what int8 changes: prose, a question, code, numbers.
@@ -199,7 +199,7 @@ def fill_in_int8(
     model: CausalLM,
     weights: Iterable[tuple[int, Weight]],
     fill_one: Callable[..., None],
-    stored: Stored,
+    stored: StoredWeights,
     tokens: Sequence[int],
 ) -> Report:
     """Fills all parameters of a model, a layer at a time, and lets its linears multiply in int8 where the probe allows.

@@ -71,7 +71,7 @@ class Panels(Product):
             self.packed, self.outputs = weight, weight.outputs
         else:
             self.packed, self.outputs = kernels.pack_words(self.columns(weight.detach()), pool), len(weight)
-        self._memory = _Reused()
+        self._memory = _LogitsBuffer()
 
     @staticmethod
     def side_by_side(parts: Sequence[kernels.StoredRows]) -> Sequence[kernels.StoredRows]:
@@ -139,9 +139,9 @@ def in_turn(columns: Tensor) -> Tensor:
     return columns.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
 
 
-class _Reused:
-    """A _Reused gives memory for logits: that of the last call, once nothing refers to it any more. Fresh pages would
-    cost as much again as a tenth to a third of the product."""
+class _LogitsBuffer:
+    """A _LogitsBuffer gives memory for logits: that of the last call, once nothing refers to it any more. Fresh pages
+    would cost as much again as a tenth to a third of the product."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.float32)

@@ -22,8 +22,8 @@ COMFORTABLE = 0.5
 PACKED = 1.03
 
 
-class Stored:
-    """A Stored has the weights of a model that stay as they are stored.
+class StoredWeights:
+    """A StoredWeights has the weights of a model that stay as they are stored.
 
     sizes  their bytes, by their places among `model_weights`
     """
@@ -68,12 +68,12 @@ class Stored:
         return f"weights lie in memory as stored ({', '.join(sorted(self._types))})" if self._types else ""
 
 
-NOTHING = Stored({}, None, None)
+NOTHING = StoredWeights({}, None, None)
 
 
 def stored_weights(
     wish: str, weights: Iterable[Weight], source: StoredSource, dtype: torch.dtype, device: torch.device, ranks: Alone
-) -> Stored:
+) -> StoredWeights:
     """Returns which weights stay as they are stored.
 
     wish  "dtype": none; "file": all that there is code for; "auto": these in float32, and where weights of
@@ -99,7 +99,7 @@ def stored_weights(
         total = sum(weight.parameter.nbytes for weight in every)
         if total <= COMFORTABLE * available_memory(device):
             return NOTHING
-    return Stored(sizes, source, compiled)
+    return StoredWeights(sizes, source, compiled)
 
 
 def _stored_size(weight: Weight, source: StoredSource, dtype: torch.dtype, compiled: kernels.Kernels) -> int:

@@ -22,7 +22,7 @@ from .int8 import fill_in_int8
 from .layers import Linear, Norm, Weight, linear_weights
 from .parallel import ALONE, Alone
 from .sources import TensorSource, open_source
-from .stored import NOTHING, Stored, stored_weights
+from .stored import NOTHING, StoredWeights, stored_weights
 from .transformer import CausalLM
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -104,7 +104,7 @@ def fill_all(
     device: torch.device,
     *,
     pack: bool,
-    stored: Stored = NOTHING,
+    stored: StoredWeights = NOTHING,
 ) -> None:
     """Fills all parameters but those that stay as they are stored; with `pack` those of linears are packed, each at
     once, so that only one is there twice."""
@@ -121,7 +121,7 @@ def _fill_one(
     *,
     source: TensorSource,
     device: torch.device,
-    stored: Stored,
+    stored: StoredWeights,
     pack: bool = True,
 ) -> None:
     """Fills a parameter, unless it stays as it is stored. number: its place among the model's weights"""
@@ -269,7 +269,7 @@ def check_memory(
     weights: list[Weight],
     device: torch.device,
     dtype: torch.dtype,
-    stored: Stored = NOTHING,
+    stored: StoredWeights = NOTHING,
 ) -> None:
     size = sum(stored.size(number, weight) for number, weight in enumerate(weights))
     # While a parameter is packed it is there twice.

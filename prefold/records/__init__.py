@@ -9,6 +9,6 @@ from __future__ import annotations
 from .batch import OpenAIBatch
 from .fields import Template
 from .formats import TableOptions
-from .record import FORMATS, Parsed, Record, RecordAdapter, Source
+from .record import FORMATS, ParsedRecord, Record, RecordAdapter, Source
 from .source import open_source, open_sources
 from .tables import Columns, TableAdapter

@@ -17,7 +17,7 @@ from ..api import ENDPOINTS, KINDS, openai_error
 from ..api.body import renamed
 from ..errors import InputError, record_error
 from ..text.valid import valid_text
-from .record import Parsed, Record, TextSet, error_object
+from .record import ParsedRecord, Record, TextSet, error_object
 
 _OTHER_MODELS = 20  # names of other models that are counted one by one; further names are counted together
 _LINE_ERRORS = {
@@ -81,8 +81,8 @@ class OpenAIBatch:
         self.usage: Counter[str] = Counter()
         self._ids = TextSet()
 
-    def read(self, record: Record) -> Parsed:
-        parsed = Parsed()
+    def read(self, record: Record) -> ParsedRecord:
+        parsed = ParsedRecord()
         if record.error is not None or record.data is None:
             parsed.error = record.error
             return parsed
@@ -92,7 +92,7 @@ class OpenAIBatch:
             parsed.error = record_error(error)
         return parsed
 
-    def _read(self, parsed: Parsed, data: dict[str, Any]) -> None:
+    def _read(self, parsed: ParsedRecord, data: dict[str, Any]) -> None:
         custom_id = _custom_id(data)
         parsed.meta = {"id": custom_id}
         if not self._ids.add(json.dumps(custom_id)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, JobError
-from ..text.prompts import Filled
+from ..text.prompts import FilledTemplate
 from ..text.valid import valid_text
 
 # The deepest nesting of a record. Code that walks a record by recursion must not reach the end of Python's stack.
@@ -140,7 +140,7 @@ class Template:
         return list(dict.fromkeys(path for _, path in self._parts if path is not None))
 
     def render(self, data: dict[str, Any], keep_empty: bool = False) -> str:
-        """Returns the template's text for a record: a `Filled` if it has several columns.
+        """Returns the template's text for a record: a `FilledTemplate` if it has several columns.
 
         keep_empty: see `as_text`. Raises InputError where a column is missing or holds no text.
         """
@@ -151,7 +151,7 @@ class Template:
             out.append((literal, False))
             if path is not None:
                 out.append((as_text(lookup(data, path), path, keep_empty), True))
-        return Filled(out)
+        return FilledTemplate(out)
 
     def render_many(self, data: dict[str, Any], keep_empty: bool = False) -> str | list[str]:
         """Returns the text of `render`, or the texts of a bare column whose value is a list."""

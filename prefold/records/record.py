@@ -155,8 +155,8 @@ class Source:
 
 
 @dataclass(slots=True)
-class Parsed:
-    """A Parsed holds a record as a task's items, or its error.
+class ParsedRecord:
+    """A ParsedRecord holds a record as a task's items, or its error.
 
     task    name of the task that the record is for, one of the job's
     items   the items that this task prepares; their results belong to one output line
@@ -178,7 +178,7 @@ class RecordAdapter(Protocol):
 
     columns: Collection[str] | None
 
-    def read(self, record: Record) -> Parsed:
+    def read(self, record: Record) -> ParsedRecord:
         """Returns a record as a task's items. It does not raise: errors are in the result."""
         ...
 

@@ -167,7 +167,7 @@ def _opened(path: Path, size: int, zipped: bool) -> Iterator[Any]:
     A file that grows meanwhile is read as far as its identity goes: what comes behind it, such as the first half of a
     line, belongs to the job's next run.
     """
-    with io.BufferedReader(_Beginning(path, size), _BUFFER) as file:
+    with io.BufferedReader(_FileHead(path, size), _BUFFER) as file:
         if not zipped:
             yield file
             return
@@ -175,8 +175,8 @@ def _opened(path: Path, size: int, zipped: bool) -> Iterator[Any]:
             yield unzipped
 
 
-class _Beginning(io.RawIOBase):
-    """A _Beginning reads the first `size` bytes of a file."""
+class _FileHead(io.RawIOBase):
+    """A _FileHead reads the first `size` bytes of a file."""
 
     def __init__(self, path: Path, size: int):
         self._file = path.open("rb", buffering=0)

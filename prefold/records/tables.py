@@ -9,10 +9,10 @@ from typing import Any
 
 from ..errors import InputError, JobError, record_error
 from ..options import near
-from ..text.media import Pictured
+from ..text.media import TextWithImages
 from ..text.valid import valid_text
 from .fields import Template, as_text, is_empty, lookup, parse_cell
-from .record import Parsed, Record, error_object, plain
+from .record import ParsedRecord, Record, error_object, plain
 
 # The names in an output line that are not the user's: those of every line (""), and those that each task adds.
 _RESERVED = {
@@ -166,8 +166,8 @@ class TableAdapter:
                 hint = "; in a text, columns stand in braces: '... {column} ...'" if " " in path.strip() else ""
                 raise JobError(f"the input has no column {path!r}; {near(path, have)}it has: {', '.join(have)}{hint}")
 
-    def read(self, record: Record) -> Parsed:
-        parsed = Parsed(task=self.task, error=record.error)
+    def read(self, record: Record) -> ParsedRecord:
+        parsed = ParsedRecord(task=self.task, error=record.error)
         if record.error is not None or record.data is None:
             return parsed
         try:
@@ -259,7 +259,7 @@ class TableAdapter:
             return prompt
         if isinstance(prompt, list):
             return [self._pictured(text, images) for text in prompt]
-        return Pictured(prompt, images)
+        return TextWithImages(prompt, images)
 
     def _prompt(self, data: dict[str, Any]) -> Any:
         columns = self.columns_used

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..api.body import Body, Served, TaskOrder, renamed
+from ..api.body import Body, ServedModel, TaskOrder, renamed
 from ..errors import InputError
 from ..tasks.base import TRUNCATE
 from .handler import RequestHandler, event_bytes
@@ -48,10 +48,10 @@ class RequestContext:
         return self.state.handler_for_requests()
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServedModel:
         """Returns what an order depends on besides the body. Call it after `read`."""
         handler = self.handler
-        return Served(handler.llm, self.model, self.id, handler.fingerprint, self.state.options.max_logprobs)
+        return ServedModel(handler.llm, self.model, self.id, handler.fingerprint, self.state.options.max_logprobs)
 
     async def read(self, *, computes: bool = True) -> None:
         """Reads the body. computes: whether the request will wait for the engine; if too many do, it is refused before

@@ -25,7 +25,7 @@ from .context import Entry, RequestContext
 from .dialects import OPENAI
 from .http import ClientGone, Refusal, json_response
 from .state import new_id
-from .store import Body as Stored
+from .store import Body as StoredWeights
 from .store import Store
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -121,7 +121,7 @@ async def upload(context: RequestContext) -> Response:
     return json_response(body)
 
 
-def _store_file(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: int | None) -> Stored:
+def _store_file(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: int | None) -> StoredWeights:
     """Stores an uploaded file, and returns its object."""
     id, now = f"file-{new_id()}", int(time.time())
     with store.writing_content(id) as path, path.open("wb") as copy:
@@ -130,7 +130,14 @@ def _store_file(store: Store, tenant: str, file: UploadFile, purpose: str, secon
         size = copy.tell()
     # A form's charset may make halves of surrogate pairs, which no answer can hold.
     name = Path(file.filename or "file.jsonl").name[:255].encode("utf-8", "replace").decode()
-    body: Stored = {"id": id, "object": "file", "bytes": size, "created_at": now, "filename": name, "purpose": purpose}
+    body: StoredWeights = {
+        "id": id,
+        "object": "file",
+        "bytes": size,
+        "created_at": now,
+        "filename": name,
+        "purpose": purpose,
+    }
     body |= {"expires_at": seconds and now + seconds, "status": "processed", "status_details": None}
     try:
         store.add("file", tenant, body, drop_at=body["expires_at"])
@@ -216,7 +223,7 @@ async def create_batch(context: RequestContext) -> Response:
         message, remedy = f"there is no file {file!r:.100} for a batch", 'upload it with purpose "batch"'
         raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
     window, now = sent.completion_window, int(time.time())
-    batch: Stored = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
+    batch: StoredWeights = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
     batch |= {"input_file_id": file, "completion_window": window, "status": "validating"}
     batch |= {"output_file_id": None, "error_file_id": None, "created_at": now, "in_progress_at": None}
     seconds = int(window[:-1]) * _SECONDS[window[-1]]
@@ -253,7 +260,7 @@ async def cancel_batch(context: RequestContext) -> Response:
 # ---------------------------------------------------------------------------------------------------------- both
 
 
-async def _named_object(context: RequestContext, kind: str) -> Stored:
+async def _named_object(context: RequestContext, kind: str) -> StoredWeights:
     """Returns the object that a path names. Raises Refusal (404) if the tenant has none of this id."""
     owner, store, _ = _stores(context)
     id = context.request.path_params["id"]

@@ -18,8 +18,8 @@ _SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0
 _WRONG = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-class _Refused(Exception):
-    """A _Refused is raised when the head of a request is refused; its argument is the response."""
+class _RefusedRequest(Exception):
+    """A _RefusedRequest is raised when the head of a request is refused; its argument is the response."""
 
 
 def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> type[asyncio.Protocol]:
@@ -70,7 +70,7 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
                     self.parser = httptools.HttpRequestParser(self)
                 except httptools.HttpParserError as error:
                     refused = error.__context__
-                    self._refuse(refused.args[0] if isinstance(refused, _Refused) else _WRONG)
+                    self._refuse(refused.args[0] if isinstance(refused, _RefusedRequest) else _WRONG)
                     return
 
         @property
@@ -85,15 +85,15 @@ def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> ty
                 len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
                 > options.max_header_bytes
             ):
-                raise _Refused(_LARGE)
+                raise _RefusedRequest(_LARGE)
             codings = [value for name, value in self.headers if name == b"transfer-encoding"]
             if codings and (
                 [header.strip().lower() for header in codings] != [b"chunked"]
                 or self.parser.get_http_version() != "1.1"
             ):
-                raise _Refused(_WRONG)
+                raise _RefusedRequest(_WRONG)
             if self.parser.get_method() == b"CONNECT":
-                raise _Refused(_WRONG)
+                raise _RefusedRequest(_WRONG)
 
         def on_message_begin(self) -> None:
             super().on_message_begin()

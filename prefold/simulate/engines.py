@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..cache import CacheEvents
-from ..cache.events import EventLog, Removed, RowsStored
+from ..cache.events import EventLog, RowsRemoved, RowsStored
 from ..engine.step_size import StepSize
 from ..errors import InputError
 from .costs import TILE, StepCost, StepRows
@@ -316,7 +316,7 @@ class RowEngine:
             self.free += node.rows
             rows -= node.rows
             if self._log is not None:
-                self._log.add(Removed(node.number))
+                self._log.add(RowsRemoved(node.number))
 
     def events(self) -> CacheEvents | None:
         return None if self._log is None else self._log.drain()

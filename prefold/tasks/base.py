@@ -22,8 +22,8 @@ from ..errors import InputError, record_error
 from ..model.config import ModelConfig, refuse_exits
 from ..options import Truncate
 from ..prefix import MEDIA_BASE
-from ..text import Filled, Tokenizer
-from ..text.media import ImageIds, Picture, Pictured, check_cut, notes_of, refuse_images
+from ..text import FilledTemplate, Tokenizer
+from ..text.media import ImageIds, Picture, TextWithImages, check_cut, notes_of, refuse_images
 from ..text.valid import check_said, valid_text
 from ..types import Exits, Medium, Readout, Request
 
@@ -174,7 +174,7 @@ class Inputs:
     def text(self, value: Any, field: str, pictures: list[Picture] | None = None) -> Text:
         """Returns a text as it is, token ids as int32 [n], or the ids of a text with images. Raises InputError for any
         other value, and for no token ids. pictures: a list to which the images are added"""
-        if isinstance(value, Pictured):
+        if isinstance(value, TextWithImages):
             return self._encode_pictured(value, field, [] if pictures is None else pictures)
         if isinstance(value, str) or value is None or isinstance(value, (bytes, Mapping)):
             return valid_text(value, field)
@@ -188,7 +188,7 @@ class Inputs:
             check_said(text, field, blank=blank)
         return text
 
-    def _encode_pictured(self, value: Pictured, field: str, pictures: list[Picture]) -> np.ndarray:
+    def _encode_pictured(self, value: TextWithImages, field: str, pictures: list[Picture]) -> np.ndarray:
         """Returns the ids of a text with images, int32 [n]."""
         if self.images is None:
             raise refuse_images(field)
@@ -228,8 +228,8 @@ class Inputs:
                 remedy=remedy or f"shorten it, or have it cut with {TRUNCATE}",
                 code="too_long",
             )
-        if truncate is True and isinstance(text, Filled):
-            return Filled((tokenizer.part(p, limit, left=left) if cut else p, cut) for p, cut in text.parts)
+        if truncate is True and isinstance(text, FilledTemplate):
+            return FilledTemplate((tokenizer.part(p, limit, left=left) if cut else p, cut) for p, cut in text.parts)
         return tokenizer.part(text, limit, left=left)
 
     def _ids(self, value: Any, field: str) -> np.ndarray:
@@ -280,7 +280,7 @@ class Inputs:
         """
         left = self.tokenizer is not None and self.tokenizer.truncation_side == "left"
         left = left if truncate is True else truncate == "left"
-        if isinstance(value, Pictured) and isinstance(value.text, str):
+        if isinstance(value, TextWithImages) and isinstance(value.text, str):
             value = replace(value, text=change(value.text))  # before it is encoded
         whole = text = self.bounded(self.content(value, field, pictures), field, truncate, left=left)
         nothing = np.empty(0, np.int32)
@@ -291,7 +291,7 @@ class Inputs:
                 before, after = self.tokenizer.prefix_ids, self.tokenizer.suffix_ids
         get = batch.add(text)
         # A cut at the beginning must cut the text, and not what `change` puts before it.
-        by_column = isinstance(whole, Filled) or (isinstance(whole, str) and left and whole != text)
+        by_column = isinstance(whole, FilledTemplate) or (isinstance(whole, str) and left and whole != text)
 
         def make() -> Request:
             ids = get()
@@ -449,7 +449,7 @@ TRIES = 16
 def columns_of(text: str) -> tuple[list[str], Callable[[Sequence[str]], str]]:
     """Returns the columns of a text, and a function that makes a text from other columns. A text that was not made from
     a template is one column."""
-    if isinstance(text, Filled) and any(text.columns):
+    if isinstance(text, FilledTemplate) and any(text.columns):
         return text.columns, text.refilled
     return [text], lambda columns: columns[0]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..options import ClassifyOptions, Truncate
-from ..text import FewShotPrompt, Filled
+from ..text import FewShotPrompt, FilledTemplate
 from ..text.media import Picture, with_notes
 from ..text.prompts import CONTENT_FREE
 from ..text.valid import valid_text
@@ -129,7 +129,7 @@ class ClassifyTask(Task):
         encode = partial(self.inputs.tokenizer.encode, special=False)
         whole = encode(text)
         over = self._over(self._pairs_around(whole))
-        if self.truncate is True and over and isinstance(text, Filled):
+        if self.truncate is True and over and isinstance(text, FilledTemplate):
             whole = self.inputs.cut(text, encode, whole.size - over, whole)
         return self._work_of_ids(whole)
 

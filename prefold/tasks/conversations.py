@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..options import ConversationOptions
 from ..text.chat import TEMPLATE_SECONDS
 from ..text.media import ImageIds, Picture, chat_of
-from ..text.tokenizer import Escaping
+from ..text.tokenizer import EscapingEncoder
 from .base import Inputs
 
 _TOOL = '[{"type": "function", "function": {...}}]'
@@ -89,7 +89,7 @@ class Conversations(ConversationOptions):
         text = self._text(item, inputs, escaping)
         return text, None if escaping is None else partial(_encoded, inputs, escaping, pictures, salt)
 
-    def _escaping(self, item: GenerateItem, inputs: Inputs, pictures: list[Picture]) -> Escaping | None:
+    def _escaping(self, item: GenerateItem, inputs: Inputs, pictures: list[Picture]) -> EscapingEncoder | None:
         """Returns the Escaping of special tokens in what users write; None if nothing has to be escaped. For a model
         that sees images, the image tokens that users write are escaped."""
         tokenizer, images = inputs.tokenizer, inputs.images
@@ -102,7 +102,7 @@ class Conversations(ConversationOptions):
         written = repr((item.messages, item.tools, item.documents, item.chat_template_kwargs))
         return images.escaping if pictures or images.escaping.finds(written) else None
 
-    def _text(self, item: GenerateItem, inputs: Inputs, escaping: Escaping | None) -> str:
+    def _text(self, item: GenerateItem, inputs: Inputs, escaping: EscapingEncoder | None) -> str:
         """Returns the text of a conversation; with `escaping` only that encodes it correctly."""
         if inputs.tokenizer is None:
             remedy = "give a prompt of token ids instead of messages"
@@ -147,7 +147,7 @@ class Conversations(ConversationOptions):
         )
 
 
-def _encoded(inputs: Inputs, escaping: Escaping, pictures: list[Picture], salt: str, text: str) -> np.ndarray:
+def _encoded(inputs: Inputs, escaping: EscapingEncoder, pictures: list[Picture], salt: str, text: str) -> np.ndarray:
     """Returns the token ids of a text with escaped special tokens, and with images in their places."""
     if not pictures:
         return escaping.encode(text)

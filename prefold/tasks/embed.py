@@ -11,8 +11,8 @@ import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
 from ..options import EmbedOptions, checked
-from ..text import Filled, Tokenizer, instructed_query
-from ..text.media import Picture, Pictured, with_notes
+from ..text import FilledTemplate, Tokenizer, instructed_query
+from ..text.media import Picture, TextWithImages, with_notes
 from ..text.valid import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, Task, TextBatch, Work, work_of
@@ -121,7 +121,7 @@ class EmbedTask(Task):
     def _plan_message(self, text: Any, field: str, batch: TextBatch, pictures: list[Picture]) -> Callable[[], Request]:
         """Returns a function that makes the request of a text in the chat template, as sentence-transformers does.
         Token ids stay as they are."""
-        if isinstance(text, Pictured):
+        if isinstance(text, TextWithImages):
             message = f"{field!r} has images, and the checkpoint embeds chat messages, which are of text alone here"
             raise InputError(message, field=field, remedy="leave the images out", code="unsupported")
         chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.content(text, field, pictures)
@@ -134,7 +134,7 @@ class EmbedTask(Task):
         def make() -> Request:
             ids = get()
             over = self.inputs.over(ids.size)
-            if over and self.truncate is True and isinstance(text, Filled):
+            if over and self.truncate is True and isinstance(text, FilledTemplate):
                 ids = self.inputs.cut(
                     text, lambda cut: batch.encode_now(self._in_template(cut, chat, tokenizer)), ids.size - over, ids
                 )

@@ -14,10 +14,10 @@ import numpy as np
 from ..errors import InputError
 from ..options import GenerationOptions, checked
 from ..prefix import MEDIA_BASE
-from ..text import Filled
+from ..text import FilledTemplate
 from ..text.chat import THINK
 from ..text.grammar import example_of
-from ..text.media import Chat, Picture, Pictured, all_images, chat_of, refuse_images, too_long, with_notes
+from ..text.media import Chat, Picture, TextWithImages, all_images, chat_of, refuse_images, too_long, with_notes
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, Task, TextBatch, Work, columns_of, cut_columns, cut_end, work_of
 from .conversations import Conversations, GenerateItem, as_tools, has_images, is_cut, plain_message
@@ -87,10 +87,10 @@ class GenerateTask(Task):
         """Returns a value as an item: a bare prompt or a list of messages becomes a GenerateItem."""
         if isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping):
             return GenerateItem(messages=item)
-        return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray, Pictured)) else item
+        return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray, TextWithImages)) else item
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
-        if isinstance(item.prompt, Pictured) and item.images is None:
+        if isinstance(item.prompt, TextWithImages) and item.images is None:
             item = replace(item, prompt=item.prompt.text, images=item.prompt.images)
         sampling = self._items_sampling(item.sampling) if item.sampling else self.sampling
         # A request's own max_tokens can make a prompt too long, but a default cannot.
@@ -191,7 +191,7 @@ class GenerateTask(Task):
     def _bounded(self, item: GenerateItem) -> GenerateItem:
         """Returns the item with texts that are far too long cut (see `Inputs.bounded`)."""
         if isinstance(item.prompt, str):
-            left = self.truncate != "right" and not (self.truncate is True and isinstance(item.prompt, Filled))
+            left = self.truncate != "right" and not (self.truncate is True and isinstance(item.prompt, FilledTemplate))
             prompt = self._part(item.prompt, "prompt", left=left)
             return item if prompt is item.prompt else replace(item, prompt=prompt)
         if self.truncate is not True or not isinstance(item.messages, (list, tuple)):
@@ -252,11 +252,11 @@ class GenerateTask(Task):
         if tokenizer is None:
             return None
         if item.messages is None:
-            if not (isinstance(item.prompt, Filled) or pictures):
+            if not (isinstance(item.prompt, FilledTemplate) or pictures):
                 return None
             columns, filled = columns_of(item.prompt)
             encode_cut = partial(self._encode_pictured, item.prompt, pictures, salt) if pictures else batch.encode_now
-            left = not isinstance(item.prompt, Filled)
+            left = not isinstance(item.prompt, FilledTemplate)
             return cut_columns(
                 tokenizer, columns, lambda values: encode_cut(filled(values)), len, room - before, left=left
             )

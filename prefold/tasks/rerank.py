@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..options import RerankOptions, checked
-from ..text import RERANK_INSTRUCTION, Filled, RerankPrompt, Tokenizer, rerank_prompt
+from ..text import RERANK_INSTRUCTION, FilledTemplate, RerankPrompt, Tokenizer, rerank_prompt
 from ..text.media import Picture, check_cut, with_notes
 from ..text.prompts import fields_of, fill
 from ..text.valid import valid_text, wrong_type
@@ -152,7 +152,7 @@ class RerankTask(Task):
         if over and self.truncate:
             self._check_room_for_document(fields, name)
             document, whole = fields["document"], body
-            if isinstance(document, str) and (self.truncate == "left" or isinstance(document, Filled)):
+            if isinstance(document, str) and (self.truncate == "left" or isinstance(document, FilledTemplate)):
                 room = body.size - over
                 body = self.inputs.cut(
                     document if self.truncate is True else str.__str__(document),

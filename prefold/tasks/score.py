@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..options import ScoreOptions, checked
-from ..text import Filled, Tokenizer
+from ..text import FilledTemplate, Tokenizer
 from ..text.media import ImageIds, Picture, check_cut, notes_of, with_notes
 from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
@@ -97,7 +97,7 @@ class ScoreTask(Task):
         # An empty list of token ids is an empty text.
         empty = isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) == 0
         prompt = "" if empty else self.inputs.text(prompt, "prompt", pictures)
-        left = self.truncate != "right" and not (self.truncate is True and isinstance(prompt, Filled))
+        left = self.truncate != "right" and not (self.truncate is True and isinstance(prompt, FilledTemplate))
         whole, prompt = prompt, self.inputs.bounded(prompt, "prompt", self.truncate, left=left)
         if self.truncate == "right" and len(prompt) < len(whole):
             prompt += whole[-PART_CHARACTERS:]  # the continuation is encoded together with the prompt's end
@@ -105,12 +105,12 @@ class ScoreTask(Task):
         _refuse_rows(continuation, "continuation")
         continuation = self.inputs.bounded(continuation, "continuation", remedy=CONTINUATION_TOO_LONG)
         pair = add_pair(batch, self.inputs, prompt, continuation)
-        if self.truncate is not True or not isinstance(prompt, Filled) or not isinstance(continuation, str):
+        if self.truncate is not True or not isinstance(prompt, FilledTemplate) or not isinstance(continuation, str):
             return lambda: Work([self._pair(*pair())], notes_of(pictures) or None)
         return lambda: Work([self._pair(*self._cut(prompt, continuation, pair()))], notes_of(pictures) or None)
 
     def _cut(
-        self, prompt: Filled, continuation: str, ids: tuple[np.ndarray, np.ndarray]
+        self, prompt: FilledTemplate, continuation: str, ids: tuple[np.ndarray, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of a prompt, with its longest column cut if it is too long, and those of its continuation."""
 

@@ -9,7 +9,7 @@ from .prompts import (
     EMBED_INSTRUCTION,
     RERANK_INSTRUCTION,
     FewShotPrompt,
-    Filled,
+    FilledTemplate,
     RerankPrompt,
     instructed_query,
     rerank_prompt,

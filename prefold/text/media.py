@@ -25,8 +25,8 @@ class Pixels:
 
 
 @dataclass(frozen=True, eq=False)
-class Pictured:
-    """A Pictured is a text with images.
+class TextWithImages:
+    """A TextWithImages is a text with images.
 
     text    has the placeholder of the model's images where they belong; where it has none, the images come first
     images  whatever stands for an image (see `Reader.read`)

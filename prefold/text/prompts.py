@@ -143,22 +143,22 @@ def readable(decode: Callable[[np.ndarray], str]) -> Callable[[np.ndarray], str]
     return read
 
 
-class Filled(str):
-    """A Filled is a text made from a template: a str, in which truncate=True cuts the longest column.
+class FilledTemplate(str):
+    """A FilledTemplate is a text made from a template: a str, in which truncate=True cuts the longest column.
 
     parts   (text, whether it is a column) pairs that make up the whole
     """
 
     parts: tuple[tuple[str, bool], ...]
 
-    def __new__(cls, parts: Iterable[tuple[str, bool]]) -> Filled:
+    def __new__(cls, parts: Iterable[tuple[str, bool]]) -> FilledTemplate:
         parts = tuple(parts)
         text_of_parts = super().__new__(cls, "".join(text for text, _ in parts))
         text_of_parts.parts = parts
         return text_of_parts
 
     @classmethod
-    def of(cls, template: str, **columns: str) -> Filled:
+    def of(cls, template: str, **columns: str) -> FilledTemplate:
         """Returns the template with each {column} replaced by its value. Raises InputError for a column of the
         template without a value, and for a value without a column."""
         pieces = _FIELD.split(template)
@@ -178,5 +178,5 @@ class Filled(str):
         remaining = iter(columns)
         return "".join(next(remaining) if is_column else text for text, is_column in self.parts)
 
-    def __reduce__(self) -> tuple[type[Filled], tuple[tuple[tuple[str, bool], ...]]]:
-        return Filled, (self.parts,)
+    def __reduce__(self) -> tuple[type[FilledTemplate], tuple[tuple[tuple[str, bool], ...]]]:
+        return FilledTemplate, (self.parts,)

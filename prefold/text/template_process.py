@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from ..errors import InputError
-from ..subprocesses import Ended, Subprocess, answer_all, limit_process
+from ..subprocesses import Subprocess, SubprocessEnded, answer_all, limit_process
 
 # Bytes that the process may have. Python and what it imports take about a tenth of them.
 MEMORY = 1 << 30
@@ -47,7 +47,7 @@ class TemplateProcess:
         with self._lock:
             try:
                 answer, text = self._subprocess.ask(request, PATIENCE * seconds)
-            except Ended:
+            except SubprocessEnded:
                 remedy = "correct it, or allow it more time with template_seconds (--template-seconds)"
                 why = f"it ran for more than {seconds:g} s, or ended its process"
                 message = f"the chat template {name} was stopped: {why}"

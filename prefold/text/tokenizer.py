@@ -37,8 +37,8 @@ SHIELD, MARK = "\ufdd0", "\ufdd1"
 SHIELD_WRITTEN = r"\ufdd0"
 
 
-class Escaping:
-    """An Escaping encodes conversations in which special tokens that users write stay plain text."""
+class EscapingEncoder:
+    """An EscapingEncoder encodes conversations in which special tokens that users write stay plain text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, only: Collection[str] | None = None):
         """Escapes the special tokens of a tokenizer. only: those to escape; None: all"""
@@ -158,7 +158,7 @@ class Tokenizer:
         self.pad_id: int | None = ids.get("pad_token")
         self.max_length = max_length
         self.truncation_side = truncation_side
-        self._escapings: dict[frozenset[str], Escaping] = {}
+        self._escapings: dict[frozenset[str], EscapingEncoder] = {}
         self.chat_templates = ChatTemplates(chat_templates or {}, self.special_tokens)
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocab.values(), default=-1)
@@ -246,16 +246,16 @@ class Tokenizer:
         return self.chat_templates.render(messages, **options)  # type: ignore[arg-type]
 
     @cached_property
-    def escaping(self) -> Escaping:
+    def escaping(self) -> EscapingEncoder:
         """Returns the Escaping of all special tokens, which is made at the first use."""
-        return Escaping(self.backend)
+        return EscapingEncoder(self.backend)
 
-    def escaping_only(self, tokens: Collection[str]) -> Escaping:
+    def escaping_only(self, tokens: Collection[str]) -> EscapingEncoder:
         """Returns the Escaping of these special tokens, which is made at the first use because it holds a copy of the
         tokenizer."""
         key = frozenset(tokens)
         if key not in self._escapings:
-            self._escapings[key] = Escaping(self.backend, key)
+            self._escapings[key] = EscapingEncoder(self.backend, key)
         return self._escapings[key]
 
     def _encode_all(self, texts: list[str]) -> list[np.ndarray]:

@@ -65,7 +65,7 @@ class FixedStep:
 
 
 @dataclass(slots=True)
-class _Captured:
+class _CapturedStep:
     step: FixedStep
     graph: torch.cuda.CUDAGraph
     hidden: Tensor
@@ -80,7 +80,7 @@ class DecodeGraphs:
     def __init__(self, model: CausalLM, store: KVStore):
         self.model, self.store = model, store
         self._windows = {plane.window for plane in model.config.planes}
-        self._captured: dict[tuple[object, ...], _Captured] = {}
+        self._captured: dict[tuple[object, ...], _CapturedStep] = {}
         self._keys = 1 << 14
         self._pool: object = None
 
@@ -99,7 +99,7 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.hidden[: step.num_rows]
 
-    def _of(self, step: SlotStep, plans: dict[int | None, SlotPlan], last_ids: Tensor | None) -> _Captured:
+    def _of(self, step: SlotStep, plans: dict[int | None, SlotPlan], last_ids: Tensor | None) -> _CapturedStep:
         size = padded_size(step.num_rows)
         assert size is not None
         picked = {window: pick_tile(plan, self.store.heads) for window, plan in plans.items()}
@@ -121,7 +121,7 @@ class DecodeGraphs:
         step: SlotStep,
         plans: dict[int | None, SlotPlan],
         last_ids: Tensor | None,
-    ) -> _Captured:
+    ) -> _CapturedStep:
         fixed = FixedStep(self.model, self.store, size, tiles, self._keys)
         fixed.load(step, plans, last_ids)
         # Once outside of the graph: kernels are compiled and libraries make their workspaces. What it writes, the
@@ -136,4 +136,4 @@ class DecodeGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = fixed.forward()
-        return _Captured(fixed, graph, hidden)
+        return _CapturedStep(fixed, graph, hidden)

@@ -21,7 +21,7 @@ from ..prefix import MEDIA_BASE
 from ..schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
 from .graphs import DecodeGraphs
 from .program import Program, missing, program_of
-from .protocol import DONE, Completed, Facts, Ticket, Worker, WorkerPart, parts_of
+from .protocol import DONE, CompletedTicket, Facts, Ticket, Worker, WorkerPart, parts_of
 from .rows import Batch, Path, forward_stream, heads_of, prepare, read_stream
 from .slots import SlotBatch, SlotReads, forward, greedy, make_store, prepare_slots
 
@@ -231,7 +231,7 @@ class LocalWorker(Worker):
         if type(step) is SlotStep and step.follows and self._kept is not None and self._is_greedy(step):
             batch, program = self._kept
             if (ids := program.greedy_again(batch, step)) is not None:
-                return Completed(SlotResult(ids[step.reads]))
+                return CompletedTicket(SlotResult(ids[step.reads]))
         return None
 
     def run_slots(self, step: SlotStep, more: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
@@ -255,7 +255,7 @@ class LocalWorker(Worker):
             else:
                 self._kept = None if how else (batch, program)
                 if self._is_greedy(step) and (ids := program.greedy(batch, self.store, **how)) is not None:
-                    return Completed(SlotResult(ids[step.reads]))
+                    return CompletedTicket(SlotResult(ids[step.reads]))
                 hidden = program.over_slots(batch, self.store, **how)
             if step.exits is not None:  # there is a hidden state for each of these
                 each = np.concatenate((step.reads, step.kept))
@@ -264,7 +264,7 @@ class LocalWorker(Worker):
         if len(step.kept):
             self._keep(step, hidden)
         if self._is_greedy(step) and self.model.ranks.size == 1:
-            return Completed(SlotResult(greedy(self.model, hidden)[step.reads]))
+            return CompletedTicket(SlotResult(greedy(self.model, hidden)[step.reads]))
         reads = SlotReads(self.model, hidden, step, self._states)
         self._last_ids = reads.ids if self.facts.slot_depth > 1 else None
         return reads

@@ -36,8 +36,8 @@ ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 
 
 @dataclass(slots=True)
-class Prepared:
-    """A Prepared is a step that is ready to run. It serves all steps that its batch is made to be in turn
+class PreparedStep:
+    """A PreparedStep is a step that is ready to run. It serves all steps that its batch is made to be in turn
     (`Program.follow`).
 
     buffers   the addresses of the buffers, int64
@@ -105,7 +105,7 @@ class Program:
         self._addresses = (c_void_p * self._num_tables)()
         self._positions = 0  # that the tables cover
         self._adapters: dict[int, PackedAdapter] = {}  # by number, each since a row had it first
-        self._last: Prepared | None = None  # the last step over slots
+        self._last: PreparedStep | None = None  # the last step over slots
 
     @property
     def is_current(self) -> bool:
@@ -160,7 +160,7 @@ class Program:
         self._compiled.run_program(last.call)
         return last.ids
 
-    def _over(self, batch: SlotBatch, store: KVStore, x: Tensor | None) -> Prepared:
+    def _over(self, batch: SlotBatch, store: KVStore, x: Tensor | None) -> PreparedStep:
         """Returns a step over slots, ready to run: that of its batch, where it was the last one. x: as of
         `_prepared`"""
         step, planes = self._last, addressof(store.structs)
@@ -217,18 +217,18 @@ class Program:
     def _empty(self, rows: int) -> Tensor:
         return torch.empty((rows, int(self._widths[OUT])), dtype=self._model.dtype)
 
-    def _run(self, step: Prepared) -> Tensor:
+    def _run(self, step: PreparedStep) -> Tensor:
         """Returns the hidden states of the rows of a step that are read."""
         out = self._empty(step.call.picked)
         step.buffers[OUT], step.ids, step.call.ids = out.data_ptr(), None, None
         self._call(step)
         return out
 
-    def _call(self, step: Prepared) -> None:
+    def _call(self, step: PreparedStep) -> None:
         step.call.threads = torch.get_num_threads()
         self._compiled.run_program(step.call)
 
-    def _prepared(self, batch: SlotBatch | Batch, x: Tensor | None, **call_fields: Any) -> Prepared:
+    def _prepared(self, batch: SlotBatch | Batch, x: Tensor | None, **call_fields: Any) -> PreparedStep:
         """Returns a step, ready to run. x: what rows begin with, which is written into; None: their embeddings.
         call_fields: where its K/V comes from and goes to, and what else is wanted"""
         rows = len(batch.tokens)
@@ -251,7 +251,7 @@ class Program:
             is_bf16=model.dtype == torch.bfloat16, ranks=self._ranks, **call_fields,
         )  # fmt: skip
         adapted = self._adapt(call, batch.adapters) if batch.adapters.adapters else None
-        return Prepared(batch, call, buffers, last, (x, plans, read_plans, adapted))
+        return PreparedStep(batch, call, buffers, last, (x, plans, read_plans, adapted))
 
     def _adapt(self, call: ProgramCall, adapters: RowAdapters) -> tuple[Any, ...]:
         """Says in a call which adapters its rows have, and returns what it names by address. An adapter's matrices are

@@ -77,8 +77,8 @@ class Ticket(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Completed:
-    """A Completed is the ticket of a message whose result is there, None where it gives nothing to the host."""
+class CompletedTicket:
+    """A CompletedTicket is the ticket of a message whose result is there, None where it gives nothing to the host."""
 
     value: Any = None
 
@@ -86,7 +86,7 @@ class Completed:
         return self.value
 
 
-DONE = Completed()
+DONE = CompletedTicket()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from prefold.api.answers import ChoiceText, calls_in, grammar_of_calls, read_tools
 from prefold.api.anthropic import Message, message_body
-from prefold.api.body import Served
+from prefold.api.body import ServedModel
 from prefold.api.completions import Chat, chat_body
 from prefold.api.responses import Responses, responses_body
 from prefold.errors import InputError
@@ -98,7 +98,7 @@ def chat_calls(body):
 
 
 def message_calls(body):
-    meta = Message.of(ANTHROPIC | body).order(Served(None, "m", "1")).make.args[0]
+    meta = Message.of(ANTHROPIC | body).order(ServedModel(None, "m", "1")).make.args[0]
     return [block["name"] for block in message_body(meta, [TWO], model="m", id="1")["content"]]
 
 

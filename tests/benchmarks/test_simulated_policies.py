@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.simulate import policies  # noqa: F401  # they are put into the table
 from prefold.cache import CacheEvents
-from prefold.cache.events import Cleared, RowsStored
+from prefold.cache.events import CacheCleared, RowsStored
 from prefold.cluster.router import Prompt, Router, Speed, policy_named
 from tests.cluster.checks import check_policy_keeps_to_those_allowed
 
@@ -47,7 +47,7 @@ def test_preble_exploits_what_is_mostly_cached():
     router = Router(policy_named("preble"))
     for name in "ab":
         router.join(name, speed=Speed(prefill=1e-3))
-    router.take("a", CacheEvents(0, 0, (Cleared(), RowsStored(1, None, np.arange(6)))))
+    router.take("a", CacheEvents(0, 0, (CacheCleared(), RowsStored(1, None, np.arange(6)))))
     router.send(0, Prompt(np.arange(50, 60)), "a")
     assert router.choose(Prompt(np.arange(10))) == "a"  # 6 of 10 are cached, whatever waits there
     assert router.choose(Prompt(np.arange(13))) == "b"  # 6 of 13 are not enough

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefold.cache.events import CacheEvents, Cleared, RowsStored
+from prefold.cache.events import CacheCleared, CacheEvents, RowsStored
 from prefold.cluster.online import Dispatcher, Limits
 from prefold.cluster.router import POLICIES, Prompt, Router, Speed, policy_named
 from tests.cluster.checks import check_router
@@ -181,8 +181,8 @@ def test_room_is_what_the_replica_sets_aside(reserves, leave):
 def test_a_prefix_that_is_held_takes_no_room():
     d = dispatcher("ab", backlog=150, grown_tokens=0)
     stored = RowsStored(1, None, np.full(100, 1, np.int32))
-    d.router.take("a", CacheEvents(0, 0, (Cleared(), stored)))
-    d.router.take("b", CacheEvents(0, 0, (Cleared(),)))
+    d.router.take("a", CacheEvents(0, 0, (CacheCleared(), stored)))
+    d.router.take("b", CacheEvents(0, 0, (CacheCleared(),)))
     for i in range(15):
         d.window.put(i, prompt(1, i, own=10), now=0.0)
     first = d.dispatch(0.0)[0]

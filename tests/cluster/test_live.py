@@ -15,7 +15,7 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.cache.events import CacheEvents, Cleared, Removed, RowsStored
+from prefold.cache.events import CacheCleared, CacheEvents, RowsRemoved, RowsStored
 from prefold.cluster import fleet as fleet_module
 from prefold.cluster.fleet import Fleet, FleetRun
 from prefold.cluster.leases import LeaseBook
@@ -57,7 +57,7 @@ class Told:
         self.sent: list[CacheEvents] = []
 
     def snapshot(self) -> CacheEvents:
-        events = [Cleared(), *(RowsStored(run, None, tokens, ns) for run, (tokens, ns) in self.runs.items())]
+        events = [CacheCleared(), *(RowsStored(run, None, tokens, ns) for run, (tokens, ns) in self.runs.items())]
         found = CacheEvents(self.epoch, self.first, tuple(events))
         self.first += len(events)
         return found
@@ -66,12 +66,12 @@ class Told:
         if self.runs and self.rng.random() < 0.4:
             run = list(self.runs)[self.rng.integers(len(self.runs))]
             del self.runs[run]
-            event = Removed(run)
+            event = RowsRemoved(run)
         else:
             run = self.first + 1_000_000 * self.epoch
             # Rows of which another run has a part would be told as a run that follows it: here prompts are whole.
             if any(int(t[0]) == int(tokens[0]) and n == namespace for t, n in self.runs.values()):
-                event = Removed(next(r for r, (t, n) in self.runs.items() if int(t[0]) == int(tokens[0])))
+                event = RowsRemoved(next(r for r, (t, n) in self.runs.items() if int(t[0]) == int(tokens[0])))
                 del self.runs[event.run]
             else:
                 self.runs[run] = (tokens, namespace)
@@ -469,9 +469,9 @@ def reported(facts):
 
 def test_a_replica_whose_events_do_not_follow_is_asked_to_tell_anew():
     run, fleet, replicas = reported(ReplicaFacts(reports_cache=True))
-    run._tell_router("a", ReplicaReport(events=CacheEvents(0, 0, (Cleared(),))), 101.0)
+    run._tell_router("a", ReplicaReport(events=CacheEvents(0, 0, (CacheCleared(),))), 101.0)
     assert not replicas.re_reported
-    run._tell_router("a", ReplicaReport(events=CacheEvents(0, 5, (Removed(1),))), 102.0)
+    run._tell_router("a", ReplicaReport(events=CacheEvents(0, 5, (RowsRemoved(1),))), 102.0)
     assert replicas.re_reported == ["a"] and fleet.re_reported == 1
     fleet.close()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prefold.cache import CacheEvents
-from prefold.cache.events import Cleared
+from prefold.cache.events import CacheCleared
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.replicas import (
     RESTARTS,
@@ -125,7 +125,7 @@ def test_a_host_whose_cache_changes_is_at_work_though_nothing_ends(changes, monk
             clock.tick()
             self.left -= 1
             if self.left > 0:
-                return ReplicaReport(events=CacheEvents(1, 0, (Cleared(),)) if changes else None)
+                return ReplicaReport(events=CacheEvents(1, 0, (CacheCleared(),)) if changes else None)
             given, self.tags = self.tags, []
             answer = [Generated((1,), "a", "length")]
             return ReplicaReport(answers=[(number, place, answer) for number, place in given])

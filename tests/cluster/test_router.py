@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
-from prefold.cache.events import Cleared, Cut, Removed, RowsStored
+from prefold.cache.events import CacheCleared, Cut, RowsRemoved, RowsStored
 from prefold.cluster.router import POLICIES, Prompt, ReplicaLoad, Router, Speed, policy_named
 from prefold.errors import InputError
 from prefold.schedule.admission import StepLimits
@@ -137,17 +137,17 @@ def test_a_gap_shows_and_a_snapshot_mends_it():
     router = Router()
     router.join("a")
     one, two = np.arange(5, dtype=np.int32), np.arange(5, 9, dtype=np.int32)
-    assert router.take("a", CacheEvents(0, 0, (Cleared(), RowsStored(1, None, one))))
+    assert router.take("a", CacheEvents(0, 0, (CacheCleared(), RowsStored(1, None, one))))
     assert not router.take("a", CacheEvents(0, 3, (RowsStored(3, 2, two),)))
-    assert not router.take("a", CacheEvents(0, 4, (Removed(1),)))
+    assert not router.take("a", CacheEvents(0, 4, (RowsRemoved(1),)))
     assert router.matched(Prompt(np.arange(9))) == {"a": 5}
-    assert router.take("a", CacheEvents(0, 7, (Cleared(), RowsStored(9, None, np.arange(9)), Cut(9, 10, 4))))
-    assert router.take("a", CacheEvents(0, 3, (Removed(1),)))  # late: it is passed over
+    assert router.take("a", CacheEvents(0, 7, (CacheCleared(), RowsStored(9, None, np.arange(9)), Cut(9, 10, 4))))
+    assert router.take("a", CacheEvents(0, 3, (RowsRemoved(1),)))  # late: it is passed over
     assert router.matched(Prompt(np.arange(9))) == {"a": 9}
-    assert router.take("a", CacheEvents(0, 10, (Removed(9),)))
+    assert router.take("a", CacheEvents(0, 10, (RowsRemoved(9),)))
     assert router.matched(Prompt(np.arange(9))) == {"a": 4}
-    assert not router.take("a", CacheEvents(0, 11, (Removed(9),)))  # it is not held
-    assert router.take("a", CacheEvents(1, 0, (Cleared(),)))  # it was started again
+    assert not router.take("a", CacheEvents(0, 11, (RowsRemoved(9),)))  # it is not held
+    assert router.take("a", CacheEvents(1, 0, (CacheCleared(),)))  # it was started again
     assert router.matched(Prompt(np.arange(9))) == {}
     check_router(router)
 
@@ -156,8 +156,8 @@ def test_a_removal_touches_its_sender_only():
     router = Router()
     for name in "ab":
         router.join(name)
-        router.take(name, CacheEvents(0, 0, (Cleared(), RowsStored(1, None, np.arange(6)))))
-    router.take("a", CacheEvents(0, 2, (Removed(1),)))
+        router.take(name, CacheEvents(0, 0, (CacheCleared(), RowsStored(1, None, np.arange(6)))))
+    router.take("a", CacheEvents(0, 2, (RowsRemoved(1),)))
     assert router.matched(Prompt(np.arange(6))) == {"b": 6}
     check_router(router)
 
@@ -168,9 +168,9 @@ def test_blocks_are_runs():
     router.join("a")
     tokens = np.arange(48)
     blocks = [RowsStored(f"h{i}", f"h{i - 1}" if i else None, tokens[16 * i : 16 * i + 16]) for i in range(3)]
-    assert router.take("a", CacheEvents(0, 0, (Cleared(), *blocks, blocks[1])))  # the second is told of twice
+    assert router.take("a", CacheEvents(0, 0, (CacheCleared(), *blocks, blocks[1])))  # the second is told of twice
     assert router.matched(Prompt(tokens)) == {"a": 48}
-    assert router.take("a", CacheEvents(0, 5, (Removed("h1"),)))
+    assert router.take("a", CacheEvents(0, 5, (RowsRemoved("h1"),)))
     assert router.matched(Prompt(tokens)) == {"a": 16}
     assert router.take("a", CacheEvents(0, 6, (blocks[1],)))
     assert router.matched(Prompt(tokens)) == {"a": 48}
@@ -215,7 +215,7 @@ def test_a_hot_prefix_is_copied_when_waiting_costs_more():
     for name in "ab":
         router.join(name, speed=Speed(prefill=1e-3, decode=1e-2))
     prefix = np.arange(100)
-    router.take("a", CacheEvents(0, 0, (Cleared(), RowsStored(1, None, prefix))))
+    router.take("a", CacheEvents(0, 0, (CacheCleared(), RowsStored(1, None, prefix))))
     places = []
     for i in range(200):
         prompt = Prompt(np.concatenate((prefix, [5000 + i] * 10)))
@@ -230,7 +230,7 @@ def test_what_generates_keeps_others_waiting_only_where_there_is_no_room():
     router = Router()
     for name in "ab":
         router.join(name, speed=Speed(prefill=1e-3, decode=1e-2), capacity=1000)
-    router.take("a", CacheEvents(0, 0, (Cleared(), RowsStored(1, None, np.arange(100)))))
+    router.take("a", CacheEvents(0, 0, (CacheCleared(), RowsStored(1, None, np.arange(100)))))
     prompt = Prompt(np.arange(100), limit=100)
     places = []
     for i in range(14):

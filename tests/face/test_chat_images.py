@@ -19,7 +19,7 @@ from tiny_vision import PLACEHOLDER, drawing, tiny_vision, vision_reference
 from prefold import LLM
 from prefold.cli import main
 from prefold.errors import InputError
-from prefold.text.media import Pictured
+from prefold.text.media import TextWithImages
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20), (9, 44)])]
 
@@ -116,10 +116,10 @@ def test_each_image_is_encoded_once(folder):
 def test_prompts_and_numbers(llm, family):
     placeholder = PLACEHOLDER[family]
     prompt = {"prompt": f"see {placeholder} now", "images": [PICTURES[0]]}
-    prompts = [prompt, {**prompt, "images": [PICTURES[1]]}, Pictured(prompt["prompt"], [PICTURES[0]])]
+    prompts = [prompt, {**prompt, "images": [PICTURES[1]]}, TextWithImages(prompt["prompt"], [PICTURES[0]])]
     first = [answer.logprobs[0].logprob for answer in llm.generate(prompts, max_tokens=1, logprobs=0)]
     assert abs(first[0] - first[1]) > 1e-4 and abs(first[0] - first[2]) < 1e-5
-    texts = [Pictured("see", [picture]) for picture in PICTURES]
+    texts = [TextWithImages("see", [picture]) for picture in PICTURES]
     vectors = llm.embed(texts)
     assert np.isfinite(vectors).all() and np.abs(vectors[0] - vectors[1]).max() > 1e-3
     np.testing.assert_allclose(llm.embed(texts[1]), vectors[1], atol=1e-4)
@@ -131,7 +131,7 @@ def test_an_animation_warns(llm):
     data = file_of(PICTURES[0], "GIF", save_all=True, append_images=PICTURES[1:])
     with pytest.warns(UserWarning, match=r"messages\[0\]\.content\[1\] is an animation"):
         llm.chat(conversation(1, [data]), max_tokens=2)
-    told, prompt = r"images\[0\] is an animation", Pictured("what?", [data])
+    told, prompt = r"images\[0\] is an animation", TextWithImages("what?", [data])
 
     async def answer():
         await llm.agenerate(prompt, max_tokens=2)

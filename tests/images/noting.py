@@ -9,7 +9,7 @@ from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.meter import Meter
 from prefold.images.config import TowerConfig
 from prefold.images.scheduler import ImageScheduler
-from prefold.images.steps import DropImages, Encoded, EncodeImage, ImageFacts
+from prefold.images.steps import DropImages, EncodedImage, EncodeImage, ImageFacts
 from prefold.images.table import MediaTable
 from prefold.prefix import MEDIA_BASE
 from prefold.schedule.steps import SlotResult, SlotStep
@@ -48,7 +48,7 @@ class Noting(Worker):
             return Ticket(SlotResult(np.ones(len(message.reads), np.int64)))
         return Ticket(None)
 
-    def encode(self, message: EncodeImage) -> Encoded:
+    def encode(self, message: EncodeImage) -> EncodedImage:
         first = int(message.ids[0])
         assert (message.tiles is not None) == (first not in self.done)
         assert self.done.get(first, 0) < message.stop <= PIECES
@@ -56,10 +56,10 @@ class Noting(Worker):
         self.takes(self.told[-1][1])
         self.done[first] = message.stop
         if message.stop < PIECES:
-            return Encoded(False)
+            return EncodedImage(False)
         del self.done[first]
         self.made[first] = message.ids
-        return Encoded(True, "made up" if first in self.fails else None)
+        return EncodedImage(True, "made up" if first in self.fails else None)
 
 
 class Ticket:

@@ -18,7 +18,7 @@ from tiny_vision import FAMILIES, IMAGE_TOKENS, PLACEHOLDER, drawing, tiny_visio
 
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
-from prefold.images.decode import Decoded, Image
+from prefold.images.decode import DecodedImage, Image
 from prefold.images.items import FILES, ImageInputs, LRUCache, image_cache
 from prefold.images.processor import load_processor
 from prefold.images.reading import Reader
@@ -30,8 +30,8 @@ from prefold.stream.tempfiles import BlobStore
 from prefold.tasks import make_task
 from prefold.tasks.embed import EmbedTask
 from prefold.tasks.sentence import ChatSettings, EmbedSettings
-from prefold.text import Filled, instructed_query, load_tokenizer
-from prefold.text.media import Pictured
+from prefold.text import FilledTemplate, instructed_query, load_tokenizer
+from prefold.text.media import TextWithImages
 from prefold.types import Result
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20), (9, 44)])]
@@ -176,7 +176,7 @@ def test_prompts_with_images(made, family):
     for work, message in ((works[7], "1 images for 2 places"), (works[8], "1 images for 0 places")):
         assert isinstance(work, InputError) and message in str(work)
     assert [len(work.requests[0].media) for work in works[:3]] == [2, 1, 1]
-    (pictured,) = task.prepare([Pictured("text", PICTURES[:1])])
+    (pictured,) = task.prepare([TextWithImages("text", PICTURES[:1])])
     assert pictured.requests[0].tokens.tolist() == works[1].requests[0].tokens.tolist()
     assert works[1].requests[0].tokens.tolist() == works[2].requests[0].tokens.tolist()
     assert isinstance(works[3], InputError) and "2 images for 1 places" in str(works[3])
@@ -187,7 +187,7 @@ def test_prompts_with_images(made, family):
 
 def test_texts_with_images_in_other_tasks(made, family):
     placeholder = PLACEHOLDER[family]
-    value = Pictured(f"what {placeholder}?", [PICTURES[0]])
+    value = TextWithImages(f"what {placeholder}?", [PICTURES[0]])
     for name, item, options in (
         ("embed", value, {}),
         ("score", {"prompt": value, "continuation": " yes"}, {}),
@@ -202,8 +202,8 @@ def test_texts_with_images_in_other_tasks(made, family):
 
 
 def test_embedding_puts_its_prompt_before_a_text_with_images(made, family):
-    value, instruction = Pictured(f"what {PLACEHOLDER[family]}?", PICTURES[:1]), instructed_query("find", "")
-    (plain,) = made("embed")[0].prepare([Pictured(f"{instruction}{value.text}", value.images)])
+    value, instruction = TextWithImages(f"what {PLACEHOLDER[family]}?", PICTURES[:1]), instructed_query("find", "")
+    (plain,) = made("embed")[0].prepare([TextWithImages(f"{instruction}{value.text}", value.images)])
     for options in ({"instruction": "find"}, {"prompt": instruction}):
         (work,) = made("embed", **options)[0].prepare([value])
         assert work.requests[0].tokens.tolist() == plain.requests[0].tokens.tolist()
@@ -255,7 +255,7 @@ def test_truncation_cuts_no_image(made, family):
     for truncate, match in ((True, "messages with images, which are never cut"), ("left", "cut an image")):
         (found,) = made(truncate=truncate, max_tokens=4)[0].prepare([only])
         assert isinstance(found, InputError) and found.code == "too_long" and match in str(found)
-    before, behind = Pictured(long, [PICTURES[0]]), Pictured(long + PLACEHOLDER[family], [PICTURES[0]])
+    before, behind = TextWithImages(long, [PICTURES[0]]), TextWithImages(long + PLACEHOLDER[family], [PICTURES[0]])
     words = {"words": ("a", "b")}
     at_end = ("right",)
     for name, item, options, ends, cut_ends in (
@@ -276,9 +276,9 @@ def test_truncation_cuts_no_image(made, family):
 def test_what_a_prompt_says_beside_its_images_is_cut(made, family):
     """Where no end is named: the beginning of its text, or its longest column, and never the place of an image."""
     place, task = PLACEHOLDER[family], made(truncate=True, max_tokens=4)[0]
-    column = Filled([("see ", False), ("word " * 2000, True), (" now", False)])
+    column = FilledTemplate([("see ", False), ("word " * 2000, True), (" now", False)])
     texts = ["word " * 2000 + "behind", column, f"word {place} " + "word " * 2000]
-    works = task.prepare([Pictured(text, PICTURES[:1]) for text in texts])
+    works = task.prepare([TextWithImages(text, PICTURES[:1]) for text in texts])
     for work, begins, ends in zip(works, ("", "see word", None), ("word behind", " now", None), strict=True):
         if begins is None:
             assert work.code == "too_long" and "cut an image" in str(work)
@@ -309,7 +309,7 @@ def test_an_animation_is_told(made):
 
 def test_images_are_not_scored(made):
     task, _ = made("score")
-    seen = Pictured("what?", PICTURES[:1])
+    seen = TextWithImages("what?", PICTURES[:1])
     for item, field in ((seen, "text"), (("what?", seen), "continuation")):
         (found,) = task.prepare([{"text": item} if item is seen else item])
         assert (found.code, found.field) == ("unsupported", field) and "no probabilities" in str(found)
@@ -329,7 +329,7 @@ def test_an_animation_is_told_beside_numbers(made, name, item, options, result):
     task, _ = made(name, **options)
     data = file_of(PICTURES[0], "GIF", save_all=True, append_images=PICTURES[1:])
     for image, notes in ((data, ["images[0] is an animation, of which the first frame is seen"]), (PICTURES[0], None)):
-        (work,) = task.prepare([item(Pictured("what?", [image]))])
+        (work,) = task.prepare([item(TextWithImages("what?", [image]))])
         assert task.finish(work.note, [result] * len(work.requests)).get("image_notes") == notes
 
 
@@ -374,7 +374,7 @@ def test_a_file_that_comes_again_is_decoded_once(made, tmp_path, monkeypatch, ki
         "path": [str(tmp_path / f"{i}.png") for i in range(3)],
         "Path": [tmp_path / f"{i}.png" for i in range(3)],
     }[kind]
-    prompt = Pictured("what?", values)
+    prompt = TextWithImages("what?", values)
     works = task.prepare([{"prompt": prompt, "continuation": choice} for choice in (" yes", " no", " a", " b")])
     assert len(decoded) == 3
     keys = [[medium.key for medium in work.requests[0].media] for work in works]
@@ -383,7 +383,7 @@ def test_a_file_that_comes_again_is_decoded_once(made, tmp_path, monkeypatch, ki
     theirs.inputs = replace(task.inputs, images=replace(images, namespace="tenant"))
     theirs.prepare([{"prompt": prompt, "continuation": " yes"}])
     assert len(decoded) == 6
-    works = task.prepare([{"prompt": Pictured("what?", [PICTURES[0]]), "continuation": " yes"}])
+    works = task.prepare([{"prompt": TextWithImages("what?", [PICTURES[0]]), "continuation": " yes"}])
     assert len(decoded) == 6, "pixels are no file"
 
 
@@ -392,7 +392,7 @@ def test_files_in_items_are_held_in_bounded_memory(made, tmp_path, monkeypatch):
     task, images = made("embed")
     images = replace(images, blobs=BlobStore(1 << 20, tmp_path), recent=image_cache(1 << 20))
     task.inputs = replace(task.inputs, images=images)
-    decoder = SimpleNamespace(decode=lambda data, *given: Decoded(Image(drawing(data[0], 8, 8)), False))
+    decoder = SimpleNamespace(decode=lambda data, *given: DecodedImage(Image(drawing(data[0], 8, 8)), False))
     task.inputs = replace(task.inputs, images=replace(images, reader=Reader(decoder)))
     spool = Spool(memory_bytes=1 << 20)
     tracemalloc.start()
@@ -401,7 +401,7 @@ def test_files_in_items_are_held_in_bounded_memory(made, tmp_path, monkeypatch):
             data = bytes([number]) + bytes(1 << 20)
             url = "data:image/png;base64," + base64.b64encode(data).decode()
             for _ in range(2):  # the second one is the same image
-                (work,) = task.prepare([Pictured(str(number), [url])])
+                (work,) = task.prepare([TextWithImages(str(number), [url])])
                 spool.add(work.requests[0])
             del work, data, url
         gc.collect()
@@ -434,7 +434,7 @@ def test_what_is_held_of_recent_images():
 
 def test_a_text_with_images_is_a_prompt_wherever_it_stands(made):
     task = made(truncate=True, max_tokens=4)[0]
-    long = Pictured("word " * 2000, PICTURES[:1])
+    long = TextWithImages("word " * 2000, PICTURES[:1])
     items = [long, {"prompt": long}, {"prompt": long.text, "images": long.images}, {"prompt": long, "salt": "s"}]
     (one, *others, salted) = [work.requests[0] for work in task.prepare(items)]
     assert all(other.tokens.tolist() == one.tokens.tolist() for other in others)

@@ -11,7 +11,7 @@ import pytest
 from tiny_vision import FAMILIES, tiny_vision
 
 from prefold import LLM
-from prefold.cache.events import CacheEvents, Cleared, RowsStored
+from prefold.cache.events import CacheCleared, CacheEvents, RowsStored
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.native_host import ReplicaHost, facts_of
 from prefold.cluster.replicas import RunCall, tag_of
@@ -189,7 +189,7 @@ def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
     assert not np.isin(own.tokens[is_row], [i for medium in taken for i in medium.ids]).any()
     assert (own.tokens != window.tokens)[is_row].all() and (own.tokens == window.tokens)[~is_row].all()
     assert len(own.media) == 3
-    events = CacheEvents(0, 0, (Cleared(), RowsStored(1, None, own.tokens)))
+    events = CacheEvents(0, 0, (CacheCleared(), RowsStored(1, None, own.tokens)))
     assert np.array_equal(held.translated(events).events[1].tokens, window.tokens)
     spool.close()
 

@@ -22,7 +22,7 @@ from prefold.api.body import TaskOrder
 from prefold.cli.model import image_reading
 from prefold.errors import InputError
 from prefold.images.items import image_cache
-from prefold.text.tokenizer import Escaping
+from prefold.text.tokenizer import EscapingEncoder
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20)])]
 
@@ -83,8 +83,8 @@ def test_over_http(llm):
 
 def test_the_tokenizer_is_copied_for_the_first_image_only(llm, monkeypatch):
     """A copy of a large vocabulary takes longer than all else that is done before a second question about an image."""
-    copies, make = [], Escaping.__init__
-    monkeypatch.setattr(Escaping, "__init__", lambda self, *given: (copies.append(given), make(self, *given))[1])
+    copies, make = [], EscapingEncoder.__init__
+    monkeypatch.setattr(EscapingEncoder, "__init__", lambda self, *given: (copies.append(given), make(self, *given))[1])
     content = [{"type": "image_url", "image_url": {"url": url_of(PICTURES[0])}}]
     with serving(llm, served_names=("m",)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         for question in "abc":

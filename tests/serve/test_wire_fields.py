@@ -20,7 +20,7 @@ from tiny import tiny_checkpoint
 from prefold import LLM
 from prefold.api import ENDPOINTS, KINDS
 from prefold.api.anthropic import Message
-from prefold.api.body import Served
+from prefold.api.body import ServedModel
 from prefold.api.numbers import Classify, CohereEmbed, Pooling
 from prefold.api.tei import TeiEmbed, TeiPredict, TeiRerank, TeiSimilarity
 from prefold.errors import InputError
@@ -179,11 +179,11 @@ def client(tmp_path_factory):
         yield made
 
 
-def served_by(labels: int | None) -> Served:
+def served_by(labels: int | None) -> ServedModel:
     """What answers, of a model with so many labels."""
     settings = SimpleNamespace(prompts=("query", "document"))
     task = SimpleNamespace(settings=settings)
-    return Served(SimpleNamespace(config=SimpleNamespace(num_labels=labels), task=lambda name: task))
+    return ServedModel(SimpleNamespace(config=SimpleNamespace(num_labels=labels), task=lambda name: task))
 
 
 def what_is_asked(route: str, body: dict) -> str:

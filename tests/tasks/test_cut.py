@@ -13,7 +13,7 @@ from prefold.errors import InputError
 from prefold.records.fields import Template
 from prefold.tasks import make_task
 from prefold.tasks.base import columns_of, cut_columns
-from prefold.text import Filled
+from prefold.text import FilledTemplate
 
 TOK = tokenizer()
 WORDS = st.text(st.sampled_from("yesno ab\né🙂"), max_size=60)
@@ -29,17 +29,17 @@ def decoded(made, item, part=0):
 def test_a_text_of_a_template_knows_its_columns():
     text = Template("Sum {a}: {b}!", "--prompt").render({"a": "xx", "b": 12})
     assert text == "Sum xx: 12!" and text.columns == ["xx", "12"] and text.refilled(["y", ""]) == "Sum y: !"
-    assert Filled.of("Sum {a}: {b}!", a="xx", b="12").parts == text.parts
+    assert FilledTemplate.of("Sum {a}: {b}!", a="xx", b="12").parts == text.parts
     assert pickle.loads(pickle.dumps(text)).parts == text.parts
-    assert not isinstance(Template("a", "--prompt").render({"a": "xx"}), Filled)
+    assert not isinstance(Template("a", "--prompt").render({"a": "xx"}), FilledTemplate)
     for columns in ({}, {"a": "x", "b": "y"}):
         with pytest.raises(InputError, match="column"):
-            Filled.of("{a}", **columns)
+            FilledTemplate.of("{a}", **columns)
 
 
 @given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), st.integers(1, 120), st.booleans())
 def test_cutting_is_exact_and_keeps_the_frame(parts, room, left):
-    text = Filled(part for literal, column in parts for part in ((literal, False), (column, True)))
+    text = FilledTemplate(part for literal, column in parts for part in ((literal, False), (column, True)))
     columns, filled = columns_of(text)
     whole = TOK.encode(text, special=False)
     if whole.size <= room:
@@ -63,7 +63,7 @@ def test_cutting_is_exact_and_keeps_the_frame(parts, room, left):
 
 
 LONG = "b" * 700
-PROMPT = Filled.of("Summarise {title}: {body} In short:", title="yes", body=LONG)
+PROMPT = FilledTemplate.of("Summarise {title}: {body} In short:", title="yes", body=LONG)
 
 
 def test_generation_keeps_the_instruction():
@@ -114,7 +114,7 @@ def test_the_other_tasks_keep_their_frames():
     text, size = decoded(score, {"prompt": PROMPT, "continuation": " yes no"})
     assert text.startswith("Summarise yes: bbb") and "b In short: yes" in text and size == 512
     rerank = make_task("rerank", FakeCheckpoint(), TOK, truncate=True, template="{query}|{document}|")
-    document = Filled.of("{text} (by {author})", text=LONG, author="ab")
+    document = FilledTemplate.of("{text} (by {author})", text=LONG, author="ab")
     text, size = decoded(rerank, {"query": "no", "document": document})
     assert text.startswith("no|bbb") and text.endswith("b (by ab)|") and size == 512
 

@@ -8,10 +8,10 @@ from task_inputs import FakeCheckpoint, chatty, tokenizer
 
 from prefold.errors import InputError
 from prefold.tasks import make_task
-from prefold.text import Filled
+from prefold.text import FilledTemplate
 
 HUGE = "A" + "yes no ab " * 3300 + "Z"
-FILLED = Filled.of("Summarise {title}: {body} In short:", title="yes", body=HUGE)
+FILLED = FilledTemplate.of("Summarise {title}: {body} In short:", title="yes", body=HUGE)
 CASES = {
     "embed": [HUGE, FILLED],
     "classify": [HUGE, FILLED],

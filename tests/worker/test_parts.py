@@ -18,7 +18,7 @@ from prefold.prefix import MEDIA_BASE
 from prefold.schedule.steps import Message, StreamStep
 from prefold.worker import protocol
 from prefold.worker.local import LocalWorker
-from prefold.worker.protocol import Completed, Facts, WorkerPart, add_part
+from prefold.worker.protocol import CompletedTicket, Facts, WorkerPart, add_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def test_a_feature_adds_messages_facts_and_rows(model, monkeypatch):
         return MediaRows(torch.from_numpy(at), values.expand(len(at), -1)) if len(at) else None
 
     def count(worker, message):
-        return Completed(min(message.most, len(worker.model.layers)))
+        return CompletedTicket(min(message.most, len(worker.model.layers)))
 
     @add_part
     def part(model, checkpoint, seed):
