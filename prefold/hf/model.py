@@ -184,8 +184,8 @@ class TransformersLM(CausalLM):
         self.rows.sizes = (config.heads, config.kv_heads, config.head_dim)
 
     def take_head(self, name: str) -> None:
-        """Puts a ReadyStates in the place of the decoder, which is the module `name` of the model, and a Head in that of
-        the LM head where this is a plain linear."""
+        """Puts a ReadyStates in the place of the decoder, which is the module `name` of the model, and a Head in that
+        of the LM head where this is a plain linear."""
         head, self.given = self.whole.get_output_embeddings(), ReadyStates()
         self.whole.set_submodule(name, self.given)
         if type(head) is not nn.Linear:
