@@ -144,9 +144,11 @@ class GatedDeltaNet(Mixer):
 
     def _by_kernels(self, compiled: kernels.Kernels, x: Tensor, carry: Carry, read: Tensor | None) -> Tensor:
         """Returns what the layer gives before its last linear, of what its first one gives."""
+        columns, states = carry.table.tensors[self.number]
         return compiled.delta_net(
             carry.unfold(x),
-            *carry.table.tensors[self.number],
+            columns,
+            states,
             _taps(self.taps),
             carry.places(self.taps.shape[2] - 1),
             carry.order,

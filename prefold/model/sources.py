@@ -298,7 +298,7 @@ class GGUFSource:
         """offsets: what the model adds to tensors, by their names; it has been added to those of the file. wanted: the
         shapes of its tensors; files leave sizes of 1 out."""
         self.file, self.offsets = file, offsets
-        arch = file.metadata.get("general.architecture")
+        arch = str(file.metadata.get("general.architecture"))
         names = GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
         self.negative_exponentials = names.negative_exponentials
         self.order = head_order(config.head_dim, config.turned, arch in self.IN_TURN)
