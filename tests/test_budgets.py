@@ -24,7 +24,7 @@ BUDGETS = {
     "schedule": (2291, 2000),
     "kernels": (1615, 900),
     "attention": (2276, 2050),
-    "model": (4522, 2900),
+    "model": (4524, 2900),
     "worker": (2722, 1950),
     "engine": (3549, 2400),
     "experts": (567, 400),

@@ -181,8 +181,8 @@ class Probe:
         )  # fmt: skip
         return x if delta is None else x + delta
 
-    def _attend(self, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns causal attention of one sequence, [rows, heads, dim]."""
+    def _attend(self, window: int | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Returns causal attention of one sequence, [rows, heads, dim]. sinks: as of `RowAttention.attend`"""
         config = self._model.config
         shared = q.shape[1] // k.shape[1]
         k, v = (wide(t).repeat_interleave(shared, 1) for t in (k, v))
@@ -192,7 +192,9 @@ class Probe:
         ages = torch.arange(len(q))[:, None] - torch.arange(len(q))
         seen = (ages >= 0) & (ages < (window or len(q)))
         scores = scores.masked_fill(~seen, -torch.inf)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+        if sinks is not None:  # a key whose value is 0
+            scores = torch.cat((scores, wide(sinks)[:, None, None].expand(-1, len(q), 1)), 2)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v).to(q.dtype)
 
 
 def fill_in_int8(

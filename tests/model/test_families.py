@@ -290,7 +290,7 @@ def test_yarn_defaults():
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be at most 1"),
         ({"partial_rotary_factor": 0.5}, "0.5 of heads of 6 is rotated"),
         (MOE | {"num_local_experts": 8}, "num_local_experts is 8"),
-        (MOE | {"layer_types": ["attention", "mamba"]}, "layer_types has mamba"),
+        (MOE | {"layer_types": ["attention", "mamba"]}, "mamba_n_heads is None"),
         ({"architecture": "Cohere2ForCausalLM", "use_parallel_block": False}, "use_parallel_block is False"),
         ({"architecture": "SmolLM3ForCausalLM", "no_rope_layers": [1, 0]}, "no_rope_layers is .1, 0."),
         ({"architecture": "Exaone4ForCausalLM", "sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),

@@ -130,4 +130,4 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path):
     done = subprocess.run([sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, check=True)
     peak, weights = map(int, done.stdout.split())
     assert weights > 64 * 1024
-    assert peak < weights + 32 * 1024, f"{peak >> 10} MiB at peak for {weights >> 10} MiB of weights"
+    assert peak < weights + 48 * 1024, f"{peak >> 10} MiB at peak for {weights >> 10} MiB of weights"
