@@ -193,3 +193,16 @@ def same_draws(request):
         yield
         if not before and "torch" in sys.modules:
             pytest.fail("This unit test imports torch: give its file another layer in tests/conftest.py.")
+
+
+@pytest.fixture
+def own_products(monkeypatch):
+    """Lets the kernels multiply on every machine, also where PyTorch does it faster."""
+    from prefold import kernels
+
+    if kernels.load() is None:
+        pytest.skip("there is no compiler")
+    monkeypatch.setattr(
+        "prefold.model.products.product_kernels",
+        lambda weight: kernels.load() if kernels.can_pack_words(weight) else None,
+    )

@@ -20,7 +20,7 @@ def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
     """
 
     def make(compiler: str, made: Path) -> None:
-        line = "prefold: compiling the kernels, once on this machine (10 to 25 seconds); PREFOLD_KERNELS=0 goes without"
+        line = "prefold: compiling the kernels, once on this machine (up to a minute); PREFOLD_KERNELS=0 goes without"
         print(line, file=sys.stderr, flush=True)
         compile_sources([compiler], flags, made)
 

@@ -9,7 +9,7 @@ from looped_dense import looped_checkpoint
 from running import prompts
 from visit_checks import GATED, engine_of, request_of
 
-from prefold import LLM, kernels
+from prefold import LLM
 from prefold.model.ops import choose_ops
 from prefold.model.transformer import CausalLM, Pass
 from prefold.types import Exits
@@ -19,15 +19,7 @@ from prefold.worker.slots import SlotAttend
 PARTS = {"blocks": 2, "order": [1, 0, 1], "prelude": 1, "coda": 1, "between": "inject", "noise": 0.5, "seed": 2}
 
 
-@pytest.fixture(autouse=True)
-def own_products(monkeypatch):
-    """Lets the kernels multiply on every machine, also where PyTorch does it faster."""
-    if kernels.load() is None:
-        pytest.skip("there is no compiler")
-    monkeypatch.setattr(
-        "prefold.model.products.product_kernels",
-        lambda weight: kernels.load() if kernels.can_pack_words(weight) else None,
-    )
+pytestmark = pytest.mark.usefixtures("own_products")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from running import as_request
 from tiny import FAMILIES, MIXTURES, MORE, tiny_checkpoint
 
-from prefold import kernels
 from prefold.checkpoint import resolve
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.model import load_adapter, load_model
@@ -38,15 +37,7 @@ WIDTH = {"intermediate_size": 80, "n_inner": 80, "shared_intermediate_size": 80}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def own_products(monkeypatch):
-    """Lets the kernels multiply on every machine, also where PyTorch does it faster."""
-    if kernels.load() is None:
-        pytest.skip("there is no compiler")
-    monkeypatch.setattr(
-        "prefold.model.products.product_kernels",
-        lambda weight: kernels.load() if kernels.can_pack_words(weight) else None,
-    )
+pytestmark = pytest.mark.usefixtures("own_products")
 
 
 def ranks_of(size: int, patience: float = 60.0) -> list[MemoryRanks]:

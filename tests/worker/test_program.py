@@ -29,15 +29,7 @@ EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
 WIDTH = {"intermediate_size": 64, "n_inner": 64, "shared_intermediate_size": 64}
 
 
-@pytest.fixture(autouse=True)
-def own_products(monkeypatch):
-    """Lets the kernels multiply on every machine, also where PyTorch does it faster."""
-    if kernels.load() is None:
-        pytest.skip("there is no compiler")
-    monkeypatch.setattr(
-        "prefold.model.products.product_kernels",
-        lambda weight: kernels.load() if kernels.can_pack_words(weight) else None,
-    )
+pytestmark = pytest.mark.usefixtures("own_products")
 
 
 def load(tmp_path, family="llama", dtype="float32", rows=None, sharing="full", **sizes) -> LLM:

@@ -1,8 +1,8 @@
 // Products of few rows with a matrix in blocks, in one pass: its whole numbers are multiplied as they are read, and what a
 // group gives has the scale.
 //
-// Rows are whole numbers as well: of every 32 along k the largest becomes some power, and each is written in two or three digits
-// of base 255, from -127 to 127, which are rows of int8 (int8.h, "lines" below). So bfloat16 rows have 16 bits, and rows of
+// Rows are whole numbers as well: 32 neighbours along k have one scale, by which the largest of them fits into two or three digits
+// of base 255, from -127 to 127: each is written in so many, which are rows of int8 (int8.h, "lines" below). So bfloat16 rows have 16 bits, and rows of
 // float32 have 23, of the largest of 32: the result is that of the decoded matrix but for rounding. It is nearer to the exact one,
 // since the matrix is not rounded to bfloat16, and whole numbers are summed as they are. Where the arithmetic is int8, a line is a
 // row, and the result has the same bits as the products of int8.h.

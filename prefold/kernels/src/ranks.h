@@ -22,7 +22,7 @@ struct alignas(64) Line {
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
-// One rank's view. Filled in by Python (ranks.py, class RanksCall): same fields, same order.
+// One rank's view. Filled in by Python (kernels/ranks.py, class RanksView): same fields, same order.
 //
 // The memory: a Line for each rank, then the parts: two for each rank, of which it writes one while the others may
 // still read the other. So ranks meet once for each exchange.
@@ -62,7 +62,7 @@ struct Ranks {
     return 0;
   }
 
-  // Spins, then lets others have the core, then sleeps, until somebody is there.
+  // Waits until a rank is there: spins, then lets other threads have the core, then sleeps. Returns 0, or an Unmet.
   template <class There>
   int32_t wait(const There& is_there) const {
     constexpr Clock::duration kSpin = std::chrono::microseconds(30), kYield = std::chrono::milliseconds(2);
