@@ -1,21 +1,21 @@
 """Compares padding, compute-then-mask and flat varlen batches, and counts what tensor parallelism exchanges for each.
 
-    python benchmarks/batching.py --data FOLDER [--page docs/batching.md] [--sections example,lengths,ranks,...]
+    python benchmarks/batching.py --data FOLDER [--sections example,lengths,ranks,...] [--json FILE]
 
-FOLDER holds gsm8k, msmarco_v11, tau_airline and trace_azure2023_conv. With --page the tables of that page (between its
-"<!-- NAME -->" marks) are written anew. All three ways run through the same model: only its `attend` differs.
+FOLDER holds gsm8k, msmarco_v11, tau_airline and trace_azure2023_conv. All three ways run through the same model: only
+its `attend` differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import statistics
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from common import linear_rate, machine, median, read_bandwidth, read_jsonl, run_engine, table, timed, write_json
+from common import linear_rate, machine, read_bandwidth, read_jsonl, run_engine, table, timed, write_json
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -37,6 +37,16 @@ PAGE = {
     "activation_function": "gelu_new",
     "tie_word_embeddings": True,
 }
+
+
+ROUNDS: list[list[float]] = []  # what the medians are of, in the order of the tables
+
+
+def median(values: list[float]) -> float:
+    """Returns the median, and keeps the values for the file."""
+    if values not in ROUNDS:
+        ROUNDS.append(values)
+    return statistics.median(values)
 
 
 class Padded:
@@ -262,7 +272,6 @@ SECTIONS = {"example": example, "lengths": lengths, "ranks": ranks, "share": sha
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, type=Path)
-    parser.add_argument("--page", type=Path, help="a page whose tables are to be written anew")
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json")
@@ -275,25 +284,13 @@ def main() -> None:
         "smollm2-135m": smol.model,
         "tokenizer": smol.tokenizer,
     }
-    about = (
-        "{date}, {cpu}, {cores} cores, {threads} threads; Python {python}, torch {torch}, prefold {prefold}; float32"
-    )
-    tables = {"machine": about.format(**machine())}
-    print(tables["machine"])
+    tables, rounds = {}, {}
+    print(machine())
     for name in arguments.sections.split(","):
-        tables[name] = SECTIONS[name](models, arguments)
+        ROUNDS.clear()
+        tables[name], rounds[name] = SECTIONS[name](models, arguments), [*ROUNDS]
         print(f"\n{name}\n\n{tables[name]}", flush=True)
-    if arguments.page:
-        arguments.page.write_text(filled(arguments.page.read_text(encoding="utf-8"), tables), encoding="utf-8")
-    write_json(arguments.json, tables=tables)
-
-
-def filled(page: str, tables: dict[str, str]) -> str:
-    """The page with what is between <!-- NAME --> and <!-- end --> replaced by the table of that name."""
-    for name, text in tables.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        page = pattern.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", page)
-    return page
+    write_json(arguments.json, benchmark="batching", tables=tables, rounds=rounds)
 
 
 if __name__ == "__main__":
