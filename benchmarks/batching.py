@@ -58,7 +58,7 @@ class Padded:
         self.positions = torch.arange(self.shape[1]).repeat(self.shape[0])
         self.scale = scale
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: None = None) -> Tensor:
         q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))
         o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return o.transpose(1, 2).flatten(0, 1)
@@ -74,7 +74,7 @@ class Masked:
         self.mask = (request[:, None] == request) & torch.ones(self.rows, self.rows, dtype=torch.bool).tril()
         self.scale = scale
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: None = None) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         o = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scale, enable_gqa=True)
         return o[0].transpose(0, 1)
@@ -90,7 +90,7 @@ class Varlen:
         self.plan = plan_rows(np.repeat(np.cumsum(lengths), lengths), np.arange(self.rows))
         self.scale, self.seconds = scale, 0.0
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: None = None) -> Tensor:
         started = time.perf_counter()
         attention = RowAttention(Heads(q.shape[1], *k.shape[1:], q.dtype), q.device)
         o = attention.attend(q, k, v, self.plan, scale=self.scale)
@@ -246,7 +246,7 @@ def decode(models: dict, arguments) -> str:
         plan = store.plan(runs, batch)
         own = torch.from_numpy(first + context)
 
-        def attend(plane, q, k, v, *, store=store, plan=plan, own=own):
+        def attend(plane, q, k, v, sinks=None, *, store=store, plan=plan, own=own):
             store.write(plane, own, k, v)
             return store.attend(plane, q, plan, config.scale)
 

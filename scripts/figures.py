@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes every published figure: tables and plots of docs/figures.md, tables of docs/batching.md, the plot of the README.
+"""Writes every published figure: the tables and plots of docs/figures.md, those of docs/batching.md and the README.
 
     python scripts/figures.py [--check]
 
