@@ -185,7 +185,7 @@ def lengths(models: dict, arguments) -> str:
 def ranks(models: dict, arguments) -> str:
     """Sums over all ranks of one forward pass, as rank 0 counts its meetings with the others, and their bytes."""
     batches = {"1 request of 40": [40], "10 + 30": [10, 30], "100 requests of 40": [40] * 100}
-    readout, rows, alone = Readout("mean"), [], {}
+    readout, rows, alone, threads = Readout("mean"), [], {}, torch.get_num_threads()
     for size in (1, 2):
         llm = LLM(Checkpoint.dummy(PAGE), dtype="float32", tensor_parallel=size, sharing="off")
         layers = len(llm.config.planes)
@@ -204,6 +204,7 @@ def ranks(models: dict, arguments) -> str:
             ratio = f"{alone[name] / seconds:.2f}"
             rows.append([size, name, sum(batch), count, per_layer, f"{nbytes:,}", f"{1e3 * seconds:.1f}", ratio])
         llm.close()
+    torch.set_num_threads(threads)  # a rank has its share of them
     headers = ["ranks", "batch", "rows", "sums", "", "bytes each rank adds", "ms", "x one rank"]
     return table(headers, rows)
 
@@ -266,7 +267,7 @@ def decode(models: dict, arguments) -> str:
     return f"{lines}\n\nThis machine computes {balance:.0f} float32 FLOP in the time it takes to read a byte."
 
 
-SECTIONS = {"example": example, "lengths": lengths, "ranks": ranks, "share": share, "decode": decode}
+SECTIONS = {"example": example, "lengths": lengths, "share": share, "decode": decode, "ranks": ranks}
 
 
 def main() -> None:
