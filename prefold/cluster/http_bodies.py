@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..checkpoint import Checkpoint, resolve
-from ..errors import InputError
+from ..checkpoint import BUILT_IN, Checkpoint, resolve
+from ..errors import CheckpointError, InputError
 from ..options import not_sent, sent_names
 from ..prefix import MEDIA_BASE
 from ..text import Tokenizer, tokenizer_or_none
@@ -276,8 +276,11 @@ def remote_model(
     where = tokenizer or (model if Path(model).is_dir() else None)
     if where is None:
         return Checkpoint.dummy(_ANY, name=f"{model} {over}", path=None), _bytes()
-    checkpoint = resolve(where, load_format="dummy", notify=notify)
+    # The one file of a built-in model holds its tokenizer; of others no weights are needed.
+    checkpoint = resolve(where, load_format="auto" if where in BUILT_IN else "dummy", notify=notify)
     own = tokenizer_or_none(checkpoint)
+    if own is None and tokenizer:
+        raise CheckpointError(f"{tokenizer} has no tokenizer; leave --tokenizer out, and texts are sent")
     values = {name: checkpoint.config[name] for name in ("max_position_embeddings",) if checkpoint.config.get(name)}
     return Checkpoint.dummy(_ANY | values, name=f"{model} {over}", path=checkpoint.path), own or _bytes()
 
