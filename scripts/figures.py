@@ -41,6 +41,7 @@ class Panel:
     unit: str = "s"
     notes: dict[str, str] = field(default_factory=dict)
     note_title: str = ""
+    all_ours: bool = False
 
     def table(self) -> list[str]:
         """Returns the table: medians, the least and the most, and ratios to the first system of the panel."""
@@ -136,7 +137,7 @@ def formats(file: dict) -> Iterator[Panel]:
         rounds = {run["format"]: [1e3 * one for one in run["seconds"]] for run in runs}
         notes = {run["format"]: f"{run['bytes']:.2f}" for run in runs}
         title = f"{variant}: {rows} row{'s' * (rows > 1)} times {file['outputs']} x {file['inputs']}"
-        yield Panel(title, rounds, None, "ms", notes, "bytes a weight")
+        yield Panel(title, rounds, None, "ms", notes, "bytes a weight", all_ours=True)
 
 
 PANELS = {
@@ -204,7 +205,7 @@ def plot(shown: list[Panel], theme: str) -> str:
         top = y
         for number, (system, taken) in enumerate(panel.rounds.items()):
             middle = median(taken)
-            colour = own if number == 0 else modes if system.startswith(OURS) else others
+            colour = own if number == 0 else modes if panel.all_ours or system.startswith(OURS) else others
             least, most = left + scale * min(taken), left + scale * max(taken)
             parts += [
                 f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(system)}</text>',
