@@ -19,7 +19,6 @@ import pytest
 from click.testing import CliRunner
 from tiny import tiny_checkpoint, write_tokenizer
 
-from prefold.checkpoint import BUILT_IN
 from prefold.cli import main
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.http_bodies import embedding_bodies, generation_body, is_of_bytes, logprob_bodies, remote_model
@@ -352,11 +351,10 @@ def test_a_request_that_is_not_answered_in_time_is_tried_again_within_a_bound():
 
 
 def test_a_tokenizer_that_was_asked_for_is_taken_or_is_an_error(tmp_path, monkeypatch):
-    """A built-in model holds its tokenizer in its one file; random weights of a shape have none."""
+    """A built-in model holds its tokenizer in its one file; a shape of the same name has none."""
     tiny_checkpoint(tmp_path, "llama").rename(tmp_path / "named")
-    monkeypatch.setitem(BUILT_IN, "built-in", BUILT_IN["smollm2-135m"])
     monkeypatch.setattr("prefold.checkpoint.checkpoint.fetch", lambda *_: tmp_path / "named")
-    assert not is_of_bytes(remote_model("m", "built-in")[1])
+    assert not is_of_bytes(remote_model("m", "smollm2-135m")[1])
     with pytest.raises(CheckpointError, match="qwen3-8b has no tokenizer; leave --tokenizer out"):
         remote_model("m", "qwen3-8b")
 
