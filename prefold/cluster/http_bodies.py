@@ -269,7 +269,7 @@ def remote_model(
 
     model      its name there; also its folder, where there is one of that name
     over       where it is, in words
-    tokenizer  a folder, hub id or built-in name with the model's tokenizer; None: that of a folder `model`, else prompts are texts
+    tokenizer  a folder, hub id or built-in name with the tokenizer; None: that of a folder `model`, else texts are sent
 
     Where prompts are texts, a token is a byte of them, so that they are sorted by their bytes.
     """
