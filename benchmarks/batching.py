@@ -1,21 +1,21 @@
 """Compares padding, compute-then-mask and flat varlen batches, and counts what tensor parallelism exchanges for each.
 
-    python benchmarks/batching.py --data FOLDER [--page docs/batching.md] [--sections example,lengths,ranks,...]
+    python benchmarks/batching.py --data FOLDER [--sections example,lengths,ranks,...] [--json FILE]
 
-FOLDER holds gsm8k, msmarco_v11, tau_airline and trace_azure2023_conv. With --page the tables of that page (between its
-"<!-- NAME -->" marks) are written anew. All three ways run through the same model: only its `attend` differs.
+FOLDER holds gsm8k, msmarco_v11, tau_airline and trace_azure2023_conv. All three ways run through the same model: only
+its `attend` differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import statistics
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from common import linear_rate, machine, median, read_bandwidth, read_jsonl, run_engine, table, timed, write_json
+from common import linear_rate, machine, read_bandwidth, read_jsonl, run_engine, table, timed, write_json
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -39,6 +39,16 @@ PAGE = {
 }
 
 
+ROUNDS: list[list[float]] = []  # what the medians are of, in the order of the tables
+
+
+def median(values: list[float]) -> float:
+    """Returns the median, and keeps the values for the file."""
+    if values not in ROUNDS:
+        ROUNDS.append(values)
+    return statistics.median(values)
+
+
 class Padded:
     """Rows are those of [requests, longest]: short requests are filled up, and what is filled is computed too."""
 
@@ -48,7 +58,7 @@ class Padded:
         self.positions = torch.arange(self.shape[1]).repeat(self.shape[0])
         self.scale = scale
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: None = None) -> Tensor:
         q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))
         o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
         return o.transpose(1, 2).flatten(0, 1)
@@ -64,7 +74,7 @@ class Masked:
         self.mask = (request[:, None] == request) & torch.ones(self.rows, self.rows, dtype=torch.bool).tril()
         self.scale = scale
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: None = None) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         o = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scale, enable_gqa=True)
         return o[0].transpose(0, 1)
@@ -80,7 +90,7 @@ class Varlen:
         self.plan = plan_rows(np.repeat(np.cumsum(lengths), lengths), np.arange(self.rows))
         self.scale, self.seconds = scale, 0.0
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: None = None) -> Tensor:
         started = time.perf_counter()
         attention = RowAttention(Heads(q.shape[1], *k.shape[1:], q.dtype), q.device)
         o = attention.attend(q, k, v, self.plan, scale=self.scale)
@@ -175,7 +185,7 @@ def lengths(models: dict, arguments) -> str:
 def ranks(models: dict, arguments) -> str:
     """Sums over all ranks of one forward pass, as rank 0 counts its meetings with the others, and their bytes."""
     batches = {"1 request of 40": [40], "10 + 30": [10, 30], "100 requests of 40": [40] * 100}
-    readout, rows, alone = Readout("mean"), [], {}
+    readout, rows, alone, threads = Readout("mean"), [], {}, torch.get_num_threads()
     for size in (1, 2):
         llm = LLM(Checkpoint.dummy(PAGE), dtype="float32", tensor_parallel=size, sharing="off")
         layers = len(llm.config.planes)
@@ -194,6 +204,7 @@ def ranks(models: dict, arguments) -> str:
             ratio = f"{alone[name] / seconds:.2f}"
             rows.append([size, name, sum(batch), count, per_layer, f"{nbytes:,}", f"{1e3 * seconds:.1f}", ratio])
         llm.close()
+    torch.set_num_threads(threads)  # a rank has its share of them
     headers = ["ranks", "batch", "rows", "sums", "", "bytes each rank adds", "ms", "x one rank"]
     return table(headers, rows)
 
@@ -236,7 +247,7 @@ def decode(models: dict, arguments) -> str:
         plan = store.plan(runs, batch)
         own = torch.from_numpy(first + context)
 
-        def attend(plane, q, k, v, *, store=store, plan=plan, own=own):
+        def attend(plane, q, k, v, sinks=None, *, store=store, plan=plan, own=own):
             store.write(plane, own, k, v)
             return store.attend(plane, q, plan, config.scale)
 
@@ -256,13 +267,12 @@ def decode(models: dict, arguments) -> str:
     return f"{lines}\n\nThis machine computes {balance:.0f} float32 FLOP in the time it takes to read a byte."
 
 
-SECTIONS = {"example": example, "lengths": lengths, "ranks": ranks, "share": share, "decode": decode}
+SECTIONS = {"example": example, "lengths": lengths, "share": share, "decode": decode, "ranks": ranks}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, type=Path)
-    parser.add_argument("--page", type=Path, help="a page whose tables are to be written anew")
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json")
@@ -275,25 +285,13 @@ def main() -> None:
         "smollm2-135m": smol.model,
         "tokenizer": smol.tokenizer,
     }
-    about = (
-        "{date}, {cpu}, {cores} cores, {threads} threads; Python {python}, torch {torch}, prefold {prefold}; float32"
-    )
-    tables = {"machine": about.format(**machine())}
-    print(tables["machine"])
+    tables, rounds = {}, {}
+    print(machine())
     for name in arguments.sections.split(","):
-        tables[name] = SECTIONS[name](models, arguments)
+        ROUNDS.clear()
+        tables[name], rounds[name] = SECTIONS[name](models, arguments), [*ROUNDS]
         print(f"\n{name}\n\n{tables[name]}", flush=True)
-    if arguments.page:
-        arguments.page.write_text(filled(arguments.page.read_text(encoding="utf-8"), tables), encoding="utf-8")
-    write_json(arguments.json, tables=tables)
-
-
-def filled(page: str, tables: dict[str, str]) -> str:
-    """The page with what is between <!-- NAME --> and <!-- end --> replaced by the table of that name."""
-    for name, text in tables.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        page = pattern.sub(lambda m, text=text: f"{m[1]}{text}\n{m[2]}", page)
-    return page
+    write_json(arguments.json, benchmark="batching", tables=tables, rounds=rounds)
 
 
 if __name__ == "__main__":

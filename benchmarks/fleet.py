@@ -20,15 +20,13 @@ Needs prefold[ray]; faults needs prefold[daft] and prefold[parquet]; vllm needs 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import machine, median, spread
+from common import machine, median, spread, write_json
 
 from prefold import LLM
 from prefold.prefix import RowCost, StreamCost
@@ -107,6 +105,7 @@ def alone(rows: int, repeats: int) -> list[dict[str, Any]]:
                 "system": name,
                 "seconds": median(seconds),
                 "spread": spread(seconds),
+                "rounds": seconds,
                 "rows": int(some[0]["rows"]),
                 "excess": int(max(one["rows"] - one["unique"] for one in some)),
                 "rows/s": some[0]["unique"] / median(seconds),
@@ -149,10 +148,11 @@ def segments(rows: int) -> list[dict[str, Any]]:
 
 
 def show(table: list[dict[str, Any]]) -> None:
-    names = list(table[0])
+    names = [name for name in table[0] if name != "rounds"]
     print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
     for row in table:
-        cells = (f"{v:,.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else v for v in row.values())
+        shown = (v for name, v in row.items() if name != "rounds")
+        cells = (f"{v:,.4g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else v for v in shown)
         print("| " + " | ".join(cells) + " |")
     sys.stdout.flush()
 
@@ -168,10 +168,10 @@ def main() -> None:
     parser.add_argument("--jobs", default="shared,single", help="of the case vllm")
     parser.add_argument("--seeds", type=int, default=20, help="of the case faults")
     parser.add_argument("--parts", default="ways,replicas", help="of the case faults")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json")
     arguments = parser.parse_args()
-    out: dict[str, Any] = {"machine": machine()}
-    print(out["machine"])
+    out: dict[str, Any] = {}
+    print(machine())
     for case in arguments.cases:
         print(f"\n{case}")
         if case == "vllm":
@@ -192,8 +192,7 @@ def main() -> None:
         else:
             out[case] = alone(arguments.rows, arguments.repeats) if case == "alone" else segments(arguments.rows)
         show(out[case])
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(out, indent=1))
+    write_json(arguments.json, benchmark="fleet", **out)
 
 
 if __name__ == "__main__":

@@ -219,7 +219,8 @@ def vllm(
                 table.append(
                     {
                         "job": "5 tokens asked for each unique one" if shared else "nothing shared", "system": name,
-                        "prompts": len(prompts), "seconds": median(seconds), "spread": spread(seconds),
+                        "prompts": len(prompts), "seconds": median(seconds), "rounds": seconds,
+                        "spread": spread(seconds),
                         "found in the cache": some[0]["cached"], "times as fast": base / median(seconds),
                     }
                 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Measures looped and routed models.
 
     python benchmarks/looped.py --out FOLDER [--section NAME] [--smoke] [--device cuda] [--go-on]
-    python benchmarks/looped.py --out FOLDER --report
+    python benchmarks/looped.py --out FOLDER --report [--json FILE]
 
     accuracy   trains models to follow pointers (examples/looped_model.py) and asks them through `LLM`: right answers
                and visits for each way to leave
@@ -23,7 +23,7 @@ prompts of 128 on; the gate's accuracy is within a deviation of that of all visi
 Each cell is computed in a process of its own, for at most --limit seconds, and written to FOLDER as a JSON file when it
 ends, whole or not at all; one that failed or was late is written down as that. What is there is not computed again;
 where it was computed with other options than are given now, or does not say with which, the run ends and names it.
---report makes report.md and report.html of what is in FOLDER.
+--report makes report.md and report.html of what is in FOLDER, and --json one file of all its cells.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ import looped_report
 import looped_served
 import numpy as np
 import torch
-from common import machine
+from common import machine, write_json
 from looped_tasks import TASKS, router_folder, trained_model, trained_router
 
 
@@ -221,7 +221,7 @@ def stops(results: Mapping[str, dict[str, Any]]) -> list[str]:
 def write(path: Path, result: dict[str, Any]) -> None:
     """Writes a result, whole or not at all."""
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(result | {"machine": machine()}, indent=1), encoding="utf-8")
+    write_json(part, **result)
     os.replace(part, path)
 
 
@@ -278,6 +278,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="runs that a median is of")
     parser.add_argument("--go-on", action="store_true", help="do not stop where a stopping rule says so")
     parser.add_argument("--smoke", action="store_true", help="the smallest cell of each kind, to see that it runs")
+    parser.add_argument("--json", help="write all cells of the folder to this file")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.smoke:
@@ -328,6 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print("stopped: " + "; ".join(weak) + ". --go-on goes on.")
                 return 3
     print(looped_report.write(options.out, sections))
+    write_json(options.json, benchmark="looped", cells=looped_report.read(options.out))
     return 0
 
 

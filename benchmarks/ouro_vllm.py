@@ -1,6 +1,6 @@
 """Compares Ouro at full depth with vLLM: log-probabilities of prompts, and what greedily follows them.
 
-    python benchmarks/ouro_vllm.py --vllm VENV [--ouro FILE] [--smoke]
+    python benchmarks/ouro_vllm.py --vllm VENV [--ouro FILE] [--smoke] [--json FILE]
 
 A small checkpoint of random weights is written, in float32, and read by both. vLLM runs in a process of its own, by the
 Python of the environment VENV. Its versions from 0.27 on have no Ouro any more: there --ouro names the file
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import machine
+from common import machine, write_json
 from safetensors.torch import save_file
 
 from prefold import LLM
@@ -117,6 +117,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=24, help="generated after each prompt")
     parser.add_argument("--smoke", action="store_true", help="two prompts, two tokens")
+    parser.add_argument("--json")
     options = parser.parse_args()
     if options.smoke:
         options.prompts = options.tokens = 2
@@ -150,6 +151,9 @@ def main() -> int:
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
     print(f"vLLM {other['version']}: {same} of {len(prompts)} continuations of {options.tokens} tokens are equal")
     print(f"log-probabilities of {sum(map(len, prompts)) - len(prompts)} tokens differ by at most {furthest:.2g}")
+    write_json(
+        options.json, benchmark="ouro_vllm", vllm=other["version"], prompts=len(prompts), same=same, furthest=furthest
+    )
     return int(same < len(prompts) or furthest > 1e-3)
 
 

@@ -10,18 +10,14 @@ read and the maps written have, in NumPy: no planner with these outputs is faste
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from common import machine, write_json
 
-import prefold
 from prefold.prefix import PrefixMap, Trie
 
 try:
@@ -147,23 +143,12 @@ def row_of(case: Case, repeats: int, budget: float) -> dict:
         "rows": Trie.build(case.tokens, case.offsets).num_rows,
         "repeats": len(times["map"]),
         "median_ms": medians,
+        "rounds_ms": {name: [round(1e3 * one, 4) for one in t] for name, t in times.items()},
         "quartiles_ms": {name: [s[0], s[2]] for name, s in spread.items()},
     }
     if "radix-mlp" in medians:
         row["map_over_radix_mlp"] = medians["map"] / medians["radix-mlp"]
     return row
-
-
-def machine() -> dict:
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    packages = {"python": platform.python_version(), "numpy": np.__version__, "prefold": prefold.__version__}
-    if radix_mlp is not None:
-        packages["radix-mlp"] = version("radix-mlp")
-    return {"cpu": model, "cores": os.cpu_count(), "system": platform.platform(), "versions": packages}
 
 
 def print_row(row: dict) -> None:
@@ -182,10 +167,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=300, help="rounds of each case, at most (300)")
     parser.add_argument("--seconds", type=float, default=3.0, help="time for a case, once 5 rounds are done (3)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
-    about = machine()
-    print(f"{about['cpu']}, {about['cores']} cores; " + ", ".join(f"{k} {v}" for k, v in about["versions"].items()))
+    versions = {"numpy": np.__version__} | ({"radix-mlp": version("radix-mlp")} if radix_mlp else {})
+    print(", ".join(f"{key} {value}" for key, value in (machine() | versions).items()))
     if radix_mlp is None:
         print("radix-mlp is not installed: no comparison (pip install radix-mlp)")
     print("ms: median (quartiles). limit: copying as many bytes. ratio: map / radix-mlp.\n")
@@ -196,8 +181,7 @@ def main() -> None:
         check(case)
         rows.append(row_of(case, options.repeats, options.seconds))
         print_row(rows[-1])
-    if options.json:
-        options.json.write_text(json.dumps({"benchmark": "plan", "machine": about, "results": rows}, indent=1) + "\n")
+    write_json(options.json, benchmark="plan", versions=versions, results=rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Callers that leave at any moment, floods of requests, and workers that fail at any call, on tiny random models.
 
-    python benchmarks/storms.py interrupts cancels disconnects floods --events 1250 --seed 1
+    python benchmarks/storms.py interrupts cancels disconnects floods --events 1250 --seed 1 [--json FILE]
     python benchmarks/storms.py failures
 
 interrupts   Ctrl-C into generate, stream, embed, classify and score, while other threads go on asking
@@ -37,7 +37,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from common import table
+from common import table, write_json
 
 from prefold import LLM
 from prefold.cache import CacheOptions
@@ -499,6 +499,7 @@ def main() -> None:
     parser.add_argument("storms", nargs="+", choices=STORMS)
     parser.add_argument("--events", type=int, default=100, help="of each storm")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json")
     arguments = parser.parse_args()
     names = ["events", "right", "refused", *BAD]
     rows = []
@@ -508,6 +509,7 @@ def main() -> None:
         rows.append([name, *(counts.get(column, 0) for column in names)])
         print(table(["storm", *names], rows[-1:]), flush=True)
     print(table(["storm", *names], rows))
+    write_json(arguments.json, benchmark="storms", columns=["storm", *names], rows=rows)
     sys.exit(any(any(row[-len(BAD) :]) for row in rows))
 
 

@@ -61,6 +61,8 @@ def main() -> None:
     questions = [{"question": text, "choices": choices, "answer": answer} for text, choices, answer in QUESTIONS]
     if len(sys.argv) > 1:
         questions = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
+    if len(questions) <= SHOTS:
+        sys.exit(f"{sys.argv[1]} has {len(questions)} questions; give more than the {SHOTS} that are worked examples")
     with tempfile.TemporaryDirectory() as folder:
         write_task(Path(folder), questions)
         results = simple_evaluate(

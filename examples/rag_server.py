@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 
-from openai import APIConnectionError, OpenAI
+from openai import APIConnectionError, APIStatusError, OpenAI
 
 PASSAGES = "\n".join(["The moon causes the tides.", "Bread is baked in an oven.", "The Rhine flows through Basel."])
 QUESTIONS = ["What causes the tides?", "Where is bread baked?"]
@@ -26,6 +26,8 @@ def main() -> None:
         model = client.models.list().data[0].id
     except APIConnectionError:
         sys.exit(f"no server answers at {address}: start one with  prefold serve --model smollm2-135m --port 8000")
+    except APIStatusError as error:  # such as an address without /v1
+        sys.exit(f"{address} answers: {error.message}")
     for question in QUESTIONS:
         answer = client.chat.completions.create(
             model=model,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes every published figure: the tables and plots of docs/figures.md and the plot of the README.
+"""Writes every published figure: the tables and plots of docs/figures.md, those of docs/batching.md and the README.
 
     python scripts/figures.py [--check]
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
@@ -20,7 +21,8 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE, PLOTS = (ROOT / name for name in ("benchmarks/results", "docs/figures.md", "docs/plots"))
+RESULTS, PLOTS = ROOT / "benchmarks/results", ROOT / "docs/plots"
+PAGES = ROOT / "docs/figures.md", ROOT / "docs/batching.md"
 OURS = "prefold"
 # Colours of text, lines, our bars, those of our other modes, those of others, and the limit.
 THEMES = {
@@ -39,6 +41,7 @@ class Panel:
     unit: str = "s"
     notes: dict[str, str] = field(default_factory=dict)
     note_title: str = ""
+    all_ours: bool = False
 
     def table(self) -> list[str]:
         """Returns the table: medians, the least and the most, and ratios to the first system of the panel."""
@@ -134,10 +137,17 @@ def formats(file: dict) -> Iterator[Panel]:
         rounds = {run["format"]: [1e3 * one for one in run["seconds"]] for run in runs}
         notes = {run["format"]: f"{run['bytes']:.2f}" for run in runs}
         title = f"{variant}: {rows} row{'s' * (rows > 1)} times {file['outputs']} x {file['inputs']}"
-        yield Panel(title, rounds, None, "ms", notes, "bytes a weight")
+        yield Panel(title, rounds, None, "ms", notes, "bytes a weight", all_ours=True)
 
 
-PANELS = {"rerank": rerank, "classify": classify, "generate": generate, "cpu": cpu, "formats": formats}
+PANELS = {
+    "rerank": rerank,
+    "classify": classify,
+    "generate": generate,
+    "cpu": cpu,
+    "formats": formats,
+    "batching": lambda file: (),
+}
 
 
 def panels(name: str) -> list[Panel]:
@@ -150,20 +160,31 @@ def read(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def section(name: str) -> str:
-    """Returns what the page says of a file: where it was measured, by which command, plots and tables."""
+def section(name: str, part: str = "") -> str:
+    """Returns what the page says of a file: where it was measured, by which command, plots and tables; or one of the
+    tables that a benchmark wrote as the page has it."""
     file = read(name)
+    if part:
+        return file["tables"][part]
     machine = file["machine"]
     if file.get("transcribed"):
         where = f"Copied from the [notebook]({file['account']}) ({machine}; {file['date']}; commit: {file['commit']})."
         lines = [_row(file["columns"]), "|" + "---|" * len(file["columns"]), *map(_row, file["rows"])]
-        return "\n".join([where, "", f"    {file['command']}", "", *lines])
+        return "\n".join([where, "", *_command(file), "", *lines])
     where = f"{machine['date']}; {machine['cpu']}, {machine['threads']} threads; Python {machine['python']}, "
     where += f"torch {machine['torch']}; commit `{file['commit']}`; all rounds: `benchmarks/results/{name}.json`."
-    lines = [where, "", f"    {file['command']}", "", picture(name, "plots/", file["benchmark"]), ""]
-    for panel in panels(name):
+    lines = [where, "", *_command(file), ""]
+    shown = panels(name)
+    lines += [picture(name, "plots/", file["benchmark"]), ""] * bool(shown)
+    for panel in shown:
         lines += [f"**{panel.title}**", "", *panel.table(), ""]
     return "\n".join(lines).rstrip()
+
+
+def _command(file: dict) -> list[str]:
+    """Returns the command of a file as lines of code, none of them too long for the page."""
+    lines = textwrap.wrap(file["command"], 88, break_long_words=False, break_on_hyphens=False)
+    return textwrap.indent(" \\\n  ".join(lines), "    ").split("\n")
 
 
 def picture(name: str, folder: str, about: str) -> str:
@@ -184,7 +205,7 @@ def plot(shown: list[Panel], theme: str) -> str:
         top = y
         for number, (system, taken) in enumerate(panel.rounds.items()):
             middle = median(taken)
-            colour = own if number == 0 else modes if system.startswith(OURS) else others
+            colour = own if number == 0 else modes if panel.all_ours or system.startswith(OURS) else others
             least, most = left + scale * min(taken), left + scale * max(taken)
             parts += [
                 f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(system)}</text>',
@@ -226,20 +247,20 @@ def made() -> dict[Path, str]:
     """Returns the text of every file that this script writes."""
     texts = {}
     for path in sorted(RESULTS.glob("*.json")):
-        if not read(path.stem).get("transcribed"):
+        if not read(path.stem).get("transcribed") and panels(path.stem):
             for theme in THEMES:
                 texts[PLOTS / f"{path.stem}-{theme}.svg"] = plot(panels(path.stem), theme)
     for theme in THEMES:
         texts[PLOTS / f"overview-{theme}.svg"] = plot(overview(), theme)
-    page = PAGE.read_text(encoding="utf-8")
-    used = re.findall(r"<!-- figure (\S+) -->", page)
-    if unused := {path.stem for path in RESULTS.glob("*.json")} - {*used}:
-        raise SystemExit(f"{PAGE.relative_to(ROOT)} has no place for the figures of {sorted(unused)}")
-    for name in used:
-        place = re.compile(rf"(<!-- figure {re.escape(name)} -->\n).*?(<!-- end -->)", re.S)
-        body = f"\n{section(name)}\n\n"
-        page = place.sub(lambda match, body=body: match[1] + body + match[2], page)
-    return texts | {PAGE: page}
+    used = set()
+    for page in PAGES:
+        mark = re.compile(r"(<!-- figure (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)", re.S)
+        text = page.read_text(encoding="utf-8")
+        used |= {found[2] for found in mark.finditer(text)}
+        texts[page] = mark.sub(lambda found: f"{found[1]}\n{section(found[2], found[3] or '')}\n\n{found[4]}", text)
+    if unused := {path.stem for path in RESULTS.glob("*.json")} - used:
+        raise SystemExit(f"no page has a place for the figures of {sorted(unused)}")
+    return texts
 
 
 def main() -> int:

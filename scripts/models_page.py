@@ -6,6 +6,7 @@ python scripts/models_page.py > docs/models.md
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 
 from prefold.checkpoint.gguf_config import ARCHITECTURES as OF_GGUF
@@ -174,7 +175,7 @@ def page() -> str:
         if not function.__module__.startswith("prefold."):
             continue
         about = " ".join(inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].split())
-        about = about.removeprefix("Returns the config of ").partition(". ")[0].rstrip(".")
+        about = re.sub("^Returns the config of (an? )?", "", about).partition(". ")[0].rstrip(".")
         about = about[:1].upper() + about[1:]
         files = [name for architecture in architectures for name in of_gguf.get(architecture, ())]
         families.append(f"| {about} | {', '.join(architectures)} | {', '.join(files)} |")

@@ -91,6 +91,13 @@ def test_a_file_without_the_column_is_refused(run, tiny, tmp_path):
         run("sft_csv --out tuned --data in.csv")
 
 
+def test_questions_too_few_for_worked_examples_are_refused(run, tmp_path):
+    needed("evaluate")
+    (tmp_path / "in.jsonl").write_text('{"question": "a", "choices": ["b", "c"], "answer": 0}\n', encoding="utf-8")
+    with pytest.raises(SystemExit, match="has 1 questions; give more than the 3"):
+        run("evaluate in.jsonl")
+
+
 def test_a_client_without_a_server_says_how_to_start_one(run):
     pytest.importorskip("openai")
     with pytest.raises(SystemExit, match="prefold serve --model"):

@@ -12,7 +12,6 @@ python -m benchmarks.simulate router                        how fast the router 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -23,6 +22,7 @@ from prefold.simulate.cases import ENGINES, FEEDERS, Outcome, Setup, run_setup
 from prefold.simulate.costs import machine_named, model_named
 from prefold.simulate.requests import prefix_repetition, read_trace
 
+from ..common import write_json
 from . import measure, others  # noqa: F401  # the tables have other systems' parts too
 from .ablation import ablation
 from .internet import internet
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     cases = parser.add_subparsers(dest="case", required=True)
     for name in ("published", "ablation", "internet", "others"):
         case = cases.add_parser(name)
-        case.add_argument("--json", action="store_true", help="print the outcomes as JSON lines")
+        case.add_argument("--json", help="write the outcomes to this file")
         case.add_argument("--plot", help="a picture of them, .svg, .png or .pdf; needs matplotlib")
         if name == "published":
             case.add_argument("--scale", type=int, default=1, help="so many times smaller")
@@ -105,29 +105,31 @@ def main(arguments: list[str] | None = None) -> None:
     case = cases.add_parser("router")
     case.add_argument("--prefixes", type=int, default=1_000_000)
     case.add_argument("--replicas", type=int, default=128)
+    case.add_argument("--json", help="write the rates to this file")
     o = parser.parse_args(arguments)
     if o.case == "steps":
         measure.steps(o.out, o.model, o.prompts)
     elif o.case == "machine":
         measure.machine(o.steps, o.out, like=o.like, model=o.model)
     elif o.case == "router":
-        measure.router(o.prefixes, o.replicas)
+        write_json(o.json, benchmark="simulate", case="router", rates=measure.router(o.prefixes, o.replicas))
     else:
         _show(o)
 
 
 def _show(o: argparse.Namespace) -> None:
     """Prints the outcomes of a case, each as it is done."""
-    outcomes = []
+    outcomes, found = [], []
     for outcome in _outcomes(o):
-        if not outcomes and not o.json:
+        if not outcomes:
             print(f"{cases.machine_line(outcome)}\n\n{cases.header(COLUMNS)}")
         outcomes.append(outcome)
         expected = getattr(outcome, "expected", None)
         beside = {} if expected is None else {"published_seconds": expected[0]}
-        print(json.dumps(cases.as_json(outcome) | beside) if o.json else cases.line(outcome, COLUMNS), flush=True)
-    if not o.json:
-        print(f"\n{cases.LEGEND}\nagain: there after a preemption. vLLM: the hit rate that vLLM would print.")
+        found.append(cases.as_json(outcome) | beside)
+        print(cases.line(outcome, COLUMNS), flush=True)
+    print(f"\n{cases.LEGEND}\nagain: there after a preemption. vLLM: the hit rate that vLLM would print.")
+    write_json(o.json, benchmark="simulate", case=o.case, outcomes=found)
     if o.plot:
         plot(outcomes, o.plot)
 

@@ -54,8 +54,8 @@ def machine(path: Path, out: Path, *, like: str, model: str) -> None:
     )
 
 
-def router(prefixes: int, replicas: int) -> None:
-    """Fills the router's trie with prefixes of 256 tokens, and times events, decisions and bookings."""
+def router(prefixes: int, replicas: int) -> dict[str, float]:
+    """Fills the router's trie with prefixes of 256 tokens, and returns the rates of events, decisions and bookings."""
     import psutil
 
     from prefold.cache.events import CacheCleared, CacheEvents, RowsStored
@@ -91,7 +91,12 @@ def router(prefixes: int, replicas: int) -> None:
             found.end(i - 5000, output_rows=100, cached_rows=256)
     booked = time.process_time()
     print(f"{prefixes:,} prefixes of 256 tokens, {replicas} replicas; CPU time of one core")
-    print(f"events a second     {prefixes / seconds:>10,.0f}")
-    print(f"decisions a second  {len(prompts) / (decided - began):>10,.0f}")
-    print(f"with booking, end   {len(prompts) / (booked - decided):>10,.0f}")
-    print(f"memory, GB          {held:>10.2f}")
+    rates = {
+        "events a second": prefixes / seconds,
+        "decisions a second": len(prompts) / (decided - began),
+        "with booking, end": len(prompts) / (booked - decided),
+        "memory, GB": held,
+    }
+    for name, rate in rates.items():
+        print(f"{name:<18}  {rate:>10,.{2 if name == 'memory, GB' else 0}f}")
+    return rates

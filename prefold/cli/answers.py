@@ -85,7 +85,7 @@ def _summary(engine: Any, o: dict[str, Any]) -> None:
     if o.get("quiet"):
         return
     stats = engine.stats
-    rows = f"{stats.tokens:,} tokens, {stats.rows_computed:,} rows computed ({stats.saved:.0%} saved)"
+    rows = f"{stats.tokens:,} tokens, {stats.rows_computed:,} rows computed ({max(0.0, stats.saved):.0%} saved)"
     if stats.generation is not None:
         rows += f", {stats.generation.generated_tokens:,} tokens generated"
     click.echo(click.style(f"{rows}, {o['model']}", dim=True), err=True)

@@ -58,9 +58,12 @@ def run_command(
         _say_how_to_resume("ended by a failure", o, job)
         raise
     if not o["quiet"]:
+        from ..cluster.http_bodies import is_of_bytes
+
         notes = [f"  note      {note}" for note in job.output.notes]
-        stored = "" if backend_of(o).where else stored_as(input.checkpoint)  # else the weights are elsewhere
-        say("\n".join([*summary_lines(summary, o, input.adapter, stored), *notes]))
+        is_remote = bool(backend_of(o).where)  # the weights are elsewhere
+        stored, in_bytes = "" if is_remote else stored_as(input.checkpoint), is_remote and is_of_bytes(input.tokenizer)
+        say("\n".join([*summary_lines(summary, o, input.adapter, stored, in_bytes=in_bytes), *notes]))
     if o["report"] and not was_ended:
         report(summary, task, input, o)
     elif o["report"] and not o["quiet"]:
@@ -239,8 +242,9 @@ RESULT_OPTIONS = (
 )
 
 
-def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "") -> list[str]:
-    """Returns the summary of a job in a few lines: its counts, its costs, and what sharing saved."""
+def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "", in_bytes: bool = False) -> list[str]:
+    """Returns the summary of a job in a few lines: its counts, its costs, and what sharing saved. Where prompts are
+    counted in bytes, and rows in tokens, it does not say what was saved."""
     from ..report.progress import format_bytes, format_seconds
 
     stats, where = summary.stats, o["output"] or "standard output"
@@ -250,17 +254,19 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
     elif summary.resumed == summary.records and not summary.streams:
         lines = [f"prefold: nothing left to do, {where} has all {summary.records:,} records"]
     else:
-        lines = [f"prefold: {summary.records:,} records written to {where}"]
+        lines = [f"prefold: {_count(summary.records, 'record')} written to {where}"]
         lines[0] += f", {summary.resumed:,} of them before" if summary.resumed else ""
     if summary.errors:
-        lines.append(f"  errors    {summary.errors:,} records failed; their lines say why")
+        lines.append(f"  errors    {_count(summary.errors, 'record')} failed; the output says why")
         if summary.first_error:
             lines.append(f"            the first: {_failure(json.loads(summary.first_error)):.300}")
     if stats.tokens:
         outputs = " and what was generated" if stats.generation and stats.generation.generated_tokens else ""
         of = f", of the {summary.computed:,} records of this run" if summary.resumed else ""
-        lines.append(f"  tokens    {stats.tokens:,} in {stats.requests:,} prompts{outputs}{of}")
-        rows = f"  rows      {stats.rows_computed:,} computed ({stats.saved:.1%} saved), sharing {summary.sharing}"
+        name, saved = ("bytes ", "") if in_bytes else ("tokens", f" ({stats.saved:.1%} saved)")
+        lines.append(f"  {name}    {stats.tokens:,} in {_count(stats.requests, 'prompt')}{outputs}{of}")
+        lines[-1] += ", as the model's tokenizer is not here (--tokenizer)" if in_bytes else ""
+        rows = f"  rows      {stats.rows_computed:,} computed{saved}, sharing {summary.sharing}"
         if stats.unique_tokens:  # servers and vLLM do not count them
             rows += f"; {stats.unique_tokens:,} unique tokens"
             rows += f", {summary.excess:,} rows more than those" if summary.excess else ""
@@ -292,23 +298,26 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
     return lines
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def _generation_lines(generation: Any, summary: Any) -> list[str]:
     from ..report.progress import format_bytes
 
     seconds = max(summary.seconds - summary.load_seconds, 1e-9)
-    rate = f"{generation.generated_tokens / seconds:,.0f} a second"
-    lines = [f"  generated {generation.generated_tokens:,} tokens, {rate}"]
+    generated = generation.generated_tokens
+    lines = [f"  generated {generated:,} tokens, {generated / seconds:,.0f} a second"]
     if generation.steps:  # servers and vLLM do not tell of theirs, nor of K/V
-        lines[0] += f", in {generation.steps:,} steps of up to {generation.running_peak:,} sequences"
-    if not generation.generated_tokens:  # the K/V held prompts that were only read
+        lines[0] += f", in {_count(generation.steps, 'step')} of up to {_count(generation.running_peak, 'sequence')}"
+    if not generated:  # the K/V held prompts that were only read
         lines = []
     if generation.kv_bytes_peak:
         held, unshared = format_bytes(generation.kv_bytes_peak), format_bytes(generation.kv_bytes_unshared_peak)
-        lines.append(f"  K/V       {held} at peak, {unshared} were nothing shared")
+        lines.append(f"  K/V       {held} at peak; without sharing {unshared}")
     if generation.copied_rows:
-        lines.append(
-            f"  copied    {generation.copied_rows:,} rows of prompts, from other positions: approximate answers"
-        )
+        copied = f"{generation.copied_rows:,} rows of prompts, from other positions"
+        lines.append(f"  copied    {copied}: approximate answers")
     if generation.preemptions:
         again = f"{generation.recomputed_rows:,} rows were computed again"
         lines.append(f"  memory    was short {generation.preemptions:,} times: {again} (--kv-memory gives more)")
@@ -396,6 +405,6 @@ def _generation_table(generation: Any) -> list[tuple[str, str]]:
     kv = [
         ("K/V held now", generation.kv_bytes_now),
         ("K/V held at peak", generation.kv_bytes_peak),
-        ("K/V at peak, were nothing shared", generation.kv_bytes_unshared_peak),
+        ("K/V at peak without sharing", generation.kv_bytes_unshared_peak),
     ]
     return [(name, f"{n:,}") for name, n in numbers] + [(name, format_bytes(n)) for name, n in kv]

@@ -199,7 +199,7 @@ fleet_options = all_of(
                  help="A server that runs the model: one with OpenAI's API (vLLM, SGLang, prefold serve, ...), or TEI. "
                       "May be repeated. PREFOLD_API_KEY in the environment is its key."),
     click.option("--tokenizer", metavar="NAME",
-                 help="With --url: a folder or hub id with the model's tokenizer, so that token ids are sent.  "
+                 help="With --url: a folder, hub id or built-in name with the tokenizer, so that token ids are sent.  "
                       "[default: that of --model, if it is a folder; else texts are sent]"),
     click.option("--backend", metavar="NAME",
                  help="What computes, here or on the replicas of --ray: prefold, vllm, or what a package or --plugin "

@@ -41,7 +41,7 @@ class Backend:
         return ""
 
     def tokenizer(self, o: Options) -> str | None:
-        """Returns the folder or hub id of the tokenizer of a model that is not read here; None: its texts are sent."""
+        """Returns the name of the tokenizer of a model that is not read here; None: its texts are sent."""
         return o.get("tokenizer")
 
     def options(self, o: Options, llm: Options, own: Options) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..checkpoint import Checkpoint, resolve
-from ..errors import InputError
+from ..checkpoint import BUILT_IN, Checkpoint, resolve
+from ..errors import CheckpointError, InputError
 from ..options import not_sent, sent_names
 from ..prefix import MEDIA_BASE
 from ..text import Tokenizer, tokenizer_or_none
@@ -269,15 +269,18 @@ def remote_model(
 
     model      its name there; also its folder, where there is one of that name
     over       where it is, in words
-    tokenizer  a folder or hub id with the model's tokenizer; None: that of a folder `model`, else prompts are texts
+    tokenizer  a folder, hub id or built-in name with the tokenizer; None: that of a folder `model`, else texts are sent
 
     Where prompts are texts, a token is a byte of them, so that they are sorted by their bytes.
     """
     where = tokenizer or (model if Path(model).is_dir() else None)
     if where is None:
         return Checkpoint.dummy(_ANY, name=f"{model} {over}", path=None), _bytes()
-    checkpoint = resolve(where, load_format="dummy", notify=notify)
+    # The one file of a built-in model holds its tokenizer; of others no weights are needed.
+    checkpoint = resolve(where, load_format="auto" if where in BUILT_IN else "dummy", notify=notify)
     own = tokenizer_or_none(checkpoint)
+    if own is None and tokenizer:
+        raise CheckpointError(f"{tokenizer} has no tokenizer; leave --tokenizer out, and texts are sent")
     values = {name: checkpoint.config[name] for name in ("max_position_embeddings",) if checkpoint.config.get(name)}
     return Checkpoint.dummy(_ANY | values, name=f"{model} {over}", path=checkpoint.path), own or _bytes()
 

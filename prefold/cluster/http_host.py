@@ -439,7 +439,7 @@ def _check(url: str) -> None:
     except (ValueError, httpx.InvalidURL):  # such as a port that is none
         is_url = False
     if not is_url:
-        remedy = f"write http://HOST:PORT; a key belongs into the environment, as {API_KEY}"
+        remedy = f"write http://HOST:PORT, and put a key into the environment, as {API_KEY}"
         raise InputError(f"{name or url!r} is not the URL of a server", field="url", remedy=remedy)
     key = os.environ.get(API_KEY, "")
     if not (key.isascii() and key.isprintable()):

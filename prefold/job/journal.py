@@ -111,10 +111,10 @@ class Journal:
         assert self.job is not None
         differing = differences(self.job, job)
         if differing:
+            listed = "\n  ".join(differing)
             raise JobError(
-                f"{self.path} belongs to another job:\n  "
-                + "\n  ".join(differing)
-                + "\ngive the same options to resume it, --overwrite to start again, or -o NAME to write elsewhere"
+                f"{self.path} belongs to another job:\n  {listed}\ngive the same input and options to resume it "
+                "(--grown: the input may have become longer), --overwrite to start again, or -o NAME to write elsewhere"
             )
         ended = None
         for _, entry, _ in self._entries():

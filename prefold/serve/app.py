@@ -74,12 +74,11 @@ def make_app(state: AppState) -> Direct:
         try:
             state.tenant_of(request.headers)
             message, remedy, code = f"there is no {path!r:.200}", "GET /docs shows the paths", "not_found"
+            if any(entry.path == f"/v1{path}" for entry in entries):
+                remedy = f"ask for /v1{path}: an OpenAI client's base URL ends in /v1"
             if error.status_code == 405:
-                message, remedy = (
-                    f"{path!r:.200} does not take {request.method}",
-                    f"use {(error.headers or {})['Allow']}",
-                )
-                code = "method_not_allowed"
+                message = f"{path!r:.200} does not take {request.method}"
+                remedy, code = f"use {(error.headers or {})['Allow']}", "method_not_allowed"
             refusal = Refusal(error.status_code, message, remedy=remedy, code=code)
             refusal.headers.update(error.headers or {})
         except Refusal as unknown:

@@ -88,23 +88,23 @@ def test_a_large_fleet_computes_once_but_for_cuts_and_grains_agree():
     assert seconds["prefold"] == pytest.approx(seconds["prefold-steps"], rel=0.03)
 
 
-def invoke(capsys, *arguments: str):
-    main([*arguments, "--json"])
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def invoke(tmp_path, *arguments: str):
+    main([*arguments, "--json", str(tmp_path / "out.json")])
+    return json.loads((tmp_path / "out.json").read_text())["outcomes"]
 
 
-def test_internet_from_the_shell(capsys):
-    large, coarse, steps = invoke(capsys, "internet", "--prompts", "600", "--replicas", "4")
+def test_internet_from_the_shell(tmp_path):
+    large, coarse, steps = invoke(tmp_path, "internet", "--prompts", "600", "--replicas", "4")
     assert large["requests"] == coarse["requests"] == steps["requests"] == 600
     assert large["gigabytes of memory at most"] > 0 and large["microseconds of CPU of planning a prompt"] > 0
     assert steps["times the seconds in coarse grain"] == pytest.approx(1, abs=0.05)
 
 
-def test_ablation_from_the_shell(tmp_path, monkeypatch, capsys):
+def test_ablation_from_the_shell(tmp_path, monkeypatch):
     monkeypatch.setattr(ablation, "_BACK", (6, 64, 60))
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp_ms": 0, "input_length": 5, "output_length": 7}\n')
-    found = invoke(capsys, "ablation", "--prompts", "60", "--replicas", "2", "--outputs", str(trace))
+    found = invoke(tmp_path, "ablation", "--prompts", "60", "--replicas", "2", "--outputs", str(trace))
     ours = [one for one in found if one["system"].endswith(": ours")]
     assert len(ours) == 8 and len(found) == 8 * 12 + 2
     assert all(any(name.startswith("times the seconds of") for name in one) for one in ours)

@@ -67,7 +67,7 @@ def test_a_job_on_a_table_with_its_report(prefold, tmp_path, lines, llm, table):
     want = llm.generate([record["question"] for record in table], max_tokens=6)
     assert [found[i + 1]["text"] for i in range(30)] == [one.text for one in want]
     assert [found[i + 1]["id"] for i in range(30)] == list(range(30))
-    assert "generated 180 tokens" in done.stderr and "were nothing shared" in done.stderr
+    assert "generated 180 tokens" in done.stderr and "at peak; without sharing" in done.stderr
     page = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'application/json">(.*?)</script>', page, re.S)[1])
     counted = dict(map(tuple, data["generation"]))

@@ -373,7 +373,7 @@ def test_a_broken_quote_costs_one_record(prefold, tmp_path, lines):
     rows[9] = 'r10,"he said it was good'
     write(tmp_path / "in.csv", ["id,text", *rows])
     done = prefold("embed", "in.csv", "-o", "out.jsonl", "--id", "id", "--dimensions", "1")
-    assert done.exit_code == 3 and "1 records failed" in done.stderr
+    assert done.exit_code == 3 and "1 record failed" in done.stderr
     got = {line["record"]: line for line in lines("out.jsonl")}
     assert sorted(got) == list(range(1, 31)) and [n for n in got if "error" in got[n]] == [10]
     assert "line 11 has a quote that is never closed" in got[10]["error"]["message"]

@@ -21,10 +21,10 @@ from tiny import tiny_checkpoint, write_tokenizer
 
 from prefold.cli import main
 from prefold.cluster.fleet import Fleet
-from prefold.cluster.http_bodies import embedding_bodies, generation_body, logprob_bodies
+from prefold.cluster.http_bodies import embedding_bodies, generation_body, is_of_bytes, logprob_bodies, remote_model
 from prefold.cluster.http_host import HttpReplicas
 from prefold.cluster.replicas import requests_of
-from prefold.errors import InputError
+from prefold.errors import CheckpointError, InputError
 from prefold.stream import Spool
 from prefold.types import Exits, Grammar, Readout, Request, Sampling
 
@@ -216,6 +216,7 @@ def test_embeddings(table, tei):
     assert ("error" in found[5]) == (not tei) and "error" in found[3]
     assert {path for path, _ in server.requests} == ({"/embed", "/v1/embeddings"} if tei else {"/v1/embeddings"})
     assert len(server.requests) < NUM and "replicas  1 of 1" in said
+    assert "  bytes " in said and "tokenizer is not here" in said and "% saved" not in said
     assert not [wrong for wrong in ("random weights", " 0 unique tokens", " 0 steps", "0 bytes") if wrong in said], said
 
 
@@ -347,6 +348,15 @@ def test_a_request_that_is_not_answered_in_time_is_tried_again_within_a_bound():
         release.set()
     assert hung == {"hang": 5} and "no answer after 5 attempts" in str(found[b"hang"])
     assert found[b"hang"].code == "no_answer" and found[b"one"][0].text.startswith("3 of one")
+
+
+def test_a_tokenizer_that_was_asked_for_is_taken_or_is_an_error(tmp_path, monkeypatch):
+    """A built-in model holds its tokenizer in its one file; a shape of the same name has none."""
+    tiny_checkpoint(tmp_path, "llama").rename(tmp_path / "named")
+    monkeypatch.setattr("prefold.checkpoint.checkpoint.fetch", lambda *_: tmp_path / "named")
+    assert not is_of_bytes(remote_model("m", "smollm2-135m")[1])
+    with pytest.raises(CheckpointError, match="qwen3-8b has no tokenizer; leave --tokenizer out"):
+        remote_model("m", "qwen3-8b")
 
 
 def test_the_journal_knows_the_backend_and_the_model_and_not_the_servers(table):

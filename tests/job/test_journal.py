@@ -130,7 +130,7 @@ def test_another_job_is_refused_and_told_apart(tmp_path):
         open_file(path, job={**JOB, "model": {"name": "other"}, "task": "rerank"})
     assert 'model.name: "m" in the journal, "other" now' in str(error.value)
     assert 'task: "embed" in the journal, "rerank" now' in str(error.value)
-    assert "input" not in str(error.value) and "--overwrite" in str(error.value)
+    assert "  input." not in str(error.value) and "--overwrite" in str(error.value)
     assert path.read_bytes() == before
 
 
