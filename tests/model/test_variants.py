@@ -1,4 +1,5 @@
-"""Whole models with the kernels of each variant that this machine runs, beside PyTorch without kernels."""
+"""Each variant of the kernels that this machine runs: whole models beside PyTorch without kernels, and all tests of
+products and attention."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from prefold.kernels.compile import find_compiler, runnable, variants
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")]
 
+PARTS = ("products", "block_products", "int8_products", "elementwise", "logits")
 # Prints what a model gives: embeddings, log-probabilities, and tokens that were drawn greedily for 1, 5 and 40 prompts,
 # half of which begin as another prompt does.
 SCRIPT = """
@@ -52,6 +54,11 @@ def results(path: Path, weights: str, vocabulary: int, **environment: str) -> di
     return json.loads(done.stdout)
 
 
+def skip_unless_runnable(name: str) -> None:
+    if name not in [variant.name for variant in runnable(loader._probe())]:
+        pytest.skip(f"this machine cannot run {name}")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Paths of models with how their weights lie in memory, the size of the vocabulary, and what they give without
@@ -73,8 +80,7 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("number", range(4), ids=["llama", "gemma3", "qwen3", "gguf"])
 @pytest.mark.parametrize("name", [variant.name for variant in variants()])
 def test_a_model_gives_what_it_gives_without_kernels(models, name, number):
-    if name not in [variant.name for variant in runnable(loader._probe())]:
-        pytest.skip(f"this machine cannot run {name}")
+    skip_unless_runnable(name)
     made, expected = models
     found, wanted = results(*made[number], PREFOLD_ISA=name), expected(number)
     assert found["kernels"].endswith(f": {name}") and wanted["kernels"].startswith("PyTorch")
@@ -82,3 +88,15 @@ def test_a_model_gives_what_it_gives_without_kernels(models, name, number):
     np.testing.assert_allclose(found["embeddings"], wanted["embeddings"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(found["scores"], wanted["scores"], rtol=0, atol=1e-3)
     assert found["tokens"] == wanted["tokens"]
+
+
+@pytest.mark.parametrize("name", [variant.name for variant in variants()])
+def test_products_and_attention_are_those_of_the_references(name):
+    skip_unless_runnable(name)
+    tests = Path(__file__).parents[1]
+    files = [tests / "attention", *(tests / "kernels" / f"test_{part}.py" for part in PARTS)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)]
+    environment = os.environ | {"PREFOLD_ISA": name}
+    done = subprocess.run(command, env=environment, cwd=tests.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "is ignored" not in done.stdout + done.stderr
