@@ -1,7 +1,7 @@
 """What number formats change on a CPU: accuracy, order and similarity on records with right answers, beside float32.
 
     python benchmarks/drift.py --data FOLDER [--model smollm2-135m] [--cases float32,bfloat16,...] [--q8 FILE.gguf]
-        [--limit N] [--json FILE]
+        [--limit N] [--keep FOLDER] [--json FILE]
 
 FOLDER holds mmlu_5shot, sst2, msmarco_v11 and stsb, each with dev.jsonl.gz (MMLU: prefixes.jsonl.gz, SST-2:
 fewshot.jsonl.gz).
@@ -17,6 +17,9 @@ Where --q8 is left out, the model must be a GGUF file, and its matrices are quan
 MMLU: the likeliest of " A" to " D" after five examples. SST-2: the likelier of two labels after 16 examples, of both
 labels in turn. MS MARCO: passages in the order of the likelihood of the query after them, nDCG@10. STS-B: Spearman's
 correlation of the cosine of two embeddings with people's score. All are in points, of 100.
+
+With --keep, what a case gave stays in a folder, so that a run goes on where another one was ended, and cases may run in
+processes of their own, whose last one finds all of them there.
 
 Beside them stand the share of answers (MS MARCO: of orders) that are not those of the first case, and the mean absolute
 difference of the numbers they come from: log-probabilities of labels and queries; cosines, in points.
@@ -160,6 +163,24 @@ def load(case: str, folder: Path, model: str, q8: str) -> LLM:
     return LLM(name, device="cpu", **options)
 
 
+def outcomes_of(case: str, folder: Path, q8: str, arguments: argparse.Namespace) -> tuple[str, dict[str, Outcome]]:
+    """Returns what ran in a case, and its outcome of each data set: computed, or as they were kept."""
+    kept = arguments.keep and arguments.keep / f"{case}-{arguments.limit}.json"
+    if kept and kept.exists():
+        passes, outcomes = json.loads(kept.read_text())
+        return passes, {name: Outcome(one[0], one[1], np.array(one[2])) for name, one in outcomes.items()}
+    with load(case, folder, arguments.model, q8) as llm:
+        passes, outcomes = llm.passes, {}
+        for name, task in TASKS.items():
+            outcomes[name] = task(llm, arguments.data, arguments.limit)
+            print(time.strftime("%H:%M:%S"), case, name, outcomes[name].points, flush=True)
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        plain = {name: (*one[:2], one.numbers.tolist()) for name, one in outcomes.items()}
+        kept.write_text(json.dumps([passes, plain]))
+    return passes, outcomes
+
+
 def beside(outcome: Outcome, first: Outcome) -> dict:
     """Returns what is published of an outcome, beside that of the first case."""
     answers = outcome.answers and zip(outcome.answers, first.answers, strict=True)
@@ -178,6 +199,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--q8", metavar="FILE")
     parser.add_argument("--limit", type=int, default=1000, help="records of a data set")
+    parser.add_argument("--keep", metavar="FOLDER", type=Path)
     parser.add_argument("--json")
     arguments = parser.parse_args()
     runs: list[dict] = []
@@ -189,13 +211,11 @@ def main() -> None:
         if q8 is None and "q8" in arguments.cases:
             q8 = str(write_q8(checkpoint.gguf.path, Path(scratch) / "q8.gguf"))
         for case in arguments.cases.split(","):
-            with load(case, folder, arguments.model, q8) as llm:
-                for name, task in TASKS.items():
-                    started = time.perf_counter()
-                    outcome = task(llm, arguments.data, arguments.limit)
-                    found = beside(outcome, firsts.setdefault(name, outcome))
-                    runs.append({"case": case, "task": name} | found | {"passes": llm.passes})
-                    print(case, name, found, f"{time.perf_counter() - started:.0f} s", flush=True)
+            passes, outcomes = outcomes_of(case, folder, q8, arguments)
+            for name, outcome in outcomes.items():
+                found = beside(outcome, firsts.setdefault(name, outcome))
+                runs.append({"case": case, "task": name} | found | {"passes": passes})
+                print(case, name, found, flush=True)
             write_json(arguments.json, benchmark="drift", model=arguments.model, runs=runs)
     print("\nPoints (less the first case's; share of answers or orders that changed; mean difference of numbers)\n")
     print(table(["case", *TASKS, "what ran"], [row(case, runs) for case in arguments.cases.split(",")]))
