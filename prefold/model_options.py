@@ -232,9 +232,9 @@ class ModelOptions(StepOptions, SlotOptions):
     )  # fmt: skip
     arithmetic: Literal["float", "int8"] = option(
         "float",
-        "What linears multiply in. int8: rows are quantised as well as weights, on a CPU with VNNI, which is faster and"
-        " less exact; `prefold verify` measures by how much. GGUF's blocks are used as they are, and of other weights"
-        " int8 is made. Layers that it changes too much keep the dtype, as do the embedding, the LM head and experts.",
+        "What linears multiply in. int8: rows are quantised like weights, on a CPU with VNNI (ARM: dotprod), which is"
+        " faster and less exact; `prefold verify` measures by how much. GGUF's blocks are used as they are; of other"
+        " weights int8 is made. Layers that it changes too much keep the dtype, as do embedding, LM head and experts.",
         one_of=("float", "int8"), on="machine", journal=True,
     )  # fmt: skip
     weights: Literal["auto", "file", "dtype", "int8"] = option(

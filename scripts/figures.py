@@ -150,6 +150,26 @@ PANELS = {
 }
 
 
+def drift(file: dict) -> list[str]:
+    """Returns a table with a row for each case, and for each data set the points beside those of the first case."""
+    runs = {(run["case"], run["task"]): run for run in file["runs"]}
+    cases, tasks = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True))
+    head = [f"{task}, {runs[cases[0], task]['records']} records" for task in tasks]
+    lines = [_row(["weights and arithmetic", *head]), "|" + "---|" * (len(tasks) + 1)]
+    for case in cases:
+        cells = []
+        for task in tasks:
+            run, first = runs[case, task], runs[cases[0], task]
+            changed = "" if run["changed"] is None else f"{run['changed']:.1f} % changed; "
+            beside = f" ({run['points'] - first['points']:+.2f}; {changed}{run['difference']:.2g})"
+            cells.append(f"{run['points']:.2f}" + (beside if case != cases[0] else ""))
+        lines.append(_row([case, *cells]))
+    return lines
+
+
+TABLES = {"drift": drift}
+
+
 def panels(name: str) -> list[Panel]:
     """Returns the panels of a file in `benchmarks/results/`."""
     file = read(name)
@@ -173,6 +193,8 @@ def section(name: str, part: str = "") -> str:
         return "\n".join([where, "", *_command(file), "", *lines])
     where = f"{machine['date']}; {machine['cpu']}, {machine['threads']} threads; Python {machine['python']}, "
     where += f"torch {machine['torch']}; commit `{file['commit']}`; all rounds: `benchmarks/results/{name}.json`."
+    if file["benchmark"] in TABLES:
+        return "\n".join([where, "", *_command(file), "", *TABLES[file["benchmark"]](file)])
     lines = [where, "", *_command(file), ""]
     shown = panels(name)
     lines += [picture(name, "plots/", file["benchmark"]), ""] * bool(shown)
@@ -247,7 +269,7 @@ def made() -> dict[Path, str]:
     """Returns the text of every file that this script writes."""
     texts = {}
     for path in sorted(RESULTS.glob("*.json")):
-        if not read(path.stem).get("transcribed") and panels(path.stem):
+        if read(path.stem).get("benchmark") in PANELS and panels(path.stem):
             for theme in THEMES:
                 texts[PLOTS / f"{path.stem}-{theme}.svg"] = plot(panels(path.stem), theme)
     for theme in THEMES:

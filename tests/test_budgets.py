@@ -22,7 +22,7 @@ BUDGETS = {
     "cache": (1317, 1500),
     "stream": (1403, 1200),
     "schedule": (2291, 2000),
-    "kernels": (1615, 900),
+    "kernels": (1617, 900),
     "attention": (2276, 2050),
     "model": (4524, 2900),
     "worker": (2722, 1950),

@@ -11,8 +11,8 @@ import math
 import mmap
 import os
 import struct
+import weakref
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A GGUFFile is one GGUF file, mapped into memory.
+    """A GGUFFile is one GGUF file. A tensor is mapped into memory for as long as somebody has it: where a process may
+    map little (`ulimit -v`), the file as a whole does not count beside what is made of it.
 
     metadata  {key: bool, int, float, str or list}
     tensors   {name: GGUFTensor}
@@ -49,17 +50,20 @@ class GGUFFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        with open(self.path, "rb") as file:
-            if file.read(4) != MAGIC:
-                raise CheckpointError(f"{self.path} is not a GGUF file")
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._at = 4
+        self._file = open(self.path, "rb")  # noqa: SIM115  # tensors are read later, of this file, whatever the path is then
+        weakref.finalize(self, self._file.close)
+        if self._file.read(4) != MAGIC:
+            raise CheckpointError(f"{self.path} is not a GGUF file")
+        self._bytes = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._size, self._at = len(self._bytes), 4
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
         try:
             self._read_header()
         except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, RecursionError) as error:
             raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {error}") from error
+        finally:
+            self._bytes.close()
 
     def __reduce__(self) -> tuple[type[GGUFFile], tuple[Path]]:
         """A copy in another process maps the file itself."""
@@ -125,10 +129,6 @@ class GGUFFile:
             return self._strings(length)
         return [self._value(item) for _ in range(length)]
 
-    @cached_property
-    def _mapped(self) -> np.ndarray:
-        return np.frombuffer(self._bytes, np.uint8)
-
     def raw(self, name: str) -> np.ndarray:
         """Returns the tensor's bytes as stored, uint8 [..., bytes of a row], a read-only view. Raises
         CheckpointError for a damaged file and for a type that is not known."""
@@ -142,9 +142,13 @@ class GGUFFile:
         shape = (*tensor.shape[:-1], row // block_size * type_size)
         start = self._data_start + tensor.offset
         size = math.prod(shape)
-        if start + size > len(self._mapped):
+        if start + size > self._size:
             raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {name} lies beyond its end")
-        return self._mapped[start : start + size].reshape(shape)
+        if not size:
+            return np.empty(shape, np.uint8)
+        before = start % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(self._file.fileno(), before + size, access=mmap.ACCESS_READ, offset=start - before)
+        return np.frombuffer(mapped, np.uint8, size, before).reshape(shape)
 
     def dequantize(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Returns the tensor as float32 in its NumPy shape; read-only where it is stored as float32. rows: those along
@@ -162,11 +166,6 @@ class GGUFFile:
             raise CheckpointError(
                 f"{self.path}: {name} has the quantisation {kind.name}, which is not supported"
             ) from error
-
-    def let_go(self) -> None:
-        """Takes the pages of the file that were read out of this process's memory; what is read again comes back."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._bytes.madvise(mmap.MADV_DONTNEED)
 
     def type_name(self, name: str) -> str:
         """Returns the name of the tensor's ggml type: "F32", "Q4_K", ..."""

@@ -177,7 +177,6 @@ def _of_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
 
     def read(stored: str) -> Tensor:
         values = torch.from_numpy(file.dequantize(stored).copy())
-        file.let_go()
         return values - 1 if GGUF_PROJECTORS.get(stored) == PROJECTOR_NORM else values  # one is added to what is stored
 
     for stored, tensor in file.tensors.items():

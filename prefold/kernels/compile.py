@@ -63,6 +63,8 @@ VARIANTS = (
     Variant("avx512", _X86, _AVX512, (0, 1)),
     Variant("avx2-vnni", _X86, ("-march=x86-64-v3", "-mavxvnni"), (0, 4)),
     Variant("avx2", _X86, ("-march=x86-64-v3",), (0,)),
+    Variant("i8mm", _ARM, ("-march=armv8.2-a+dotprod+i8mm",), (5, 6)),
+    Variant("dotprod", _ARM, ("-march=armv8.2-a+dotprod",), (5,)),
     Variant("neon", _ARM, ("-march=armv8-a",)),
 )
 

@@ -62,8 +62,9 @@ def check_int8(
         f"the model is split over {ranks} ranks": ranks > 1,
         f"the dtype is {str(dtype).removeprefix('torch.')}": dtype not in kernels.DTYPES,
         f"there are no compiled kernels here ({kernels.status()})": compiled is None,
-        f"this CPU has no VNNI, or its kernels are made without ({kernels.status()})": compiled is not None
-        and not compiled.has_int8,
+        f"this CPU has no VNNI (ARM: dotprod), or its kernels are made without ({kernels.status()})": not (
+            compiled is None or compiled.has_int8
+        ),
         f"weights are to lie in memory as {weights!r} says": weights in ("file", "dtype"),
     }
     remedies = {"dtype": f"use --dtype bfloat16 or float32, or {REMEDY}", "weights": "leave --weights out"}

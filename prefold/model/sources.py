@@ -339,7 +339,6 @@ class GGUFSource:
             block = self._values(name, rows, order).view(-1, *shape[1:])
             first, last = max(start, begin), min(stop, end)
             target[first - begin : last - begin].copy_(block[(slice(first - start, last - start), *where[1:])])
-            self.file.let_go()
 
     def stored_type(self, name: str) -> tuple[str, int]:
         stored, shape = self._stored[name][0], self.shapes[name]
@@ -347,7 +346,6 @@ class GGUFSource:
 
     def stored(self, name: str) -> StoredRows | None:
         kind, row = self.stored_type(name)
-        self.file.let_go()  # what was read before
         if not kind:
             return None
         (stored, first), outputs = self._stored[name], self.shapes[name][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -104,3 +105,28 @@ def test_a_string_that_goes_beyond_the_end_is_a_damaged_file(tmp_path, length):
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text)
     with pytest.raises(CheckpointError, match="not copied whole"):
         GGUFFile(path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of what is mapped")
+def test_the_file_is_mapped_where_it_is_read_alone(path):
+    """A process whose address space is limited has room for the file's matrices as they are packed, not for both."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(str(path))
+
+    file = GGUFFile(path)
+    assert mapped() == 0
+    rows = file.raw("t.Q8_0")
+    assert mapped() == 1
+    del rows
+    assert mapped() == 0
+
+
+def test_a_tensor_without_numbers_at_the_end_of_a_file(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tensor("empty", np.empty((0, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert GGUFFile(tmp_path / "a.gguf").raw("empty").shape == (0, 16)

@@ -12,7 +12,7 @@ namespace prefold {
 namespace {
 
 // Vectors of lanes whose columns make up whole registers, and these columns.
-constexpr int kSides = kParts == 1 ? 2 : 1, kColumns = kSides * kLanes / 2;
+constexpr int kSides = kParts == 1 ? 2 : 1, kColumns = kSides * kLanes / 2, kSums = kSides * kParts;
 
 // What eight bytes of a line are for lanes of even places, and for those of odd ones.
 PREFOLD_INLINE Part<int32_t> piece(const int8_t* at) {
@@ -89,7 +89,7 @@ PREFOLD_APART void add_panel(const uint8_t* panel, int64_t count, const FewPass&
         }
         unrolled<kInRun>([&](auto of_run) __attribute__((always_inline)) {
           constexpr int kG = decltype(of_run)::value, kPieces = B::kGroup / 8;
-          Part<int32_t> acc[LINES][2] = {};  // of neighbouring registers
+          Part<int32_t> acc[LINES][kSums] = {};  // of neighbouring registers
           unrolled<kPieces>([&](auto of_group) __attribute__((always_inline)) {
             constexpr int kPiece = kG * kPieces + decltype(of_group)::value;
             for (int side = 0; side < kSides; ++side) {
@@ -102,22 +102,25 @@ PREFOLD_APART void add_panel(const uint8_t* panel, int64_t count, const FewPass&
               }
             }
           });
-          const int part = first / kPartLanes;
-          const Part<float> scale = scales[kG].scale.part[part], least = scales[kG].least.part[part];
+#pragma GCC unroll 2
+          for (int pair = 0; pair < kSums / 2; ++pair) {
+            const int at = first + pair * kPartLanes;
+            const Part<float> scale = scales[kG].scale.part[at / kPartLanes], least = scales[kG].least.part[at / kPartLanes];
 #pragma GCC unroll 8
-          for (int i = 0; i < LINES; ++i) {
-            const auto half = [&](int odd) {
-              return (Part<int32_t>)every_other((Part<float>)acc[i][0], (Part<float>)acc[i][1], odd);
-            };
-            const RowGroup& of = groups[kG * pass.groups_row + i];
-            float* to = sums + i * kPanel + column + first;
-            Part<int32_t> whole = half(0) + half(1);
-            if constexpr (!kHasMinima<B> && kShift<B::kBits> >= 0) whole += of.zero << kShift<B::kBits>;
-            Part<float> sum;
-            memcpy(&sum, to, sizeof sum);
-            sum = sum + __builtin_convertvector(whole, Part<float>) * (scale * of.scale);
-            if constexpr (kHasMinima<B>) sum = sum + least * of.sum;
-            memcpy(to, &sum, sizeof sum);
+            for (int i = 0; i < LINES; ++i) {
+              const auto half = [&](int odd) {
+                return (Part<int32_t>)every_other((Part<float>)acc[i][2 * pair], (Part<float>)acc[i][2 * pair + 1], odd);
+              };
+              const RowGroup& of = groups[kG * pass.groups_row + i];
+              float* to = sums + i * kPanel + column + at;
+              Part<int32_t> whole = half(0) + half(1);
+              if constexpr (!kHasMinima<B> && kShift<B::kBits> >= 0) whole += of.zero << kShift<B::kBits>;
+              Part<float> sum;
+              memcpy(&sum, to, sizeof sum);
+              sum = sum + __builtin_convertvector(whole, Part<float>) * (scale * of.scale);
+              if constexpr (kHasMinima<B>) sum = sum + least * of.sum;
+              memcpy(to, &sum, sizeof sum);
+            }
           }
         });
       }

@@ -18,7 +18,7 @@ namespace prefold {
 #if defined(PREFOLD_INT8) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define PREFOLD_FEW_ROWS
 
-constexpr int kMostLines = kRegisters == 32 ? 8 : 6;  // of a pass
+constexpr int kMostLines = kParts == 4 ? 4 : kRegisters == 32 ? 8 : 6;  // of a pass
 
 // Passes that take less time than decoding the panel, with so many digits.
 #ifdef PREFOLD_INT8

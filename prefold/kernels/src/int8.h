@@ -19,9 +19,11 @@
 
 #ifdef __AVX2__
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || defined(__ARM_FEATURE_DOTPROD)
 #define PREFOLD_INT8
 #endif
 #if defined(PREFOLD_INT8) && defined(PREFOLD_TILES) && defined(__AMX_INT8__)
@@ -77,6 +79,12 @@ void add_int8_in_tiles(const Int8Pass& pass, int rows, float* sums);
 PREFOLD_INLINE Part<int32_t> dot(Part<int32_t> sums, Part<uint32_t> u, Part<int32_t> a) {
 #ifdef __AVX512F__
   return (Part<int32_t>)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)u, (__m512i)a);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (Part<int32_t>)vusdotq_s32((int32x4_t)sums, (uint8x16_t)u, (int8x16_t)a);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  // Both factors are signed: the highest bit of u, which stands for 128, is a factor of its own, -128.
+  const Part<int32_t> low = (Part<int32_t>)vdotq_s32((int32x4_t)sums, (int8x16_t)(u & 0x7f7f7f7fu), (int8x16_t)a);
+  return low - (Part<int32_t>)vdotq_s32(int32x4_t{}, (int8x16_t)(u & 0x80808080u), (int8x16_t)a);
 #else
   return (Part<int32_t>)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)u, (__m256i)a);
 #endif

@@ -241,7 +241,7 @@ using prefold::Bf16;
 extern "C" int32_t prefold_has_products(int32_t is_bf16) {
 #ifdef __AVX512F__
   return !is_bf16 || prefold::Bf16Words::kParts == 1;
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif (defined(__AVX2__) && defined(__FMA__)) || defined(__aarch64__)
   (void)is_bf16;
   return 1;
 #else
