@@ -392,7 +392,7 @@ class FleetRun:
         self._count(name, report)
         started = time.perf_counter()
         for step in report.steps if self.on_step is not None else ():
-            self.on_step(replace(step, started=started - step.started))
+            self.on_step(replace(step, started_at=started - step.started_at))
         if name not in self._work:
             return
         self._tell_router(name, report, now)

@@ -177,7 +177,7 @@ def check(model: TransformersLM, expected: ExpectedOutputs, most: float) -> None
             hidden, kv = forward_stream(model, batch, path, {})
             if model.rows.plane != len(config.planes):
                 raise refused(config, "not every pass goes through attention as often")
-            for request, read in zip(step.done.tolist(), step.done_reads.tolist(), strict=True):
+            for request, read in zip(step.requests.tolist(), step.request_reads.tolist(), strict=True):
                 states[int(window.tags[request])] = hidden[read]
             _, path = read_stream(model, batch, path, hidden, kv)
             scheduler.commit(step)

@@ -95,14 +95,16 @@ class Flow:
         return dumps(self.job.adapter.line(done.number, done.meta, results))
 
 
-def run_beside(job: Job, owner: Owner, failed: Callable[[Exception], InputError], stopping: Callable[[], bool]) -> bool:
+def run_beside(
+    job: Job, owner: Owner, on_failure: Callable[[Exception], InputError], stopping: Callable[[], bool]
+) -> bool:
     """Runs a job on an engine that others use too, from any thread. Returns whether all its lines are written.
 
     What is done is committed when this returns or raises; the output stays open, and is not marked as ended.
 
-    owner     for whom the job runs
-    failed    takes the error of a step that fails for a request, and returns the request's answer
-    stopping  asked after every step: once it says so, this returns False
+    owner       for whom the job runs
+    on_failure  takes the error of a step that fails for a request, and returns the request's answer
+    stopping    asked after every step: once it says so, this returns False
     """
     flow = Flow(job, Counts())
     try:
@@ -110,7 +112,7 @@ def run_beside(job: Job, owner: Owner, failed: Callable[[Exception], InputError]
         engine = job.load().engine
         for batch in flow.reader.batches():
             with batch.spool or nullcontext():
-                if not flow.compute(engine, batch, owner=owner, failed=failed, stopping=stopping):
+                if not flow.compute(engine, batch, owner=owner, on_failure=on_failure, stopping=stopping):
                     return False
         flow.check()
         return not stopping()

@@ -189,7 +189,7 @@ class _Run:
         if (generation := self._engine.stats.generation) is not None:
             self.counts.generated = generation.generated_tokens
         if self.summary.steps is not None:
-            self.summary.steps.add(info.started, info.seconds, info.rows, info.path_rows, info.running)
+            self.summary.steps.add(info.started_at, info.seconds, info.rows, info.path_rows, info.running)
 
     def _count(self) -> Counts:
         self.counts.done, self.counts.errors = self.output.count, self.output.errors

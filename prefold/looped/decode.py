@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..cache.tree import Node
-from ..schedule.generate_step import joined, marked
+from ..schedule.generate_step import join_runs, tree_above
 from .cache import OUTPUT_SLOTS, SlotAllocator
 from .outputs import OutputRows, ragged
 from .sequence import LoopedSequence, leaves_after
@@ -437,7 +437,7 @@ class Decoding:
         parts.append((start, np.ones_like(start), position[query] - row[query] + which, query, query + 1))
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         order = np.argsort(columns[3], kind="stable")
-        return joined(*(column[order] for column in columns))
+        return join_runs(*(column[order] for column in columns))
 
     def begin(self, batch: DecodeBatch, drafted: DecodeRows | None) -> int:
         """Resets the waiting time of sequences with rows in a step, and raises that of the others. Returns how many
@@ -513,10 +513,10 @@ class Decoding:
         for sequence, token, ends, is_plain in consumers:
             tail = sequence.tail
             if not ends:
-                tail.computed = len(tail.tokens)
+                tail.num_computed = len(tail.tokens)
                 tail.tokens.append(token)
-                sequence.known += 1
-            if ends or sequence.known == sequence.limit:
+                sequence.num_known += 1
+            if ends or sequence.num_known == sequence.limit:
                 done.append(sequence)
             if is_plain:
                 places.append(tail.place)
@@ -535,7 +535,7 @@ def _depth_first(running: Collection[LoopedSequence]) -> list[LoopedSequence]:
     at: dict[Node, list[LoopedSequence]] = {}
     for sequence in running:
         at.setdefault(sequence.leaf, []).append(sequence)
-    stack, below = marked(at)
+    stack, below = tree_above(at)
     stack.reverse()
     order: list[LoopedSequence] = []
     while stack:

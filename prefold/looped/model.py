@@ -123,7 +123,7 @@ class LoopedLM(CausalLM):
         arguments: dict[str, Any] = {}
         if isinstance(step, SlotStep):
             if step.exits is not None:
-                at = send(np.concatenate((step.reads, step.kept)), self.device)
+                at = send(np.concatenate((step.reads, step.state_reads)), self.device)
                 arguments["exits"] = RowExits(*send(step.exits, self.device).T, rows=at)
             if step.route is not None:
                 arguments["route"] = step.route

@@ -74,10 +74,10 @@ class Admission(Protocol):
     def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
         """Returns the sequence that is admitted next; None: none now. batches: whether batches' count."""
 
-    def admitted(self, sequence: SequenceState, rows: int) -> None:
+    def note_admission(self, sequence: SequenceState, rows: int) -> None:
         """Books the sequence that `first` returned as running. rows: how many rows of its prompt are to be computed."""
 
-    def ended(self, sequence: SequenceState) -> None:
+    def note_end(self, sequence: SequenceState) -> None:
         """Books the end of an admitted sequence."""
 
     def before(self, sequence: SequenceState, running: Collection[SequenceState]) -> Collection[SequenceState]:
@@ -133,10 +133,10 @@ class InOrder:
     def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
         return next(iter(self._waiting), None)
 
-    def admitted(self, sequence: SequenceState, rows: int) -> None:
+    def note_admission(self, sequence: SequenceState, rows: int) -> None:
         del self._waiting[sequence]
 
-    def ended(self, sequence: SequenceState) -> None:
+    def note_end(self, sequence: SequenceState) -> None:
         pass
 
     def before(self, sequence: SequenceState, running: Collection[SequenceState]) -> Collection[SequenceState]:

@@ -132,9 +132,9 @@ async def cache_state(context: RequestContext) -> Response:
     options = {name: getattr(cache, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
     if cache.shifted is not None:
         options["shifted"] = asdict(cache.shifted)
-    now: Snapshot = await handler.in_pool(NO_OWNER, partial(handler.engine.snapshot, held=True))
+    now: Snapshot = await handler.in_pool(NO_OWNER, partial(handler.engine.snapshot, rows=True))
     tenants: dict[str, dict[str, int]] = {}
-    for namespace, rows in now.held.items():
+    for namespace, rows in now.rows.items():
         tenant = str(context.state.keys.tenant_of(namespace) or "")
         counts = tenants.setdefault(tenant, dict.fromkeys(rows._fields, 0))
         for name, count in rows._asdict().items():

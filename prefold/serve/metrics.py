@@ -190,7 +190,7 @@ class StepWatch:
 
     def note(self, step: StepInfo) -> None:
         """Records a step."""
-        self._steps.append((step.started, step.seconds, 1, step.rows, step.path_rows, step.running))
+        self._steps.append((step.started_at, step.seconds, 1, step.rows, step.path_rows, step.running))
 
     def bins(self) -> list[list[float]]:
         """Returns the steps of the last minutes, with neighbours merged; their start is relative to now, in seconds."""

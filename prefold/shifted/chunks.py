@@ -169,7 +169,7 @@ class ChunkIndex:
         path = node.path()
         assert path[0].parent is not None
         namespace, done, keys = self._noted.get(node) or (path[0].parent.namespace, node.start, [])
-        stop = node.start + node.computed
+        stop = node.start + node.num_computed
         ends = [end for end in range(done // self._size * self._size + self._size, stop + 1, self._size)]
         if ends:
             tokens = np.concatenate([one.tokens for one in path])[:stop]
@@ -220,7 +220,7 @@ class ChunkIndex:
         """Raises AssertionError where the blocks that are noted and the rows of the tree do not agree; for tests."""
         expected: dict[Hashable, dict[Key, set[Node]]] = {}
         for node in self._tree.nodes():
-            path, stop = node.path(), node.start + node.computed
+            path, stop = node.path(), node.start + node.num_computed
             tokens = np.concatenate([one.tokens for one in path])[:stop]
             assert path[0].parent is not None
             for end in range(self._size, stop + 1, self._size):
@@ -257,7 +257,7 @@ def _powers(base: int, count: int) -> np.ndarray:
 def _rows(nodes: list[Node]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the tokens of nodes below each other, int32 [n], and the slots of their rows, int64 [n]: 0 where the row
     is not there."""
-    slots = [np.pad(node.slots[: node.computed], (0, len(node) - node.computed)) for node in nodes]
+    slots = [np.pad(node.slots[: node.num_computed], (0, len(node) - node.num_computed)) for node in nodes]
     return np.concatenate([node.tokens for node in nodes]), np.concatenate(slots)
 
 

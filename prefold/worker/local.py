@@ -224,7 +224,7 @@ class LocalWorker(Worker):
 
     def _is_greedy(self, step: SlotStep) -> bool:
         """Returns whether a step gives nothing but the most likely token of each read, now."""
-        return self._is_direct and step.drawing is None and not step.numbers and not len(step.kept)
+        return self._is_direct and step.drawing is None and not step.numbers and not len(step.state_reads)
 
     def _go_on(self, step: Message) -> Ticket | None:
         """Runs a greedy step that follows a greedy one, both by the program, without a tensor; None: it is another."""
@@ -258,10 +258,10 @@ class LocalWorker(Worker):
                     return CompletedTicket(SlotResult(ids[step.reads]))
                 hidden = program.over_slots(batch, self.store, **how)
             if step.exits is not None:  # there is a hidden state for each of these
-                each = np.concatenate((step.reads, step.kept))
+                each = np.concatenate((step.reads, step.state_reads))
                 places, kept = np.split(np.arange(len(each)), [len(step.reads)])
-                step = replace(step, read_rows=step.read_rows[each], reads=places, kept=kept)
-        if len(step.kept):
+                step = replace(step, read_rows=step.read_rows[each], reads=places, state_reads=kept)
+        if len(step.state_reads):
             self._keep(step, hidden)
         if self._is_greedy(step) and self.model.ranks.size == 1:
             return CompletedTicket(SlotResult(greedy(self.model, hidden)[step.reads]))
@@ -274,8 +274,8 @@ class LocalWorker(Worker):
         if self._states is None:
             assert self.store is not None
             self._states = hidden.new_empty(self.store.slots, hidden.shape[1])
-        slots = send(step.slots[step.read_rows[step.kept]], hidden.device)
-        self._states.index_copy_(0, slots, hidden.index_select(0, send(step.kept, hidden.device)))
+        slots = send(step.slots[step.read_rows[step.state_reads]], hidden.device)
+        self._states.index_copy_(0, slots, hidden.index_select(0, send(step.state_reads, hidden.device)))
 
 
 # By the type of a message, or of what was prepared for it, beside those of the parts. Functions, which hold no worker.

@@ -80,7 +80,7 @@ def _choose(logits: Tensor, rows: np.ndarray, likely: Tensor, drawing: Drawing) 
     """Returns the tokens of a drawing's reads. likely: what `most_likely` gives for the row of each."""
     device = logits.device
     ids = likely
-    if any(x is not None for x in (drawing.bias, drawing.allowed, drawing.counted, drawing.banned)):
+    if any(x is not None for x in (drawing.bias, drawing.grammar_masks, drawing.output_counts, drawing.banned_ids)):
         logits, rows = logits.index_select(0, send(rows, device)), np.arange(len(rows))
         _alter(logits, drawing)
         ids = most_likely(logits)
@@ -98,16 +98,16 @@ def _alter(work: Tensor, drawing: Drawing) -> None:
     line, device = work.view(-1), work.device
     if drawing.bias is not None:
         line[_places(work, drawing.bias)] += send(drawing.bias.values, device)
-    if drawing.allowed is not None:
-        _forbid(work, drawing.masked, ~drawing.allowed)
-    if drawing.counted is not None:
-        _penalise(work, drawing.penalties, drawing.counted)
-    if drawing.banned is not None:
-        line[_places(work, drawing.banned)] = -torch.inf
+    if drawing.grammar_masks is not None:
+        _forbid(work, drawing.grammar_reads, ~drawing.grammar_masks)
+    if drawing.output_counts is not None:
+        _penalise(work, drawing.penalties, drawing.output_counts)
+    if drawing.banned_ids is not None:
+        line[_places(work, drawing.banned_ids)] = -torch.inf
 
 
 def _forbid(work: Tensor, rows: np.ndarray, bits: np.ndarray) -> None:
-    """Puts -inf into `rows` of `work` [n, vocab] for the tokens whose bit is set. bits: as of `Drawing.allowed`."""
+    """Puts -inf into `rows` of `work` [n, vocab] for the tokens whose bit is set, as in `Drawing.grammar_masks`."""
     vocab = work.shape[-1]
     if work.device.type == "cpu" and not runs_triton(work.device):
         # In one pass over each row: a sixth of the time that torch takes with a mask of truth values.

@@ -162,7 +162,7 @@ class SlotReads:
     def _choose(self, model: CausalLM, hidden: Tensor, step: SlotStep, tokens: np.ndarray) -> None:
         """Takes the tokens of those of the reads that give tokens."""
         reads, drawing = step.reads[tokens], step.drawing
-        is_all = len(tokens) == len(step.reads) and not len(step.kept)
+        is_all = len(tokens) == len(step.reads) and not len(step.state_reads)
         if not is_all:  # of other rows no logits are wanted
             rows, reads = np.unique(reads, return_inverse=True)
             hidden = hidden.index_select(0, send(rows, hidden.device))

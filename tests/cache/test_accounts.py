@@ -31,7 +31,7 @@ class Tenants:
         leaf = self.tree.insert((tenant, salt), np.array(tokens, np.int32))
         path = leaf.path()
         self.cache.take(path)
-        found = sum(node.computed for node in path)
+        found = sum(node.num_computed for node in path)
         for node in path:
             node.users += 1
         for node in path:
@@ -41,7 +41,7 @@ class Tenants:
                     self.end(path)
                     return None
                 node.claim(self.pool.allocate(len(node)))
-                node.computed = len(node)
+                node.num_computed = len(node)
         if self.is_checked:
             self.check()
         return leaf, found
@@ -67,7 +67,7 @@ class Tenants:
         self.cache.check()
         nodes = list(self.tree.nodes())
         for account in self.cache.accounts:
-            assert account.held == sum(len(node.slots) for node in nodes if node.account is account)
+            assert account.num_slots == sum(len(node.slots) for node in nodes if node.account is account)
 
     def rows(self, tenant):
         return self.cache.accounts.of(tenant).rows

@@ -30,7 +30,7 @@ class Cached:
             node.priority = max(node.priority, priority)
             if not len(node.slots):
                 node.claim(self.pool.allocate(len(node)))
-                node.computed = len(node)
+                node.num_computed = len(node)
         for node in reversed(leaf.path()):
             node.users -= 1
             self.cache.keep(node)
@@ -38,7 +38,7 @@ class Cached:
 
     def has(self, *tokens):
         found, total = self.tree.match((), np.array(tokens, np.int32))
-        assert all(node.computed == len(node) for node, _ in found)
+        assert all(node.num_computed == len(node) for node, _ in found)
         return total
 
 
@@ -96,7 +96,7 @@ def test_most_tokens_and_least_overlap():
     kept = c.tree.match((), np.array([1, 2]))[0][0][0].slots
     c.use(1, 2, 4)
     found = c.tree.match((), np.array([1, 2]))[0][0][0]
-    assert found.computed == 2 and found.slots is not kept, "two rows are not worth using"
+    assert found.num_computed == 2 and found.slots is not kept, "two rows are not worth using"
     c.use(1, 2, 3)
     assert c.has(1, 2, 3) == 3
 
@@ -162,7 +162,7 @@ def test_rows_below_one_that_is_still_to_be_computed_are_not_pinned():
     tokens = np.array([1, 2, 3, 4, 5, 6])
     assert c.cache.pin((), tokens) == 0
     waiting.claim(c.pool.allocate(2))
-    waiting.computed = 1
+    waiting.num_computed = 1
     assert c.cache.pin((), tokens) == 1, "its first row is there"
     waiting = waiting if len(waiting) == 2 else c.tree.match((), tokens[:2])[0][-1][0]
     waiting.users -= 1

@@ -123,7 +123,7 @@ def test_steps_of_a_stream_end_between_spans(sharing, seed):
                     carried = check_part(scheduler, part, carried, goes_on, most)
                     computed += carried[-(part.stop - part.start) :]
                     carried = [carried[j] for j in part.message.keep]
-                    done += part.done.tolist()
+                    done += part.requests.tolist()
             assert sorted(done) == list(range(window.num_requests))
     if sharing == "full" and len(prompts) == 1:
         assert len(computed) == len(set(computed)) == len(goes_on)

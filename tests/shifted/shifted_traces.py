@@ -138,7 +138,7 @@ class Trace:
         apart = self.scheduler._apart
         for node in self.scheduler.tree.nodes():
             assert node not in apart
-            for slot in node.slots[: node.computed].tolist():
+            for slot in node.slots[: node.num_computed].tolist():
                 assert self.store.owner.get(slot) is None, "a row in the trie that is no exact one"
 
     def anything(self) -> None:

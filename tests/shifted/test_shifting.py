@@ -269,7 +269,7 @@ def test_copied_rows_are_given_up_and_computed():
                 moved.append(one.key)
             scheduler.moves.clear()
             scheduler.check()
-            lost |= any(node.lost and not node.computed for node in scheduler._apart)
+            lost |= any(node.lost and not node.num_computed for node in scheduler._apart)
             step = scheduler.plan()
             store.run(step, [])
             scheduler.begin(step)

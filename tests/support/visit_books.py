@@ -53,7 +53,7 @@ def check_visits(scheduler: VisitScheduler) -> None:
         for account in scheduler.cache.accounts:
             own = sum(node.num_slots for node in nodes if node.account is account)
             tails = [one.tail for one in sequences if one.ready and one.tail.account is account]
-            assert account.held == own + sum(len(_tail_slots(tail)) for tail in tails)
+            assert account.num_slots == own + sum(len(_tail_slots(tail)) for tail in tails)
 
 
 def _check_runs(runs: list[tuple[int, int, int]], slots: np.ndarray, start: int) -> None:

@@ -379,9 +379,9 @@ def test_masks_are_bits_in_the_message_of_a_step():
     vocab = 151_936
     states = [state(matcher=OnlyThese([i], vocab)) for i in range(64)]
     drawing = drawing_of(states, [0] * 64)
-    assert drawing.allowed.dtype == np.uint8 and drawing.allowed.shape == (64, vocab // 8)
+    assert drawing.grammar_masks.dtype == np.uint8 and drawing.grammar_masks.shape == (64, vocab // 8)
     assert len(ForkingPickler.dumps(drawing)) < 64 * vocab // 8 + 10_000
-    assert drawing.pick(np.array([5, 8])).allowed.nbytes == 2 * vocab // 8
+    assert drawing.pick(np.array([5, 8])).grammar_masks.nbytes == 2 * vocab // 8
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -429,11 +429,11 @@ def test_counts_grow():
     output = [i % 90 for i in range(400)]
     for token in output:
         made.advance(token)
-    ids, counts = made.counted
+    ids, counts = made.output_counts
     assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {i: output.count(i) for i in range(90)}
     bare = state(Sampling(presence_penalty=1.0), prompt=[5, 3])
     bare.advance(4)
-    assert bare.counted[0].tolist() == [4]
+    assert bare.output_counts[0].tolist() == [4]
 
 
 def test_levels_of_top_p_are_exact_for_flat_and_peaked_rows():
