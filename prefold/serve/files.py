@@ -213,8 +213,8 @@ async def delete_file(context: RequestContext) -> Response:
 async def create_batch(context: RequestContext) -> Response:
     """Takes a batch. It is on disk when this has answered."""
     owner, store, batches = _stores(context)
-    sent = NewBatch.of(context.body)
-    file, endpoint = sent.input_file_id, sent.endpoint
+    body = NewBatch.of(context.body)
+    file, endpoint = body.input_file_id, body.endpoint
     if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         message, remedy = f"'endpoint' is {endpoint!r:.100}", f"give one of {', '.join(ENDPOINTS)}"
         raise InputError(message, field="endpoint", remedy=remedy, code="unsupported")
@@ -222,16 +222,16 @@ async def create_batch(context: RequestContext) -> Response:
     if not stored or stored["purpose"] != "batch":
         message, remedy = f"there is no file {file!r:.100} for a batch", 'upload it with purpose "batch"'
         raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
-    window, now = sent.completion_window, int(time.time())
+    window, now = body.completion_window, int(time.time())
     batch: StoredWeights = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
     batch |= {"input_file_id": file, "completion_window": window, "status": "validating"}
     batch |= {"output_file_id": None, "error_file_id": None, "created_at": now, "in_progress_at": None}
     seconds = int(window[:-1]) * _SECONDS[window[-1]]
-    batch |= {"expires_at": now + seconds, "metadata": sent.metadata, "model": context.state.names[0]}
+    batch |= {"expires_at": now + seconds, "metadata": body.metadata, "model": context.state.names[0]}
     times = ("finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     batch |= {f"{name}_at": None for name in times}
     batch |= {"request_counts": {"total": 0, "completed": 0, "failed": 0}, "usage": None}
-    expiry = sent.output_expires_after
+    expiry = body.output_expires_after
     batch |= {
         "_output_seconds": None if expiry is None else expiry.seconds,
         "_model": context.handler.llm.checkpoint.name,
