@@ -114,7 +114,7 @@ class Fleet:
         self.replicas.close()
 
     def snapshot(
-        self, *, held: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
+        self, *, rows: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
     ) -> Snapshot:
         """Returns the counters, and what became of the replicas, as of the last event that a run took. The KV stores of
         replicas are not listed."""
