@@ -35,7 +35,7 @@ class Batches:
         self._store, self._log = store, log
         self._open: dict[str, OpenBatch] = {}
         self._num_readers: Counter[str] = Counter()  # by file: how many of `_open` read it
-        self._lock = threading.Lock()  # guards `_open`, `_used` and `is_taken`
+        self._lock = threading.Lock()  # guards `_open`, `_num_readers` and `is_taken`
         self._using = threading.Lock()  # guards files: none is deleted while a batch that reads it is created
         self._turns: Counter[tuple[str, str]] = Counter()  # {(thread's name, tenant): the number of its last turn}
         self._wake, self._can_run = threading.Event(), threading.Event()

@@ -123,9 +123,9 @@ def test_a_tenant_is_not_charged_for_rows_that_were_copied(monkeypatch):
     scheduler = scheduler_of()
     ask(scheduler, 0, [*A, *B, 7])
     scheduler.admit_by(FairAdmission())
-    charged, admitted = [], scheduler.waiting.admitted
+    charged, admitted = [], scheduler.waiting.note_admission
     monkeypatch.setattr(
-        scheduler.waiting, "admitted", lambda sequence, rows: (charged.append(rows), admitted(sequence, rows))
+        scheduler.waiting, "note_admission", lambda sequence, rows: (charged.append(rows), admitted(sequence, rows))
     )
     ask(scheduler, 1, [*A, 4], shifts=False)  # the rows of A are there
     (moved,) = ask(scheduler, 2, [*C, *B, 9])
