@@ -137,14 +137,6 @@ class Accounts:
             else:
                 heapq.heappop(heap)
 
-    def check(self) -> None:
-        """Raises AssertionError if the order of the accounts and their rows disagree; for tests."""
-        assert set(self._with_rows) == {account for account in self if account.rows}
-        assert all(account in self._grown for account in self if account.has_grown)
-        if len(self._with_rows) > 1:
-            largest = {account: size for size, _, account in sorted(self._by_size, reverse=True)}
-            assert all(account.has_grown or largest[account] <= -account.size for account in self._with_rows)
-
     def _enter_grown(self) -> None:
         for account in self._grown:
             account.has_grown = False

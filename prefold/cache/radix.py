@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -345,31 +344,3 @@ class RadixCache:
         if lower.kept:
             self._kept[upper] = None
             self._count(upper, 0, 1)
-
-    def check(self) -> None:
-        """Raises AssertionError if the cache's counts and the tree disagree; for tests."""
-        cached = [node for node in self._tree.nodes() if node.kept]
-        assert set(cached) == set(self._kept)
-        assert self.rows == sum(node.num_computed for node in cached if not node.pins)
-        assert all(node.users == 0 and node.pending == 0 for node in cached)
-        evictable = {node for node in cached if not node.children and not node.pins}
-        leaves = [entry for account in self.accounts for entry in account.leaves if self._is_evictable(entry)]
-        assert {entry[2] for entry in leaves} == evictable
-        assert all(entry[0] == self._worth(entry[2]) for entry in leaves)
-        nodes: dict[Account | None, list[Node]] = {}
-        for node in cached:
-            nodes.setdefault(node.account, []).append(node)
-        held = Counter[Account | None]()
-        for node in self._tree.nodes():
-            held[node.account] += node.num_slots
-        for account in self.accounts:
-            own = nodes.get(account, [])
-            assert account.rows == sum(node.num_computed for node in own if not node.pins)
-            assert account.nodes == len(own)
-            assert account.num_slots >= held[account]  # tails hold slots too
-            assert account.max_rows is None or account.rows <= account.max_rows
-            assert all(entry[2].account is account for entry in account.leaves)
-        assert self.rows == sum(account.rows for account in self.accounts)
-        self.accounts.check()
-        pinned = [(node.pending, node.parent) for node in self._tree.nodes() if node.pins]
-        assert not any(waits or up is None or (up.parent is not None and not up.pins) for waits, up in pinned)

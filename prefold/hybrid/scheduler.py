@@ -356,17 +356,6 @@ class StateScheduler(GenerateScheduler):
             there += [node.stop for node in path if node not in fresh and node.pending]
             sequence.cached_tokens = min(sequence.cached_tokens, max(there, default=0))
 
-    def check(self) -> None:
-        super().check()
-        slots = [*self._free, *(state.slot for state in self.states.values())]
-        assert sorted(slots) == list(range(ZERO + 1, self.state_slots + 1)), "slots of states leak, or are used twice"
-        tails = {sequence.tail for sequence in (*self.running, *self._ending)}
-        nodes = {*self._nodes(), *tails}
-        assert set(self.states) <= nodes
-        assert all(0 < state.rows <= node.num_computed for node, state in self.states.items())
-        unread = {sequence for sequences in self._unread.values() for sequence in sequences}
-        assert unread <= {sequence for request in self._requests.values() for sequence in request}
-
 
 def _fields(values: Any, kind: type) -> dict[str, Any]:
     return {entry.name: getattr(values, entry.name) for entry in fields(kind)}

@@ -285,14 +285,6 @@ class VisitCache(RadixCache):
         if lower in self.untaken:
             self.untaken[upper] = None  # type: ignore[index]
 
-    def check(self) -> None:
-        super().check()
-        for node in self._tree.nodes():
-            assert isinstance(node, VisitNode)
-            assert node.kept or node in self.untaken or all(visit.users for visit in node.visits.values())
-        assert all(node.users for node in self.untaken)
-        assert self.num_slots == sum(node.num_slots for node in self._kept if not node.pins)
-
 
 # Slots that the output of a sequence is given at once at a visit, so that its rows lie side by side.
 OUTPUT_SLOTS = 8

@@ -57,7 +57,6 @@ class Admission(Protocol):
     def __iter__(self) -> Iterator[SequenceState]: ...
     def __contains__(self, sequence: object) -> bool: ...
     def clear(self) -> None: ...
-    def check(self, running: Collection[SequenceState]) -> None: ...
 
     def take_over(self, before: Admission, running: Iterable[SequenceState]) -> None:
         """Takes over the waiting sequences of another policy, and the running sequences."""
@@ -113,9 +112,6 @@ class InOrder:
 
     def clear(self) -> None:
         self._waiting.clear()
-
-    def check(self, running: Collection[SequenceState]) -> None:
-        pass
 
     def take_over(self, before: Admission, running: Iterable[SequenceState]) -> None:
         self.add(before)

@@ -297,22 +297,6 @@ class FairAdmission:
                 return queue
         return None
 
-    def check(self, running: Collection[SequenceState]) -> None:
-        """Raises AssertionError if queues, counts and running sequences disagree; for tests."""
-        admitted = {sequence for queue in self._queues.values() for sequence in queue.running}
-        assert set(running) <= admitted
-        assert all(sequence.state in ("running", "ending") for sequence in admitted)
-        for is_batch in (False, True):
-            queues = [queue for queue in self._queues.values() if queue.owner.is_batch == is_batch]
-            assert self._num_waiting[is_batch] == sum(len(queue.waiting) for queue in queues)
-            assert self._num_running[is_batch] == sum(len(queue.running) for queue in queues)
-            entered = [queue for _, _, queue in self._heaps[is_batch]]
-            assert len(set(entered)) == len(entered)
-            assert {queue for queue in queues if queue.entered} == set(entered)
-            assert all(queue.entered for queue in queues if queue.may_run), "a sequence is never admitted"
-        for queue in self._queues.values():
-            assert list(queue.waiting.values()) == sorted(queue.waiting.values(), reverse=True)
-
 
 def _of_class(running: Collection[SequenceState], is_batch: bool) -> list[SequenceState]:
     return [sequence for sequence in running if sequence.owner.is_batch == is_batch]

@@ -28,7 +28,6 @@ import numpy as np
 from ..cache import CacheOptions, RadixCache, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
-from ..prefix import clear_of_span, span_starts
 from ..types import Exits
 from .admission import NO_LIMITS, StepLimits
 from .generate_step import GenerateStep, HoldsRows, SequenceState, StepPlan, following, lay_out
@@ -369,40 +368,3 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 stats.first_admission_hits += len(node)
 
     # ------------------------------------------------------------------------------------------------- checking
-
-    def check(self) -> None:
-        """Raises AssertionError if slots, users of nodes and states of sequences disagree; for tests."""
-        slots_of = [np.arange(start, start + size) for start, size in self.pool.free_list()]
-        users: dict[Node, int] = {}
-        states = {"running": self.running, "waiting": self.waiting, "ending": self._ending}
-        in_trie = [sequence for sequences in states.values() for sequence in sequences]
-        for sequence in in_trie:
-            assert sequence in states[sequence.state] and sequence.key in self._requests
-            assert sequence.state != "waiting" or not len(sequence.tail.slots)
-            slots_of.append(sequence.tail.slots)
-            assert sequence.tail.num_computed <= len(sequence.tail.slots)
-            for node in sequence.leaf.path():
-                users[node] = users.get(node, 0) + 1
-                assert sequence.state == "waiting" or len(node.slots) == len(node)
-        for node in self._nodes():
-            slots_of.append(node.slots)
-            assert node.num_computed <= len(node.slots) <= len(node)
-            assert node.users == users.get(node, 0), (node.users, users.get(node, 0))
-            assert node.users or node.kept, "a node that no sequence needs"
-            for cut in (node.num_computed, len(node)):
-                assert clear_of_span(np.asarray(node.tokens), cut) == cut, "a span that is computed in part"
-            above = node.parent.tokens[-1:] if node.parent is not None else ()
-            assert not len(above) or span_starts(np.array([above[0], node.tokens[0]])) is None, "a span in two nodes"
-            assert all(int(child.tokens[0]) == first and child.parent is node for first, child in node.children.items())
-        assert all(root.children for root in self.tree.roots.values()), "a root without children"
-        slots = np.sort(np.concatenate(slots_of))
-        assert np.array_equal(slots, np.arange(1, self.pool.num_slots + 1)), "slots leak, or are used twice"
-        assert len(self.running) <= self.max_running
-        self.waiting.check(self.running)
-        assert set(in_trie) == {sequence for request in self._requests.values() for sequence in request}
-        assert all(self._requests.values()), "a request without sequences"
-        if self.cache is not None:
-            self.cache.check()
-            holders = [*self._nodes(), *(sequence.tail for sequence in in_trie)]
-            for account in self.cache.accounts:
-                assert account.num_slots == sum(len(node.slots) for node in holders if node.account is account)

@@ -216,21 +216,6 @@ class ChunkIndex:
         self._blocks.clear()
         self._noted.clear()
 
-    def check(self) -> None:
-        """Raises AssertionError where the blocks that are noted and the rows of the tree do not agree; for tests."""
-        expected: dict[Hashable, dict[Key, set[Node]]] = {}
-        for node in self._tree.nodes():
-            path, stop = node.path(), node.start + node.num_computed
-            tokens = np.concatenate([one.tokens for one in path])[:stop]
-            assert path[0].parent is not None
-            for end in range(self._size, stop + 1, self._size):
-                block = tokens[end - self._size : end]
-                if end > node.start and block.max() < MEDIA_BASE:
-                    key = (_images_before(tokens, end - self._size), int(window_hashes(block, self._size)[0]))
-                    expected.setdefault(path[0].parent.namespace, {}).setdefault(key, set()).add(node)
-        noted = {name: {key: set(places) for key, places in table.items()} for name, table in self._blocks.items()}
-        assert noted == expected
-
 
 def window_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
     """Returns a hash of each `size` neighbouring tokens, uint64 [n - size + 1], of int32 [n]; it depends on them alone.

@@ -165,16 +165,6 @@ class ShiftingScheduler(GenerateScheduler):
         yield from super()._nodes()
         yield from self._apart
 
-    def check(self) -> None:
-        super().check()
-        self.chunks.check()
-        assert self._may_shift <= set(self._requests)
-        for node in self._apart:
-            above = node.parent
-            assert above is not None and (above in self._apart or above.parent is not None)
-            assert all(child is not node for child in above.children.values()), "rows apart are met by others"
-            assert not node.children
-
 
 class Shifting(EnginePart):
     """A Shifting is the part of an engine that reuses chunks of other prompts."""

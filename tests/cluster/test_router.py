@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from books import check_books
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -357,7 +358,7 @@ def test_rows_that_are_kept_below_rows_to_come(computed):
         events = replica.reporter.drain()
         assert events is None or router.take("a", events)
         assert held_by(router, "a") == held_in(scheduler)
-        scheduler.check()
+        check_books(scheduler)
 
     scheduler.submit("text", prompt[:2], limit=9)
     for number in range(8):
