@@ -103,11 +103,6 @@ class Node:
         """Returns how many slots its rows hold."""
         return len(self.slots)
 
-    @property
-    def num_missing(self) -> int:
-        """Returns how many of its rows have no slot: they are neither computed nor about to be."""
-        return len(self.tokens) - len(self.slots)
-
     def path(self) -> list[Node]:
         """Returns the nodes from below the root down to this node."""
         nodes = []

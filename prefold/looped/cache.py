@@ -145,10 +145,6 @@ class VisitNode(Node):
         """Returns how many slots all visits of its rows hold."""
         return sum(int(np.count_nonzero(visit.owned)) for visit in self.visits.values())
 
-    @property
-    def num_missing(self) -> int:
-        return self.pending
-
 
 class TailNode(VisitNode):
     """A TailNode is the VisitNode of the tokens that a sequence has made.
