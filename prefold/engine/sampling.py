@@ -121,20 +121,20 @@ def drawing_of(states: Sequence[SamplerState | None], ahead: Sequence[int]) -> D
     reads = [(i, state, ahead[i]) for i, state in enumerate(states) if state is not None and not state.plain(ahead[i])]
     if not reads:
         return None
-    sampled = [state for _, state, _ in reads]
+    samplers = [state for _, state, _ in reads]
     end_ids = [(ids, np.zeros(len(ids), np.float32)) for ids in (state.banned_ids(n) for _, state, n in reads)]
-    has_penalties = any(state.penalised for state in sampled)
-    grammar_reads = [i for i, state in enumerate(sampled) if state.matcher is not None]
-    logprobs = [-1 if state.sampling.logprobs is None else state.sampling.logprobs for state in sampled]
+    has_penalties = any(state.penalised for state in samplers)
+    grammar_reads = [i for i, state in enumerate(samplers) if state.matcher is not None]
+    logprobs = [-1 if state.sampling.logprobs is None else state.sampling.logprobs for state in samplers]
     return Drawing(
         reads=np.array([i for i, _, _ in reads], np.int64),
-        filters=np.array([state.filters for state in sampled], np.float64),
+        filters=np.array([state.filters for state in samplers], np.float64),
         keys=np.array([state.key(n) for _, state, n in reads], np.uint64),
         logprobs=np.array(logprobs, np.int64),
-        bias=Ragged.of([(state.bias_ids, state.bias) for state in sampled]),
+        bias=Ragged.of([(state.bias_ids, state.bias) for state in samplers]),
         banned_ids=Ragged.of(end_ids),
-        penalties=np.array([state.penalties for state in sampled], np.float64) if has_penalties else None,
-        output_counts=Ragged.of([state.output_counts for state in sampled]) if has_penalties else None,
+        penalties=np.array([state.penalties for state in samplers], np.float64) if has_penalties else None,
+        output_counts=Ragged.of([state.output_counts for state in samplers]) if has_penalties else None,
         grammar_reads=np.array(grammar_reads, np.int64),
-        grammar_masks=np.stack([sampled[i].matcher.mask() for i in grammar_reads]) if grammar_reads else None,  # type: ignore[union-attr]
+        grammar_masks=np.stack([samplers[i].matcher.mask() for i in grammar_reads]) if grammar_reads else None,  # type: ignore[union-attr]
     )
