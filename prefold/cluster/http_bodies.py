@@ -273,10 +273,10 @@ def remote_model(
 
     Where prompts are texts, a token is a byte of them, so that they are sorted by their bytes.
     """
-    where = tokenizer or (model if Path(model).is_dir() else None)
-    if where is None:
+    folder = tokenizer or (model if Path(model).is_dir() else None)
+    if folder is None:
         return Checkpoint.dummy(_ANY, name=f"{model} {over}", path=None), _bytes()
-    checkpoint = resolve(where, load_format="dummy", notify=notify)
+    checkpoint = resolve(folder, load_format="dummy", notify=notify)
     own = tokenizer_or_none(checkpoint)
     values = {name: checkpoint.config[name] for name in ("max_position_embeddings",) if checkpoint.config.get(name)}
     return Checkpoint.dummy(_ANY | values, name=f"{model} {over}", path=checkpoint.path), own or _bytes()

@@ -270,14 +270,14 @@ class StateScheduler(GenerateScheduler):
     def _places(self, plan: StatesPlan) -> tuple[tuple[Node, ...], dict[Node, State]]:
         """Returns the nodes that lose their states with the step of a plan, and those that have new ones."""
         needed = {node: None for sequence in self.running if (node := self._last_node(plan, sequence)) is not None}
-        wanted = [
+        rows_wanted = [
             node
             for node in plan.last_row
             if node not in needed and plan.reach(node) == len(node) and self._is_wanted(node, plan)
         ]
         stored: dict[Node, State] = {}
         free, victims, evicted = iter(self._free), self._victims(needed, stored), list[Node]()
-        for node in (*needed, *wanted):
+        for node in (*needed, *rows_wanted):
             reach, own = plan.reach(node), self.states.get(node)
             assert reach is not None
             slot = next(free, None) if own is None or node in evicted else own.slot

@@ -44,7 +44,7 @@ def position_noise(seed: int, positions: Tensor, columns: int) -> Tensor:
 
     positions  int64 [rows], below 2**32
     """
-    return torch.cat([_drawn(seed, some, columns) for some in positions.split(_ROWS)])
+    return torch.cat([_drawn(seed, block, columns) for block in positions.split(_ROWS)])
 
 
 def _drawn(seed: int, positions: Tensor, columns: int) -> Tensor:

@@ -215,17 +215,17 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
             for i in np.flatnonzero(was_read).tolist()
             if step.consumers[i].state != "ended"
         ]
-        done = self._decoding.take(consumers)
-        for sequence in done:
+        finished = self._decoding.take(consumers)
+        for sequence in finished:
             self._end(sequence)
         stats.kv_bytes_now = self.pool.used_slots * self._slot_bytes
-        return done
+        return finished
 
-    def _book(self, visit: NodeVisit, take: Take, queries: np.ndarray, left: np.ndarray) -> None:
+    def _book(self, visit: NodeVisit, take: Take, queries: np.ndarray, has_exited: np.ndarray) -> None:
         """Books the rows that a step brought to a visit."""
         sequence, first, stop = take.sequence, visit.done, visit.done + take.rows
         own = queries >= 0
-        has_left = np.where(own, left[queries], True) if len(left) else ~own
+        has_left = np.where(own, has_exited[queries], True) if len(has_exited) else ~own
         visit.left[first:stop] = has_left
         visit.settle(take.rows)
         if take.t == 0:

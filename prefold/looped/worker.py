@@ -163,8 +163,8 @@ class VisitStore:
             angles = cos_sin
             if len(rows) < num_rows:
                 at = send(rows, self.model.device)
-                some = {id(plane): plane.index_select(0, at) for plane in {id(p): p for p in cos_sin}.values()}
-                angles = [some[id(plane)] for plane in cos_sin]
+                tables = {id(plane): plane.index_select(0, at) for plane in {id(p): p for p in cos_sin}.values()}
+                angles = [tables[id(plane)] for plane in cos_sin]
             leaves = self._compute(part, angles)
             goes[queries] = ~leaves
             has_left[rows], last[rows] = leaves, queries
