@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -23,6 +24,9 @@ import numpy as np
 
 import prefold
 from prefold.prefix import PrefixMap, Trie
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from books import check_books
 
 try:
     import radix_mlp
@@ -106,7 +110,7 @@ def radix_arguments(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def check(case: Case) -> None:
     """The maps are right by themselves, and those of radix-mlp but for the order of the rows."""
     trie, maps = Trie.build(case.tokens, case.offsets), PrefixMap.build(case.tokens, case.offsets)
-    trie.check()
+    check_books(trie)
     assert np.array_equal(case.tokens[maps.gather], trie.tokens)
     assert np.array_equal(maps.unfold(maps.fold(case.tokens)), case.tokens)
     if radix_mlp is not None:

@@ -17,7 +17,7 @@ PACKAGE = Path(prefold.__file__).parent
 BUDGETS = {
     "files of the root": (1929, 1500),
     "checkpoint": (1219, 1050),
-    "prefix": (819, 800),
+    "prefix": (798, 800),
     "text": (2491, 2100),
     "cache": (1278, 1500),
     "stream": (1387, 1200),

@@ -1,5 +1,5 @@
-"""Whether the books of schedulers, caches and windows agree: their counts with what they count, and their slots with
-the slots that there are."""
+"""Whether the books of schedulers, caches, windows and tries agree: their counts with what they count, and their slots
+with the slots that there are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefold.cache.tree import Node
 from prefold.hybrid.scheduler import ZERO, StateScheduler
 from prefold.looped.cache import VisitCache, VisitNode
 from prefold.looped.scheduler import VisitScheduler
-from prefold.prefix import MEDIA_BASE, clear_of_span, span_starts
+from prefold.prefix import MEDIA_BASE, Trie, clear_of_span, span_starts
 from prefold.schedule.admission import Admission
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.generate import GenerateScheduler
@@ -28,7 +28,8 @@ from prefold.stream.live import LiveWindow
 
 @singledispatch
 def check_books(books: Any) -> None:
-    """Raises AssertionError where the counts of a scheduler, a cache or a window disagree with what they count."""
+    """Raises AssertionError where the counts of books disagree with what they count: of a scheduler, a cache, a window or
+    a trie."""
     raise TypeError(f"there is no check of a {type(books).__name__}")
 
 
@@ -203,3 +204,26 @@ def _check_window(window: LiveWindow) -> None:
     entered = {(node, is_whole, -tokens) for heap in window._queues.values() for tokens, _, node, is_whole in heap}
     for bucket in window.buckets():
         assert (bucket.node, bucket.is_whole, bucket.tokens) in entered, "a bucket that would never leave"
+
+
+@check_books.register(Trie)
+def _check_trie(trie: Trie) -> None:
+    """Every invariant of the layout holds."""
+    n, rows = trie.num_rows, np.arange(trie.num_rows)
+    assert all(len(a) == n for a in (trie.positions, trie.end, trie.parent))
+    assert np.array_equal(np.sort(trie.order), np.arange(trie.num_sequences))
+    assert ((trie.end > rows) & (trie.end <= n)).all()
+    root = trie.parent < 0
+    assert np.array_equal(root, trie.positions == 0)
+    above = np.where(root, 0, trie.parent)
+    assert (root | (trie.parent < rows)).all()
+    assert (root | (trie.positions == trie.positions[above] + 1)).all()
+    assert (root | (trie.end <= trie.end[above])).all()
+    # The row after a row is its child, or stands where the row's subtree ends.
+    assert ((trie.parent[1:] == rows[:-1]) == (trie.end[:-1] > rows[1:])).all()
+    # As many subtrees are open at a row as its position says, so `end` and `positions` agree.
+    opened = np.arange(n) - np.cumsum(np.bincount(trie.end, minlength=n + 1))[:n]
+    assert np.array_equal(opened, trie.positions)
+    assert (np.diff(trie.last_row[trie.order]) >= 0).all()
+    is_leaf = trie.end == rows + 1
+    assert np.isin(rows[is_leaf], trie.last_row).all()
