@@ -28,8 +28,7 @@ from prefold.stream.live import LiveWindow
 
 @singledispatch
 def check_books(books: Any) -> None:
-    """Raises AssertionError where the counts of books disagree with what they count: of a scheduler, a cache, a window or
-    a trie."""
+    """Raises AssertionError where counts disagree with what they count: of a scheduler, a cache, a window or a trie."""
     raise TypeError(f"there is no check of a {type(books).__name__}")
 
 
