@@ -59,7 +59,7 @@ def run(engine: Any, found: list[np.ndarray]) -> dict[str, float]:
         results = engine.run(
             spool.windows(max_tokens=1 << 20),
             Readout("last"),
-            on_step=lambda step: begun.append((step.started, step.started + step.seconds)),
+            on_step=lambda step: begun.append((step.started_at, step.started_at + step.seconds)),
         )
         count = len({tag for tag, _ in results})
     assert count == len(found)

@@ -63,7 +63,7 @@ class Watched(RayReplicas):
                 self.ready[name] = now
                 self._first.set()
             if isinstance(event, ReplicaReport):
-                self.steps += [(name, now - s.started, now - s.started + s.seconds, s) for s in event.steps]
+                self.steps += [(name, now - s.started_at, now - s.started_at + s.seconds, s) for s in event.steps]
                 self.answered += [now] * len(event.answers)
             tell(name, event)
 

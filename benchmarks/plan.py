@@ -10,15 +10,20 @@ read and the maps written have, in NumPy: no planner with these outputs is faste
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from common import machine, write_json
 
 from prefold.prefix import PrefixMap, Trie
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from books import check_books
 
 try:
     import radix_mlp
@@ -102,7 +107,7 @@ def radix_arguments(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def check(case: Case) -> None:
     """The maps are right by themselves, and those of radix-mlp but for the order of the rows."""
     trie, maps = Trie.build(case.tokens, case.offsets), PrefixMap.build(case.tokens, case.offsets)
-    trie.check()
+    check_books(trie)
     assert np.array_equal(case.tokens[maps.gather], trie.tokens)
     assert np.array_equal(maps.unfold(maps.fold(case.tokens)), case.tokens)
     if radix_mlp is not None:

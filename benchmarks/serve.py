@@ -63,7 +63,7 @@ from typing import Any
 
 from common import machine, table, write_json
 from serve_cases import MODES, live, msmarco, nothing_shared, turns
-from serve_load import channel, inflight, overload
+from serve_load import channel, check_books, inflight, overload
 from serve_tenants import tenants
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "serve"))
@@ -232,8 +232,7 @@ def cancel(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, An
         steps.append(llm.stats.steps - before)
     is_over.set()
     staying.join()
-    scheduler = generator.scheduler
-    scheduler.check()
+    check_books(llm)
     llm.cache.clear()
     cut = [statistics.quantiles(values, n=100) for values in (milliseconds, steps)]
     print(table(
@@ -242,9 +241,8 @@ def cancel(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, An
          ["steps that ended meanwhile", f"{cut[1][49]:.0f}", f"{cut[1][98]:.0f}", max(steps)]],
     ))  # fmt: skip
     same = sum(text == expected for text in texts)
-    print(
-        f"{same} of {len(texts)} texts of others are those of a call alone; slots in use: {scheduler.pool.used_slots}"
-    )
+    slots = generator.scheduler.pool.used_slots
+    print(f"{same} of {len(texts)} texts of others are those of a call alone; slots in use: {slots}")
     return {"milliseconds": milliseconds, "steps": steps, "others": len(texts), "same": same}
 
 

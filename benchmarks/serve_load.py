@@ -166,6 +166,14 @@ class Client:
 # -------------------------------------------------------------------------------------------------------- the server
 
 
+def check_books(llm: Any) -> None:
+    """Raises AssertionError where the books of a model's scheduler do not agree."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    import books
+
+    books.check_books(llm.engine.generator.scheduler)
+
+
 @contextmanager
 def served(
     arguments: argparse.Namespace, *, keys: bool = False, rows: int | None = None, **options: Any
@@ -242,7 +250,7 @@ def inflight(arguments: argparse.Namespace) -> dict[str, Any]:
                 # Of the one that leaves its own 8 rows may have been computed, or not.
                 unique = 2000 + 8 * count
                 rows.append([case, computed, unique, unique - 8 if leave else unique])
-                llm.engine.generator.scheduler.check()
+                check_books(llm)
     print(table(["64 requests", "rows computed", "unique rows", "at least"], rows))
     assert all(least <= computed <= unique for _, computed, unique, least in rows)
     return {"rows": rows}
@@ -379,7 +387,7 @@ def overload(arguments: argparse.Namespace) -> dict[str, Any]:
         overloaded = {"capacity": capacity, "goodput": within / seconds, "refused_p99_ms": cut[1], "else": lost}
         overloaded |= {"mb_before": memory, "mb_after": after}
         slow = slow_readers(server, capacity, more, max(5, seconds / 8))
-        llm.engine.generator.scheduler.check()
+        check_books(llm)
     return {"overload": overloaded, "slow": slow}
 
 

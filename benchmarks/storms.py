@@ -49,6 +49,7 @@ from prefold.types import Request, Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "serve")]
+from books import check_books  # noqa: E402
 from looped_dense import LOOPED, looped_checkpoint  # noqa: E402
 from serving import Raw, serving  # noqa: E402
 from tiny import tiny_checkpoint  # noqa: E402
@@ -113,12 +114,6 @@ class Watch:
             engine.call(partial(check_books, engine.generator.scheduler))
         self.llm.cache.clear()
         return dict(self.counts) | {"waiting": waiting, "slots": engine.snapshot().used_slots}
-
-
-def check_books(scheduler: Any) -> None:
-    """Raises AssertionError where the books of a scheduler do not agree."""
-    if hasattr(scheduler, "check"):
-        scheduler.check()
 
 
 @contextmanager

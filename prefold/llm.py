@@ -27,7 +27,7 @@ from .model.int8 import probe_tokens
 from .model.parallel import ALONE, CollectiveError
 from .model_options import GROUPS, ModelOptions, model_options
 from .options import described
-from .schedule.parts import settled
+from .schedule.parts import settle_options
 from .tasks.make import generation_settings
 from .text import Tokenizer, tokenizer_or_none
 from .types import Stats
@@ -77,7 +77,7 @@ class LLM(NumericTasks, Texts):
         self.checkpoint = model.within(o.context_length)
         self.tokenizer = tokenizer_or_none(self.checkpoint) if tokenizer is None else tokenizer
         self.dtype = choose_dtype(o.dtype, self.checkpoint.config, self.device)
-        o = settled(o, self.identity)
+        o = settle_options(o, self.identity)
         config = config_from(self.checkpoint.config)
         int8 = probe_tokens(o, self.checkpoint, config, self.tokenizer, self.dtype, self.device)
         self.config = config if o.images.tower else config.text

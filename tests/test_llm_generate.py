@@ -7,6 +7,7 @@ import json
 
 import pytest
 from adapters import merged, write_adapter
+from books import check_books
 from generating import reference_tokens, until_idle
 from tiny import reference, tiny_checkpoint
 
@@ -84,7 +85,7 @@ def test_stream(llm):
     for _ in llm.stream("no the", max_tokens=9, ignore_eos=True):
         break
     until_idle(llm.engine)
-    llm.engine.generator.scheduler.check()
+    check_books(llm.engine.generator.scheduler)
 
 
 def test_event_loop(llm):

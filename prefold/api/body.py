@@ -309,9 +309,9 @@ def _at(value: Any, path: str) -> Any:
 def _remedy(fault: str, kind: Any, name: str) -> str:
     """Returns the remedy for a wrong field of a struct. fault: msgspec's message"""
     types = [entry.type for entry in msgspec.structs.fields(kind) if entry.name == name]
-    for word in (part for each in types for part in (each, *get_args(each))):
+    for word in (part for entry_type in types for part in (entry_type, *get_args(entry_type))):
         if isinstance(word, type) and issubclass(word, Word):
-            return f"give one of {', '.join(each.value for each in word)}"
+            return f"give one of {', '.join(member.value for member in word)}"
     expected = re.search(r"Expected `([a-z]+).*?`(?: ([<>]=?) ([\d.e+-]+))?", fault)
     if expected is None:
         return "leave it out"

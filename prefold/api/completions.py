@@ -263,7 +263,7 @@ class Completion(Generating, kw_only=True):
         sampling = {**COMPLETION_DEFAULTS, **defaults, **self.sampling(meta)}
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
-        return [{"prompt": each, "sampling": sampling, **self.item_fields} for each in prompts], meta
+        return [{"prompt": text, "sampling": sampling, **self.item_fields} for text in prompts], meta
 
     @classmethod
     def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:

@@ -264,9 +264,9 @@ class CohereEmbed(Body, kw_only=True):
         without them; None: the vectors are a bare list, as in /v1/embed. Raises InputError for unknown forms, and for
         int8 and uint8, whose scale belongs to models that were trained for them."""
         types = default if self.embedding_types is None else self.embedding_types
-        for each in types or ():
-            if each not in _FORMS:
-                message, remedy = f"the embedding type {each!r:.100} is not supported", f"use {', '.join(_FORMS)}"
+        for kind in types or ():
+            if kind not in _FORMS:
+                message, remedy = f"the embedding type {kind!r:.100} is not supported", f"use {', '.join(_FORMS)}"
                 raise InputError(message, field="embedding_types", remedy=remedy, code="unsupported")
         options: dict[str, Any] = {}
         if self.truncate != "NONE":
@@ -281,7 +281,7 @@ class CohereEmbed(Body, kw_only=True):
             head, vectors = {"id": served.id, "texts": self.texts, "meta": meta}, result["embeddings"]
             if types is None:
                 return head | {"response_type": "embeddings_floats", "embeddings": vectors}
-            forms = {each: _FORMS[each](vectors) for each in types}
+            forms = {kind: _FORMS[kind](vectors) for kind in types}
             return head | {"response_type": "embeddings_by_type", "embeddings": forms}
 
         items = [{"text": self.texts, "dimensions": self.output_dimension}]

@@ -88,7 +88,7 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
             chat["messages"].insert(0, {"role": "system", "content": self.instructions})
         chat["max_completion_tokens"] = self.max_output_tokens
         if self.tools:
-            chat["tools"] = [_tool(each) for each in converted(self.tools, list[Function], "tools", remedies=_REMEDIES)]
+            chat["tools"] = [_tool(tool) for tool in converted(self.tools, list[Function], "tools", remedies=_REMEDIES)]
         choice = self.tool_choice
         named = isinstance(choice, Mapping) and choice.get("type") == "function"
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if named else choice

@@ -125,15 +125,15 @@ def key_blocks(plan: RowPlan) -> list[KeyBlock]:
     """Returns blocks of queries with the keys any query of the block sees, each list filtered from the one before."""
     blocks = []
     open_keys = np.empty(0, np.int64)
-    seen = 0
+    num_seen = 0
     for start in range(0, plan.num_queries, BLOCK_QUERIES):
         rows = plan.query_rows[start : start + BLOCK_QUERIES]
         # What ended before this block's first query is invisible from here on; what began since is a candidate.
         stop = int(rows[-1]) + 1 if plan.first is None else int(np.searchsorted(plan.first, rows[-1], side="right"))
-        fresh = np.arange(seen, stop)
+        fresh = np.arange(num_seen, stop)
         open_keys = open_keys[plan.end[open_keys] > rows[0]]
         open_keys = np.concatenate((open_keys, fresh[plan.end[fresh] > rows[0]]))
-        seen = stop
+        num_seen = stop
         # Visible to any query of the block: the first query at or after the key comes before its end.
         following = rows[np.searchsorted(rows, open_keys if plan.first is None else plan.first[open_keys])]
         used = following < plan.end[open_keys]

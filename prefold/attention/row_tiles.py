@@ -54,11 +54,11 @@ class KeyTiles:
 def row_tiles(plan: RowPlan, path_rows: int, block_q: int, block_k: int) -> RowTiles:
     """Returns the key blocks that each tile of a plan visits. path_rows: how many of its keys are the carried
     path's."""
-    seen = _TileKeys(plan, block_q)
-    num_tiles = len(seen.first)
+    tile_keys = _TileKeys(plan, block_q)
+    num_tiles = len(tile_keys.first)
     parts = []
     for start, stop in ((0, path_rows), (path_rows, plan.num_keys)):
-        tile, block, whole = seen.blocks(start, stop, block_k)
+        tile, block, whole = tile_keys.blocks(start, stop, block_k)
         order = np.argsort(tile * (plan.num_keys + 1) + block)
         tile, block, whole = tile[order], block[order], whole[order]
         parts += [(tile[whole], block[whole] * block_k), (tile[~whole], block[~whole] * block_k)]

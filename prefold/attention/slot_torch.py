@@ -78,13 +78,13 @@ class DeviceBlock:
 def slot_blocks(plan: SlotPlan) -> Iterator[SlotBlock]:
     """Yields blocks of queries with the keys any query of the block sees."""
     runs = plan.runs
-    seen = seen_by_query(runs, plan.num_queries).tolist()
+    visible = seen_by_query(runs, plan.num_queries).tolist()
     fresh = np.bincount(runs.first, runs.count, plan.num_queries).astype(np.int64).tolist()
     start = 0
     while start < plan.num_queries:
-        stop, keys, filled = start + 1, seen[start], seen[start]
+        stop, keys, filled = start + 1, visible[start], visible[start]
         while stop < min(plan.num_queries, start + BLOCK_QUERIES):
-            keys, filled = keys + fresh[stop], filled + seen[stop]
+            keys, filled = keys + fresh[stop], filled + visible[stop]
             if filled < BLOCK_FILLED * keys * (stop + 1 - start):
                 break
             stop += 1

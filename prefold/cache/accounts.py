@@ -17,21 +17,23 @@ IDLE_SECONDS = 600.0
 class Account:
     """An Account counts the rows that the cache keeps for one tenant.
 
-    rows    how many of its rows may be evicted
-    held    how many slots its nodes and tails hold, whether kept, pinned or in use
-    nodes   how many of its nodes are kept
-    leaves  a heap of its nodes that can be evicted now; the RadixCache fills it
-    used    the time at which the tenant last used any of its rows
+    rows       how many of its rows may be evicted
+    num_slots  how many slots its nodes and tails hold, whether kept, pinned or in use
+    nodes      how many of its nodes are kept
+    leaves     a heap of its nodes that can be evicted now; the RadixCache fills it
+    used_at    the time at which the tenant last used any of its rows
     """
 
-    __slots__ = ("_grown", "has_grown", "held", "leaves", "max_rows", "nodes", "rows", "tenant", "used", "weight")
+    __slots__ = (
+        "_grown", "has_grown", "leaves", "max_rows", "nodes", "num_slots", "rows", "tenant", "used_at", "weight",
+    )  # fmt: skip
 
     def __init__(self, tenant: Hashable, share: Share, grown: list[Account]):
         self.tenant = tenant
-        self.rows = self.held = self.nodes = 0
+        self.rows = self.num_slots = self.nodes = 0
         self._grown, self.has_grown = grown, False
         self.leaves: list[Any] = []
-        self.used = 0.0
+        self.used_at = 0.0
         self.set_share(share)
 
     def set_share(self, share: Share) -> None:
@@ -39,7 +41,7 @@ class Account:
 
     def hold(self, slots: int) -> None:
         """Books that nodes of the tenant hold so many more slots."""
-        self.held += slots
+        self.num_slots += slots
         if not self.has_grown:
             self.has_grown = True
             self._grown.append(self)
@@ -47,7 +49,7 @@ class Account:
     @property
     def size(self) -> float:
         """Returns the slots that the tenant holds, over its weight; the largest account gives rows first."""
-        return max(self.held, self.rows) / self.weight
+        return max(self.num_slots, self.rows) / self.weight
 
 
 class Accounts:
@@ -63,7 +65,7 @@ class Accounts:
 
     def clear(self) -> None:
         for account in self._by_tenant.values():
-            account.rows, account.held, account.nodes, account.leaves = 0, 0, 0, []
+            account.rows, account.num_slots, account.nodes, account.leaves = 0, 0, 0, []
         # The accounts with rows, in the order in which they were used last.
         self._with_rows: OrderedDict[Account, None] = OrderedDict()
         # A heap of (-size, number, account): an account is entered whenever it has become larger, and an entry with an
@@ -98,7 +100,7 @@ class Accounts:
 
     def use(self, account: Account, now: float) -> None:
         """Books that the tenant used its rows."""
-        account.used = now
+        account.used_at = now
         if account in self._with_rows:
             self._with_rows.move_to_end(account)
 
@@ -121,27 +123,19 @@ class Accounts:
         if not self._with_rows:
             return None
         oldest = next(iter(self._with_rows))
-        if len(self._with_rows) == 1 or now - oldest.used > IDLE_SECONDS:
+        if len(self._with_rows) == 1 or now - oldest.used_at > IDLE_SECONDS:
             return oldest
         self._enter_grown()
         heap = self._by_size
         while True:
-            entered, _, account = heap[0]
+            entry_size, _, account = heap[0]
             size = -account.size
-            if account.rows and entered == size:
+            if account.rows and entry_size == size:
                 return account
-            if account.rows and entered < size:
+            if account.rows and entry_size < size:
                 heapq.heapreplace(heap, (size, next(self._numbers), account))
             else:
                 heapq.heappop(heap)
-
-    def check(self) -> None:
-        """Raises AssertionError if the order of the accounts and their rows disagree; for tests."""
-        assert set(self._with_rows) == {account for account in self if account.rows}
-        assert all(account in self._grown for account in self if account.has_grown)
-        if len(self._with_rows) > 1:
-            largest = {account: size for size, _, account in sorted(self._by_size, reverse=True)}
-            assert all(account.has_grown or largest[account] <= -account.size for account in self._with_rows)
 
     def _enter_grown(self) -> None:
         for account in self._grown:

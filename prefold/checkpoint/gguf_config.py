@@ -45,9 +45,9 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     every = Settings(file.metadata, str(file.path))
     arch = every.text("general.architecture")
     if arch not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+        names = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(
-            f"{file.path}: GGUF architecture {arch!r} is not supported, for these are: {known}; its folder with "
+            f"{file.path}: GGUF architecture {arch!r} is not supported, for these are: {names}; its folder with "
             "safetensors may run, through transformers' modules (docs/families.md)"
         )
     if every.size("split.count", 1, least=0) > 1:
@@ -223,7 +223,7 @@ def _of_architecture(file: GGUFFile, arch: str) -> Settings:
     for key, value in file.metadata.items():
         if key.startswith(prefix):
             if isinstance(value, list) and value and not key.endswith(LISTS):
-                if any(each != value[0] for each in value):
+                if any(number != value[0] for number in value):
                     raise UnsupportedModelError(f"{file.path}: {key} differs from layer to layer")
                 value = value[0]
             settings[key.removeprefix(prefix)] = value
@@ -310,5 +310,5 @@ def _check_neutral(read: Settings, kind: str) -> None:
     for key, values in neutral.items():
         value = read.get(f"rope.scaling.{key}", values[0])
         if value not in values:
-            what = f"{read.prefix}rope.scaling.{key} is {value}"
-            raise UnsupportedModelError(f"{read.file}: {what}, which is not supported; only {values[0]:g} is")
+            setting = f"{read.prefix}rope.scaling.{key} is {value}"
+            raise UnsupportedModelError(f"{read.file}: {setting}, which is not supported; only {values[0]:g} is")

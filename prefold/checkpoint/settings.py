@@ -103,7 +103,7 @@ class Settings(dict[str, Any]):
     def texts(self, key: str, default: Any = REQUIRED) -> Any:
         """Returns the list of strings `key`."""
         value = self._given(key, default)
-        if value is not default and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+        if value is not default and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
             raise self.wrong(key, "a list of strings")
         return value
 
@@ -113,7 +113,8 @@ class Settings(dict[str, Any]):
         if value is default:
             return value
         if not isinstance(value, list) or not all(
-            isinstance(each, (int, float)) and not isinstance(each, bool) and 0 < each <= MOST_NUMBER for each in value
+            isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number <= MOST_NUMBER
+            for number in value
         ):
             raise self.wrong(key, "a list of numbers above 0")
         return value

@@ -293,9 +293,10 @@ def _declared_by(tasks: Collection[str]) -> dict[str, Decorator]:
     options = {}
     for parameter, of in sorted(declarations.items(), key=lambda pair: next(iter(pair[1].values())).name in common):
         docs = {task: entry.metadata["doc"] for task, entry in of.items()}
-        each = {"help": " ".join(f"{task}: {doc}" for task, doc in docs.items())} if len({*docs.values()}) > 1 else {}
+        text = " ".join(f"{task}: {doc}" for task, doc in docs.items())
+        settings = {"help": text} if len({*docs.values()}) > 1 else {}
         flags = ("--normalize/--no-normalize",) if parameter == "normalize" else ()
-        options[parameter] = click_option(next(iter(of.values())), parameter, *flags, **each)
+        options[parameter] = click_option(next(iter(of.values())), parameter, *flags, **settings)
     return options
 
 

@@ -56,7 +56,7 @@ def plan(**o: Any) -> None:
     if o["as_json"]:
         counts = {name: getattr(counted, name) for name in _COUNTS}
         counts |= {"kv_row_bytes": row_bytes, "flops": {"full": asdict(costs[0]), "off": asdict(costs[1])}}
-        counts |= {"seconds": seconds} | ({"segments": [asdict(each) for each in segments]} if segments else {})
+        counts |= {"seconds": seconds} | ({"segments": [asdict(segment) for segment in segments]} if segments else {})
         click.echo(json.dumps(counts))
     else:
         lines = _lines(counted, costs, row_bytes, seconds, decode, o)
@@ -77,7 +77,7 @@ def _lines(counted: Any, costs: Any, row_bytes: int, seconds: float, decode: Any
     if not counted.tokens:
         return lines
     full, off = costs
-    rate, where = _rate(o["gflops"])
+    rate, machine = _rate(o["gflops"])
     lines.append("")
     lines.append(f"{'sharing':<9}{'rows':>16}{'saved':>9}{'TFLOP':>12}{'about':>16}")
     for name, rows, flops in (
@@ -87,7 +87,7 @@ def _lines(counted: Any, costs: Any, row_bytes: int, seconds: float, decode: Any
     ):
         saved = 1 - rows / counted.tokens
         lines.append(f"{name:<9}{rows:>16,}{saved:>9.1%}{flops / 1e12:>12,.4g}{format_seconds(flops / rate):>16}")
-    lines.append(f"at {rate / 1e9:,.0f} GFLOP/s, {where}; counted in {format_seconds(seconds)}")
+    lines.append(f"at {rate / 1e9:,.0f} GFLOP/s, {machine}; counted in {format_seconds(seconds)}")
     if counted.outputs:
         lines += _generation_lines(counted, row_bytes)
     lines.append("\nThe trie (width: prompts, depth: tokens; the darker, the more prompts share it)")

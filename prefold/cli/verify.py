@@ -91,19 +91,19 @@ def _compare(sample: Any, input: Any, o: dict[str, Any]) -> list[dict[str, Any]]
     plain = _run(llm.engine, input.tasks, sample.works, o, "off")
     pairs = [(f"sharing ({sharing} against off, {dtype})", shared, plain)]
 
-    def alone(**other: str) -> Any:
+    def alone(**reference: str) -> Any:
         """Returns the runs of the model with other options, once the one before is gone."""
         nonlocal llm
         llm.close()
         llm = None
-        llm = input.load({**o, "arithmetic": "float", **other})
+        llm = input.load({**o, "arithmetic": "float", **reference})
         return _run(llm.engine, input.tasks, sample.works, o, "off")
 
     words = dtype
     if o["arithmetic"] != "float":
         words = f"{o['arithmetic']} in {dtype}"
-        other = {} if o["weights"] != "int8" else {"weights": "auto"}
-        quantised, plain = plain, alone(**other)
+        reference = {} if o["weights"] != "int8" else {"weights": "auto"}
+        quantised, plain = plain, alone(**reference)
         pairs[0] = (f"sharing ({sharing} against off, {words})", shared, quantised)
         pairs.append((f"arithmetic ({words} against {dtype}, off)", quantised, plain))
     if dtype != "float32":

@@ -114,7 +114,7 @@ class Fleet:
         self.replicas.close()
 
     def snapshot(
-        self, *, held: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
+        self, *, rows: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
     ) -> Snapshot:
         """Returns the counters, and what became of the replicas, as of the last event that a run took. The KV stores of
         replicas are not listed."""
@@ -392,7 +392,7 @@ class FleetRun:
         self._count(name, report)
         started = time.perf_counter()
         for step in report.steps if self.on_step is not None else ():
-            self.on_step(replace(step, started=started - step.started))
+            self.on_step(replace(step, started_at=started - step.started_at))
         if name not in self._work:
             return
         self._tell_router(name, report, now)

@@ -273,11 +273,11 @@ def remote_model(
 
     Where prompts are texts, a token is a byte of them, so that they are sorted by their bytes.
     """
-    where = tokenizer or (model if Path(model).is_dir() else None)
-    if where is None:
+    folder = tokenizer or (model if Path(model).is_dir() else None)
+    if folder is None:
         return Checkpoint.dummy(_ANY, name=f"{model} {over}", path=None), _bytes()
     # The one file of a built-in model holds its tokenizer; of others no weights are needed.
-    checkpoint = resolve(where, load_format="auto" if where in BUILT_IN else "dummy", notify=notify)
+    checkpoint = resolve(folder, load_format="auto" if folder in BUILT_IN else "dummy", notify=notify)
     own = tokenizer_or_none(checkpoint)
     if own is None and tokenizer:
         raise CheckpointError(f"{tokenizer} has no tokenizer; leave --tokenizer out, and texts are sent")

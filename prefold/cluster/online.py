@@ -79,8 +79,8 @@ class _Ends:
 
     def share(self, replica: Hashable, load: ReplicaLoad) -> int:
         """Returns how many more requests a replica can answer until then."""
-        each, speed = self.replicas[replica]
-        return int((self.seconds - load.seconds_at(speed)) / each + 1e-6)
+        seconds, speed = self.replicas[replica]
+        return int((self.seconds - load.seconds_at(speed)) / seconds + 1e-6)
 
 
 class Dispatcher:
@@ -199,21 +199,21 @@ class Dispatcher:
         if measured:  # replicas without a measured speed are supposed to have the mean
             mean = Speed(*np.mean([(speed.prefill, speed.decode) for speed in measured], axis=0).tolist())
         speeds = [load.speed if load.speed.is_measured or not measured else mean for load in loads]
-        each = np.array([max(1e-9, prefill * speed.prefill + decode * speed.decode) for speed in speeds])
+        request_seconds = np.array([max(1e-9, prefill * speed.prefill + decode * speed.decode) for speed in speeds])
         waits = np.array([load.seconds_at(speed) for load, speed in zip(loads, speeds, strict=True)])
         # Until the time t, the replicas that are free before t can answer sum((t - wait) / each) requests. The end is
         # the least t at which some number of replicas, those free first, can answer all requests.
         order = np.argsort(waits)
-        rates, done = np.cumsum(1 / each[order]), np.cumsum(waits[order] / each[order])
-        low = float(((len(self.window) + done) / rates).min())
-        high = low + float(each.max())
+        rates, starts = np.cumsum(1 / request_seconds[order]), np.cumsum(waits[order] / request_seconds[order])
+        low = float(((len(self.window) + starts) / rates).min())
+        high = low + float(request_seconds.max())
         for _ in range(_HALVINGS):  # a little later, since requests are whole
             middle = (low + high) / 2
-            if np.maximum(0, (middle - waits) // each).sum() >= len(self.window):
+            if np.maximum(0, (middle - waits) // request_seconds).sum() >= len(self.window):
                 high = middle
             else:
                 low = middle
-        return _Ends(high, dict(zip(self.limits, zip(each.tolist(), speeds, strict=True), strict=True)))
+        return _Ends(high, dict(zip(self.limits, zip(request_seconds.tolist(), speeds, strict=True), strict=True)))
 
     def _assign(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
         """Assigns requests of a bucket to a replica: as many as it has room for, and at most its share."""
@@ -237,8 +237,8 @@ class Dispatcher:
         run.bucket, run.remaining = bucket, run.remaining - len(requests)
         for waiting in requests:
             limit = self._limit_of(waiting.payload)
-            sent = Prompt(waiting.tokens, limit, waiting.namespace, len(bucket.prefix))
-            self.router.send(waiting.key, sent, replica)
+            prompt_sent = Prompt(waiting.tokens, limit, waiting.namespace, len(bucket.prefix))
+            self.router.send(waiting.key, prompt_sent, replica)
         return Assignment(replica, requests, len(bucket.prefix))
 
     @staticmethod

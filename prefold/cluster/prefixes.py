@@ -253,7 +253,7 @@ class EstimatedCache:
         self._cache.take(path)
         for node in path:
             if node.pending:
-                node.computed = len(node)
+                node.num_computed = len(node)
                 self._tree.stored(node)
         for node in reversed(path):
             self._cache.keep(node)
@@ -265,8 +265,8 @@ class EstimatedCache:
         evicted = [node for node, same in self._tree.match(namespace, tokens)[0] if node.start + same > cached]
         if not evicted:
             return
-        used = evicted[0].used
-        old = sum(node.computed for node in self._tree.nodes() if node.used <= used)
+        used = evicted[0].used_at
+        old = sum(node.num_computed for node in self._tree.nodes() if node.used_at <= used)
         self._limit(max(1, self._cache.rows - old))
         self._cache.evict(old)
 

@@ -199,14 +199,14 @@ class RayReplicas(Replicas):
         """Returns how many replicas to start, and notifies the user if the cluster has no room for all of them now."""
         nodes = _nodes()
         fits = _num_that_fit(nodes, needs)
-        each = " and ".join(f"{need} {kind}" for kind, need in needs.items() if need)
+        share = " and ".join(f"{need} {kind}" for kind, need in needs.items() if need)
         resources = "; ".join(", ".join(f"{node.get(kind, 0):g} {kind}" for kind, need in needs.items() if need)
                           for node in nodes[:_SHOWN_NODES])  # fmt: skip
         resources += "; ..." if len(nodes) > _SHOWN_NODES else ""
         if fits < 1 and len(nodes) == 1:
-            raise JobError(f"a replica needs {each}, and the machine has {resources}; ask for less, or name a cluster")
+            raise JobError(f"a replica needs {share}, and the machine has {resources}; ask for less, or name a cluster")
         if fits < (count or 1):
-            message = f"{count or 1} replicas of {each} each were asked for, and the cluster has {resources}"
+            message = f"{count or 1} replicas of {share} each were asked for, and the cluster has {resources}"
             message += " on its nodes" if len(nodes) > 1 else ""
             notify(f"{message}: {fits} start now" + ("" if fits else ", none before there is a node with room for one"))
         return max(1, fits) if count is None else count
@@ -235,9 +235,9 @@ def _connect(address: str | None) -> threading.Event:
         outcome.result(_START_SECONDS)
     except Exception as error:
         named = address or os.environ.get("RAY_ADDRESS")
-        where = f"there is no Ray cluster at {named}" if named else "Ray does not start on this machine"
+        problem = f"there is no Ray cluster at {named}" if named else "Ray does not start on this machine"
         why = _first_lines(error) if outcome.done() else f"it has not answered for {_START_SECONDS:.0f} s"
-        raise JobError(f"{where}: {why or type(error).__name__}") from None
+        raise JobError(f"{problem}: {why or type(error).__name__}") from None
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         # Ray has put a handler in C++ before Python's, which walks the stack first, and now and then ends the process.

@@ -94,7 +94,7 @@ class ReplicaReport:
     """A ReplicaReport holds the news of a replica since its last report.
 
     answers     (number of the lease, place of the request, answer) of each answered request
-    steps       the steps of its engine, with `started` in seconds before the report; for a server and for vLLM, an
+    steps       the steps of its engine, with `started_at` in seconds before the report; for a server and for vLLM, an
                 entry for each answer
     stats       the counters of its engine since the last report
     events      the events of its cache since the last report
@@ -228,7 +228,7 @@ class Host(ABC):
             self._report, report = ReplicaReport(), self._report
             self._complete(report)
         now = time.perf_counter()
-        report.steps = [replace(step, started=now - step.started) for step in report.steps]
+        report.steps = [replace(step, started_at=now - step.started_at) for step in report.steps]
         return report
 
     def _has_news(self) -> bool:

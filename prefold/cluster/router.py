@@ -346,7 +346,7 @@ class Router:
     def leave(self, name: Hashable) -> list[Hashable]:
         """Removes a replica; returns the keys of its requests that have not ended."""
         member = self._members.pop(name)
-        lost = [key for key, sent in self.in_flight.items() if sent.replica == name]
+        lost = [key for key, request in self.in_flight.items() if request.replica == name]
         for key in lost:
             self.index.unsend(self.in_flight.pop(key).place, member.number)
         self._forget(member)

@@ -101,8 +101,8 @@ def generated(sample: Any, with_text: bool, cached: int, num_logprobs: int) -> G
 
 def _logprobs(token: int, candidates: Mapping[int, Any], count: int) -> TokenLogprobs:
     """Returns the TokenLogprobs of vLLM's candidates: the `count` most likely tokens, and the chosen token."""
-    best = sorted((entry.rank, other, entry.logprob) for other, entry in candidates.items() if entry.rank <= count)
-    top = tuple((int(other), float(value)) for _, other, value in best)
+    best = sorted((entry.rank, id, entry.logprob) for id, entry in candidates.items() if entry.rank <= count)
+    top = tuple((int(id), float(value)) for _, id, value in best)
     return TokenLogprobs(float(candidates[token].logprob), top)
 
 
@@ -407,16 +407,16 @@ class BlockEvents:
         tokens = np.array(event["token_ids"], np.int32).reshape(len(names), size)
         keys = (event.get("extra_keys") or [None])[0]
         namespace = _namespace(event.get("lora_name"), keys) if after is None else ()
-        for name, some in zip(names, tokens, strict=True):
+        for name, block_tokens in zip(names, tokens, strict=True):
             block = self._blocks.get(name)
             if block is None:
-                block = self._blocks[name] = _Block(after, some, namespace)
+                block = self._blocks[name] = _Block(after, block_tokens, namespace)
                 if after is not None:
                     self._blocks[after].behind += 1
             block.copies += 1
             if block.copies == 1:
                 self._alike.setdefault(block.head, {})[name] = None
-                self._log.add(RowsStored(name, after, some, namespace))
+                self._log.add(RowsStored(name, after, block_tokens, namespace))
             after, namespace = name, ()
 
     def _remove(self, name: Hashable) -> None:

@@ -64,7 +64,7 @@ def serve(
     readout: Readout = TOKENS,
     share: bool | None = None,
     owner: Owner = NO_OWNER,
-    failed: Callable[[Exception], InputError] | None = None,
+    on_failure: Callable[[Exception], InputError] | None = None,
 ) -> Iterator[tuple[Any, Answer]]:
     """Yields (tag, answer) of every request as it ends.
 
@@ -78,7 +78,7 @@ def serve(
     on_step      called after every step of the engine, in the caller's thread
     is_again     takes a tag, and returns whether its request is a further read of a prompt that another request counts
     owner        the tenant and the class that the requests run for
-    failed       takes the error of steps that fail by the fault of one request, and returns the request's answer;
+    on_failure   takes the error of steps that fail by the fault of one request, and returns the request's answer;
                  None: the error is raised
 
     The other arguments are those of `EngineLoop.submit`. Raises the error of steps that fail for one of the requests.
@@ -111,10 +111,10 @@ def serve(
                     if on_step is not None:
                         on_step(event)
                 elif isinstance(event, Exception) and not isinstance(event, InputError):
-                    if failed is None or isinstance(event, PrefoldError):
+                    if on_failure is None or isinstance(event, PrefoldError):
                         raise event
                     del open[call]
-                    yield call.tag, failed(event)
+                    yield call.tag, on_failure(event)
                 else:
                     del open[call]
                     yield call.tag, event[0] if readout.kind != "tokens" and isinstance(event, list) else event

@@ -103,7 +103,7 @@ class ModelEngine(EngineLoop):
         max_batch_rows: int | None = None,
         cache_prefill: bool | None = None,
         owner: Owner | None = None,
-        failed: Callable[[Exception], InputError] | None = None,
+        on_failure: Callable[[Exception], InputError] | None = None,
         on_step: Callable[[StepInfo], None] | None = None,
         stopping: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[bytes, Answer]]:
@@ -122,11 +122,16 @@ class ModelEngine(EngineLoop):
         """
         if isinstance(windows, LiveInput):
             run: dict[str, Any] = {"sharing": sharing, "max_batch_rows": max_batch_rows, "on_step": on_step}
-            run |= {"owner": owner, "failed": failed}
+            run |= {"owner": owner, "on_failure": on_failure}
             yield from self._run_live(windows, readout, tokenizer, stopping or _never, **run)
             return
         if owner is not None:
-            options: dict[str, Any] = {"owner": owner, "failed": failed, "stopping": stopping, "on_step": on_step}
+            options: dict[str, Any] = {
+                "owner": owner,
+                "on_failure": on_failure,
+                "stopping": stopping,
+                "on_step": on_step,
+            }
             yield from self._run_beside(windows, readout, tokenizer, **options)
             return
         choice = self._choice if sharing is None else None

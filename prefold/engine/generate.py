@@ -75,10 +75,10 @@ class Generator:
         self._open: dict[int, OpenRequest] = {}
         self._on_hold: dict[int, OpenRequest] = {}
         self._in_flight: deque[InFlightStep] = deque()
-        self._is_undisturbed = False  # requests that are added or cancelled wait for now
+        self._holds_requests = False  # requests that are added or cancelled wait for now
         self._change = Change(self._rebuild_books)
         self._has_failed = False  # whether the last step raised an error
-        self._finished = 0.0  # time.perf_counter() at the end of the last step
+        self._finished_at = 0.0  # time.perf_counter() at the end of the last step
         # Without max_batch_rows the engine learns how many rows a step should have, on devices where that helps.
         learns = engine.max_batch_rows is None and worker.facts.learns_rows and self.scheduler.makes_passes
         self._rows = StepRowLimit(self.scheduler, budget, learns=learns)
@@ -165,7 +165,7 @@ class Generator:
     def end(self, key: int, answer: Answer | Exception) -> None:
         """Ends an open request with this answer."""
         with self._change:
-            self._end_failed({key: answer})
+            self._end_requests({key: answer})
 
     def end_all(self, error: Exception) -> None:
         """Answers all requests with an error, and empties the books: nobody knows in which state the error left
@@ -188,15 +188,15 @@ class Generator:
             policy.admission.read_shares(self.scheduler.cache)
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def holding_requests(self) -> Iterator[None]:
         """Returns a context in which steps serve only the requests that are open now, batches or not. Requests that are
         added or cancelled meanwhile wait for its end."""
         with self._rows.without_policy():
-            self._is_undisturbed = True
+            self._holds_requests = True
             try:
                 yield
             finally:
-                self._is_undisturbed = False
+                self._holds_requests = False
 
     @property
     def has_work(self) -> bool:
@@ -210,7 +210,7 @@ class Generator:
 
     def take_in(self) -> None:
         """Submits the requests that were added, and ends those that were cancelled."""
-        if self._is_undisturbed or not (self._new or self._cancelled):
+        if self._holds_requests or not (self._new or self._cancelled):
             return
         with self._change:
             while self._new:
@@ -260,7 +260,7 @@ class Generator:
         for forget in self._on_forget:
             forget(key)
 
-    def _end_failed(self, answers: Mapping[Any, Answer | Exception]) -> None:
+    def _end_requests(self, answers: Mapping[Any, Answer | Exception]) -> None:
         """Ends requests that cannot go on, by their keys, each with its answer."""
         for key, answer in answers.items():
             self.scheduler.cancel(key)
@@ -289,7 +289,7 @@ class Generator:
         # The worker may hold parts of a step that could not be started: no step is planned ahead on its tokens.
         while self._in_flight and (has_failed or len(self._in_flight) >= self.depth):
             self._finish_oldest()
-        started = time.perf_counter()
+        start = time.perf_counter()
         self._rows.before_admission(is_idle=not self._open and not self._in_flight)
         self.take_in()
         with self._change:
@@ -298,32 +298,32 @@ class Generator:
                     self._answer(self._open[key], error)
             self._rows.before_plan()
             for before_plan in self._before_plan:
-                self._end_failed(before_plan(self.scheduler, self._open))
+                self._end_requests(before_plan(self.scheduler, self._open))
             step = self.scheduler.plan(self._rows.limits)
-        moved = bool(self._in_flight) or step is not None or any(part.is_waiting for part in self._parts)
+        has_moved = bool(self._in_flight) or step is not None or any(part.is_waiting for part in self._parts)
         if self._in_flight and (step is None or not is_known(step, self._readers(step))):
             self._finish_oldest()  # the step is planned anew, with the tokens that its choice of tokens needs
         elif step is not None:
-            self._start_step(step, started)
+            self._start_step(step, start)
         for after_plan in self._after_plan:
-            if failed := after_plan(None if step is None else step.num_rows, time.perf_counter() - started):
+            if answers := after_plan(None if step is None else step.num_rows, time.perf_counter() - start):
                 with self._change:
-                    self._end_failed(failed)
+                    self._end_requests(answers)
         self._has_failed = False
-        return moved
+        return has_moved
 
-    def _start_step(self, step: GenerateStep, started: float) -> None:
+    def _start_step(self, step: GenerateStep, started_at: float) -> None:
         readers = self._readers(step)
         message = message_of(self.worker.facts, step, readers, self._on_message, keeps=self._keeps)
-        planned = time.perf_counter()
+        planned_at = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
         if ticket is None:
             self._rows.shrink()
             return
-        spent = {"plan": planned - started, "model": time.perf_counter() - planned}
+        seconds = {"plan": planned_at - started_at, "model": time.perf_counter() - planned_at}
         with self._change:
             self.scheduler.begin(step)
-            self._in_flight.append(InFlightStep(step, message, readers, ticket, started, spent))
+            self._in_flight.append(InFlightStep(step, message, readers, ticket, started_at, seconds))
         # Without a further step to plan, the last one is finished at once: nothing else would ask for its tokens.
         while len(self._in_flight) >= self.depth or (self._in_flight and not self.scheduler.can_plan):
             self._finish_oldest()
@@ -345,14 +345,14 @@ class Generator:
         before = stats.recomputed_rows + stats.discarded_rows
         with self._change:
             self._in_flight.popleft()
-            ended, failed = oldest.take(result, stats)
-            done = self.scheduler.commit(oldest.step, result.ids.tolist(), ended, result)
-            requests, tokens = self._answer_ended(oldest.step, ended)
-            self._end_failed(failed)
+            ended, failures = oldest.take(result, stats)
+            sequences = self.scheduler.commit(oldest.step, result.ids.tolist(), ended, result)
+            requests, tokens = self._answer_done(oldest.step, ended)
+            self._end_requests(failures)
         again = stats.recomputed_rows + stats.discarded_rows - before
-        self._count(oldest, requests, tokens, again, done)
+        self._count(oldest, requests, tokens, again, sequences)
 
-    def _answer_ended(self, step: GenerateStep, ended: Sequence[bool]) -> tuple[int, int]:
+    def _answer_done(self, step: GenerateStep, ended: Sequence[bool]) -> tuple[int, int]:
         """Answers the requests that end with a step. Returns how many they are, and how many tokens they have."""
         requests = tokens = 0
         for sequence, ends in zip(step.consumers, ended, strict=True):
@@ -367,23 +367,25 @@ class Generator:
                 self._answer(request, request.answer())
         return requests, tokens
 
-    def _count(self, finished: InFlightStep, requests: int, tokens: int, again: int, done: list[SequenceState]) -> None:
+    def _count(
+        self, flight: InFlightStep, requests: int, tokens: int, again: int, sequences: list[SequenceState]
+    ) -> None:
         """Counts a step, and tells the listeners of it. again: its rows that had been computed before."""
-        step, rows = finished.step, finished.step.first_rows
+        step, rows = flight.step, flight.step.first_rows
         self._meter.add(
-            seconds=finished.seconds | {"compile": self.worker.compile_seconds()},
+            seconds=flight.seconds | {"compile": self.worker.compile_seconds()},
             steps=1,
             rows_computed=rows,
             unique_tokens=rows - again,
             tokens=tokens,
         )
         # Steps in flight overlap: a step's seconds begin at the end of the step before it, if that is later.
-        started, self._finished = max(finished.started, self._finished), time.perf_counter()
-        seconds = self._finished - started
-        self._rows.note(step, seconds, done)
+        started_at, self._finished_at = max(flight.started_at, self._finished_at), time.perf_counter()
+        seconds = self._finished_at - started_at
+        self._rows.note(step, seconds, sequences)
         if self._meter.has_listeners:
             path_rows = sum(step.message.run_count.tolist()) - step.num_rows
-            info = StepInfo(rows, path_rows, requests, tokens, started, seconds, step.decode_rows)
+            info = StepInfo(rows, path_rows, requests, tokens, started_at, seconds, step.decode_rows)
             self._meter.notify(info)
 
 

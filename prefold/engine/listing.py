@@ -14,19 +14,19 @@ from .protocol import RunningSequence, Snapshot
 Wants = Callable[[Hashable], bool]
 
 
-def listed(
-    now: Snapshot, scheduler: Any, call: Callable[..., Any], *, held: bool, paths: int, wants: Wants | None
+def with_store(
+    now: Snapshot, scheduler: Any, call: Callable[..., Any], *, rows: bool, paths: int, wants: Wants | None
 ) -> Snapshot:
     """Returns a snapshot with what a scheduler has (see `Engine.snapshot`). call: calls a function in the engine's
     thread"""
     pool, cache = scheduler.pool, scheduler.cache
     seconds = None if cache is None else cache.seconds
     now = replace(now, slots=pool.num_slots, used_slots=pool.used_slots, cache_seconds=seconds)
-    if held:
-        now = replace(now, held=call(partial(held_rows, scheduler.tree)))
+    if rows:
+        now = replace(now, rows=call(partial(held_rows, scheduler.tree)))
     if paths:
-        found, running = call(partial(_paths, scheduler, paths, wants))
-        now = replace(now, paths=found, running=running)
+        tree_paths, running = call(partial(_paths, scheduler, paths, wants))
+        now = replace(now, paths=tree_paths, running=running)
     return now
 
 
@@ -39,6 +39,6 @@ def _paths(scheduler: Any, most: int, wants: Wants | None) -> tuple[list[TreePat
         tails[leaf].append(sequence.tail.tokens)
         while root.parent is not None:
             root = root.parent
-        counts = leaf.stop, sequence.cached_tokens or 0, sequence.known, sequence.limit
+        counts = leaf.stop, sequence.cached_tokens or 0, sequence.num_known, sequence.limit
         running.append(RunningSequence(root.namespace, *counts))
     return paths_of(scheduler.tree, tails, most=most, wants=wants), running

@@ -22,7 +22,7 @@ from ..text import Tokenizer
 from ..types import Readout, Request, Result
 from .generate import Generator
 from .handles import Handle, ReadGroup, send
-from .listing import Wants, listed
+from .listing import Wants, with_store
 from .meter import Listener, Meter
 from .protocol import OnCache, Snapshot
 from .step_policy import StepPolicy
@@ -154,12 +154,12 @@ class EngineLoop:
                 self._generator = generator
             return self._generator
 
-    def snapshot(self, *, held: bool = False, paths: int = 0, wants: Wants | None = None) -> Snapshot:
+    def snapshot(self, *, rows: bool = False, paths: int = 0, wants: Wants | None = None) -> Snapshot:
         """Returns what `Engine.snapshot` does; it makes no KV store."""
         now, generator = Snapshot(self.meter.stats, failure=self.failure, failed_at=self.failed_at), self._generator
         if generator is None:
             return now
-        return listed(now, generator.scheduler, self.call, held=held, paths=paths, wants=wants)
+        return with_store(now, generator.scheduler, self.call, rows=rows, paths=paths, wants=wants)
 
     @contextmanager
     def watching(
@@ -360,7 +360,7 @@ def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:
     if isinstance(error, ENGINE_FAULTS):
         return dict.fromkeys(keys, error)
     faults: dict[int, Exception] = {}
-    with generator.undisturbed():  # a new request would be suspect too, and the search might never end
+    with generator.holding_requests():  # a new request would be suspect too, and the search might never end
         generator.hold(*keys)
         groups: list[Sequence[int]] = [keys]
         while groups:

@@ -81,7 +81,7 @@ def _keeping(step: SlotStep, rows: np.ndarray) -> SlotStep:
     """Returns a step that keeps the hidden states of these rows."""
     read_rows = np.union1d(step.read_rows, rows)
     reads = np.searchsorted(read_rows, step.read_rows[step.reads])
-    return replace(step, read_rows=read_rows, reads=reads, kept=np.searchsorted(read_rows, rows))
+    return replace(step, read_rows=read_rows, reads=reads, state_reads=np.searchsorted(read_rows, rows))
 
 
 def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:
@@ -105,17 +105,17 @@ def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:
 class InFlightStep:
     """An InFlightStep is a step that the worker has started.
 
-    readers  the reader of each of the step's consumers
-    ticket   returns the result, once the worker has it
-    started  when the step's planning began, by `time.perf_counter`
-    seconds  the seconds that it took so far, by part (see `Stats`)
+    readers     the reader of each of the step's consumers
+    ticket      returns the result, once the worker has it
+    started_at  when the step's planning began, by `time.perf_counter`
+    seconds     the seconds that it took so far, by part (see `Stats`)
     """
 
     step: GenerateStep
     message: SlotStep
     readers: Sequence[Reader]
     ticket: Ticket
-    started: float
+    started_at: float
     seconds: dict[str, float]
 
     def take(self, result: SlotResult, stats: GenerationStats) -> tuple[list[bool], dict[Hashable, Exception]]:
@@ -133,8 +133,8 @@ class InFlightStep:
                 assert isinstance(reader, NumberReader)
                 values = read_out.values[own].copy() if reader.has_rows else read_out.values[own.start].copy()
                 reader.result = Result(values, None if read_out.greedy is None else read_out.greedy[own].copy())
-        was_read, ended = result.taken, list[bool]()
-        failed: dict[Hashable, Exception] = {}
+        was_read, ended = result.was_read, list[bool]()
+        failures: dict[Hashable, Exception] = {}
         for i, (sequence, reader, token) in enumerate(
             zip(self.step.consumers, self.readers, result.ids.tolist(), strict=True)
         ):
@@ -146,10 +146,10 @@ class InFlightStep:
                 try:
                     ends = reader.take(None if token == -1 else token, result.logprobs.get(i))
                 except Exception as error:
-                    failed[sequence.key] = error
+                    failures[sequence.key] = error
                 stats.generated_tokens += len(reader.tokens) - before
             ended.append(ends)
-        return ended, failed
+        return ended, failures
 
 
 class Change:

@@ -23,7 +23,7 @@ class StepInfo:
     path_rows      how many rows of earlier steps these attended to
     requests_done  how many requests ended with the step
     tokens_done    how many tokens the sequences of these requests had
-    started        time.perf_counter() when the step began
+    started_at     time.perf_counter() when the step began
     seconds        the time of the forward pass with its read-outs
     running        how many rows were the last token of a sequence
     """
@@ -32,7 +32,7 @@ class StepInfo:
     path_rows: int
     requests_done: int
     tokens_done: int
-    started: float
+    started_at: float
     seconds: float
     running: int = 0
 

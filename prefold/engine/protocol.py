@@ -51,17 +51,17 @@ class EngineFacts:
 class RunningSequence(NamedTuple):
     """A RunningSequence describes a sequence that runs.
 
-    namespace  of its rows in the KV store
-    prompt     how many tokens its prompt has
-    cached     how many of these were in the KV store when it was admitted
-    made       how many tokens it has made
-    limit      the most tokens that it makes
+    namespace      of its rows in the KV store
+    prompt_tokens  how many tokens its prompt has
+    cached_tokens  how many of these were in the KV store when it was admitted
+    output_tokens  how many tokens it has made
+    limit          the most tokens that it makes
     """
 
     namespace: Hashable
-    prompt: int
-    cached: int
-    made: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
     limit: int
 
 
@@ -73,7 +73,7 @@ class Snapshot:
     slots          slots of the KV store; 0: there is no store yet, or the engine is a fleet, whose replicas have stores
     used_slots     slots in use
     cache_seconds  the time spent in the radix cache; None: the engine has no cache
-    held           the rows in the KV store, by namespace
+    rows           the rows in the KV store, by namespace
     paths          the paths of the trie, depth-first
     running        the sequences that run
     failure        the error of the last step, if no single request is at fault; None after a step that did not fail
@@ -87,7 +87,7 @@ class Snapshot:
     slots: int = 0
     used_slots: int = 0
     cache_seconds: float | None = None
-    held: Mapping[Hashable, HeldRows] = field(default_factory=dict)
+    rows: Mapping[Hashable, HeldRows] = field(default_factory=dict)
     paths: Sequence[TreePath] = ()
     running: Sequence[RunningSequence] = ()
     failure: Exception | None = None
@@ -150,7 +150,7 @@ class Engine(Protocol):
         sharing: Sharing | None = None,
         max_batch_rows: int | None = None,
         owner: Owner | None = None,
-        failed: Callable[[Exception], InputError] | None = None,
+        on_failure: Callable[[Exception], InputError] | None = None,
         on_step: Listener | None = None,
         stopping: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[bytes, Answer]]:
@@ -163,18 +163,18 @@ class Engine(Protocol):
         max_batch_rows  the most rows of a step of a row stream; None: the engine's
         owner           of an engine of one model: the tenant and the class that the requests run for, beside those of
                         others; None: the run may take the whole engine
-        failed          of such requests: takes the error of steps that fail by the fault of one of them, and returns
+        on_failure      of such requests: takes the error of steps that fail by the fault of one of them, and returns
                         its answer; None: the error is raised
         on_step         called after every step
         stopping        called after every step: once it returns True, the run ends. None: it ends with the last answer
         """
 
     def snapshot(
-        self, *, held: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
+        self, *, rows: bool = False, paths: int = 0, wants: Callable[[Hashable], bool] | None = None
     ) -> Snapshot:
         """Returns the counters as they are now; waits for no step unless more is wanted.
 
-        held   whether the rows of each namespace are wanted
+        rows   whether the rows of each namespace are wanted
         paths  how many paths of the trie are wanted, and the sequences that run; 0: neither of them
         wants  whether the paths of a namespace are wanted; None: all are
         """

@@ -74,7 +74,7 @@ class SamplerState:
         """Returns whether a token can be chosen without the tokens before it, and without log-probabilities."""
         return not self.penalised and self.matcher is None and self.sampling.logprobs is None
 
-    def banned(self, ahead: int = 0) -> np.ndarray:
+    def banned_ids(self, ahead: int = 0) -> np.ndarray:
         """Returns the ids, int64, that may not come next because the sample would end before min_tokens.
 
         ahead  how many tokens before the next one are still in flight
@@ -99,7 +99,7 @@ class SamplerState:
         return make_key(self._stream, self.position + ahead)
 
     @property
-    def counted(self) -> tuple[np.ndarray, np.ndarray]:
+    def output_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids that penalties concern, int64, and how often each is in the output, float32."""
         return self._ids[: len(self._place)], self._counts[: len(self._place)]
 
@@ -121,20 +121,20 @@ def drawing_of(states: Sequence[SamplerState | None], ahead: Sequence[int]) -> D
     reads = [(i, state, ahead[i]) for i, state in enumerate(states) if state is not None and not state.plain(ahead[i])]
     if not reads:
         return None
-    drawn = [state for _, state, _ in reads]
-    banned = [(ids, np.zeros(len(ids), np.float32)) for ids in (state.banned(n) for _, state, n in reads)]
-    penalised = any(state.penalised for state in drawn)
-    masked = [i for i, state in enumerate(drawn) if state.matcher is not None]
-    logprobs = [-1 if state.sampling.logprobs is None else state.sampling.logprobs for state in drawn]
+    samplers = [state for _, state, _ in reads]
+    end_ids = [(ids, np.zeros(len(ids), np.float32)) for ids in (state.banned_ids(n) for _, state, n in reads)]
+    has_penalties = any(state.penalised for state in samplers)
+    grammar_reads = [i for i, state in enumerate(samplers) if state.matcher is not None]
+    logprobs = [-1 if state.sampling.logprobs is None else state.sampling.logprobs for state in samplers]
     return Drawing(
         reads=np.array([i for i, _, _ in reads], np.int64),
-        filters=np.array([state.filters for state in drawn], np.float64),
+        filters=np.array([state.filters for state in samplers], np.float64),
         keys=np.array([state.key(n) for _, state, n in reads], np.uint64),
         logprobs=np.array(logprobs, np.int64),
-        bias=Ragged.of([(state.bias_ids, state.bias) for state in drawn]),
-        banned=Ragged.of(banned),
-        penalties=np.array([state.penalties for state in drawn], np.float64) if penalised else None,
-        counted=Ragged.of([state.counted for state in drawn]) if penalised else None,
-        masked=np.array(masked, np.int64),
-        allowed=np.stack([drawn[i].matcher.mask() for i in masked]) if masked else None,  # type: ignore[union-attr]
+        bias=Ragged.of([(state.bias_ids, state.bias) for state in samplers]),
+        banned_ids=Ragged.of(end_ids),
+        penalties=np.array([state.penalties for state in samplers], np.float64) if has_penalties else None,
+        output_counts=Ragged.of([state.output_counts for state in samplers]) if has_penalties else None,
+        grammar_reads=np.array(grammar_reads, np.int64),
+        grammar_masks=np.stack([samplers[i].matcher.mask() for i in grammar_reads]) if grammar_reads else None,  # type: ignore[union-attr]
     )

@@ -65,7 +65,7 @@ class StepPolicy:
         if self.has_new_shares:
             self.has_new_shares = False
             queue.read_shares(scheduler.cache)
-        passed, self._settled_at = now - self._settled_at, now
+        seconds, self._settled_at = now - self._settled_at, now
         num_live = queue.num_running(batch=False)
         if num_live or queue.num_waiting(batch=False):
             self._live_at = now
@@ -79,7 +79,7 @@ class StepPolicy:
         if batch_rows := self._batch_rows(scheduler, num_live, now):
             self._due = 0.0
             return StepLimits(max_rows, batch_rows, lends=lends)
-        self._due += self.batch_share * passed
+        self._due += self.batch_share * seconds
         # Batches get a step only when it is due that much time: a step costs much more than another row in it.
         if is_due := self._due > LENGTHENED * (self.times.seconds_of(1) or ALONE_SECONDS):
             batch_rows, self._due = self.times.more_rows(self._due), 0.0

@@ -56,7 +56,7 @@ class StepSize:
         self._mixed = Fit(relative=True)  # seconds of small steps that are full
         self._prompt, self._output = Fit(), Fit()  # computed rows of a prompt, and tokens of an output
         self._prefill = 0  # computed rows of prompts that are not complete yet
-        self._ended = 0
+        self._num_ended = 0
 
     def rows(self, max_rows: int, waiting: int, running: int, least: int = 1) -> int:
         """Returns how many rows the next step may have, at most `max_rows`.
@@ -100,7 +100,7 @@ class StepSize:
             self._prompt.note(self._prefill / began, count=began)
             self._prefill = 0
         if ended:
-            self._ended += ended
+            self._num_ended += ended
             self._output.note(tokens / ended, count=ended)
         if not waiting:
             return  # the last sequences run, and steps become smaller by themselves
@@ -112,20 +112,20 @@ class StepSize:
             self._mixed.note(seconds, count=steps)
         elif self.small is None and prefill >= 3 * decode:
             self._row.note(seconds / rows, weight=rows)
-        if self._ended and self._row.count and self._alone.count >= _FEW and self._steps >= self._resume_at:
+        if self._num_ended and self._row.count and self._alone.count >= _FEW and self._steps >= self._resume_at:
             self._choose(max_rows, waiting)
 
     def _choose(self, max_rows: int, waiting: int) -> None:
         running, prompt, output = self._running.mean, self._prompt.mean, max(1.0, self._output.mean)
         row, alone = self._row.mean, self._alone.mean
         # How many sequences will come is not known: supposed are as many as have ended, or as wait if these are more.
-        count = max(waiting, self._ended)
+        count = max(waiting, self._num_ended)
         steady = running * (prompt + output) / output
         small = round(max(_SHARE * steady, _SHADOW * alone / row))
-        each = self._mixed.mean if self._mixed.count >= _FEW else max(alone, row * small)
+        seconds = self._mixed.mean if self._mixed.count >= _FEW else max(alone, row * small)
         # If steps have room for more rows than come and go, more sequences begin and end together.
         tail = output * min(1.0, steady / small)
-        small_seconds = (max(count * (prompt + output) / small, count * output / running) + tail) * each
+        small_seconds = (max(count * (prompt + output) / small, count * output / running) + tail) * seconds
         large_seconds = count * (prompt * row + output / running * alone)
         if small < max_rows and small_seconds < (_GAIN if self.small is None else 1.0) * large_seconds:
             if self.small is None or abs(small - self.small) > _CHANGE * self.small:
@@ -191,8 +191,8 @@ class StepRowLimit:
         if (policy := self._active_policy) is not None:
             self.limits = policy.settle(self._scheduler, self._budget.rows)
 
-    def note(self, step: GenerateStep, seconds: float, done: Sequence[SequenceState]) -> None:
-        """Records what a step took. done: the sequences that ended with it."""
+    def note(self, step: GenerateStep, seconds: float, sequences: Sequence[SequenceState]) -> None:
+        """Records what a step took. sequences: the sequences that ended with it."""
         if (policy := self._active_policy) is not None:
             policy.times.note_step(step.num_rows, seconds)
         elif self._size is not None:
@@ -203,6 +203,6 @@ class StepRowLimit:
                 max_rows=self._budget.rows,
                 waiting=self._scheduler.num_waiting,
                 began=len(step.consumers) - step.decode_rows,
-                ended=len(done),
-                tokens=sum(sequence.known for sequence in done),
+                ended=len(sequences),
+                tokens=sum(sequence.num_known for sequence in sequences),
             )

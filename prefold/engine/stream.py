@@ -62,7 +62,7 @@ def run_stream(
     run = _StreamRun(engine, worker, readout, sharing, choice, budget)
     # Wherever Ctrl-C falls, even into the last lines here, the worker forgets the stream after the last of its steps.
     end = weakref.finalize(run, engine.post, worker.forget, run.number)
-    in_flight: deque[_Begun] = deque()
+    in_flight: deque[_StartedStep] = deque()
     try:
         for prepared in _ahead(run.prepare(windows)):
             for step in run.begin(prepared):
@@ -84,18 +84,18 @@ class _PreparedStep:
 
     scheduler: PrefillScheduler
     results: _WindowResults
-    planned: PlannedStep
-    prepared: Any
+    plan: PlannedStep
+    message: Any
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """A _Begun is a step that the worker has started."""
+class _StartedStep:
+    """A _StartedStep is a step that the worker has started."""
 
     results: _WindowResults
-    planned: PlannedStep
+    plan: PlannedStep
     ticket: Ticket
-    started: float
+    started_at: float
 
 
 @dataclass(eq=False)
@@ -118,7 +118,7 @@ class _StreamRun:
         """Plans and prepares the steps of every window, and yields them."""
         follows = False
         for window in windows:
-            started = time.perf_counter()
+            started_at = time.perf_counter()
             lengths = np.where(window.twins, 0, np.diff(window.offsets))
             if self.readout.kind == "first":
                 window = first_tokens(window)
@@ -143,35 +143,35 @@ class _StreamRun:
             follows = sharing == "full"  # "off" and "mlp" leave no path behind
             on_step = None if choice is None else partial(choice.note, sharing)
             results = _WindowResults(window, self.readout, lengths, on_step)
-            while (planned := scheduler.plan(self.budget.rows)) is not None:  # the budget falls when memory runs out
-                scheduler.commit(planned)
-                prepared = self.worker.prepare(planned.message)
-                self.engine.meter.add(seconds={"plan": time.perf_counter() - started})
-                yield _PreparedStep(scheduler, results, planned, prepared)
-                started = time.perf_counter()
+            while (step := scheduler.plan(self.budget.rows)) is not None:  # the budget falls when memory runs out
+                scheduler.commit(step)
+                message = self.worker.prepare(step.message)
+                self.engine.meter.add(seconds={"plan": time.perf_counter() - started_at})
+                yield _PreparedStep(scheduler, results, step, message)
+                started_at = time.perf_counter()
 
-    def begin(self, step: _PreparedStep) -> Iterator[_Begun]:
+    def begin(self, step: _PreparedStep) -> Iterator[_StartedStep]:
         """Starts a step and yields it. If memory is too small for the step, starts its halves one after the other."""
-        pending = [(step.planned, step.prepared)]
+        pending = [(step.plan, step.message)]
         while pending:
-            planned, prepared = pending.pop()
-            started = time.perf_counter()
-            ticket = self.engine.call(partial(self._start, planned, prepared))
+            plan, message = pending.pop()
+            started_at = time.perf_counter()
+            ticket = self.engine.call(partial(self._start, plan, message))
             if ticket is None:
-                pending += [(half, None) for half in reversed(step.scheduler.halves(planned))]
+                pending += [(half, None) for half in reversed(step.scheduler.halves(plan))]
             else:
-                yield _Begun(step.results, planned, ticket, started)
+                yield _StartedStep(step.results, plan, ticket, started_at)
 
-    def _start(self, planned: PlannedStep, prepared: Any) -> Ticket | None:
+    def _start(self, plan: PlannedStep, message: Any) -> Ticket | None:
         with ExitStack() as stack:
             for using in self._using:
-                stack.enter_context(using(planned.message.tokens))
-            return self.budget.start(self.worker, planned.message, planned.stop - planned.start, prepared)
+                stack.enter_context(using(plan.message.tokens))
+            return self.budget.start(self.worker, plan.message, plan.stop - plan.start, message)
 
-    def finish(self, step: _Begun) -> Iterator[tuple[bytes, Result]]:
+    def finish(self, step: _StartedStep) -> Iterator[tuple[bytes, Result]]:
         """Waits for a step, counts it, and yields the results that it completes."""
-        result, planned, message = self.engine.call(step.ticket.result), step.planned, step.planned.message
-        seconds = time.perf_counter() - step.started
+        result, plan, message = self.engine.call(step.ticket.result), step.plan, step.plan.message
+        seconds = time.perf_counter() - step.started_at
         self.engine.meter.add(
             rows_computed=message.num_rows,
             steps=1,
@@ -179,12 +179,13 @@ class _StreamRun:
             seconds={"model": seconds, "compile": self.worker.compile_seconds()},
         )
         if self.engine.meter.has_listeners:
-            lengths = step.results.lengths[planned.done]
-            done, tokens = int(np.count_nonzero(lengths)), int(lengths.sum())
-            self.engine.meter.notify(StepInfo(message.num_rows, message.path, done, tokens, step.started, seconds))
+            lengths = step.results.lengths[plan.requests]
+            requests, tokens = int(np.count_nonzero(lengths)), int(lengths.sum())
+            info = StepInfo(message.num_rows, message.path, requests, tokens, step.started_at, seconds)
+            self.engine.meter.notify(info)
         if step.results.on_step is not None:
             step.results.on_step(message.num_rows, seconds)
-        yield from step.results.take(planned, result)
+        yield from step.results.take(plan, result)
 
 
 class _WindowResults:
@@ -207,13 +208,13 @@ class _WindowResults:
         """Takes the numbers of a step, and yields (tag, result) of the requests that end with it."""
         window = self.window
         if not self._pairs:
-            values = result.values[step.done_reads]
-            for sequence, value in zip(step.done.tolist(), values, strict=True):
+            values = result.values[step.request_reads]
+            for sequence, value in zip(step.requests.tolist(), values, strict=True):
                 yield window.tags[sequence], Result(value)
             return
         self._values[step.targets] = result.values
         self._greedy[step.targets] = result.greedy
-        for sequence in step.done.tolist():
+        for sequence in step.requests.tolist():
             targets = slice(window.target_offsets[sequence], window.target_offsets[sequence + 1])
             yield window.tags[sequence], Result(self._values[targets].copy(), self._greedy[targets].copy())
 
@@ -297,7 +298,7 @@ class SharingChoice:
         self.threshold = threshold
         self._times = {"full": Fit(DECAY), "off": Fit(DECAY)}  # seconds and rows of steps
         self._windows, self._tried_at = 0, -TRY_INTERVAL
-        self._spent = self._lost = 0.0  # seconds: expected of all windows, and lost by tries
+        self._all_seconds = self._lost_seconds = 0.0  # seconds: expected of all windows, and lost by tries
         self._lock = threading.Lock()
 
     def choose(self, unique: int, tokens: int) -> Sharing:
@@ -311,12 +312,12 @@ class SharingChoice:
                 return "full"
             if off is None:  # not measured yet: suppose that a row takes as long as with "full"
                 off = max(full, full * tokens / unique)
-            self._spent += min(full, off)
+            self._all_seconds += min(full, off)
             better, other = ("off", "full") if off < full else ("full", "off")
-            lost = self._lost + abs(full - off)
-            if self._windows - self._tried_at < TRY_INTERVAL or lost > MAX_LOST * self._spent:
+            loss = self._lost_seconds + abs(full - off)
+            if self._windows - self._tried_at < TRY_INTERVAL or loss > MAX_LOST * self._all_seconds:
                 return better  # type: ignore[return-value]
-            self._lost, self._tried_at = lost, self._windows
+            self._lost_seconds, self._tried_at = loss, self._windows
             return other  # type: ignore[return-value]
 
     def note(self, sharing: Sharing, rows: int, seconds: float) -> None:
@@ -357,12 +358,12 @@ class SlotWindows:
                 continue
             fits = self._fits(window)
             if fits.all():
-                yield _tagged(window)
+                yield _with_tags(window)
                 continue
             self._was_split = bool(fits.any())
             self._next = window.take(np.flatnonzero(~fits)) if self._was_split else window
             if self._was_split:
-                yield _tagged(window.take(np.flatnonzero(fits)))
+                yield _with_tags(window.take(np.flatnonzero(fits)))
             return
 
     def put_off(self, window: Window, number: int) -> None:
@@ -399,7 +400,7 @@ class SlotWindows:
         return (np.diff(window.offsets) <= self._slots) & of_last_rows
 
 
-def _tagged(window: Window) -> list[tuple[tuple[Window, int], Request]]:
+def _with_tags(window: Window) -> list[tuple[tuple[Window, int], Request]]:
     return [((window, number), window.request(number)) for number in range(window.num_requests)]
 
 
@@ -415,4 +416,4 @@ def last_rows(windows: Iterable[Window | None], readout: Readout) -> TaggedReque
             continue
         if not reads_last_rows(readout, np.diff(window.target_offsets)):
             raise no_readout(readout)
-        yield _tagged(window)
+        yield _with_tags(window)

@@ -112,8 +112,8 @@ def gpt_oss(hf: HFConfig) -> ModelConfig:
     chosen = hf.size("num_experts_per_tok", 4)
     if hf.size("experts_per_token", chosen) != chosen:  # the same in files of OpenAI's
         raise hf.wrong("experts_per_token", f"num_experts_per_tok, {chosen}")
-    how = {"biases": True, "clamped": True, "names": GPT_OSS}
-    return mixture(config, experts=_experts(hf, 128), chosen=chosen, **how)
+    options = {"biases": True, "clamped": True, "names": GPT_OSS}
+    return mixture(config, experts=_experts(hf, 128), chosen=chosen, **options)
 
 
 def _experts(hf: Settings, default: int) -> int:

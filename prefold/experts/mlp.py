@@ -144,8 +144,8 @@ class Experts(nn.Module):
         results = grouped(inner, self.down.matrices(), ends)
         if self.down.biases is not None:
             results = results + self.down.biases[experts]
-        each = results[pairs.argsort()].unflatten(0, (-1, chosen))  # in the order of each row's own experts
-        return (wide(each) * shares[..., None]).sum(1).to(h.dtype)
+        outputs = results[pairs.argsort()].unflatten(0, (-1, chosen))  # in the order of each row's own experts
+        return (wide(outputs) * shares[..., None]).sum(1).to(h.dtype)
 
     def weights(self, prefix: str, places: Mapping[str, tuple[slice, ...]]) -> Iterator[Weight]:
         """Yields the parameters with the names of their tensors, as `Mlp.weights` does."""

@@ -106,13 +106,16 @@ def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[dict[str, Any]]
         remedy = "give one continuation a prompt, or a list of them"
         raise InputError(f"{len(texts)} prompts and {number}", field="continuations", remedy=remedy)
     else:
-        split = [as_items(each, f"continuations[{i}]") for i, each in enumerate(items)]
+        split = [as_items(continuation, f"continuations[{i}]") for i, continuation in enumerate(items)]
         is_single = all(alone for _, alone in split)
         if not is_single and any(alone for _, alone in split):
             remedy = "give each prompt one continuation, or each a list of them"
             raise InputError("some continuations are lists and some are not", field="continuations", remedy=remedy)
-        lists = [each for each, _ in split]
-    pairs = [[{"prompt": text, "continuation": each} for each in many] for text, many in zip(texts, lists, strict=True)]
+        lists = [values for values, _ in split]
+    pairs = [
+        [{"prompt": text, "continuation": continuation} for continuation in many]
+        for text, many in zip(texts, lists, strict=True)
+    ]
     return pairs, single, not is_single
 
 
@@ -128,8 +131,8 @@ def first_error(results: Sequence[T | InputError], argument: str = "", *, single
     good: list[T] = []
     for number, result in enumerate(results):
         if isinstance(result, InputError):
-            where = "" if single else f"item {number} of {argument}: " if argument else f"item {number}: "
-            raise InputError(f"{where}{result}", field=result.field, code=result.code) from result
+            place = "" if single else f"item {number} of {argument}: " if argument else f"item {number}: "
+            raise InputError(f"{place}{result}", field=result.field, code=result.code) from result
         good.append(result)
     return good
 

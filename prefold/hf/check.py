@@ -134,10 +134,10 @@ def note(model: TransformersLM) -> TransformersConfig:
     if noted.wrong or not noted.heads:
         raise refused(config, noted.wrong or "none of its attention goes through transformers' attention interface")
     heads = noted.heads
-    if len({one.cap for one in heads}) > 1:
+    if len({head.cap for head in heads}) > 1:
         raise refused(config, "its attention caps products in some layers alone")
-    kv_heads, dim = max(one.kv_heads for one in heads), max(max(one.head_dim, one.value_dim) for one in heads)
-    groups = [one.groups(kv_heads)[1] for one in heads]
+    kv_heads, dim = max(head.kv_heads for head in heads), max(max(head.head_dim, head.value_dim) for head in heads)
+    groups = [head.groups(kv_heads)[1] for head in heads]
     scale = heads[0].scale
     return replace(
         config,
@@ -177,7 +177,7 @@ def check(model: TransformersLM, expected: ExpectedOutputs, most: float) -> None
             hidden, kv = forward_stream(model, batch, path, {})
             if model.rows.plane != len(config.planes):
                 raise refused(config, "not every pass goes through attention as often")
-            for request, read in zip(step.done.tolist(), step.done_reads.tolist(), strict=True):
+            for request, read in zip(step.requests.tolist(), step.request_reads.tolist(), strict=True):
                 states[int(window.tags[request])] = hidden[read]
             _, path = read_stream(model, batch, path, hidden, kv)
             scheduler.commit(step)
@@ -243,7 +243,7 @@ def _attention(
     """Notes how attention is called, and returns zeros [1, rows, heads, value_dim]."""
     noted: AttentionCalls = module.prefold_rows.noted
     window: int | None = None
-    changes = sorted(name for name, given in how.items() if name not in KNOWN and isinstance(given, Tensor | float))
+    changes = sorted(name for name, setting in how.items() if name not in KNOWN and isinstance(setting, Tensor | float))
     shows = getattr(attention_mask, "prefold_shows", None)
     if shows is None and isinstance(attention_mask, Tensor):
         shows = getattr(attention_mask._base, "prefold_shows", None)
@@ -279,8 +279,8 @@ def _window(shows: Callable[..., Any], noted: AttentionCalls) -> int | None:
         return None
     last = seen_by(most - 1)
     window = most - int(last.int().argmax()) if last.any() else 1
-    some = {0, 1, window - 1, window, window + 1, 2 * window + 1, most // 2, most - 1}
-    for query in (number for number in some if number < most):
+    lengths = {0, 1, window - 1, window, window + 1, 2 * window + 1, most // 2, most - 1}
+    for query in (number for number in lengths if number < most):
         distance = query - keys
         if not torch.equal(seen_by(query), (distance >= 0) & (distance < window)):
             noted.wrong = "which keys a row sees is neither all before it nor a sliding window"

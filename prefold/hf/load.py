@@ -82,23 +82,23 @@ def _whole(
     """Returns the model as transformers loads it, with its own attention."""
     loader = getattr(transformers, config.loader)
     settings = transformers_config(config.settings, config.architecture)
-    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
     more = {"key_mapping": {r"^model\.language_model\.": "model."}} if config.is_part else {}
     with _quiet():
         try:
             with torch.device("meta"):
-                empty = loader.from_config(settings, **how)
+                empty = loader.from_config(settings, **arguments)
             size = sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
             check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
             if checkpoint.format == "dummy":
                 with torch.random.fork_rng([]):
                     torch.manual_seed(seed)
-                    return loader.from_config(settings, **how).to(device)
+                    return loader.from_config(settings, **arguments).to(device)
             for _ in SafetensorsSource.opened(checkpoint):  # raises what is wrong with the files
                 pass
             whole, info = loader.from_pretrained(
                 checkpoint.path, config=settings, use_safetensors=True, trust_remote_code=False,
-                local_files_only=True, output_loading_info=True, **how, **more,
+                local_files_only=True, output_loading_info=True, **arguments, **more,
             )  # fmt: skip
         except (ImportError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
             what = " ".join(str(error).split())[:600]

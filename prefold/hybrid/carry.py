@@ -49,14 +49,14 @@ class StateTable:
         above = list[int]()  # by run, the key of the state above it: runs that go on from others may read it too
         for key in sources:
             above.append(key if key >= 0 else above[-1 - key])
-        readers, slots, taken = Counter(above), list[int](), 0
+        readers, slots, num_taken = Counter(above), list[int](), 0
         for run, key in zip(runs.ends.tolist(), runs.slots.tolist(), strict=True):
             row = self._row_of.get(key)
             if row is None or not self.in_place or readers[key] != (above[run] == key):
-                taken += 1
-                if taken > len(self._free):
+                num_taken += 1
+                if num_taken > len(self._free):
                     self._grow(max(len(runs.ends), self.rows // 4))
-                row = self._free[-taken]
+                row = self._free[-num_taken]
             slots.append(row)
         source = [self._row_of[key] if key >= 0 else key for key in sources]
         return replace(runs, source=np.array(source, np.int64), slots=np.array(slots, np.int64))
@@ -222,20 +222,20 @@ class Carry:
         for wave in self._waves:
             length = (self._stop - self.runs.first)[wave]
             cuts = {*range(0, len(wave), MOST_RUNS), *(np.flatnonzero(np.diff(_classes(length))) + 1).tolist()}
-            for some in np.split(wave, sorted(cuts - {0})):
-                first, stop = self.runs.first[some, None], self._stop[some, None]
+            for group in np.split(wave, sorted(cuts - {0})):
+                first, stop = self.runs.first[group, None], self._stop[group, None]
                 rows = first + np.arange(int((stop - first).max(initial=0)))
                 inside = rows < stop
                 groups.append(
                     Group(
-                        runs=some.tolist(),
+                        runs=group.tolist(),
                         rows=send(np.where(inside, rows, first), self.device),
                         inside=None if inside.all() else send(inside, self.device),
-                        places=None if (self._place[some] < 0).any() else send(self._place[some], self.device),
-                        from_runs=self._from_run[some].tolist(),
-                        goes_on=np.flatnonzero(goes_on[some]).tolist(),
-                        stored=send(np.flatnonzero(to[some] >= 0), self.device),
-                        to=send(to[some][to[some] >= 0], self.device),
+                        places=None if (self._place[group] < 0).any() else send(self._place[group], self.device),
+                        from_runs=self._from_run[group].tolist(),
+                        goes_on=np.flatnonzero(goes_on[group]).tolist(),
+                        stored=send(np.flatnonzero(to[group] >= 0), self.device),
+                        to=send(to[group][to[group] >= 0], self.device),
                     )
                 )
         return groups
@@ -297,15 +297,15 @@ class LayerStates:
         weight  [channels, taps]: the last tap is that of the row itself
         bias    [channels]
         """
-        carry, kept = self.carry, weight.shape[1] - 1
+        carry, width = self.carry, weight.shape[1] - 1
         x = carry.unfold(x)
-        places, ends = carry.neighbours(kept)
+        places, ends = carry.neighbours(width)
         rows = torch.cat((carry.starts(self.layer, part).flatten(0, 1), x))
-        out = x * weight[:, kept] if bias is None else torch.addcmul(bias, x, weight[:, kept])
+        out = x * weight[:, width] if bias is None else torch.addcmul(bias, x, weight[:, width])
         for back, place in enumerate(places, 1):
-            out.addcmul_(rows.index_select(0, place), weight[:, kept - back])
+            out.addcmul_(rows.index_select(0, place), weight[:, width - back])
         table = carry.table.tensors[self.layer][part]
-        table.index_copy_(0, carry.to, rows.index_select(0, ends).unflatten(0, (len(carry.to), kept)))
+        table.index_copy_(0, carry.to, rows.index_select(0, ends).unflatten(0, (len(carry.to), width)))
         return carry.fold(out)
 
     def scan(self, part: int, scan: Scan, columns: int, dtype: torch.dtype) -> Tensor:

@@ -356,7 +356,7 @@ def _limits(hf: Settings) -> tuple[float, ...]:
     limits = hf.get("time_step_limit", [0.0, math.inf])
     limits = limits if isinstance(limits, list | tuple) else ()
     # transformers writes infinity as an object.
-    numbers = [math.inf if each == {"__float__": "Infinity"} else each for each in limits]
-    if len(numbers) != 2 or not all(isinstance(each, int | float) for each in numbers):
+    numbers = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits]
+    if len(numbers) != 2 or not all(isinstance(limit, int | float) for limit in numbers):
         raise hf.wrong("time_step_limit", "two numbers")
     return tuple(map(float, numbers))

@@ -38,8 +38,8 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
     q, k, v, decay, beta = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v, decay, beta))
     out, state = torch.empty_like(v), start.flatten(0, 1)
     for first in range(0, rows, CHUNK):
-        some = slice(first, first + CHUNK)
-        out[:, some], state = _chunk(q[:, some], k[:, some], v[:, some], decay[:, some], beta[:, some], state)
+        chunk = slice(first, first + CHUNK)
+        out[:, chunk], state = _chunk(q[:, chunk], k[:, chunk], v[:, chunk], decay[:, chunk], beta[:, chunk], state)
     return out.unflatten(0, (runs, heads)).transpose(1, 2), state.unflatten(0, (runs, heads))
 
 
@@ -52,12 +52,12 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: 
     # What each row adds to the state depends on what the rows before it in the chunk added: a triangular system, whose
     # right side has the part that is linear in the state at the chunk's beginning.
     system = torch.bmm(k, k.mT).mul_(between).mul_(beta[..., None])
-    known = torch.bmm(k, state).mul_(grown[..., None]).neg_().add_(v).mul_(beta[..., None])
-    added = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    prediction = torch.bmm(k, state).mul_(grown[..., None]).neg_().add_(v).mul_(beta[..., None])
+    added = torch.linalg.solve_triangular(system, prediction, upper=False, unitriangular=True)
     inner = torch.bmm(q, k.mT).mul_(between)
     out = torch.bmm(q, state).mul_(grown[..., None]).baddbmm_(inner, added)
-    left = power(total[:, -1:] - total)[..., None]
-    return out, (state * grown[:, -1:, None]).baddbmm_((k * left).mT, added)
+    remaining = power(total[:, -1:] - total)[..., None]
+    return out, (state * grown[:, -1:, None]).baddbmm_((k * remaining).mT, added)
 
 
 def power(exponent: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ def _lfm2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys that LFM2 alone has. Layers without KV heads have a convolution."""
     kv_heads = read.get("attention.head_count_kv")
     layers = config["num_hidden_layers"]
-    known = isinstance(kv_heads, list) and all(isinstance(heads, int) for heads in kv_heads)
-    if not known or len(kv_heads) != layers or len({*kv_heads} - {0}) != 1:
+    is_list = isinstance(kv_heads, list) and all(isinstance(heads, int) for heads in kv_heads)
+    if not is_list or len(kv_heads) != layers or len({*kv_heads} - {0}) != 1:
         raise read.wrong("attention.head_count_kv", f"a list of {layers} numbers, each 0 or the same one")
     return {
         "num_key_value_heads": max(kv_heads),

@@ -77,10 +77,10 @@ class ShortConv(Mixer):
         x, out = self.linear("in_proj", h, adapters), adapters if read is None else adapters.read
         if compiled := compiled_for(x):
             carry = states.carry
-            bias, kept = None if self.bias is None else self.bias.float(), self.taps.shape[2] - 1
+            bias, width = None if self.bias is None else self.bias.float(), self.taps.shape[2] - 1
             (table,) = carry.table.tensors[self.number]
             y = compiled.short_conv(
-                carry.unfold(x), table, _taps(self.taps), bias, carry.places(kept), carry.picked(read)
+                carry.unfold(x), table, _taps(self.taps), bias, carry.places(width), carry.picked(read)
             )
             return self.linear("out_proj", y, out)
         b, c, x = x.chunk(3, -1)

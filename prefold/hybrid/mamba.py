@@ -80,16 +80,18 @@ def state_space(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, step: Tensor, st
     start        float32 [runs, heads, state size, head dim]
     """
     runs, rows, heads = x.shape[:3]
-    c, b = (one.repeat_interleave(heads // one.shape[2], 2) for one in (c, b))
+    c, b = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in (c, b))
     # A matrix for each run and head.
-    c, b, x, decay, step = (one.transpose(1, 2).flatten(0, 1).contiguous() for one in (c, b, x, decay, step))
+    c, b, x, decay, step = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (c, b, x, decay, step))
     out, state = torch.empty_like(x), start.flatten(0, 1)
     for first in range(0, rows, CHUNK):
-        some = slice(first, first + CHUNK)
-        total = decay[:, some].cumsum(1)
-        inner = torch.bmm(c[:, some], b[:, some].mT) * power(total[:, :, None] - total[:, None, :]).tril_()
-        out[:, some] = torch.bmm(c[:, some], state) * power(total)[..., None]
-        out[:, some] += torch.bmm(inner * step[:, None, some], x[:, some])
-        left = power(total[:, -1:] - total) * step[:, some]
-        state = state * power(total[:, -1:])[..., None] + torch.bmm((b[:, some] * left[..., None]).mT, x[:, some])
+        chunk = slice(first, first + CHUNK)
+        total = decay[:, chunk].cumsum(1)
+        inner = torch.bmm(c[:, chunk], b[:, chunk].mT) * power(total[:, :, None] - total[:, None, :]).tril_()
+        out[:, chunk] = torch.bmm(c[:, chunk], state) * power(total)[..., None]
+        out[:, chunk] += torch.bmm(inner * step[:, None, chunk], x[:, chunk])
+        remaining = power(total[:, -1:] - total) * step[:, chunk]
+        state = state * power(total[:, -1:])[..., None] + torch.bmm(
+            (b[:, chunk] * remaining[..., None]).mT, x[:, chunk]
+        )
     return out.unflatten(0, (runs, heads)).transpose(1, 2), state.unflatten(0, (runs, heads))

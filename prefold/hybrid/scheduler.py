@@ -62,17 +62,17 @@ class StatesPlan(StepPlan):
     def reach(self, node: Node) -> int | None:
         """Returns behind how many of a node's rows its rows in the step end; None: it has no rows in the step."""
         if rows := self.computed_rows.get(node):
-            return node.computed + rows
+            return node.num_computed + rows
         repeated = self.repeats.get(node)
         return None if repeated is None else repeated.stop
 
     def first(self, node: Node) -> int:
         """Returns the first of a node's rows in the step."""
-        return self.repeats[node].start if node in self.repeats else node.computed
+        return self.repeats[node].start if node in self.repeats else node.num_computed
 
     def _add_tail(self, sequence: SequenceState) -> None:
         state = self.states.get(sequence.tail)
-        if state is not None and state.rows == sequence.tail.computed:
+        if state is not None and state.rows == sequence.tail.num_computed:
             super()._add_tail(sequence)
         elif self._add([*sequence.leaf.path(), sequence.tail]):
             self.reads.append((sequence, sequence.tail))
@@ -97,7 +97,7 @@ class StatesPlan(StepPlan):
         for number, node in enumerate(nodes):
             planned = self.computed_rows.get(node, 0)
             if missing := node.pending - planned:
-                if not self._bring(nodes, number, node.computed + planned):
+                if not self._bring(nodes, number, node.num_computed + planned):
                     return False
                 rows = min(missing, self.room)
                 if rows:
@@ -197,8 +197,8 @@ class StateScheduler(GenerateScheduler):
     def _end(self, sequence: SequenceState) -> None:
         self._was_read(sequence)
         tail, state = sequence.tail, self.states.pop(sequence.tail, None)
-        del tail.tokens[sequence.known :]
-        tokens, rows = list(tail.tokens), min(tail.computed, len(tail.tokens))
+        del tail.tokens[sequence.num_known :]
+        tokens, rows = list(tail.tokens), min(tail.num_computed, len(tail.tokens))
         super()._end(sequence)
         if state is None:
             return
@@ -206,7 +206,7 @@ class StateScheduler(GenerateScheduler):
         node, at = sequence.leaf, 0
         while at < rows and (child := node.children.get(tokens[at])) is not None:
             node, at = child, at + len(child)
-        if 0 < at == rows == state.rows and node.computed == len(node) and node not in self.states:
+        if 0 < at == rows == state.rows and node.num_computed == len(node) and node not in self.states:
             self.states[node] = replace(state, rows=len(node))
         else:
             self._free.add(state.slot)
@@ -256,28 +256,28 @@ class StateScheduler(GenerateScheduler):
         if children and self.cache is not None:
             return True
         for child in children:
-            if child.users and not child.computed and child not in begun:
+            if child.users and not child.num_computed and child not in begun:
                 return True
             if not self._unread.get(child, set()) <= reads:
                 return True
         ends_here = node.users - sum(child.users for child in children)
         return ends_here > sum(
             sequence.leaf is node
-            and (sequence.tail.computed > 0 or sequence.tail in begun or len(sequence.tail) + 1 >= sequence.limit)
+            and (sequence.tail.num_computed > 0 or sequence.tail in begun or len(sequence.tail) + 1 >= sequence.limit)
             for sequence in (self._admitted() if ends_here else ())
         )
 
     def _places(self, plan: StatesPlan) -> tuple[tuple[Node, ...], dict[Node, State]]:
         """Returns the nodes that lose their states with the step of a plan, and those that have new ones."""
         needed = {node: None for sequence in self.running if (node := self._last_node(plan, sequence)) is not None}
-        wanted = [
+        rows_wanted = [
             node
             for node in plan.last_row
             if node not in needed and plan.reach(node) == len(node) and self._is_wanted(node, plan)
         ]
         stored: dict[Node, State] = {}
         free, victims, evicted = iter(self._free), self._victims(needed, stored), list[Node]()
-        for node in (*needed, *wanted):
+        for node in (*needed, *rows_wanted):
             reach, own = plan.reach(node), self.states.get(node)
             assert reach is not None
             slot = next(free, None) if own is None or node in evicted else own.slot
@@ -355,17 +355,6 @@ class StateScheduler(GenerateScheduler):
             there = [node.start + self.states[node].rows for node in path if node in self.states]
             there += [node.stop for node in path if node not in fresh and node.pending]
             sequence.cached_tokens = min(sequence.cached_tokens, max(there, default=0))
-
-    def check(self) -> None:
-        super().check()
-        slots = [*self._free, *(state.slot for state in self.states.values())]
-        assert sorted(slots) == list(range(ZERO + 1, self.state_slots + 1)), "slots of states leak, or are used twice"
-        tails = {sequence.tail for sequence in (*self.running, *self._ending)}
-        nodes = {*self._nodes(), *tails}
-        assert set(self.states) <= nodes
-        assert all(0 < state.rows <= node.computed for node, state in self.states.items())
-        unread = {sequence for sequences in self._unread.values() for sequence in sequences}
-        assert unread <= {sequence for request in self._requests.values() for sequence in request}
 
 
 def _fields(values: Any, kind: type) -> dict[str, Any]:

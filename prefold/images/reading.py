@@ -53,13 +53,13 @@ class MediaHosts:
         for _ in range(MOST_REDIRECTS + 1):
             host, port, path = self._checked(url, field)
             try:
-                status, where, data = self._get(host, port, path, deadline, most_bytes)
+                status, location, data = self._get(host, port, path, deadline, most_bytes)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 slow = isinstance(error, TimeoutError) or time.monotonic() >= deadline
                 problem = f"did not answer in {self.seconds:g} s" if slow else f"could not be fetched: {error}"
                 raise _error(field, f"({host}) {problem}", "try again, or give the image itself") from None
-            if status in REDIRECTS and where:
-                url = urljoin(url, where)
+            if status in REDIRECTS and location:
+                url = urljoin(url, location)
                 continue
             if status != 200:
                 raise _error(field, f"({host}) was answered with status {status}", "check the address")
@@ -155,10 +155,10 @@ class _PinnedConnection(http.client.HTTPSConnection):
 
 
 def _seconds_left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
         raise TimeoutError
-    return left
+    return seconds
 
 
 def _addresses(host: str, port: int) -> list[str]:

@@ -59,7 +59,7 @@ class SentImages:
     def send(self, name: str, windows: Sequence[Window]) -> tuple[list[Window], list[SentImage], list[int]]:
         """Records that a replica is sent these windows. Returns (the windows as they are sent, the images that it does
         not have yet, the first ids of those that it no longer needs)."""
-        held, users = self._held.setdefault(name, {}), self._users.setdefault(name, Counter())
+        media_held, users = self._held.setdefault(name, {}), self._users.setdefault(name, Counter())
         shown = self._shown.setdefault(name, {})
         fresh: list[Medium] = []
         for window in windows:
@@ -74,12 +74,12 @@ class SentImages:
                 shown[place_of(tag)] = firsts = [first_id(medium) for medium in media]
                 users.update(firsts)
                 for medium in media:
-                    if first_id(medium) not in held:
-                        held[first_id(medium)] = medium
+                    if first_id(medium) not in media_held:
+                        media_held[first_id(medium)] = medium
                         fresh.append(medium)
-        unneeded = [first for first in held if not users[first]]
+        unneeded = [first for first in media_held if not users[first]]
         for first in unneeded:
-            del held[first], users[first]
+            del media_held[first], users[first]
         return [replace(window, media=()) for window in windows], [_picture(medium) for medium in fresh], unneeded
 
     def answered(self, name: str, number: int, place: int) -> None:
@@ -159,7 +159,7 @@ class ReplicaImages:
         """Returns cache events with the driver's ids for the images that this replica has. Other images keep this
         replica's ids: a router finds nothing under them, or at worst expects more of a prompt here than there is."""
         with self._lock:
-            theirs = {first: (other, int(self._media[other].ids[-1])) for first, other in self._theirs.items()}
+            theirs = {first: (own, int(self._media[own].ids[-1])) for first, own in self._theirs.items()}
         if not theirs:
             return events
         changed = (

@@ -33,13 +33,13 @@ class TableForm:
     """A TableForm describes a table's columns, as far as they are known before its lines are read.
 
     head    columns that come first, and exist even in a table without lines
-    made    columns that a task makes; the values of other columns are the user's. None: the task makes all
+    names   columns that a task makes; the values of other columns are the user's. None: the task makes all
     types   {column: Arrow type} of the columns that a Parquet input gives
     empty   the object of a line, whose columns a table without lines has behind these
     """
 
     head: tuple[str, ...] = ("record",)
-    made: Collection[str] | None = None
+    names: Collection[str] | None = None
     types: Mapping[str, Any] = field(default_factory=dict)
     empty: Mapping[str, Any] = field(default_factory=dict)
 
@@ -49,11 +49,11 @@ class TableForm:
         answer of the task"""
         if not isinstance(adapter, TableAdapter):
             return cls(head=())
-        repeated = adapter.columns_used.repeated()
-        types_or_none = {name: type_at(source.types, path) for name, path in repeated.items()}
+        names = adapter.columns_used.repeated()
+        types_or_none = {name: type_at(source.types, path) for name, path in names.items()}
         types = {name: type for name, type in types_or_none.items() if type is not None}
         empty = adapter.line(0, {}, [dict(example)]) if example is not None else {}
-        return cls(("record", *repeated), reserved_names(adapter.task), types, empty)
+        return cls(("record", *names), reserved_names(adapter.task), types, empty)
 
     def objects(self, lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
         """Yields the object of each line, or `empty` if there are no lines."""
@@ -66,7 +66,7 @@ class TableForm:
 
     def is_made(self, name: str) -> bool:
         """Returns whether a task makes the column of this name."""
-        return self.made is None or name in self.made
+        return self.names is None or name in self.names
 
     def kind(self, name: str) -> Kind:
         """Returns a Kind for the column of this name, without values yet."""

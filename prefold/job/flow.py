@@ -51,9 +51,9 @@ class Flow:
         task = self.job.tasks[batch.task]
         with closing(self._results(engine, task, batch, see, stopping=stopping, **run)) as results:
             for tag, result in results:
-                done = self.gather.add(tag, result)
-                if done is not None:
-                    self._write(task, done)
+                record = self.gather.add(tag, result)
+                if record is not None:
+                    self._write(task, record)
                 if stopping():
                     return False
         return not stopping()  # the engine may have stopped for it
@@ -81,28 +81,30 @@ class Flow:
         if self.gather.waiting:
             raise AssertionError(f"{self.gather.waiting} records have results missing")
 
-    def _write(self, task: Any, done: Done) -> None:
-        adapter, answer = self.job.adapter, attempt(self._line, task, done)
+    def _write(self, task: Any, record: Done) -> None:
+        adapter, answer = self.job.adapter, attempt(self._line, task, record)
         if isinstance(answer, InputError):
-            line = error_text(adapter, done.number, done.meta, answer)
-            self.job.output.write(done.number, line, failed=True)
+            line = error_text(adapter, record.number, record.meta, answer)
+            self.job.output.write(record.number, line, failed=True)
         else:
-            self.job.output.write(done.number, answer, failed=False)
+            self.job.output.write(record.number, answer, failed=False)
 
-    def _line(self, task: Any, done: Done) -> str:
+    def _line(self, task: Any, record: Done) -> str:
         """Returns the output line of a record with all results. Raises InputError as the task's `finish` does."""
-        results = [finish(task, note, values) for note, values in done.items]
-        return dumps(self.job.adapter.line(done.number, done.meta, results))
+        results = [finish(task, note, values) for note, values in record.items]
+        return dumps(self.job.adapter.line(record.number, record.meta, results))
 
 
-def run_beside(job: Job, owner: Owner, failed: Callable[[Exception], InputError], stopping: Callable[[], bool]) -> bool:
+def run_beside(
+    job: Job, owner: Owner, on_failure: Callable[[Exception], InputError], stopping: Callable[[], bool]
+) -> bool:
     """Runs a job on an engine that others use too, from any thread. Returns whether all its lines are written.
 
     What is done is committed when this returns or raises; the output stays open, and is not marked as ended.
 
-    owner     for whom the job runs
-    failed    takes the error of a step that fails for a request, and returns the request's answer
-    stopping  asked after every step: once it says so, this returns False
+    owner       for whom the job runs
+    on_failure  takes the error of a step that fails for a request, and returns the request's answer
+    stopping    asked after every step: once it says so, this returns False
     """
     flow = Flow(job, Counts())
     try:
@@ -110,7 +112,7 @@ def run_beside(job: Job, owner: Owner, failed: Callable[[Exception], InputError]
         engine = job.load().engine
         for batch in flow.reader.batches():
             with batch.spool or nullcontext():
-                if not flow.compute(engine, batch, owner=owner, failed=failed, stopping=stopping):
+                if not flow.compute(engine, batch, owner=owner, on_failure=on_failure, stopping=stopping):
                     return False
         flow.check()
         return not stopping()

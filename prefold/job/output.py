@@ -160,7 +160,7 @@ class FileOutput(Output):
         self._last = time.monotonic()
         self._broken: JobError | None = None
         self._file: Any = None
-        self._held = self._grew = False
+        self._is_locked = self._grew = False
         self._keeps_lines = options.grown is not None or options.limit is not None
         self._replaces = options.overwrite and self.path.exists()
         self.journal = Journal(journal_path(self.path))
@@ -213,10 +213,10 @@ class FileOutput(Output):
             )
 
     def hold(self) -> None:
-        self._held = True
+        self._is_locked = True
 
     def release(self) -> None:
-        self._held = False
+        self._is_locked = False
 
     def _begin(self) -> None:
         """Replaces an old output; of a job that is resumed, cuts off only the uncommitted lines."""
@@ -253,7 +253,7 @@ class FileOutput(Output):
     def _commit(self) -> None:
         if self._broken is not None:
             raise self._broken
-        if self._held and self._bytes < HELD_BYTES:
+        if self._is_locked and self._bytes < HELD_BYTES:
             return
         self._last = time.monotonic()
         if not self._pending:
@@ -262,9 +262,9 @@ class FileOutput(Output):
         try:
             with writing(self.lines_path, "what is written is kept", RESUME):
                 self._begin()
-                written = 0
-                while written < len(data):
-                    written += self._file.write(data[written:])
+                num_bytes = 0
+                while num_bytes < len(data):
+                    num_bytes += self._file.write(data[num_bytes:])
                 os.fsync(self._file.fileno())
                 self.journal.commit(
                     [number for number, _ in self._pending], self.journal.offset + len(data), self.errors
@@ -312,13 +312,13 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
     """Returns the function that makes the file `path` from the lines; None if the lines are the file. form: the columns
     of a table. Raises JobError for a name without a known format, MissingExtraError without pyarrow."""
     suffixes = [s.lower() for s in path.suffixes]
-    zipped = suffixes[-1:] == [".gz"]
-    format = (suffixes[:-1] if zipped else suffixes)[-1:]
-    opened: Any = gzip.open if zipped else open
+    is_gzip = suffixes[-1:] == [".gz"]
+    format = (suffixes[:-1] if is_gzip else suffixes)[-1:]
+    open_file: Any = gzip.open if is_gzip else open
     if format in ([".csv"], [".tsv"]):
-        write: Any = partial(_write_csv, opened, "\t" if format == [".tsv"] else ",")
+        write: Any = partial(_write_csv, open_file, "\t" if format == [".tsv"] else ",")
     elif format == [".parquet"]:
-        if zipped:
+        if is_gzip:
             raise JobError(f"{path.name} cannot be written, as Parquet is compressed inside; name it {path.stem}")
         need_pyarrow(f"writing {path}")  # refuse before the work, not after it
         write = write_parquet
@@ -328,13 +328,13 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
             f"{path.name} cannot be written, as an output {name} is not known; name it .jsonl, .csv, .tsv or .parquet "
             "(.gz may follow, but not .parquet)"
         )
-    elif keep_order or zipped:
-        write = partial(_write_jsonl, opened)
+    elif keep_order or is_gzip:
+        write = partial(_write_jsonl, open_file)
     else:
         return None
 
-    def finish(lines: Path, made: Path) -> list[str]:
-        with replacing(made) as temporary, lines.open("rb") as file:
+    def finish(lines: Path, path: Path) -> list[str]:
+        with replacing(path) as temporary, lines.open("rb") as file:
             notes = write(_OutputLines(file, keep_order), temporary, form or TableForm())
         return notes
 
@@ -367,17 +367,17 @@ class _OutputLines:
             yield self._file.readline().split(b"\t", 1)[1]
 
 
-def _write_jsonl(opened: Any, lines: _OutputLines, path: Path, form: TableForm) -> list[str]:
-    with opened(path, "wb") as file:
+def _write_jsonl(open_file: Any, lines: _OutputLines, path: Path, form: TableForm) -> list[str]:
+    with open_file(path, "wb") as file:
         for line in lines:
             file.write(line)
     return []
 
 
-def _write_csv(opened: Any, delimiter: str, lines: _OutputLines, path: Path, form: TableForm) -> list[str]:
+def _write_csv(open_file: Any, delimiter: str, lines: _OutputLines, path: Path, form: TableForm) -> list[str]:
     columns = list(dict.fromkeys((*form.head, *(name for line in form.objects(lines) for name in line))))
     columns.sort(key="error".__eq__)  # the column of errors is the last one
-    with opened(path, "wb") as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:
+    with open_file(path, "wb") as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:
         table = csv.DictWriter(_UnixLines(file), columns, delimiter=delimiter, lineterminator="\r\n")
         table.writeheader()
         for line in lines:

@@ -32,7 +32,7 @@ from .output import Output
 _HEAD = struct.Struct("<QIIII")  # record, item, items of the record, part, parts of the item
 
 
-def tagged(number: int, meta: Any, works: list[Any], seed: int = 0) -> list[tuple[Request, bytes]]:
+def with_tags(number: int, meta: Any, works: list[Any], seed: int = 0) -> list[tuple[Request, bytes]]:
     """Returns every request of a record with its tag. works: the Work of each of its items; seed: the job's"""
     requests = []
     for item, work in enumerate(works):
@@ -287,7 +287,7 @@ class Reader:
     def _read(self) -> None:
         limit = self._job.limit
         records = self._job.source.records(self._job.adapter.columns)
-        for record in self._pumped(records) if self._live or self._early else records:
+        for record in self._read_ahead(records) if self._live or self._early else records:
             if self.stopping or (record is not None and limit is not None and record.number > limit):
                 return
             if record is not None:
@@ -302,7 +302,7 @@ class Reader:
         is_first = any(task not in self._feeds for task in self._chunks) if self._live else not self._feeds
         return ((self._live or self._early) and is_first) or any(feed.is_hungry for feed in self._feeds.values())
 
-    def _pumped(self, records: Iterator[Record]) -> Iterator[Record | None]:
+    def _read_ahead(self, records: Iterator[Record]) -> Iterator[Record | None]:
         """Yields the records, and None whenever none has come for a moment (for example from a pipe)."""
         pipe: queue.Queue[Record | BaseException | None] = queue.Queue(maxsize=CHUNK_TEXTS)
         put_bytes = taken_bytes = 0  # bytes of the records that went into the pipe, and of those that came out of it
@@ -370,7 +370,7 @@ class Reader:
             mine = [next(works) for _ in parsed.items]
             # All tags of a record are made before its first request is spooled, as that may fail: of a record that
             # was spooled in part, the missing results would be waited for.
-            requests = _first_error(mine) or attempt(tagged, number, parsed.meta, mine, self._job.seed)
+            requests = _first_error(mine) or attempt(with_tags, number, parsed.meta, mine, self._job.seed)
             if isinstance(requests, InputError):
                 self._fail(number, parsed.meta, requests)
                 continue

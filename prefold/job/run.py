@@ -96,7 +96,7 @@ class _Run:
         self.reader = self.flow.reader
 
     def run(self) -> Summary:
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         if self.output.ended:
             self.output.close()
             self.summary.records, self.summary.errors = self.output.count, self.output.errors
@@ -105,7 +105,7 @@ class _Run:
             with self._signals(), self._ticks():
                 self.output.hold()
                 self.reader.start()
-                self._work(started)
+                self._work(started_at)
                 if self.signal is not None and not self.counts.read_all:
                     raise Interrupted(self.signal)  # it came when all that had been read was computed
                 self.graceful = True
@@ -132,15 +132,15 @@ class _Run:
                 self.progress.close(self._count())
         self.summary.records, self.summary.errors = self.output.count, self.output.errors
         self.summary.first_error = self.output.first_error
-        self.summary.seconds = time.perf_counter() - started
+        self.summary.seconds = time.perf_counter() - started_at
         return self.summary
 
-    def _work(self, started: float) -> None:
+    def _work(self, started_at: float) -> None:
         self.reader.has_work.wait()
         engine = self._load() if self.reader.has_requests else None
         self.output.release()
         for batch in self.reader.batches():
-            self.summary.read_seconds = self.summary.read_seconds or time.perf_counter() - started
+            self.summary.read_seconds = self.summary.read_seconds or time.perf_counter() - started_at
             self.summary.streams += batch.spool is not None or not self.summary.streams
             with batch.spool or contextlib.nullcontext():
                 self._compute(batch)
@@ -152,13 +152,13 @@ class _Run:
         self.flow.check()
 
     def _load(self) -> Any:
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         self.counts.phase = "loading the model, reading"
         self._llm = llm = self.job.load()
         self._engine = engine = llm.engine
         engine.reset_stats()
         self.summary.sharing = engine.facts.sharing
-        self.summary.load_seconds = time.perf_counter() - started
+        self.summary.load_seconds = time.perf_counter() - started_at
         self.counts.phase = "reading"
         return engine
 
@@ -189,7 +189,7 @@ class _Run:
         if (generation := self._engine.stats.generation) is not None:
             self.counts.generated = generation.generated_tokens
         if self.summary.steps is not None:
-            self.summary.steps.add(info.started, info.seconds, info.rows, info.path_rows, info.running)
+            self.summary.steps.add(info.started_at, info.seconds, info.rows, info.path_rows, info.running)
 
     def _count(self) -> Counts:
         self.counts.done, self.counts.errors = self.output.count, self.output.errors

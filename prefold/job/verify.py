@@ -28,15 +28,15 @@ def sample_items(
     """
     draw, records = random.Random(seed), iter(records)
     blocks = enumerate(iter(lambda: list(islice(records, _BLOCK)), []))
-    drawn = nlargest(max(1, -(-count // _BLOCK)), ((draw.random(), number, block) for number, block in blocks))
+    sample = nlargest(max(1, -(-count // _BLOCK)), ((draw.random(), number, block) for number, block in blocks))
     items: list[tuple[str, Any]] = []
-    bad = used = 0
-    for record in [record for *_, block in sorted(drawn, key=lambda entry: entry[1]) for record in block]:
+    bad = num_used = 0
+    for record in [record for *_, block in sorted(sample, key=lambda entry: entry[1]) for record in block]:
         parsed = adapter.read(record)
         if parsed.error is not None:
             bad += 1
-        elif used < count:
-            used += 1
+        elif num_used < count:
+            num_used += 1
             items += [(parsed.task, item) for item in parsed.items]
     return items, bad
 
@@ -82,18 +82,18 @@ def compare(items: Sequence[Any], works: Sequence[Any], a: Run, b: Run) -> Diffe
     pairs = [(ra, rb) for i in valid for ra, rb in zip(a.results[i] or [], b.results[i] or [], strict=True)]
     values = _largest(ra.values - rb.values for ra, rb in pairs)
     flips = [(ra.greedy != rb.greedy) for ra, rb in pairs if ra.greedy is not None]
-    one, two = (
+    first_scores, second_scores = (
         _rankings(items, valid, [run.task.finish(works[i].note, run.results[i]) for i in valid]) for run in (a, b)
     )
-    results = _largest(x - two[key] for key, x in one.items())
-    first, orders, swapped, all_pairs = 0, 0, 0, 0
-    ranked = [(x, two[key]) for key, x in one.items() if len(x) > 1]
-    for x, y in ranked:
+    results = _largest(x - second_scores[key] for key, x in first_scores.items())
+    first, orders, num_swapped, all_pairs = 0, 0, 0, 0
+    rankings = [(x, second_scores[key]) for key, x in first_scores.items() if len(x) > 1]
+    for x, y in rankings:
         first += int(np.argmax(x) != np.argmax(y))
         discordant = _discordant(x, y)
-        swapped, all_pairs, orders = swapped + discordant, all_pairs + _pairs(len(x)), orders + (discordant > 0)
+        num_swapped, all_pairs, orders = num_swapped + discordant, all_pairs + _pairs(len(x)), orders + (discordant > 0)
     greedy, tokens = sum(int(f.sum()) for f in flips), sum(f.size for f in flips)
-    return Difference(len(valid), values, results, len(ranked), first, orders, swapped, all_pairs, greedy, tokens)
+    return Difference(len(valid), values, results, len(rankings), first, orders, num_swapped, all_pairs, greedy, tokens)
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ class TextDifference:
 
 def compare_texts(a: Run, b: Run) -> TextDifference:
     """Returns the TextDifference of two runs that generated text."""
-    first_run, other = (
+    first_run, second_run = (
         [text.tokens for work in run.results for texts in work or [] for text in texts] for run in (a, b)
     )
-    pairs = [zip_longest(*pair) for pair in zip(first_run, other, strict=True)]
+    pairs = [zip_longest(*pair) for pair in zip(first_run, second_run, strict=True)]
     first = [next((i for i, (x, y) in enumerate(pair, 1) if x != y), 0) for pair in pairs]
     return TextDifference(len(pairs), [number for number in first if number])
 
@@ -132,11 +132,11 @@ def _pairs(count: int) -> int:
 
 def _discordant(x: np.ndarray, y: np.ndarray) -> int:
     """Returns how many pairs are ordered differently by x [n] and y [n]."""
-    swapped = 0
+    count = 0
     for start in range(0, len(x), _ROWS):  # of a long ranking not all pairs are in memory at once
         rows = slice(start, start + _ROWS)
-        swapped += int(((x[rows, None] - x) * (y[rows, None] - y) < 0).sum())
-    return swapped // 2  # each was seen from both sides
+        count += int(((x[rows, None] - x) * (y[rows, None] - y) < 0).sum())
+    return count // 2  # each was seen from both sides
 
 
 def _rankings(items: Sequence[Any], valid: Sequence[int], outputs: Sequence[dict[str, Any]]) -> dict[Any, np.ndarray]:

@@ -53,7 +53,7 @@ class BlockKernels(Family):
         parts   rows of types that `has_blocks` takes; neighbours of one type share panels
         pool    where the memory comes from
         """
-        pool, table, held = pool or PanelPool(), [], []
+        pool, table, memories = pool or PanelPool(), [], []
         stretches: list[list[StoredRows]] = []
         for part in parts:
             if stretches and stretches[-1][0].type == part.type:
@@ -71,11 +71,11 @@ class BlockKernels(Family):
             self._calls["pack_blocks"](
                 kind, addresses.ctypes.data, panels, inputs, memory.data_ptr(), torch.get_num_threads()
             )
-            held.append(memory)
+            memories.append(memory)
             starts = memory.data_ptr() + size * np.arange(panels)
             table.append(np.stack([starts, np.full(panels, kind)], 1))
         outputs = sum(len(part.rows) for part in parts)
-        return Blocks(torch.from_numpy(np.concatenate(table)), outputs, inputs, tuple(held))
+        return Blocks(torch.from_numpy(np.concatenate(table)), outputs, inputs, tuple(memories))
 
     @property
     def has_int8(self) -> bool:

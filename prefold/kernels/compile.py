@@ -127,12 +127,12 @@ def compile_variants(folder: Path) -> None:
 def run_compiler(command: Sequence[str]) -> None:
     """Runs a command; raises BuildError with the first line of what it complains of."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS
         )
     except subprocess.TimeoutExpired:
         raise BuildError(f"{command[0]} took more than {TIMEOUT_SECONDS} seconds") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
+    if process.returncode:
+        lines = process.stderr.strip().splitlines()
         first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
         raise BuildError(f"{command[0]} failed: {first}")

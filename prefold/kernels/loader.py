@@ -145,9 +145,9 @@ def _try_variant(name: str) -> LoadedKernels | None:
     """Returns the kernels of the variant that PREFOLD_ISA names, of the wheel or compiled. Warns, and returns None,
     where this machine cannot run or compile them."""
     try:
-        variant = next((one for one in variants() if one.name == name), None)
+        variant = next((choice for choice in variants() if choice.name == name), None)
         if variant is None:
-            raise BuildError(f"it must be one of {', '.join(one.name for one in variants())} here")
+            raise BuildError(f"it must be one of {', '.join(choice.name for choice in variants())} here")
         if variant not in runnable(_probe()):
             raise BuildError("this CPU, or its system, has not all the instructions for it")
         path = LIBRARIES / variant.library

@@ -55,8 +55,8 @@ class PanelPool:
         if size > len(self._free):
             self._free = torch.from_numpy(np.empty(max(size, self._piece // 4) + 15, np.int32))
             self._free = self._free[-self._free.data_ptr() // 4 % 16 :]
-        taken, self._free = self._free[:size], self._free[-(-size // 16) * 16 :]
-        return taken.view(shape)
+        memory, self._free = self._free[:size], self._free[-(-size // 16) * 16 :]
+        return memory.view(shape)
 
 
 @dataclass(frozen=True, slots=True)

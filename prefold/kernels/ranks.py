@@ -55,6 +55,6 @@ class RankKernels(Family):
         """Returns every rank's piece, [ranks, *shape of a piece], on rank 0; None on others. piece: contiguous, of one
         shape on all ranks"""
         pieces = piece.new_empty(view.size, *piece.shape) if view.rank == 0 else None
-        where = None if pieces is None else pieces.data_ptr()
-        check_met(self._calls["gather_ranks"](byref(view), piece.data_ptr(), piece.nbytes, where))
+        address = None if pieces is None else pieces.data_ptr()
+        check_met(self._calls["gather_ranks"](byref(view), piece.data_ptr(), piece.nbytes, address))
         return pieces

@@ -78,14 +78,14 @@ class NodeVisit:
     def settle(self, rows: int) -> None:
         """Counts the next `rows` rows as settled: the K/V that this visit sees of them are there."""
         self.done, self._runs = self.done + rows, None
-        self.node.computed = max(self.node.computed, self.done)
+        self.node.num_computed = max(self.node.num_computed, self.done)
 
     def give_up(self) -> np.ndarray:
         """Forgets all rows, and returns the slots that were this visit's own, int64."""
         slots = self.slots[self.owned]
         self.forget()
         if self.node.account is not None:
-            self.node.account.held -= len(slots)
+            self.node.account.num_slots -= len(slots)
         return slots
 
     def part(self, node: VisitNode, first: int, stop: int) -> NodeVisit:
@@ -105,8 +105,8 @@ class NodeVisit:
 class VisitNode(Node):
     """A VisitNode is a Node whose rows have slots for each visit.
 
-    visits    by route prefix
-    computed  how many leading rows are settled at some visit
+    visits        by route prefix
+    num_computed  how many leading rows are settled at some visit
     """
 
     __slots__ = ("visits",)
@@ -126,7 +126,7 @@ class VisitNode(Node):
         slots = [visit.give_up() for visit in self.visits.values()]
         for prefix in [prefix for prefix, visit in self.visits.items() if not visit.users]:
             del self.visits[prefix]
-        self.computed = 0
+        self.num_computed = 0
         return np.concatenate(slots) if slots else np.empty(0, np.int64)
 
     def split(self, size: int) -> Node:
@@ -137,17 +137,13 @@ class VisitNode(Node):
             first.users = visit.users
             visit.cut(size)
         for node in (upper, self):
-            node.computed = max((visit.done for visit in node.visits.values()), default=0)
+            node.num_computed = max((visit.done for visit in node.visits.values()), default=0)
         return upper
 
     @property
     def num_slots(self) -> int:
         """Returns how many slots all visits of its rows hold."""
         return sum(int(np.count_nonzero(visit.owned)) for visit in self.visits.values())
-
-    @property
-    def num_missing(self) -> int:
-        return self.pending
 
 
 class TailNode(VisitNode):
@@ -189,7 +185,7 @@ class TailNode(VisitNode):
         slots = self.outputs.release(self.place)
         self.place = None
         if self.account is not None:
-            self.account.held -= len(slots)
+            self.account.num_slots -= len(slots)
         return slots
 
     def give_up(self) -> np.ndarray:
@@ -240,9 +236,9 @@ class VisitCache(RadixCache):
             for prefix in [prefix for prefix, visit in node.visits.items() if not visit.users]:
                 self._pool.free(node.visits.pop(prefix).give_up())
             computed = max((visit.done for visit in node.visits.values()), default=0)
-            if computed < node.computed:
+            if computed < node.num_computed:
                 self._tree.dropped(node)
-                node.computed = computed
+                node.num_computed = computed
                 if computed:
                     self._tree.stored(node)
         return bool(nodes)
@@ -263,7 +259,7 @@ class VisitCache(RadixCache):
             child = node.children.get(int(tokens[at]))
             if child is None:
                 new = node.children[int(tokens[at])] = VisitNode(node, tokens[at:], node.stop)
-                new.priority, new.computed = priority, rows - at
+                new.priority, new.num_computed = priority, rows - at
                 for prefix, visit in tail.visits.items():
                     new.visits[prefix] = visit.part(new, at, rows)
                     visit.owned[at:rows] = False
@@ -284,14 +280,6 @@ class VisitCache(RadixCache):
         super()._split(upper, lower)
         if lower in self.untaken:
             self.untaken[upper] = None  # type: ignore[index]
-
-    def check(self) -> None:
-        super().check()
-        for node in self._tree.nodes():
-            assert isinstance(node, VisitNode)
-            assert node.kept or node in self.untaken or all(visit.users for visit in node.visits.values())
-        assert all(node.users for node in self.untaken)
-        assert self.num_slots == sum(node.num_slots for node in self._kept if not node.pins)
 
 
 # Slots that the output of a sequence is given at once at a visit, so that its rows lie side by side.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..cache.tree import Node
-from ..schedule.generate_step import joined, marked
+from ..schedule.generate_step import join_runs, tree_above
 from .cache import OUTPUT_SLOTS, SlotAllocator
 from .outputs import OutputRows, ragged
 from .sequence import LoopedSequence, leaves_after
@@ -200,10 +200,10 @@ class Decoding:
         if cost.sum() > most:
             order = np.argsort(-outputs.waited[batch.place[numbers]], kind="stable")
             fits = order[cost[order].cumsum() <= most]
-            some = np.isin(late[0], numbers[fits] if fits.size else numbers[order[0]])
+            is_chosen = np.isin(late[0], numbers[fits] if fits.size else numbers[order[0]])
             if not fits.size:
-                some &= (late[2] & some).cumsum() <= most
-            numbers, late = np.sort(numbers[fits]), tuple(array[some] for array in late)
+                is_chosen &= (late[2] & is_chosen).cumsum() <= most
+            numbers, late = np.sort(numbers[fits]), tuple(array[is_chosen] for array in late)
         if len(late[0]):
             place = batch.place[late[0]]
             visit = outputs.visit[place]
@@ -228,15 +228,15 @@ class Decoding:
         done = outputs.done[place, visit]
         if (done == outputs.row[place]).all():
             return NOTHING, NOTHING, np.zeros(0, bool)
-        which, rows = ragged(outputs.row[place] - done)
-        rows += done[which]
-        place, visit, earlier = place[which], visit[which], batch.earlier[batch.route[numbers], visit][which]
+        members, rows = ragged(outputs.row[place] - done)
+        rows += done[members]
+        place, visit, earlier = place[members], visit[members], batch.earlier[batch.route[numbers], visit][members]
         reuses = earlier >= 0
         if self.visits.keys == "project":
             reuses &= (earlier > 0) & outputs.left[place, np.maximum(earlier - 1, 0), rows]
         slots = outputs.slots[place, np.maximum(earlier, 0), rows]
         outputs.slots[place[reuses], visit[reuses], rows[reuses]] = slots[reuses]
-        return numbers[which], rows, ~reuses
+        return numbers[members], rows, ~reuses
 
     def rows(self, batch: DecodeBatch, parts: Sequence[Part]) -> DecodeRows:
         """Returns the DecodeRows of the rows that `choose` chose, all of which go to the same block."""
@@ -305,10 +305,10 @@ class Decoding:
         short = np.flatnonzero(needs & (outputs.num_spare[place, visit] == 0))
         if short.size:
             self._take_spare(batch, numbers[short], visit[short], rounds[short] > 0)
-        some = np.flatnonzero(needs & (outputs.num_spare[place, visit] > 0))
-        at = place[some], visit[some]
-        outputs.slots[(*at, row[some])] = outputs.spare_at[at]
-        outputs.owned[(*at, row[some])] = True
+        takers = np.flatnonzero(needs & (outputs.num_spare[place, visit] > 0))
+        at = place[takers], visit[takers]
+        outputs.slots[(*at, row[takers])] = outputs.spare_at[at]
+        outputs.owned[(*at, row[takers])] = True
         outputs.spare_at[at] += 1
         outputs.num_spare[at] -= 1
         return outputs.owned[place, visit, row]
@@ -420,24 +420,24 @@ class Decoding:
         parts = []
         for first, stop in itertools.pairwise(edges):
             start, count, at, begins, ends = batch.prompts(int(route[first]), int(visit[first]))
-            some = drafted.members[drafted.rows[first:stop]]
-            begins, ends = first + some.searchsorted(begins), first + some.searchsorted(ends)
+            queries = drafted.members[drafted.rows[first:stop]]
+            begins, ends = first + queries.searchsorted(begins), first + queries.searchsorted(ends)
             visible = ends > begins
             parts.append((start[visible], count[visible], at[visible], begins[visible], ends[visible]))
         # Those of each row's output; then the rows that left before and are settled with this step, and the row itself.
         number, done = outputs.num_runs[place, visit], outputs.done[place, visit]
-        query, which = ragged(number)
+        query, members = ragged(number)
         of_output = (outputs.run_start, outputs.run_count, outputs.run_position)
-        columns = [runs[place[query], visit[query], which] for runs in of_output]
+        columns = [runs[place[query], visit[query], members] for runs in of_output]
         parts.append((*columns, query, query + 1))
         row = position - batch.start[drafted.members[drafted.rows]]
-        query, which = ragged(row - done + 1)
-        which += done[query]
-        start = outputs.slots[place[query], visit[query], which]
-        parts.append((start, np.ones_like(start), position[query] - row[query] + which, query, query + 1))
+        query, members = ragged(row - done + 1)
+        members += done[query]
+        start = outputs.slots[place[query], visit[query], members]
+        parts.append((start, np.ones_like(start), position[query] - row[query] + members, query, query + 1))
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         order = np.argsort(columns[3], kind="stable")
-        return joined(*(column[order] for column in columns))
+        return join_runs(*(column[order] for column in columns))
 
     def begin(self, batch: DecodeBatch, drafted: DecodeRows | None) -> int:
         """Resets the waiting time of sequences with rows in a step, and raises that of the others. Returns how many
@@ -509,15 +509,15 @@ class Decoding:
     def take(self, consumers: Iterable[tuple[LoopedSequence, int, bool, bool]]) -> list[LoopedSequence]:
         """Appends to each sequence its next token, and returns the sequences that have ended. consumers: (sequence,
         token, whether the sequence ends without it, whether its next row leaves by the sequence's rule alone)"""
-        outputs, done, places, rows, last = self.outputs, [], [], [], []
+        outputs, finished, places, rows, last = self.outputs, [], [], [], []
         for sequence, token, ends, is_plain in consumers:
             tail = sequence.tail
             if not ends:
-                tail.computed = len(tail.tokens)
+                tail.num_computed = len(tail.tokens)
                 tail.tokens.append(token)
-                sequence.known += 1
-            if ends or sequence.known == sequence.limit:
-                done.append(sequence)
+                sequence.num_known += 1
+            if ends or sequence.num_known == sequence.limit:
+                finished.append(sequence)
             if is_plain:
                 places.append(tail.place)
                 rows.append(len(tail.tokens) - 1)
@@ -527,7 +527,7 @@ class Decoding:
         outputs.room_for(max(rows, default=0) + 1)
         outputs.visit[places] = 0
         outputs.row[places], outputs.token[places] = rows, last
-        return done
+        return finished
 
 
 def _depth_first(running: Collection[LoopedSequence]) -> list[LoopedSequence]:
@@ -535,7 +535,7 @@ def _depth_first(running: Collection[LoopedSequence]) -> list[LoopedSequence]:
     at: dict[Node, list[LoopedSequence]] = {}
     for sequence in running:
         at.setdefault(sequence.leaf, []).append(sequence)
-    stack, below = marked(at)
+    stack, below = tree_above(at)
     stack.reverse()
     order: list[LoopedSequence] = []
     while stack:

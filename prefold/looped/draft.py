@@ -133,10 +133,10 @@ class VisitDraft:
         unit = batch.units[route, visit]
         kind = route * batch.most + visit if by_template else unit
         for value in np.unique(kind).tolist():
-            some = np.flatnonzero(kind == value)
-            block = int(unit[some[0]])
-            key = (block, int(visit[some[0]]), batch.routes[route[some[0]]]) if by_template else block
-            groups[key] = _Group(block, numbers[some], [], int(waited[some].max()), len(some))
+            members = np.flatnonzero(kind == value)
+            block = int(unit[members[0]])
+            key = (block, int(visit[members[0]]), batch.routes[route[members[0]]]) if by_template else block
+            groups[key] = _Group(block, numbers[members], [], int(waited[members].max()), len(members))
         if len(batch.sequences) < len(running):
             for sequence in running:
                 if not sequence.ready:
@@ -151,7 +151,7 @@ class VisitDraft:
                 node = sequence.last_node
                 state = sequence.state_slots(node, len(sequence.route), slice(len(node) - 1, len(node)))
                 self.finished.append((sequence, int(state[0])))
-            elif not any(other.key == sequence.key for other in self.routings):
+            elif not any(routing.key == sequence.key for routing in self.routings):
                 self.routings.append(sequence)
             return
         unit = sequence.route[sequence.visit]

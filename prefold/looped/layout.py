@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from ..cache.tree import Node
-from ..schedule.generate_step import joined, marked
+from ..schedule.generate_step import join_runs, tree_above
 from .cache import NodeVisit, Prefix
 from .decode import DecodeRows, Decoding
 from .draft import Take, VisitDraft
@@ -135,7 +135,7 @@ def _depth_first(draft: VisitDraft) -> tuple[_Rows, list[tuple[tuple[Hashable, .
     """Returns the rows of prompts, depth-first and those of one route prefix side by side, and their namespaces, as of
     VisitPlan."""
     out, namespaces = _Rows(), []
-    tops, below = marked(draft.takes)
+    tops, below = tree_above(draft.takes)
     groups: dict[tuple[Node, Prefix], list[NodeVisit]] = {}
     for top in tops:
         groups.setdefault((top.root, top.prefix), []).append(top)
@@ -164,7 +164,7 @@ def _of_prompts(draft: VisitDraft, out: _Rows) -> tuple[dict[str, np.ndarray], l
     """Returns the fields of a VisitStep of the rows of prompts, and the sequences that take the results of reads."""
     runs = [*_columns(out.runs, 4), np.array(out.last, np.int64)]
     visible = runs[4] > runs[3]
-    runs = joined(*(numbers[visible] for numbers in runs))
+    runs = join_runs(*(numbers[visible] for numbers in runs))
     tokens, positions, source, prelude, slots, leaves = _columns(out.rows, 6)
     project = _columns(out.project, 4)
     reads = [(int(slots[out.queries[visit][-1]]), sequence) for sequence, visit in draft.reads]

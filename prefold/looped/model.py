@@ -44,7 +44,7 @@ def position_noise(seed: int, positions: Tensor, columns: int) -> Tensor:
 
     positions  int64 [rows], below 2**32
     """
-    return torch.cat([_drawn(seed, some, columns) for some in positions.split(_ROWS)])
+    return torch.cat([_drawn(seed, block, columns) for block in positions.split(_ROWS)])
 
 
 def _drawn(seed: int, positions: Tensor, columns: int) -> Tensor:
@@ -123,7 +123,7 @@ class LoopedLM(CausalLM):
         arguments: dict[str, Any] = {}
         if isinstance(step, SlotStep):
             if step.exits is not None:
-                at = send(np.concatenate((step.reads, step.kept)), self.device)
+                at = send(np.concatenate((step.reads, step.state_reads)), self.device)
                 arguments["exits"] = RowExits(*send(step.exits, self.device).T, rows=at)
             if step.route is not None:
                 arguments["route"] = step.route

@@ -58,13 +58,13 @@ class OutputRows:
         return place
 
     def enter(
-        self, place: int, visit: int, slots: np.ndarray, owned: np.ndarray, left: np.ndarray, runs: np.ndarray
+        self, place: int, visit: int, slots: np.ndarray, owned: np.ndarray, has_left: np.ndarray, runs: np.ndarray
     ) -> None:
         """Enters the settled rows of a visit at a place. runs: their starts, counts and positions,
         int64 [3, runs]"""
         rows, count = len(slots), runs.shape[1]
         self.slots[place, visit, :rows], self.owned[place, visit, :rows] = slots, owned
-        self.left[place, visit, :rows], self.done[place, visit] = left, rows
+        self.left[place, visit, :rows], self.done[place, visit] = has_left, rows
         if count > self._size[2]:
             self._resize(self._size[0], self._size[1], 2 * count)
         for array, numbers in zip((self.run_start, self.run_count, self.run_position), runs, strict=True):

@@ -189,10 +189,10 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
         rows, prompts = step.prompt_rows, step.prompts
         stats.block_calls += rows if step.message.block >= 0 else 0
         for visit, take, queries in step.takes:
-            self._book(visit, take, queries, result.left)
+            self._book(visit, take, queries, result.has_left)
         if (decode := step.decode) is not None:
             stats.block_calls += decode.block_calls(result)
-            saved = self._decoding.book(decode, result, result.left[rows:])
+            saved = self._decoding.book(decode, result, result.has_left[rows:])
             stats.block_calls_saved += saved
             stats.kv_bytes_freed += (saved - int(np.count_nonzero(decode.projected))) * self._slot_bytes
             if self.tree.on_store:
@@ -207,7 +207,7 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
                 self._decoding.forget()
                 sequence.begin_output()
         if decode is not None:
-            was_read = np.concatenate((was_read, result.taken[prompts:]))
+            was_read = np.concatenate((was_read, result.was_read[prompts:]))
             self._decoding.note_exits(decode, was_read[prompts:])
             is_plain += [decode.batch.plain[number] for number in decode.members[decode.reads].tolist()]
         consumers = [
@@ -215,17 +215,17 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
             for i in np.flatnonzero(was_read).tolist()
             if step.consumers[i].state != "ended"
         ]
-        done = self._decoding.take(consumers)
-        for sequence in done:
+        finished = self._decoding.take(consumers)
+        for sequence in finished:
             self._end(sequence)
         stats.kv_bytes_now = self.pool.used_slots * self._slot_bytes
-        return done
+        return finished
 
-    def _book(self, visit: NodeVisit, take: Take, queries: np.ndarray, left: np.ndarray) -> None:
+    def _book(self, visit: NodeVisit, take: Take, queries: np.ndarray, has_exited: np.ndarray) -> None:
         """Books the rows that a step brought to a visit."""
         sequence, first, stop = take.sequence, visit.done, visit.done + take.rows
         own = queries >= 0
-        has_left = np.where(own, left[queries], True) if len(left) else ~own
+        has_left = np.where(own, has_exited[queries], True) if len(has_exited) else ~own
         visit.left[first:stop] = has_left
         visit.settle(take.rows)
         if take.t == 0:
@@ -302,8 +302,8 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
         self._find(sequence, len(sequence.prefixes))
         cached_rows = sequence.cached_tokens
         if cached_rows is None:  # the router has not chosen all visits yet
-            cached_rows = sum(node.computed for node in sequence.leaf.path())
-        self.waiting.admitted(sequence, sequence.leaf.stop - cached_rows)
+            cached_rows = sum(node.num_computed for node in sequence.leaf.path())
+        self.waiting.note_admission(sequence, sequence.leaf.stop - cached_rows)
         self.running[sequence] = None
         self._decoding.forget()
         return True

@@ -172,18 +172,18 @@ class LoopedSequence(SequenceState):
     def has_left(self, node: VisitNode, t: int, rows: slice) -> np.ndarray | None:
         """Returns which of a node's rows left before visit t, bool; None: none did, or all come to it, for it is the
         coda."""
-        left = node.visits[self.prefixes[t - 1]].left[rows] if t and self.route[t] != CODA else None
-        return left if left is not None and left.any() else None
+        rows_left = node.visits[self.prefixes[t - 1]].left[rows] if t and self.route[t] != CODA else None
+        return rows_left if rows_left is not None and rows_left.any() else None
 
     def slots_of_left(self, visit: NodeVisit, t: int) -> np.ndarray:
         """Returns the earlier slot that visit t uses for each unsettled row that left before it, int64; 0 for the other
         unsettled rows, and where K/V has to be projected."""
         node, rows = visit.node, slice(visit.done, len(visit.node))
-        left = self.has_left(node, t, rows)
+        is_left = self.has_left(node, t, rows)
         earlier = next((at for at in range(t - 1, -1, -1) if self.route[at] == self.route[t]), None)
-        if left is None or earlier is None or (self.visits.keys == "project" and not earlier):
+        if is_left is None or earlier is None or (self.visits.keys == "project" and not earlier):
             return np.zeros(visit.pending, np.int64)
-        reuses = left & ~visit.owned[rows]
+        reuses = is_left & ~visit.owned[rows]
         if self.visits.keys == "project":
             reuses &= node.visits[self.prefixes[earlier - 1]].left[rows]
         return np.where(reuses, node.visits[self.prefixes[earlier]].slots[rows], 0)
@@ -192,8 +192,10 @@ class LoopedSequence(SequenceState):
         """Returns the slots of the states with which rows come to visit t, int64; 0 before the first."""
         slots = np.zeros(rows.stop - rows.start, np.int64)
         for earlier in range(t - 1, -1, -1):
-            own, left = node.visits[self.prefixes[earlier]], self.has_left(node, earlier, rows)
-            has_state = own.owned[rows] if left is None else own.owned[rows] & ~left  # one that was projected has none
+            own, is_left = node.visits[self.prefixes[earlier]], self.has_left(node, earlier, rows)
+            has_state = own.owned[rows]
+            if is_left is not None:
+                has_state = has_state & ~is_left  # a row that was projected has none
             slots = np.where((slots == 0) & has_state, own.slots[rows], slots)
             if slots.all():
                 break

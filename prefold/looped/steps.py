@@ -205,12 +205,12 @@ class VisitStep(SlotStep):
 class VisitResult(SlotResult):
     """A VisitResult is the result of a VisitStep.
 
-    left    bool [n]: whether each row left after this visit; with `rounds`, after the last that it made
-    blocks  int64 [n, visits]: the router's choices for the requests of all `routings`, in their order, for the next
-            visit or, where it plans, for all: a block, as many as there are blocks for the exit, or NOT_FINITE
+    has_left    bool [n]: whether each row left after this visit; with `rounds`, after the last that it made
+    blocks      int64 [n, visits]: the router's choices for the requests of all `routings`, in their order, for the next
+                visit or, where it plans, for all: a block, as many as there are blocks for the exit, or NOT_FINITE
     num_visits  int64 [n]: with `rounds`, how many visits each row made
     """
 
-    left: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    has_left: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     blocks: np.ndarray = field(default_factory=lambda: NOTHING.reshape(0, 1))
     num_visits: np.ndarray = field(default_factory=lambda: NOTHING)

@@ -138,7 +138,9 @@ class VisitStore:
         reads = self._read(step, slots[taken_slots], taken_slots, was_read) if was_read.any() else None
         blocks = [self._route(routing) for routing in step.routings] or [NOTHING.reshape(0, 1)]
         ids = np.full(len(was_read), -1, np.int64)
-        result = VisitResult(ids, taken=was_read, left=has_left, blocks=np.concatenate(blocks), num_visits=num_visits)
+        result = VisitResult(
+            ids, was_read=was_read, has_left=has_left, blocks=np.concatenate(blocks), num_visits=num_visits
+        )
         return VisitTicket(result, reads)
 
     def _run_rounds(self, step: VisitStep, rounds: VisitRounds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -161,8 +163,8 @@ class VisitStore:
             angles = cos_sin
             if len(rows) < num_rows:
                 at = send(rows, self.model.device)
-                some = {id(plane): plane.index_select(0, at) for plane in {id(p): p for p in cos_sin}.values()}
-                angles = [some[id(plane)] for plane in cos_sin]
+                tables = {id(plane): plane.index_select(0, at) for plane in {id(p): p for p in cos_sin}.values()}
+                angles = [tables[id(plane)] for plane in cos_sin]
             leaves = self._compute(part, angles)
             goes[queries] = ~leaves
             has_left[rows], last[rows] = leaves, queries
@@ -339,8 +341,8 @@ class VisitTicket:
     def result(self) -> VisitResult:
         if self.reads is None:
             return self.ready
-        assert self.ready.taken is not None
-        result, at = self.reads.result(), np.flatnonzero(self.ready.taken)
+        assert self.ready.was_read is not None
+        result, at = self.reads.result(), np.flatnonzero(self.ready.was_read)
         self.ready.ids[at] = result.ids
         logprobs = {int(at[read]): values for read, values in result.logprobs.items()}
         return replace(self.ready, logprobs=logprobs, numbers=result.numbers)

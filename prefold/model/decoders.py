@@ -266,8 +266,8 @@ def cohere2(hf: HFConfig) -> ModelConfig:
     """Returns the config of Cohere 2 (Command R7B and A): the MLP beside attention, LayerNorm without a bias, and
     layers that rotate nothing, which see everything."""
     hf = Settings.of(hf)
-    wanted = {"use_parallel_block": True, "use_gated_activation": True, "position_embedding_type": "rope_gptj"}
-    for key, value in wanted.items():  # of Cohere's own code; transformers computes so whatever they say
+    expected = {"use_parallel_block": True, "use_gated_activation": True, "position_embedding_type": "rope_gptj"}
+    for key, value in expected.items():  # of Cohere's own code; transformers computes so whatever they say
         if hf.get(key, value) != value:
             raise UnsupportedModelError(f"{key} is {hf[key]}; Cohere 2 works with {value}")
     hf.get("use_embedding_sharing")  # likewise; tie_word_embeddings is what counts

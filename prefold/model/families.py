@@ -137,9 +137,9 @@ def config_from(hf: HFConfig) -> ModelConfig:
         check_read(hf, _architecture(hf))
         return config
     except CheckpointError as error:
-        what = " ".join(str(error).split())  # names from the config may have lines
-        what = what if len(what) <= MOST_CHARACTERS else what[:MOST_CHARACTERS] + "..."
-        raise type(error)(what if hf.file in what else f"{hf.file}: {what}") from error
+        message = " ".join(str(error).split())  # names from the config may have lines
+        message = message if len(message) <= MOST_CHARACTERS else message[:MOST_CHARACTERS] + "..."
+        raise type(error)(message if hf.file in message else f"{hf.file}: {message}") from error
 
 
 def _config_from(hf: Settings) -> ModelConfig:
@@ -158,10 +158,10 @@ def _config_from(hf: Settings) -> ModelConfig:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
         heads = ("Model", "ForSequenceClassification", "ForRewardModel", "ForConditionalGeneration")
-        known = ", ".join(name for name in supported_architectures() if not name.endswith(heads))
+        names = ", ".join(name for name in supported_architectures() if not name.endswith(heads))
         raise UnsupportedModelError(
             f"the architecture {architecture!r} is not supported; add a family of your own with register_family and "
-            f"--plugin (docs/families.md), or use one of: {known}, and their models without a head or with a classifier"
+            f"--plugin (docs/families.md), or use one of: {names}, and their models without a head or with a classifier"
         )
     quantised = hf.get("quantization_config") or hf.get("compression_config")
     if quantised:
@@ -234,19 +234,19 @@ def fallbacks() -> list[str]:
 def _of_registered(architecture: str, family: Family, hf: Settings) -> ModelConfig:
     """Returns what a registered function makes of a config. Raises CheckpointError where it fails, or that is no
     ModelConfig."""
-    known = ", ".join(field.name for field in fields(ModelConfig))
+    names = ", ".join(field.name for field in fields(ModelConfig))
     try:
         config = family(hf)
     except CheckpointError:
         raise
     except Exception as error:
-        what = f"the family registered for {architecture!r} failed with {type(error).__name__}: {error}"
-        hint = f"; the fields of ModelConfig are {known}" if "ModelConfig" in str(error) else ""
-        raise CheckpointError(what + hint) from error
+        message = f"the family registered for {architecture!r} failed with {type(error).__name__}: {error}"
+        hint = f"; the fields of ModelConfig are {names}" if "ModelConfig" in str(error) else ""
+        raise CheckpointError(message + hint) from error
     if not isinstance(config, ModelConfig):
         raise CheckpointError(
             f"the family registered for {architecture!r} returned a {type(config).__name__}, not a ModelConfig, whose "
-            f"fields are {known}"
+            f"fields are {names}"
         )
     return config
 

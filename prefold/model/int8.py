@@ -117,16 +117,16 @@ class Report:
     def words(self, dtype: torch.dtype) -> str:
         """Returns a sentence for people."""
         name, used = str(dtype).removeprefix("torch."), [n for n in self.cosines if n not in self.kept]
-        said = f"int8 arithmetic in {len(used)} of {len(self.cosines)} layers"
+        text = f"int8 arithmetic in {len(used)} of {len(self.cosines)} layers"
         if used:
-            said += f" (least cosine of a layer {min(self.cosines[n] for n in used):.4f}"
-            said += ")" if self.logits is None else f", of logits {self.logits:.4f})"
+            text += f" (least cosine of a layer {min(self.cosines[n] for n in used):.4f}"
+            text += ")" if self.logits is None else f", of logits {self.logits:.4f})"
         if self.kept:
             named = ", ".join(f"{n} ({self.cosines[n]:.3f})" for n in self.kept)
-            said += f"; {name} in those that int8 changes too much: {named}"
+            text += f"; {name} in those that int8 changes too much: {named}"
         if self.again:
-            said += f"; {self.again} matrices of mixed types quantised a second time"
-        return said
+            text += f"; {self.again} matrices of mixed types quantised a second time"
+        return text
 
 
 class Probe:
@@ -191,8 +191,8 @@ class Probe:
         if config.attention_cap is not None:
             scores = config.attention_cap * torch.tanh(scores / config.attention_cap)
         ages = torch.arange(len(q))[:, None] - torch.arange(len(q))
-        seen = (ages >= 0) & (ages < (window or len(q)))
-        scores = scores.masked_fill(~seen, -torch.inf)
+        visible = (ages >= 0) & (ages < (window or len(q)))
+        scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:  # a key whose value is 0
             scores = torch.cat((scores, wide(sinks)[:, None, None].expand(-1, len(q), 1)), 2)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v).to(q.dtype)
@@ -248,5 +248,5 @@ def fill_in_int8(
 def _linears(layer: object) -> list[Linear]:
     """Returns the linears of attention and of an MLP; experts have matrices of their own."""
     owners = (layer, mlp) if isinstance(mlp := getattr(layer, "mlp", None), Mlp) else (layer,)
-    found = [getattr(owner, name, None) for owner in owners for name in LINEARS]
-    return [one for one in found if isinstance(one, Linear) and one.panels is not None]
+    modules = [getattr(owner, name, None) for owner in owners for name in LINEARS]
+    return [module for module in modules if isinstance(module, Linear) and module.panels is not None]

@@ -188,12 +188,12 @@ def linear_weights(
 ) -> Iterator[Weight]:
     """Yields the weight of a linear, and its bias. parts: the modules that lie side by side in it, with their rows;
     places: by the last part of a module's name, which part of its tensors this rank holds; empty: all."""
-    where = tuple(places[name.rpartition(".")[2]] for name, _ in parts) if places else ()
-    yield Weight(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts), places=where)
+    own_places = tuple(places[name.rpartition(".")[2]] for name, _ in parts) if places else ()
+    yield Weight(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts), places=own_places)
     if linear.bias is not None:
         ends = accumulate(rows for _, rows in parts)
         biased = tuple(part for part, end in zip(parts, ends, strict=True) if end <= len(linear.bias))
-        outputs = tuple(place[:1] for place in where[: len(biased)])
+        outputs = tuple(place[:1] for place in own_places[: len(biased)])
         yield Weight(linear, "bias", tuple((name + ".bias", rows) for name, rows in biased), places=outputs)
 
 

@@ -216,9 +216,9 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     kind = settings.get("peft_type", "LORA")
     if kind != "LORA":
         raise UnsupportedModelError(f"{folder} is a PEFT adapter of type {kind}; LORA is supported")
-    for key, what in REFUSED.items():
+    for key, words in REFUSED.items():
         if settings.get(key):
-            raise UnsupportedModelError(f"{folder} has {what} ({key}: {settings[key]}), not supported")
+            raise UnsupportedModelError(f"{folder} has {words} ({key}: {settings[key]}), not supported")
     if settings.get("bias", "none") != "none":
         raise UnsupportedModelError(f"{folder} has trained biases (bias: {settings['bias']}), not supported")
     start = str(settings.get("init_lora_weights", ""))

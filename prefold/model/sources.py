@@ -211,8 +211,8 @@ class SafetensorsSource:
             return [single]
         index = checkpoint.read_json("model.safetensors.index.json")
         if isinstance(index, dict):
-            where = Settings(index, str(checkpoint.file("model.safetensors.index.json"))).settings("weight_map")
-            names = sorted({where.text(name) for name in where})
+            files = Settings(index, str(checkpoint.file("model.safetensors.index.json"))).settings("weight_map")
+            names = sorted({files.text(name) for name in files})
             missing = [name for name in names if checkpoint.file(name) is None]
             if missing or not names:
                 raise CheckpointError(f"{checkpoint.path} lacks {', '.join(missing) or 'the files its index names'}")
@@ -247,8 +247,8 @@ def in_stack(
     CheckpointError where the shape is none of a stack."""
     parts, is_bias = len(templates), templates[0].endswith(".bias")
     if len(shape) != (2 if is_bias else 3) or shape[1] % parts:
-        wanted = "[experts, outputs]" if is_bias else "[experts, outputs, inputs]"
-        raise CheckpointError(f"{stored} is {list(shape)}; it must be {wanted}")
+        form = "[experts, outputs]" if is_bias else "[experts, outputs, inputs]"
+        raise CheckpointError(f"{stored} is {list(shape)}; it must be {form}")
     size = shape[1] // parts
     for number in range(shape[0]):
         for part, template in enumerate(templates):

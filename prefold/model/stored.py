@@ -87,10 +87,10 @@ def stored_weights(
     compiled = product_kernels(torch.empty(1, 2, dtype=dtype, device=device))
     if wish == "dtype" or compiled is None or ranks.size > 1:
         if wish == "file":
-            where = (
+            place = (
                 "a GPU" if device.type != "cpu" else "several ranks" if ranks.size > 1 else "this CPU, or this dtype"
             )
-            message = f"weights are to stay as the checkpoint stores them, and there is no code for that on {where}"
+            message = f"weights are to stay as the checkpoint stores them, and there is no code for that on {place}"
             raise InputError(message, field="weights", remedy="leave --weights out")
         return NOTHING
     every = list(weights)

@@ -232,18 +232,18 @@ def _settle_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
 
 
 def check_tensors(checkpoint: Checkpoint, weights: list[Weight], source: TensorSource) -> None:
-    wanted = wanted_shapes(weights)
+    expected = wanted_shapes(weights)
     # A tied head may be saved beside the embedding it is tied to, and a head that is not asked for beside a classifier.
-    unexpected = sorted(set(source.shapes) - set(wanted) - {LM_HEAD})
-    missing = sorted(set(wanted) - set(source.shapes))
+    unexpected = sorted(set(source.shapes) - set(expected) - {LM_HEAD})
+    missing = sorted(set(expected) - set(source.shapes))
     misshapen = [
         f"{name} is {list(source.shapes[name])}, not {list(shape)}"
-        for name, shape in sorted(wanted.items())
+        for name, shape in sorted(expected.items())
         if name in source.shapes and source.shapes[name] != shape
     ]
     problems = [
-        f"{what}: {_some(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
+        f"{problem}: {_some(names)}"
+        for problem, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
         if names
     ]
     if problems:

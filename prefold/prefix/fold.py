@@ -85,16 +85,16 @@ def _scatter(at: Layout) -> np.ndarray:
     scatter = np.empty(len(at.tokens), np.int64)
     base = at.first_row - at.shared  # what a new row's number is more than its position
     depth = _depth_together(at.lengths)
-    which, start = np.arange(len(at.lengths)), 0
+    sequences, start = np.arange(len(at.lengths)), 0
     while start < depth:
-        which = which[at.lengths[which] > start]
-        width = min(int(at.lengths[which].min()) - start, max(1, _BLOCK // len(which)))
+        sequences = sequences[at.lengths[sequences] > start]
+        width = min(int(at.lengths[sequences].min()) - start, max(1, _BLOCK // len(sequences)))
         position = np.arange(start, start + width)[:, None]
-        row = base[which] + position
-        row[at.shared[which] > position] = 0
+        row = base[sequences] + position
+        row[at.shared[sequences] > position] = 0
         # Row numbers grow along the stream: the row that a sequence shares is the last one opened before it.
         np.maximum.accumulate(row, axis=1, out=row)
-        windows(scatter, width, writeable=True)[at.starts[which] + start] = row.T
+        windows(scatter, width, writeable=True)[at.starts[sequences] + start] = row.T
         start += width
     _scatter_singly(at, scatter, base, depth)
     return scatter

@@ -77,13 +77,13 @@ def _check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
 def _raise_bad_token(tokens: np.ndarray, offsets: np.ndarray, index: int, vocab_size: int | None) -> None:
     token = int(tokens[index])
     s = int(np.searchsorted(offsets, index, side="right")) - 1
-    where = f"sequence {s}, position {index - int(offsets[s])}: token id {token}"
+    place = f"sequence {s}, position {index - int(offsets[s])}: token id {token}"
     if token < 0:
-        raise InputError(f"{where} is negative", field="tokens", remedy="token ids start at 0")
+        raise InputError(f"{place} is negative", field="tokens", remedy="token ids start at 0")
     if vocab_size is not None and token >= vocab_size:
         remedy = "was it encoded with the tokenizer of another model?"
-        raise InputError(f"{where} is not below the vocabulary size {vocab_size}", field="tokens", remedy=remedy)
-    raise InputError(f"{where} is too large", field="tokens", remedy=f"the largest id is {_MAX_TOKEN}")
+        raise InputError(f"{place} is not below the vocabulary size {vocab_size}", field="tokens", remedy=remedy)
+    raise InputError(f"{place} is too large", field="tokens", remedy=f"the largest id is {_MAX_TOKEN}")
 
 
 def ragged_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

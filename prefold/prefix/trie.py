@@ -193,27 +193,6 @@ class Trie:
         last = int(self.last_row[sequence])
         return np.append(self.path(last), last)
 
-    def check(self) -> None:
-        """Asserts every invariant of the layout, which takes a pass over the rows."""
-        n, rows = self.num_rows, np.arange(self.num_rows)
-        assert all(len(a) == n for a in (self.positions, self.end, self.parent))
-        assert np.array_equal(np.sort(self.order), np.arange(self.num_sequences))
-        assert ((self.end > rows) & (self.end <= n)).all()
-        root = self.parent < 0
-        assert np.array_equal(root, self.positions == 0)
-        above = np.where(root, 0, self.parent)
-        assert (root | (self.parent < rows)).all()
-        assert (root | (self.positions == self.positions[above] + 1)).all()
-        assert (root | (self.end <= self.end[above])).all()
-        # The row after a row is its child, or stands where the row's subtree ends.
-        assert ((self.parent[1:] == rows[:-1]) == (self.end[:-1] > rows[1:])).all()
-        # As many subtrees are open at a row as its position says, so `end` and `positions` agree.
-        opened = np.arange(n) - np.cumsum(np.bincount(self.end, minlength=n + 1))[:n]
-        assert np.array_equal(opened, self.positions)
-        assert (np.diff(self.last_row[self.order]) >= 0).all()
-        is_leaf = self.end == rows + 1
-        assert np.isin(rows[is_leaf], self.last_row).all()
-
 
 def _row_ends(start: np.ndarray, depth: np.ndarray, length: np.ndarray, num_rows: int) -> np.ndarray:
     """Returns where each row's subtree ends, int64 [rows], from the runs' first rows, positions and lengths.

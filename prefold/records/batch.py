@@ -168,8 +168,8 @@ def _request(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns (url, body) of a batch line. Raises InputError for a wrong one, and for a URL that is not served."""
     url, method, body = data.get("url"), data.get("method", "POST"), data.get("body")
     if not isinstance(url, str) or url not in ENDPOINTS:
-        other = _OTHER_URLS.get(url) if isinstance(url, str) else None
-        remedy = other or f"use one of {', '.join(ENDPOINTS)}"
+        kind = _OTHER_URLS.get(url) if isinstance(url, str) else None
+        remedy = kind or f"use one of {', '.join(ENDPOINTS)}"
         raise InputError(f"url {url!r:.100} is not served", field="url", remedy=remedy, code="unknown_url")
     if method != "POST":
         message = f"method {method!r:.100} is not served"

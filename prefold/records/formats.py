@@ -158,8 +158,8 @@ def file_errors(name: str, number: int) -> Iterator[None]:
 
 def _job_error(name: str, number: int, error: BaseException) -> JobError:
     if isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error)):
-        where = f"after record {number}" if number else "at its start"
-        return JobError(f"the gzip stream of {name} is damaged {where} ({error}); make the file again")
+        place = f"after record {number}" if number else "at its start"
+        return JobError(f"the gzip stream of {name} is damaged {place} ({error}); make the file again")
     return JobError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}")
 
 
@@ -288,11 +288,11 @@ def _header(name: str, head: bytes, delimiter: str, opener: Any, *, sure: bool) 
     if row.error is not None:
         raise JobError(f"the header of {name} cannot be read: {row.error}")
     columns = row.cells or []
-    other = next((c for c in ";\t|," if c in columns[0]), None) if len(columns) == 1 and not sure else None
-    if other is not None:
-        option = f"--delimiter {'tab' if other == chr(9) else repr(other)}"
+    sign = next((c for c in ";\t|," if c in columns[0]), None) if len(columns) == 1 and not sure else None
+    if sign is not None:
+        option = f"--delimiter {'tab' if sign == chr(9) else repr(sign)}"
         raise JobError(
-            f"the header of {name} is one column, {columns[0]!r}; if its cells are parted by {other!r}, add {option} "
+            f"the header of {name} is one column, {columns[0]!r}; if its cells are parted by {sign!r}, add {option} "
             f"(if they are not, --delimiter {delimiter!r})"
         )
     twice = {c for c in columns if columns.count(c) > 1}

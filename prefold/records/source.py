@@ -284,10 +284,10 @@ def open_sources(
     if "-" in files:
         raise JobError("standard input goes with no other input; give files only")
     sources = [open_source(name, format, options) for name in files]
-    other = next((source for source in sources if source.format != sources[0].format), None)
-    if other is not None:
+    second = next((source for source in sources if source.format != sources[0].format), None)
+    if second is not None:
         raise JobError(
-            f"{sources[0].name} is {sources[0].format} and {other.name} is {other.format}; give files of one format"
+            f"{sources[0].name} is {sources[0].format} and {second.name} is {second.format}; give files of one format"
         )
     return _Files(sources)
 

@@ -241,8 +241,8 @@ def trie_picture(shape: StreamShape, *, width: int = 64, height: int = 12) -> li
     count = len(lengths)
     if not count:
         return []
-    each = max(1, width // count)  # columns of a prompt
-    columns = np.arange(min(width, each * count)) * count // min(width, each * count)
+    width_each = max(1, width // count)  # columns of a prompt
+    columns = np.arange(min(width, width_each * count)) * count // min(width, width_each * count)
     deepest = int(np.quantile(lengths, 0.97))
     height = min(height, deepest)
     lines = []
@@ -250,7 +250,7 @@ def trie_picture(shape: StreamShape, *, width: int = 64, height: int = 12) -> li
         depth = (2 * line + 1) * deepest // (2 * height)
         group = np.cumsum(shared <= depth)
         members = np.bincount(group)[group]
-        lines.append(_line(columns, group, members, lengths > depth, count, each).rstrip())
+        lines.append(_line(columns, group, members, lengths > depth, count, width_each).rstrip())
     return lines
 
 

@@ -57,7 +57,6 @@ class Admission(Protocol):
     def __iter__(self) -> Iterator[SequenceState]: ...
     def __contains__(self, sequence: object) -> bool: ...
     def clear(self) -> None: ...
-    def check(self, running: Collection[SequenceState]) -> None: ...
 
     def take_over(self, before: Admission, running: Iterable[SequenceState]) -> None:
         """Takes over the waiting sequences of another policy, and the running sequences."""
@@ -74,10 +73,10 @@ class Admission(Protocol):
     def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
         """Returns the sequence that is admitted next; None: none now. batches: whether batches' count."""
 
-    def admitted(self, sequence: SequenceState, rows: int) -> None:
+    def note_admission(self, sequence: SequenceState, rows: int) -> None:
         """Books the sequence that `first` returned as running. rows: how many rows of its prompt are to be computed."""
 
-    def ended(self, sequence: SequenceState) -> None:
+    def note_end(self, sequence: SequenceState) -> None:
         """Books the end of an admitted sequence."""
 
     def before(self, sequence: SequenceState, running: Collection[SequenceState]) -> Collection[SequenceState]:
@@ -114,9 +113,6 @@ class InOrder:
     def clear(self) -> None:
         self._waiting.clear()
 
-    def check(self, running: Collection[SequenceState]) -> None:
-        pass
-
     def take_over(self, before: Admission, running: Iterable[SequenceState]) -> None:
         self.add(before)
 
@@ -133,10 +129,10 @@ class InOrder:
     def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
         return next(iter(self._waiting), None)
 
-    def admitted(self, sequence: SequenceState, rows: int) -> None:
+    def note_admission(self, sequence: SequenceState, rows: int) -> None:
         del self._waiting[sequence]
 
-    def ended(self, sequence: SequenceState) -> None:
+    def note_end(self, sequence: SequenceState) -> None:
         pass
 
     def before(self, sequence: SequenceState, running: Collection[SequenceState]) -> Collection[SequenceState]:

@@ -31,15 +31,15 @@ class _OwnerQueue:
 
     waiting  {sequence: how often it was passed over}, in the order in which they came
     running  the sequences that were admitted and have not ended
-    served   the rows that the owner got, over its weight: those of prompts count from their admission on, those of
+    service  the rows that the owner got, over its weight: those of prompts count from their admission on, those of
              outputs once they have ended
     entered  whether the queue is in the heap of its class
     """
 
-    __slots__ = ("entered", "owner", "running", "served", "share", "waiting")
+    __slots__ = ("entered", "owner", "running", "service", "share", "waiting")
 
-    def __init__(self, owner: Owner, share: Share, served: float):
-        self.owner, self.share, self.served = owner, share, served
+    def __init__(self, owner: Owner, share: Share, service: float):
+        self.owner, self.share, self.service = owner, share, service
         self.waiting: OrderedDict[SequenceState, int] = OrderedDict()
         self.running: dict[SequenceState, None] = {}
         self.entered = False
@@ -47,7 +47,7 @@ class _OwnerQueue:
     @property
     def tag(self) -> float:
         """Returns `served` plus the rows of outputs that still run, by which owners are ordered."""
-        return self.served + self.num_output_rows / self.share.weight
+        return self.service + self.num_output_rows / self.share.weight
 
     @property
     def num_output_rows(self) -> int:
@@ -140,7 +140,7 @@ class FairAdmission:
         for sequence in sequences:
             queue = self._queue(sequence.owner)
             if not queue.waiting and not queue.running:
-                queue.served = max(queue.served, self._now[sequence.owner.is_batch])
+                queue.service = max(queue.service, self._now[sequence.owner.is_batch])
             queue.waiting[sequence] = 0
             self._num_waiting[sequence.owner.is_batch] += 1
             self._enter(queue)
@@ -160,7 +160,7 @@ class FairAdmission:
         del queue.waiting[sequence]
         self._num_waiting[sequence.owner.is_batch] -= 1
 
-    def admitted(self, sequence: SequenceState, rows: int) -> None:
+    def note_admission(self, sequence: SequenceState, rows: int) -> None:
         queue = self._queues[sequence.owner]
         is_batch = sequence.owner.is_batch
         for other in queue.waiting:
@@ -175,18 +175,18 @@ class FairAdmission:
             self._outputs[queue] += len(sequence.tail.tokens)
         self._has_admitted = True
         self._now[is_batch] = max(self._now[is_batch], self._tag(queue))
-        queue.served += rows / queue.share.weight
+        queue.service += rows / queue.share.weight
         if self._num_waiting[not is_batch]:
             self._credit += -rows if is_batch else self.batch_share * rows
         elif is_batch:
             self._credit = 0.0
 
-    def ended(self, sequence: SequenceState) -> None:
+    def note_end(self, sequence: SequenceState) -> None:
         queue = self._queues[sequence.owner]
         del queue.running[sequence]
         self._outputs.clear()
         self._num_running[sequence.owner.is_batch] -= 1
-        queue.served += len(sequence.tail.tokens) / queue.share.weight
+        queue.service += len(sequence.tail.tokens) / queue.share.weight
         self._enter(queue)
 
     # ------------------------------------------------------------------------------------ the next sequence
@@ -273,7 +273,7 @@ class FairAdmission:
             self._queues = {
                 owner: queue
                 for owner, queue in self._queues.items()
-                if queue.waiting or queue.running or queue.entered or queue.served > self._now[owner.is_batch]
+                if queue.waiting or queue.running or queue.entered or queue.service > self._now[owner.is_batch]
             }
             self._max_queues = max(IDLE_QUEUES, 2 * len(self._queues))
 
@@ -281,7 +281,7 @@ class FairAdmission:
         """Returns a queue's tag while sequences are admitted."""
         if queue not in self._outputs:
             self._outputs[queue] = queue.num_output_rows
-        return queue.served + self._outputs[queue] / queue.share.weight
+        return queue.service + self._outputs[queue] / queue.share.weight
 
     def _least(self, is_batch: bool) -> _OwnerQueue | None:
         """Returns the queue of a class with the least tag, among those with a sequence to admit."""
@@ -297,22 +297,6 @@ class FairAdmission:
                 return queue
         return None
 
-    def check(self, running: Collection[SequenceState]) -> None:
-        """Raises AssertionError if queues, counts and running sequences disagree; for tests."""
-        admitted = {sequence for queue in self._queues.values() for sequence in queue.running}
-        assert set(running) <= admitted
-        assert all(sequence.state in ("running", "ending") for sequence in admitted)
-        for is_batch in (False, True):
-            queues = [queue for queue in self._queues.values() if queue.owner.is_batch == is_batch]
-            assert self._num_waiting[is_batch] == sum(len(queue.waiting) for queue in queues)
-            assert self._num_running[is_batch] == sum(len(queue.running) for queue in queues)
-            entered = [queue for _, _, queue in self._heaps[is_batch]]
-            assert len(set(entered)) == len(entered)
-            assert {queue for queue in queues if queue.entered} == set(entered)
-            assert all(queue.entered for queue in queues if queue.may_run), "a sequence is never admitted"
-        for queue in self._queues.values():
-            assert list(queue.waiting.values()) == sorted(queue.waiting.values(), reverse=True)
-
 
 def _of_class(running: Collection[SequenceState], is_batch: bool) -> list[SequenceState]:
     return [sequence for sequence in running if sequence.owner.is_batch == is_batch]
@@ -320,8 +304,8 @@ def _of_class(running: Collection[SequenceState], is_batch: bool) -> list[Sequen
 
 def _cheapest(queue: _OwnerQueue) -> SequenceState:
     """Returns the next sequence of a queue: among the first few, the one with the fewest rows to compute."""
-    first, passed = next(iter(queue.waiting.items()))
-    if passed >= MAX_PASSED or len(queue.waiting) == 1:
+    first, num_passed = next(iter(queue.waiting.items()))
+    if num_passed >= MAX_PASSED or len(queue.waiting) == 1:
         return first
     return min(itertools.islice(queue.waiting, LOOK_AHEAD), key=_rows_missing)
 

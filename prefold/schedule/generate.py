@@ -28,7 +28,6 @@ import numpy as np
 from ..cache import CacheOptions, RadixCache, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
-from ..prefix import clear_of_span, span_starts
 from ..types import Exits
 from .admission import NO_LIMITS, StepLimits
 from .generate_step import GenerateStep, HoldsRows, SequenceState, StepPlan, following, lay_out
@@ -118,13 +117,13 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         """Gives running sequences slots for their next rows, and admits waiting sequences while there is room. Returns
         the requests that can never run, which it has ended, as (key, error). limits: of the next step, as known so far
         """
-        failed: list[tuple[Hashable, InputError]] = []
+        failures: list[tuple[Hashable, InputError]] = []
         if self.cache is not None:
             self.cache.expire()
-        self._grow_tails(failed)
+        self._grow_tails(failures)
         if len(self.waiting) and self._has_room():
-            self._admit_waiting(failed, limits)
-        return failed
+            self._admit_waiting(failures, limits)
+        return failures
 
     def plan(self, limits: StepLimits = NO_LIMITS) -> GenerateStep | None:
         """Returns the next step of the running sequences; changes nothing.
@@ -173,7 +172,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
             unshared = sum(len(sequence.tail.slots) + sequence.leaf.stop for sequence in self._admitted())
             stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
         for node, rows in step.computed_rows:
-            node.computed += rows
+            node.num_computed += rows
             node.lost &= node.pending > 0
             if self.tree.on_store:
                 self.tree.stored(node)
@@ -204,22 +203,22 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         stats.decode_rows += step.decode_rows
         stats.prefill_rows += step.num_rows - step.decode_rows
         stats.recomputed_rows += step.again
-        done, late = [], []
+        finished, late = [], []
         for sequence, token, stop in zip(step.consumers, tokens, ended, strict=True):
             if sequence.state == "ended":
                 late.append(sequence.tail)
                 continue
             if not stop:
-                sequence.tail.tokens[sequence.known] = int(token)
-                sequence.known += 1
-            if stop or sequence.known == sequence.limit:
-                done.append(sequence)
+                sequence.tail.tokens[sequence.num_known] = int(token)
+                sequence.num_known += 1
+            if stop or sequence.num_known == sequence.limit:
+                finished.append(sequence)
         if late:
             stats.discarded_rows += sum(rows for node, rows in step.computed_rows if node in late)
-        for sequence in done:
+        for sequence in finished:
             self._end(sequence)
         stats.kv_bytes_now = self.pool.used_slots * self._slot_bytes
-        return done
+        return finished
 
     # ------------------------------------------------------------------------------------- running sequences
 
@@ -234,7 +233,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         """Returns whether there is a slot for the next row of every running sequence."""
         return all([len(sequence.tail.slots) >= len(sequence.tail.tokens) for sequence in self.running])
 
-    def _grow_tails(self, failed: list[tuple[Hashable, InputError]]) -> None:
+    def _grow_tails(self, failures: list[tuple[Hashable, InputError]]) -> None:
         """Gives every running sequence a slot for its next row. If no slot is free, the sequence that was admitted
         last is preempted; but while a step is in flight nothing is done, because that step may free slots."""
         for sequence in list(self.running):
@@ -250,9 +249,9 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 elif len(self.running) > 1:
                     self._preempt(self.waiting.victim(self.running))
                 elif not self._release_waiting(sequence):
-                    failed.append(self._fail(sequence))
+                    failures.append(self._fail(sequence))
 
-    def _admit_waiting(self, failed: list[tuple[Hashable, InputError]], limits: StepLimits) -> None:
+    def _admit_waiting(self, failures: list[tuple[Hashable, InputError]], limits: StepLimits) -> None:
         """Admits sequences in the order of the policy until a step is full. A sequence of a batch without room ends the
         admission of batches only."""
         is_batch, pending = None, 0  # how many rows go before those of the next sequence of this class
@@ -266,7 +265,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                     is_batch, before = sequence.owner.is_batch, self.waiting.before(sequence, self.running)
                     pending = len(before) + self._pending_rows(before)
                 fits = pending < max_rows and (not is_full or self._make_way(sequence))
-            rows = self._start(sequence, failed) if fits else None
+            rows = self._start(sequence, failures) if fits else None
             if rows is not None:
                 pending += rows
             elif sequence.owner.is_batch and batches:
@@ -274,7 +273,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
             else:
                 return
 
-    def _start(self, sequence: SequenceState, failed: list[tuple[Hashable, InputError]]) -> int | None:
+    def _start(self, sequence: SequenceState, failures: list[tuple[Hashable, InputError]]) -> int | None:
         """Lets a waiting sequence run, or fail if it never can. Returns how many rows it adds; None if it waits."""
         path = sequence.leaf.path()
         while True:
@@ -292,7 +291,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 return None
             # Nothing runs that could free slots: waiting sequences give up rows, which are computed again.
             if not self._release_waiting(sequence):
-                failed.append(self._fail(sequence))
+                failures.append(self._fail(sequence))
                 return 0
         self._count_admission(sequence, path, fresh)
         for node, count in fresh.items():
@@ -302,7 +301,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         sequence.state, sequence.ready = "running", False
         self.running[sequence], self._before = None, None
         rows -= self._spare(sequence)
-        self.waiting.admitted(sequence, rows)
+        self.waiting.note_admission(sequence, rows)
         return 1 + rows + len(sequence.tail)
 
     def _spare(self, sequence: SequenceState) -> int:
@@ -348,7 +347,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         return self._too_small(f"{self.pool.num_slots} rows", f"a sequence of {sequence.tail.stop + 1}", sequence)
 
     def _end(self, sequence: SequenceState) -> None:
-        del sequence.tail.tokens[sequence.known :]
+        del sequence.tail.tokens[sequence.num_known :]
         super()._end(sequence)
 
     def _runs_no_more(self, sequence: SequenceState) -> None:
@@ -369,40 +368,3 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 stats.first_admission_hits += len(node)
 
     # ------------------------------------------------------------------------------------------------- checking
-
-    def check(self) -> None:
-        """Raises AssertionError if slots, users of nodes and states of sequences disagree; for tests."""
-        slots_of = [np.arange(start, start + size) for start, size in self.pool.free_list()]
-        users: dict[Node, int] = {}
-        states = {"running": self.running, "waiting": self.waiting, "ending": self._ending}
-        in_trie = [sequence for sequences in states.values() for sequence in sequences]
-        for sequence in in_trie:
-            assert sequence in states[sequence.state] and sequence.key in self._requests
-            assert sequence.state != "waiting" or not len(sequence.tail.slots)
-            slots_of.append(sequence.tail.slots)
-            assert sequence.tail.computed <= len(sequence.tail.slots)
-            for node in sequence.leaf.path():
-                users[node] = users.get(node, 0) + 1
-                assert sequence.state == "waiting" or len(node.slots) == len(node)
-        for node in self._nodes():
-            slots_of.append(node.slots)
-            assert node.computed <= len(node.slots) <= len(node)
-            assert node.users == users.get(node, 0), (node.users, users.get(node, 0))
-            assert node.users or node.kept, "a node that no sequence needs"
-            for cut in (node.computed, len(node)):
-                assert clear_of_span(np.asarray(node.tokens), cut) == cut, "a span that is computed in part"
-            above = node.parent.tokens[-1:] if node.parent is not None else ()
-            assert not len(above) or span_starts(np.array([above[0], node.tokens[0]])) is None, "a span in two nodes"
-            assert all(int(child.tokens[0]) == first and child.parent is node for first, child in node.children.items())
-        assert all(root.children for root in self.tree.roots.values()), "a root without children"
-        slots = np.sort(np.concatenate(slots_of))
-        assert np.array_equal(slots, np.arange(1, self.pool.num_slots + 1)), "slots leak, or are used twice"
-        assert len(self.running) <= self.max_running
-        self.waiting.check(self.running)
-        assert set(in_trie) == {sequence for request in self._requests.values() for sequence in request}
-        assert all(self._requests.values()), "a request without sequences"
-        if self.cache is not None:
-            self.cache.check()
-            holders = [*self._nodes(), *(sequence.tail for sequence in in_trie)]
-            for account in self.cache.accounts:
-                assert account.held == sum(len(node.slots) for node in holders if node.account is account)

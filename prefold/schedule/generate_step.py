@@ -15,7 +15,7 @@ from ..cache import SCRATCH
 from ..cache.tree import Node
 from ..prefix import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..types import Owner
-from .repeats import repeat_rows, seen
+from .repeats import repeat_rows, visible_runs
 from .steps import NOTHING, SlotStep
 
 # Takes ids of rows of images, int32 [n], and returns which of them the worker holds and can put into a step: bool [n].
@@ -39,13 +39,13 @@ class SequenceState:
     tail           the node of the tokens that the sequence makes
     cached_tokens  how many of the prompt's rows were there at admission; None before
     ready          whether the prompt's rows are computed
-    known          how many of the tail's tokens are known. A token still in flight stands there as -1 - i: the i-th
+    num_known      how many of the tail's tokens are known. A token still in flight stands there as -1 - i: the i-th
                    read of the step that brings it
     """
 
     __slots__ = (
-        "cached_tokens", "key", "known", "leaf", "limit", "owner", "priority", "ready", "reserve", "route", "sample",
-        "state", "tail",
+        "cached_tokens", "key", "leaf", "limit", "num_known", "owner", "priority", "ready", "reserve", "route",
+        "sample", "state", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -71,14 +71,14 @@ class SequenceState:
         self.state: Literal["waiting", "running", "ending", "ended"] = "waiting"
         self.cached_tokens: int | None = None
         self.ready = False
-        self.known = len(tokens)
+        self.num_known = len(tokens)
         self.tail = Node(leaf, tokens, leaf.stop)
         self.tail.lost = bool(tokens)
 
     @property
     def unknown(self) -> int:
         """Returns how many of its tokens are still in flight."""
-        return len(self.tail.tokens) - self.known
+        return len(self.tail.tokens) - self.num_known
 
     @property
     def tokens(self) -> list[int]:
@@ -179,14 +179,14 @@ class StepPlan:
         little room for it. Returns whether it was added."""
         first = next((sequence for sequence in running if not sequence.ready), None)
         node = None if first is None else next((node for node in first.leaf.path() if node.pending), None)
-        if node is None or node.tokens[node.computed] < SPAN_BASE:
+        if node is None or node.tokens[node.num_computed] < SPAN_BASE:
             return False
-        rows = int(np.searchsorted(_starts(node, node.computed), 0, side="right"))
+        rows = int(np.searchsorted(_starts(node, node.num_computed), 0, side="right"))
         generating = sum(sequence.tail.pending for sequence in running if sequence.ready)
         planned = self.num_rows
         if rows <= self.room - generating or (planned and rows > self.max_rows - planned):
             return False
-        if self._num_available(node, node.computed, rows) < rows:
+        if self._num_available(node, node.num_computed, rows) < rows:
             return False
         self.computed_rows[node] = rows
         self.room = max(0, self.room - rows)
@@ -219,7 +219,7 @@ class StepPlan:
             if missing:
                 rows = min(missing, self.room)
                 if rows and self.holds_rows is not None:
-                    rows = self._num_available(node, node.computed + planned, rows)
+                    rows = self._num_available(node, node.num_computed + planned, rows)
                 if rows:
                     self.computed_rows[node] = planned + rows
                     self.room -= rows
@@ -251,7 +251,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     Every run of keys (`SlotStep.run_*`) is visible to the queries below its node. The stack therefore holds each node
     twice: once to add its keys and rows, and once, after all nodes below it, to note where its queries end.
     """
-    roots, children = marked((*plan.computed_rows, *plan.again, *plan.repeats))
+    roots, children = tree_above((*plan.computed_rows, *plan.again, *plan.repeats))
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -271,7 +271,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
                 last[runs.start : runs.stop] = [len(tokens)] * len(runs)
                 continue
             query, run = len(tokens), len(start)
-            for slot, size, at in node.runs(node.computed):
+            for slot, size, at in node.runs(node.num_computed):
                 start.append(slot)
                 count.append(size)
                 position.append(at)
@@ -284,8 +284,8 @@ def lay_out(plan: StepPlan) -> GenerateStep:
                 query = len(tokens)
             rows = plan.computed_rows.get(node, 0)
             if rows == 1:  # the row of a sequence that generates; short arrays would cost more
-                slot, at = int(node.slots[node.computed]), node.start + node.computed
-                tokens.append(int(node.tokens[node.computed]))
+                slot, at = int(node.slots[node.num_computed]), node.start + node.num_computed
+                tokens.append(int(node.tokens[node.num_computed]))
                 positions.append(at)
                 slots.append(slot)
                 start.append(slot)
@@ -295,7 +295,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
                 last.append(0)
                 last_row[node] = query
             elif rows:
-                from_row = node.computed
+                from_row = node.num_computed
                 row_slots = node.slots[from_row : from_row + rows].tolist()
                 row_positions = range(node.start + from_row, node.start + from_row + rows)
                 tokens.extend(np.asarray(node.tokens[from_row : from_row + rows]).tolist())
@@ -324,7 +324,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     index = index.reshape(-1)
     order = np.argsort(index, kind="stable")
     arrays = (np.array(numbers, np.int64) for numbers in (start, count, position, first, last))
-    runs = joined(*(seen(*arrays) if plan.repeats else arrays))
+    runs = join_runs(*(visible_runs(*arrays) if plan.repeats else arrays))
     message = SlotStep(
         np.array(tokens, np.int32), np.array(positions, np.int32), np.array(slots, np.int64), *runs, read_rows,
         index[order],
@@ -362,7 +362,7 @@ def following(before: GenerateStep) -> GenerateStep | None:
     return GenerateStep(message, sequences, before.namespaces, before.computed_rows, before.decode_rows, 0, growth)
 
 
-def joined(
+def join_runs(
     start: np.ndarray, count: np.ndarray, position: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, ...]:
     """Returns the runs of keys, with runs joined whose slots are neighbours and which the same queries see.
@@ -378,7 +378,7 @@ def joined(
     return start[heads], np.add.reduceat(count, heads), position[heads], first[heads], last[heads]
 
 
-def marked(nodes: Iterable[N]) -> tuple[list[N], dict[N, list[N]]]:
+def tree_above(nodes: Iterable[N]) -> tuple[list[N], dict[N, list[N]]]:
     """Returns the roots above the nodes, and the children of every node above them that lead to one of the nodes."""
     roots: list[N] = []
     children: dict[N, list[N]] = {}

@@ -86,7 +86,7 @@ def add_engine_part(make: MakePart) -> None:
     _MAKERS.append(make)
 
 
-def settled(options: Any, identity: Mapping[str, Any]) -> Any:
+def settle_options(options: Any, identity: Mapping[str, Any]) -> Any:
     """Returns a model's options after features have replaced values that depend on the model. identity: as of LLM.
     Raises InputError for options that this model cannot have."""
     load_plugins()

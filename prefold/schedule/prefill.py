@@ -25,16 +25,17 @@ class PlannedStep:
     """A PlannedStep is the message for the rows start <= row < stop of a window's stream, with the requests of its
     reads.
 
-    done        int64 [d]: requests of the window whose last row is in this step
-    done_reads  int64 [d]: the row of the step's result that each of these requests takes; empty with "logprobs"
-    targets     int64 [p]: with "logprobs" the place in the window's targets of each row of the result; otherwise empty
+    requests       int64 [d]: requests of the window whose last row is in this step
+    request_reads  int64 [d]: the row of the step's result that each of these requests takes; empty with "logprobs"
+    targets        int64 [p]: with "logprobs" the place in the window's targets of each row of the result; otherwise
+                   empty
     """
 
     start: int
     stop: int
     message: StreamStep
-    done: np.ndarray
-    done_reads: np.ndarray
+    requests: np.ndarray
+    request_reads: np.ndarray
     targets: np.ndarray
 
 

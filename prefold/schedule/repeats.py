@@ -20,7 +20,7 @@ def repeat_rows(
     row_lists  tokens, positions and slots of the step's rows
     key_lists  start, count, position, first and last of the runs of its keys; those from `run` on are replaced
     """
-    computed, query = node.computed, len(row_lists[0])
+    computed, query = node.num_computed, len(row_lists[0])
     row_lists[0].extend(np.asarray(node.tokens[rows.start : rows.stop]).tolist())
     row_lists[1].extend(range(node.start + rows.start, node.start + rows.stop))
     row_lists[2].extend([SCRATCH] * len(rows))
@@ -31,7 +31,7 @@ def repeat_rows(
         numbers[run:] = more
 
 
-def seen(
+def visible_runs(
     start: np.ndarray, count: np.ndarray, position: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, ...]:
     """Returns the runs of keys that a row of the step sees: where only some rows of a node are repeated, none may see

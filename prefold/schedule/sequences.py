@@ -202,7 +202,7 @@ class SequenceScheduler(Generic[S]):
         """Puts a sequence back at the head of the queue, and gives up the rows of its own tokens. The rows of its
         prompt stay while there is room."""
         del self.running[sequence]
-        sequence.tail.lost |= sequence.tail.computed > 0
+        sequence.tail.lost |= sequence.tail.num_computed > 0
         self.pool.free(sequence.tail.give_up())
         sequence.state, sequence.ready = "waiting", False
         self.waiting.put_back(sequence)
@@ -218,7 +218,7 @@ class SequenceScheduler(Generic[S]):
         for node in self._nodes():
             if node.users and node not in needed and not node.pins and node.num_slots:
                 has_released = True
-                node.lost |= node.computed > 0
+                node.lost |= node.num_computed > 0
                 self.pool.free(self.tree.drop(node))
         return has_released
 
@@ -241,7 +241,7 @@ class SequenceScheduler(Generic[S]):
             self.waiting.remove(sequence)
         else:
             self._runs_no_more(sequence)
-            self.waiting.ended(sequence)
+            self.waiting.note_end(sequence)
         sequence.state = "ended"
         request = self._requests[sequence.key]
         del request[sequence]

@@ -133,18 +133,18 @@ class Ragged:
 class Drawing:
     """A Drawing says how tokens are chosen at n of a step's reads. At all other reads the most likely token is taken.
 
-    reads      int64 [n]: the numbers of these reads
-    filters    float64 [n, FILTERS]: the options FILTERS of `prefold.options`, of which the temperature is the first;
-               with temperature 0 the most likely token is taken
-    keys       uint64 [n]: the keys of the noise with which tokens are drawn, made of seed, sample and position
-    logprobs   int64 [n]: how many of the most likely tokens' log-probabilities are wanted beside the chosen token's;
-               -1: none at all
-    bias       token ids and the number that is added to each one's logit
-    banned     tokens that may not be chosen; the numbers are unused
-    penalties  float64 [n, PENALTIES]: the options PENALTIES of `prefold.options`
-    counted    the tokens that the penalties concern, and how often each is in the output
-    masked     int64 [m]: which of the n reads have a grammar; their tokens must be among `allowed`
-    allowed    uint8 [m, ceil(vocabulary / 8)]: token i is allowed if bit i % 8 of byte i // 8 is set
+    reads          int64 [n]: the numbers of these reads
+    filters        float64 [n, FILTERS]: the options FILTERS of `prefold.options`, of which the temperature is the
+                   first; with temperature 0 the most likely token is taken
+    keys           uint64 [n]: the keys of the noise with which tokens are drawn, made of seed, sample and position
+    logprobs       int64 [n]: how many of the most likely tokens' log-probabilities are wanted beside the chosen
+                   token's; -1: none at all
+    bias           token ids and the number that is added to each one's logit
+    banned_ids     tokens that may not be chosen; the numbers are unused
+    penalties      float64 [n, PENALTIES]: the options PENALTIES of `prefold.options`
+    output_counts  the tokens that the penalties concern, and how often each is in the output
+    grammar_reads  int64 [m]: which of the n reads have a grammar; their tokens must be among `grammar_masks`
+    grammar_masks  uint8 [m, ceil(vocabulary / 8)]: token i is allowed if bit i % 8 of byte i // 8 is set
     """
 
     reads: np.ndarray
@@ -152,31 +152,32 @@ class Drawing:
     keys: np.ndarray
     logprobs: np.ndarray
     bias: Ragged | None = None
-    banned: Ragged | None = None
+    banned_ids: Ragged | None = None
     penalties: np.ndarray | None = None
-    counted: Ragged | None = None
-    masked: np.ndarray = field(default_factory=lambda: NOTHING)
-    allowed: np.ndarray | None = None
+    output_counts: Ragged | None = None
+    grammar_reads: np.ndarray = field(default_factory=lambda: NOTHING)
+    grammar_masks: np.ndarray | None = None
 
     def part(self, first: int, stop: int) -> Drawing:
         """Returns the Drawing of the reads `first` to `stop` - 1 among the n reads."""
         return self if (first, stop) == (0, len(self.reads)) else self.pick(np.arange(first, stop))
 
-    def pick(self, picked: np.ndarray) -> Drawing:
-        """Returns the Drawing of the picked ones among the n reads, int64 ascending."""
-        bias, banned, counted = (ragged and ragged.pick(picked) for ragged in (self.bias, self.banned, self.counted))
-        inside = np.isin(self.masked, picked)
+    def pick(self, places: np.ndarray) -> Drawing:
+        """Returns the Drawing of those of the n reads that stand at these places, int64 ascending."""
+        raggeds = (self.bias, self.banned_ids, self.output_counts)
+        bias, banned_ids, output_counts = (ragged and ragged.pick(places) for ragged in raggeds)
+        inside = np.isin(self.grammar_reads, places)
         return Drawing(
-            reads=self.reads[picked],
-            filters=self.filters[picked],
-            keys=self.keys[picked],
-            logprobs=self.logprobs[picked],
+            reads=self.reads[places],
+            filters=self.filters[places],
+            keys=self.keys[places],
+            logprobs=self.logprobs[places],
             bias=bias,
-            banned=banned,
-            penalties=None if self.penalties is None else self.penalties[picked],
-            counted=counted,
-            masked=np.searchsorted(picked, self.masked[inside]),
-            allowed=self.allowed[inside] if self.allowed is not None and inside.any() else None,
+            banned_ids=banned_ids,
+            penalties=None if self.penalties is None else self.penalties[places],
+            output_counts=output_counts,
+            grammar_reads=np.searchsorted(places, self.grammar_reads[inside]),
+            grammar_masks=self.grammar_masks[inside] if self.grammar_masks is not None and inside.any() else None,
         )
 
 
@@ -188,7 +189,7 @@ class Numbers:
     reads    int64 [n]: the numbers of these reads
     targets  int32, with "logprobs": the token whose log-probability is wanted at each row that is read
     counts   int64 [n]: how many rows each read takes in: the last ones that its row sees, whose hidden states are in
-             their slots (`SlotStep.kept`); None: each read takes in its own row alone
+             their slots (`SlotStep.state_reads`); None: each read takes in its own row alone
     """
 
     readout: Readout
@@ -215,15 +216,15 @@ class SlotStep(Message):
                        up to, not including, `run_last`. A new row is seen from its own query on
     read_rows          int64, ascending: rows whose hidden states are wanted
     reads              int64 [p], ascending: the place in read_rows of each read; several reads may share a row
-    kept               int64 [k], ascending: the places in read_rows of the rows whose hidden states are kept in their
+    state_reads        int64 [k], ascending: the places in read_rows of the rows whose hidden states are kept in their
                        slots
     drawing            how tokens are chosen; None: every read that gives a token takes the most likely one
     numbers            the reads that give numbers, one Numbers for each readout
     adapters           int64 [n]: number of the LoRA adapter of each row, in the order of `Facts.adapters`, -1: none;
                        None: no row has an adapter
-    exits              float64 [p + k, 3], for a looped model: for each of `reads` and then of `kept`, the threshold at
-                       which its row leaves (nan for the checkpoint's), and the fewest and the most visits that it
-                       makes; None: as the checkpoint says
+    exits              float64 [p + k, 3], for a looped model: for each of `reads` and then of `state_reads`, the
+                       threshold at which its row leaves (nan for the checkpoint's), and the fewest and the most
+                       visits that it makes; None: as the checkpoint says
     route              the blocks of a looped model that all rows visit; None: the model's own order
     follows            whether its rows are those of the SlotStep before, each one position and one slot further, so
                        that each sees the keys of the row before, and itself
@@ -246,7 +247,7 @@ class SlotStep(Message):
     adapters: np.ndarray | None = None
     exits: np.ndarray | None = None
     route: tuple[int, ...] | None = None
-    kept: np.ndarray = field(default_factory=lambda: NOTHING)
+    state_reads: np.ndarray = field(default_factory=lambda: NOTHING)
     follows: bool = False
 
     @property
@@ -274,11 +275,11 @@ class SlotResult:
     ids       int64 [p]: the token of each read; -1 if no token is allowed, or numbers were read; or NOT_FINITE
     logprobs  the wanted log-probabilities, by the number of the read
     numbers   a StepResult for each of the step's `numbers`
-    taken     bool [p]: whether each read was made, which a row that leaves a looped model later is not; the ids of
+    was_read  bool [p]: whether each read was made, which a row that leaves a looped model later is not; the ids of
               other reads are -1. None: all were
     """
 
     ids: np.ndarray
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     numbers: tuple[StepResult, ...] = ()
-    taken: np.ndarray | None = None
+    was_read: np.ndarray | None = None

@@ -88,8 +88,8 @@ async def data(context: RequestContext) -> Response:
     waiting, waiting_tokens = handler.backpressure.waiting
     tokenizer = handler.llm.tokenizer
     decode = None if tokenizer is None else readable(lambda tokens: tokenizer.decode(tokens.tolist()))
-    shown: dict[str, Any] = await handler.in_pool(owner, shape.data, decode)
-    shown |= {
+    answer: dict[str, Any] = await handler.in_pool(owner, shape.data, decode)
+    answer |= {
         "model": state.names[0],
         "version": __version__,
         "status": state.failing or state.status,
@@ -107,7 +107,7 @@ async def data(context: RequestContext) -> Response:
         "steps": handler.watch.bins(),
         "batches": [] if state.batches is None else await handler.in_pool(owner, state.batches.open_counts),
     }
-    return json_response(shown, headers={"cache-control": "no-store"})
+    return json_response(answer, headers={"cache-control": "no-store"})
 
 
 def sequences_shown(running: Sequence[RunningSequence], owner_of: Callable[[Hashable], str]) -> dict[str, list[Any]]:
@@ -132,9 +132,9 @@ async def cache_state(context: RequestContext) -> Response:
     options = {name: getattr(cache, name) for name in ("policy", "ttl", "max_tokens", "min_overlap")}
     if cache.shifted is not None:
         options["shifted"] = asdict(cache.shifted)
-    now: Snapshot = await handler.in_pool(NO_OWNER, partial(handler.engine.snapshot, held=True))
+    now: Snapshot = await handler.in_pool(NO_OWNER, partial(handler.engine.snapshot, rows=True))
     tenants: dict[str, dict[str, int]] = {}
-    for namespace, rows in now.held.items():
+    for namespace, rows in now.rows.items():
         tenant = str(context.state.keys.tenant_of(namespace) or "")
         counts = tenants.setdefault(tenant, dict.fromkeys(rows._fields, 0))
         for name, count in rows._asdict().items():

@@ -100,10 +100,10 @@ def make_app(state: AppState) -> Direct:
 
     entries = [*SERVER, *(entry for dialect in DIALECTS for entry in dialect.ENTRIES)]
     routes = [Route(entry.path, entry.endpoint(state), methods=[entry.method]) for entry in entries]
-    others = [admin.route(), *(Route(path, health, methods=["GET"]) for path in ("/health", "/ping"))]
+    routes_before = [admin.route(), *(Route(path, health, methods=["GET"]) for path in ("/health", "/ping"))]
     direct = {(entry.method, entry.path): route for entry, route in reversed([*zip(entries, routes, strict=True)])}
     direct = {place: route for place, route in direct.items() if "{" not in route.path}
-    routes += [*others, *describing(entries, others)]
+    routes += [*routes_before, *describing(entries, routes_before)]
     app = Starlette(routes=routes, exception_handlers={HTTPException: wrong_path}, lifespan=lifespan)
     return Direct(app, state, direct)
 
@@ -124,9 +124,9 @@ SERVER = [Entry(OPENAI, "GET", "/version", version), Entry(OPENAI, "GET", "/metr
 async def watch_loop(state: AppState) -> None:
     """Measures the event loop's lag, for ever."""
     while True:
-        started = time.perf_counter()
+        start = time.perf_counter()
         await asyncio.sleep(LAG_SECONDS)
-        state.metrics.lag.observe(max(0.0, time.perf_counter() - started - LAG_SECONDS))
+        state.metrics.lag.observe(max(0.0, time.perf_counter() - start - LAG_SECONDS))
 
 
 _OBJECT = {"type": "object"}
@@ -186,17 +186,17 @@ def describe(entries: Sequence[Entry], plain: Sequence[Route]) -> dict[str, Any]
     }
 
 
-def _about(method: str, path: str, described: Any, tag: str) -> dict[str, Any]:
-    """Returns the head of an operation. described: the object whose docstring is its summary."""
+def _about(method: str, path: str, source: Any, tag: str) -> dict[str, Any]:
+    """Returns the head of an operation. source: the object whose docstring is its summary."""
     name = re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_")
-    summary = (inspect.getdoc(described) or "Answers.").split("\n\n")[0]
+    summary = (inspect.getdoc(source) or "Answers.").split("\n\n")[0]
     return {"tags": [tag], "operationId": name, "summary": " ".join(summary.split())}
 
 
 def _operation(entry: Entry, path: str, bodies: list[Any]) -> dict[str, Any]:
     dialect, is_post = entry.dialect.name, entry.method == "POST"
-    described = entry.bodies[0] if len(entry.bodies) == 1 else entry.handle
-    operation = _about(entry.method, path, described, "server" if entry.admin or path == "/version" else dialect)
+    source = entry.bodies[0] if len(entry.bodies) == 1 else entry.handle
+    operation = _about(entry.method, path, source, "server" if entry.admin or path == "/version" else dialect)
     operation["security"] = _SHARED_KEYS
     if entry.admin:
         operation["description"] = "For admins, where the server has keys."

@@ -36,7 +36,7 @@ class Backpressure:
         self._preparing: dict[object, tuple[Owner, int, int]] = {}  # {request: (owner, count, tokens)}
         # The clock of `_busy` runs only while there are replies, so that pauses do not lower the rate of answers.
         self._busy_before, self._busy_since = 0.0, 0.0
-        self._ended: deque[tuple[float, int, int]] = deque(maxlen=MEASURED)  # (time of `_busy`, replies, tokens)
+        self._last_replies: deque[tuple[float, int, int]] = deque(maxlen=MEASURED)  # (time of `_busy`, replies, tokens)
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -127,16 +127,16 @@ class Backpressure:
     def note_answered(self, replies: Iterable[Handle]) -> None:
         """Records that replies have been answered."""
         counts = [(reply.samples, reply.tokens) for reply in replies]
-        self._ended.append((self._busy, sum(count for count, _ in counts), sum(tokens for _, tokens in counts)))
+        self._last_replies.append((self._busy, sum(count for count, _ in counts), sum(tokens for _, tokens in counts)))
 
     def seconds_for(self, requests: int, tokens: int) -> int:
         """Returns in how many seconds half of so many requests and tokens are done, at the rate of the last answers."""
-        if len(self._ended) < 2:
+        if len(self._last_replies) < 2:
             return 1
         # The first entry only marks the beginning of the time.
-        (began, *_), *ended = self._ended
-        spent = max(1e-3, self._busy - began)
-        rates = [sum(entry[i] for entry in ended) / spent for i in (1, 2)]
+        (began, *_), *replies = self._last_replies
+        seconds = max(1e-3, self._busy - began)
+        rates = [sum(entry[i] for entry in replies) / seconds for i in (1, 2)]
         seconds = max(count / 2 / max(rate, 1e-9) for count, rate in zip((requests, tokens), rates, strict=True))
         return max(1, min(LONGEST_WAIT, math.ceil(seconds)))
 

@@ -187,13 +187,13 @@ class BatchWork:
             changes = {"_ending": ending, "_is_written": True}
             if ending != "cancelled":
                 changes |= {"status": "finalizing", "finalizing_at": int(time.time())}
-            changed = self._store.change("batch", batch.id, changes)
-            assert changed is not None
-            body = changed
+            batch_body = self._store.change("batch", batch.id, changes)
+            assert batch_body is not None
+            body = batch_body
             batch.status = body["status"]
-        ended = self._end(batch, body, lines, usage)
+        final = self._end(batch, body, lines, usage)
         shutil.rmtree(folder, ignore_errors=True)
-        return ended
+        return final
 
     def _write_lines(self, batch: OpenBatch, body: Body, path: Path) -> tuple[str | None, Counter[str] | None]:
         """Writes the missing lines of a batch. Returns (the status with which it ends, or None if it goes on later; the
@@ -227,7 +227,7 @@ class BatchWork:
                         is_over = self._gives_way(batch, output.count - output.resumed, total)
                         return is_over or self._is_stopping() or batch.ending is not None
 
-                    room = self._store.left(batch.tenant)
+                    room = self._store.bytes_left(batch.tenant)
 
                     def look() -> None:
                         output.commit(due_only=True)
@@ -254,10 +254,10 @@ class BatchWork:
     def _with_ticks(self, look: Callable[[], None], run: Callable[[], bool]) -> bool:
         """Returns run(). Meanwhile `look` is called again and again, so that lines reach the disk within about a
         second."""
-        ended = threading.Event()
+        end = threading.Event()
 
         def tick() -> None:
-            while not ended.wait(LOOK_SECONDS):
+            while not end.wait(LOOK_SECONDS):
                 try:
                     look()
                 except JobError:
@@ -268,17 +268,17 @@ class BatchWork:
         try:
             return run()
         finally:
-            ended.set()
+            end.set()
             ticking.join()
 
     def _write_rest(self, source: Source, adapter: OpenAIBatch, output: Any, ending: str) -> None:
         """Writes an error for each line that was not computed."""
         code, message = _REST[ending]
         for record in source.records():
-            parsed = adapter.read(record)
+            item = adapter.read(record)
             if record.number not in output.done:
                 error = InputError(message, remedy="send the request in another batch", code=code)
-                output.write(record.number, error_text(adapter, record.number, parsed.meta, error), failed=True)
+                output.write(record.number, error_text(adapter, record.number, item.meta, error), failed=True)
 
     def _end(self, batch: OpenBatch, body: Body, lines: Path, usage: Counter[str] | None) -> Body:
         """Makes a batch's files from its lines, ends it, and returns the changed batch. usage: of the answers, if no
@@ -407,10 +407,10 @@ def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Counter[
 
 def _usage_body(usage: Counter[str]) -> Body:
     """Returns the usage of a batch, the tokens of its answers. usage: as `add_usage` adds it up."""
-    copied = {"approximate_tokens": usage["approximate"]} if usage["approximate"] else {}
+    approximate = {"approximate_tokens": usage["approximate"]} if usage["approximate"] else {}
     return {
         "input_tokens": usage["input"],
-        "input_tokens_details": {"cached_tokens": usage["cached"]} | copied,
+        "input_tokens_details": {"cached_tokens": usage["cached"]} | approximate,
         "output_tokens": usage["output"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["input"] + usage["output"],

@@ -34,11 +34,11 @@ class Batches:
     def __init__(self, store: Store, log: Callable[[Exception], None]):
         self._store, self._log = store, log
         self._open: dict[str, OpenBatch] = {}
-        self._used: Counter[str] = Counter()  # by file: how many of `_open` read it
-        self._lock = threading.Lock()  # guards `_open`, `_used` and `is_taken`
+        self._num_readers: Counter[str] = Counter()  # by file: how many of `_open` read it
+        self._lock = threading.Lock()  # guards `_open`, `_num_readers` and `is_taken`
         self._using = threading.Lock()  # guards files: none is deleted while a batch that reads it is created
         self._turns: Counter[tuple[str, str]] = Counter()  # {(thread's name, tenant): the number of its last turn}
-        self._woken, self._can_run = threading.Event(), threading.Event()
+        self._wake, self._can_run = threading.Event(), threading.Event()
         self._is_stopping = False
         self._threads: list[threading.Thread] = []
         for tenant, body in store.all("batch"):
@@ -58,7 +58,7 @@ class Batches:
     def begin_to_stop(self) -> None:
         """Makes the running batch stop after its step."""
         self._is_stopping = True
-        self._woken.set()
+        self._wake.set()
         self._can_run.set()
 
     def stop(self) -> None:
@@ -84,7 +84,7 @@ class Batches:
                     self._drop(batch)
                 raise
             batch.is_taken = False
-        self._woken.set()
+        self._wake.set()
         return body
 
     def cancel(self, id: str) -> Body:
@@ -98,7 +98,7 @@ class Batches:
         with self._lock:
             if id in self._open:
                 self._open[id].status = "cancelling"
-        self._woken.set()
+        self._wake.set()
         return body
 
     def with_counts(self, body: Body) -> Body:
@@ -112,13 +112,13 @@ class Batches:
     def open_counts(self) -> list[list[Any]]:
         """Returns [id, status, lines, answered, failed] of each batch that has not ended."""
         bodies = (self._store.get("batch", None, id) for id in list(self._open))
-        shown = [self.with_counts(body) for body in bodies if body is not None]
+        known = [self.with_counts(body) for body in bodies if body is not None]
         names = ("total", "completed", "failed")
-        return [[body["id"], body["status"], *(body["request_counts"][name] for name in names)] for body in shown]
+        return [[body["id"], body["status"], *(body["request_counts"][name] for name in names)] for body in known]
 
     def uses(self, file: str) -> bool:
         """Returns whether an open batch reads a file, or a batch that has just ended."""
-        return self._used[file] > 0
+        return self._num_readers[file] > 0
 
     def forget_file(self, tenant: str, file: str) -> bool:
         """Deletes a file and its content, and returns True; returns False if a batch still reads it."""
@@ -150,8 +150,8 @@ class Batches:
         batch = None
         while not self._is_stopping:
             if batch is None:
-                self._woken.wait(LOOK_SECONDS)
-                self._woken.clear()
+                self._wake.wait(LOOK_SECONDS)
+                self._wake.clear()
             if self._store.troubles:
                 self._store.probe()
             self._drop_ended()
@@ -173,10 +173,10 @@ class Batches:
             batch.is_taken = True
         return batch
 
-    def _gives_way(self, batch: OpenBatch, answered: int, total: int) -> bool:
+    def _gives_way(self, batch: OpenBatch, num_answered: int, total: int) -> bool:
         """Returns whether a batch lets another tenant's run before it goes on, which is rare because it then reads its
-        input again. answered, total: its lines that were answered in this turn, and all of its lines"""
-        if answered < max(LINES_A_TURN, total // MOST_TURNS):
+        input again. num_answered, total: its lines that were answered in this turn, and all of its lines"""
+        if num_answered < max(LINES_A_TURN, total // MOST_TURNS):
             return False
         others = (other for other in list(self._open.values()) if other.tenant != batch.tenant)
         return any(other.status in RUNNING and other.is_free for other in others)
@@ -225,14 +225,14 @@ class Batches:
         """Adds a batch to the open ones."""
         with self._lock:
             self._open[batch.id] = batch
-            self._used[batch.file] += 1
+            self._num_readers[batch.file] += 1
 
     def _drop(self, batch: OpenBatch) -> None:
         """Removes a batch from the open ones. The caller holds the lock."""
         if self._open.pop(batch.id, None) is not None:
-            self._used[batch.file] -= 1
-            if not self._used[batch.file]:
-                del self._used[batch.file]
+            self._num_readers[batch.file] -= 1
+            if not self._num_readers[batch.file]:
+                del self._num_readers[batch.file]
 
 
 def _public_reason(error: Exception) -> str:

@@ -78,12 +78,12 @@ class RequestContext:
     async def answer(self, order: TaskOrder) -> Response:
         """Returns the response to an order. Raises InputError, Refusal, ClientGone."""
         try:
-            placed = self.order(order)
+            order_here = self.order(order)
             if order.events is not None:
-                events = _events(self, placed)
+                events = _events(self, order_here)
                 await unless_gone(self.request, anext(events))
                 return EventStream(events, self.request, self.state.options, self.state.metrics.cancelled.inc)
-            results, is_short = await unless_gone(self.request, self.handler.answer(placed))
+            results, is_short = await unless_gone(self.request, self.handler.answer(order_here))
         except InputError as wrong:
             raise wrong.renamed(renamed(wrong.field, order.fields)) from None
 
@@ -111,15 +111,15 @@ class RequestContext:
 async def _events(context: RequestContext, order: TaskOrder) -> AsyncGenerator[bytes]:
     """Yields b"" when the request has been accepted, and then the bytes of events. A failing stream ends with an error
     event."""
-    started, writer = False, order.events
+    has_started, writer = False, order.events
     try:
         async with aclosing(context.handler.stream(order)) as bodies:
             async for body in bodies:
-                if body or not started:
+                if body or not has_started:
                     yield body
-                started = True
+                has_started = True
     except Exception as wrong:
-        if not started:
+        if not has_started:
             raise
         refusal, message = context.state.refusal(wrong)
         yield event_bytes(writer, [writer.failed(refusal.status, message, refusal.code, refusal.param)])

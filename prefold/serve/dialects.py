@@ -131,8 +131,8 @@ def entries(context: RequestContext) -> list[dict[str, Any]]:
     head = {"object": "model", "created": int(time.time()), "owned_by": "prefold"}
     return [
         {"id": name, **head, "root": names[0], "parent": parent, "max_model_len": llm.config.max_positions}
-        for served, parent in ((names, None), (llm.engine.facts.adapters, names[0]))
-        for name in served
+        for group, parent in ((names, None), (llm.engine.facts.adapters, names[0]))
+        for name in group
     ]
 
 
@@ -153,8 +153,8 @@ async def tokenize(context: RequestContext) -> Response:
     else:
         (ids,) = await context.tokens(body.ordered(context.served, items, {}))
     names = await context.without_engine(lambda: llm.tokenizer.token_names(ids)) if body.return_token_strs else None
-    counted = {"count": len(ids), "max_model_len": llm.config.max_positions, "tokens": ids}
-    return json_response(counted | {"token_strs": names})
+    answer = {"count": len(ids), "max_model_len": llm.config.max_positions, "tokens": ids}
+    return json_response(answer | {"token_strs": names})
 
 
 def prompt_ids(llm: Any, prompt: str, special: bool, options: Mapping[str, Any]) -> list[int]:

@@ -25,7 +25,7 @@ from .context import Entry, RequestContext
 from .dialects import OPENAI
 from .http import ClientGone, Refusal, json_response
 from .state import new_id
-from .store import Body as StoredWeights
+from .store import Body as StoredBody
 from .store import Store
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -121,7 +121,7 @@ async def upload(context: RequestContext) -> Response:
     return json_response(body)
 
 
-def _store_file(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: int | None) -> StoredWeights:
+def _store_file(store: Store, tenant: str, file: UploadFile, purpose: str, seconds: int | None) -> StoredBody:
     """Stores an uploaded file, and returns its object."""
     id, now = f"file-{new_id()}", int(time.time())
     with store.writing_content(id) as path, path.open("wb") as copy:
@@ -130,7 +130,7 @@ def _store_file(store: Store, tenant: str, file: UploadFile, purpose: str, secon
         size = copy.tell()
     # A form's charset may make halves of surrogate pairs, which no answer can hold.
     name = Path(file.filename or "file.jsonl").name[:255].encode("utf-8", "replace").decode()
-    body: StoredWeights = {
+    body: StoredBody = {
         "id": id,
         "object": "file",
         "bytes": size,
@@ -152,7 +152,7 @@ async def _limited(context: RequestContext, store: Store, owner: str) -> AsyncIt
     if the client leaves."""
     size, options = 0, context.state.options
     most = options.max_file_bytes
-    room, receiving = await asyncio.to_thread(store.left, owner), store.receiving
+    room, receiving = await asyncio.to_thread(store.bytes_left, owner), store.receiving
     parts = context.request.stream()
     closing = {"connection": "close"}
     try:
@@ -213,8 +213,8 @@ async def delete_file(context: RequestContext) -> Response:
 async def create_batch(context: RequestContext) -> Response:
     """Takes a batch. It is on disk when this has answered."""
     owner, store, batches = _stores(context)
-    sent = NewBatch.of(context.body)
-    file, endpoint = sent.input_file_id, sent.endpoint
+    body = NewBatch.of(context.body)
+    file, endpoint = body.input_file_id, body.endpoint
     if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         message, remedy = f"'endpoint' is {endpoint!r:.100}", f"give one of {', '.join(ENDPOINTS)}"
         raise InputError(message, field="endpoint", remedy=remedy, code="unsupported")
@@ -222,16 +222,16 @@ async def create_batch(context: RequestContext) -> Response:
     if not stored or stored["purpose"] != "batch":
         message, remedy = f"there is no file {file!r:.100} for a batch", 'upload it with purpose "batch"'
         raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
-    window, now = sent.completion_window, int(time.time())
-    batch: StoredWeights = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
+    window, now = body.completion_window, int(time.time())
+    batch: StoredBody = {"id": f"batch_{new_id()}", "object": "batch", "endpoint": endpoint, "errors": None}
     batch |= {"input_file_id": file, "completion_window": window, "status": "validating"}
     batch |= {"output_file_id": None, "error_file_id": None, "created_at": now, "in_progress_at": None}
     seconds = int(window[:-1]) * _SECONDS[window[-1]]
-    batch |= {"expires_at": now + seconds, "metadata": sent.metadata, "model": context.state.names[0]}
+    batch |= {"expires_at": now + seconds, "metadata": body.metadata, "model": context.state.names[0]}
     times = ("finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     batch |= {f"{name}_at": None for name in times}
     batch |= {"request_counts": {"total": 0, "completed": 0, "failed": 0}, "usage": None}
-    expiry = sent.output_expires_after
+    expiry = body.output_expires_after
     batch |= {
         "_output_seconds": None if expiry is None else expiry.seconds,
         "_model": context.handler.llm.checkpoint.name,
@@ -260,7 +260,7 @@ async def cancel_batch(context: RequestContext) -> Response:
 # ---------------------------------------------------------------------------------------------------------- both
 
 
-async def _named_object(context: RequestContext, kind: str) -> StoredWeights:
+async def _named_object(context: RequestContext, kind: str) -> StoredBody:
     """Returns the object that a path names. Raises Refusal (404) if the tenant has none of this id."""
     owner, store, _ = _stores(context)
     id = context.request.path_params["id"]

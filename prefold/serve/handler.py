@@ -95,14 +95,14 @@ class RequestHandler:
             return await self._results(order)
         # A namespace of its own keeps scores from being shared with other requests.
         namespace = order.namespace if order.share else order.namespace + uuid4().hex
-        scored, _ = await self._results(replace(order, namespace=namespace))
-        if all("finish_reason" in result for result in scored):
-            return scored, False
-        generated, _ = await self._results(replace(order, echo=None))
-        return [each | {"prompt": prompt["prompt"]} for each, prompt in zip(generated, scored, strict=True)], False
+        prompts, _ = await self._results(replace(order, namespace=namespace))
+        if all("finish_reason" in result for result in prompts):
+            return prompts, False
+        samples, _ = await self._results(replace(order, echo=None))
+        return [sample | {"prompt": prompt["prompt"]} for sample, prompt in zip(samples, prompts, strict=True)], False
 
     async def _results(self, order: TaskOrder) -> tuple[list[dict[str, Any]], bool]:
-        async with self._submitted(order, text=False) as (task, works, replies):
+        async with self._streams_of(order, text=False) as (task, works, replies):
             answers = dict.fromkeys(range(len(replies)))
             async with aclosing(events_of(replies)) as events:
                 async for number, answer in events:  # the first that fails ends the others
@@ -125,8 +125,8 @@ class RequestHandler:
     async def stream(self, order: TaskOrder) -> AsyncGenerator[bytes]:
         """Yields b"" when the order has been accepted, by when errors of the request are raised, and then the events of
         its response as they come."""
-        started, is_first, writer = time.perf_counter(), True, order.events
-        async with self._submitted(order, text=True) as (task, works, replies):
+        started_at, is_first, writer = time.perf_counter(), True, order.events
+        async with self._streams_of(order, text=True) as (task, works, replies):
 
             def ended(number: int, answer: Any) -> tuple[dict[str, Any], bytes]:
                 result = result_or_raise(*finish_items(task, [works[number]], [[answer]]))
@@ -137,7 +137,7 @@ class RequestHandler:
             async with aclosing(events_of(replies)) as events:
                 async for number, event in events:
                     if is_first:
-                        self._metrics.first.observe(time.perf_counter() - started)
+                        self._metrics.first.observe(time.perf_counter() - started_at)
                         is_first = False
                     for gap in replies[number].take_gaps():
                         self._metrics.between.observe(gap)
@@ -157,7 +157,7 @@ class RequestHandler:
     async def requests(self, order: TaskOrder) -> list[Request]:
         """Returns the engine's requests for an order, without running them. Raises InputError or Refusal."""
         with self.backpressure.preparing(order.num_bytes, order.owner, computes=False):
-            _, works = await self._prepared(replace(order, computes=False))
+            _, works = await self._prepare_in_pool(replace(order, computes=False))
         return [request for work in works for request in work.requests]
 
     async def without_engine(self, owner: Owner, num_bytes: int, function: Callable[[], T]) -> T:
@@ -180,9 +180,9 @@ class RequestHandler:
                 task.reasoning_parser = self.options.reasoning_parser
             if (images := getattr(task.inputs, "images", None)) is not None:
                 store, tenant = self._store, str(order.owner.tenant or "")
-                uploaded = None if store is None else lambda id: store.path_of(tenant, id)
+                path_of = None if store is None else lambda id: store.path_of(tenant, id)
                 task = copy(task)
-                task.inputs = replace(task.inputs, images=images.for_clients(uploaded, order.namespace))
+                task.inputs = replace(task.inputs, images=images.for_clients(path_of, order.namespace))
         if order.echo is not None:
             task = PromptTask(task, order.echo, self.engine.facts.options.eos_ids)
         if order.readout is not None:
@@ -203,7 +203,7 @@ class RequestHandler:
             raise InputError("the request holds no text", remedy="give at least one", code="empty")
         return task, works
 
-    async def _prepared(self, order: TaskOrder) -> tuple[Any, list[Work]]:
+    async def _prepare_in_pool(self, order: TaskOrder) -> tuple[Any, list[Work]]:
         """Returns the result of `_prepare`, called in a pool of threads when it is the tenant's turn."""
         pool = self._pool
         if self.llm.images is not None and any(map(has_images, order.items)):
@@ -213,29 +213,29 @@ class RequestHandler:
         return await asyncio.wrap_future(pool.submit(order.owner.tenant, self._prepare, order))
 
     @asynccontextmanager
-    async def _submitted(
+    async def _streams_of(
         self, order: TaskOrder, *, text: bool
     ) -> AsyncIterator[tuple[Any, list[Work], list[ResponseStream]]]:
         """Gives (task, a Work of each item, replies) of an order that the engine works for within the context, and
         counts it where the context ends well. There is a reply for each text to generate, or one for all numbers."""
-        started, loop = time.perf_counter(), asyncio.get_running_loop()
+        started_at, loop = time.perf_counter(), asyncio.get_running_loop()
         makes_text = order.task == "generate" and order.echo is None
         samples = num_samples(order.items) if makes_text else 1  # numbers are read together
-        with self.backpressure.preparing(order.num_bytes, order.owner, samples=samples) as prepared:
+        with self.backpressure.preparing(order.num_bytes, order.owner, samples=samples) as preparation:
             # Soon ready is what makes requests soon, fetches no images, and needs no store that is still to be made.
             is_short = self._has_answered and self.llm.images is None
             is_short = is_short and are_soon_ready(order.items, order.num_bytes)
-            task, works = self._prepare(order) if is_short else await self._prepared(order)
+            task, works = self._prepare(order) if is_short else await self._prepare_in_pool(order)
             is_text = task.readout.kind == "tokens"
             sizes = [sum(len(request.tokens) for request in work.requests) for work in works]
             if is_text:
                 counts = [work.requests[0].sampling.n for work in works]  # type: ignore[union-attr]
-                replies = [ResponseStream(loop, *each) for each in zip(sizes, repeat(order.owner), counts)]
+                replies = [ResponseStream(loop, *arguments) for arguments in zip(sizes, repeat(order.owner), counts)]
             else:
                 replies = [ResponseStream(loop, sum(sizes), order.owner)]
             note(prompt=sum(sizes))
             with self.backpressure.computing(replies):
-                prepared()
+                preparation()
                 try:
                     requests = [work.requests for work in works]
                     requests = requests if is_text else [list(chain.from_iterable(requests))]
@@ -249,10 +249,10 @@ class RequestHandler:
                         self.engine.cancel(reply)
         self._has_answered = True
         self.backpressure.note_answered(replies)
-        self._metrics.seconds.observe(time.perf_counter() - started)
+        self._metrics.seconds.observe(time.perf_counter() - started_at)
         for reply in replies:
             if reply.begun_at is not None:
-                self._metrics.queue.observe(reply.begun_at - started)
+                self._metrics.queue.observe(reply.begun_at - started_at)
 
     def _submit(
         self, groups: Sequence[Sequence[Request]], readout: Readout, replies: Sequence[ResponseStream], **options: Any
@@ -288,8 +288,8 @@ def fingerprint(llm: Any) -> str:
     generation = llm.engine.facts.options.generation
     shifted = getattr(generation.cache, "shifted", None)
     settings = [llm.device.type, llm.engine.facts.sharing, generation.looped.exits, shifted]
-    named = llm.identity
-    identity = {**named, "model": {**named["model"], "name": ""}}  # the name may be a path
+    identity = llm.identity
+    identity = {**identity, "model": {**identity["model"], "name": ""}}  # the name may be a path
     content = json.dumps([__version__, identity, settings], sort_keys=True, default=str)
     return f"fp_{hashlib.blake2b(content.encode(), digest_size=6).hexdigest()}"
 
@@ -312,16 +312,16 @@ class BoundedTask:
         works = [next(prepared) if error is None else error for error in errors]
         for work in works:
             if self._namespace and not isinstance(work, InputError):
-                salted = [replace(request, salt=within(self._namespace, request.salt)) for request in work.requests]
-                work.requests[:] = salted
+                requests = [replace(request, salt=within(self._namespace, request.salt)) for request in work.requests]
+                work.requests[:] = requests
         return works
 
 
 def event_bytes(writer: Events, events: Iterable[dict[str, Any]]) -> bytes:
     """Returns the bytes of server-sent events, named by their "type" if the API names events."""
-    named = b"event: %b\n" if writer.is_named else b""
+    prefix = b"event: %b\n" if writer.is_named else b""
     return b"".join(
-        (named % event["type"].encode() if named else b"") + b"data: %b\n\n" % json_of(event) for event in events
+        (prefix % event["type"].encode() if prefix else b"") + b"data: %b\n\n" % json_of(event) for event in events
     )
 
 
@@ -351,9 +351,9 @@ class PromptTask:
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
         """Returns a Work for each item, or its InputError."""
         works = self._inner.prepare(items)
-        return [work if isinstance(work, InputError) else attempt(self._scored, work) for work in works]
+        return [work if isinstance(work, InputError) else attempt(self._score, work) for work in works]
 
-    def _scored(self, work: Work) -> Work:
+    def _score(self, work: Work) -> Work:
         (request,) = work.requests
         assert request.sampling is not None
         if request.media or (request.tokens >= MEDIA_BASE).any():
@@ -377,10 +377,10 @@ class PromptTask:
                 prompt.append(names(token, TokenLogprobs(0.0)) | {"logprob": None, "rank": None})
             else:
                 prompt.append(names(token, entry[1]) | {"rank": int(entry[0][1])})
-        generated = self._generated(request, rows[-1])
+        generated = self._generation(request, rows[-1])
         return ({} if generated is None else self._inner.finish(note["note"], [[generated]])) | {"prompt": prompt}
 
-    def _generated(self, request: Request, last: TokenLogprobs) -> Generated | None:
+    def _generation(self, request: Request, last: TokenLogprobs) -> Generated | None:
         """Returns the generated output; None if it has to be computed. last: the log-probabilities after the prompt"""
         sampling = request.sampling
         assert sampling is not None

@@ -209,9 +209,9 @@ class Bodies:
         except ClientDisconnect:
             raise ClientGone from None
         finally:
-            received = sum(map(len, parts))
-            self.num_bytes -= received
-            self._sizes[tenant.name] -= received
+            counted = sum(map(len, parts))
+            self.num_bytes -= counted
+            self._sizes[tenant.name] -= counted
             if not self._sizes[tenant.name]:
                 del self._sizes[tenant.name]
         return b"".join(parts)
@@ -254,8 +254,8 @@ class Hosts:
             name_of_site = name_of(site)  # "" of a file, or where any page hides its own: then it cannot be allowed
             if not name_of_site or (site != host and name_of_site not in self._names):
                 message = f"pages of {origin!r:.100} may not ask this server"
-                named = "start it with --allowed-host and the name of their host"
-                remedy = named if name_of_site else "open the page from a host, as http://HOST, not as a file"
+                allow = "start it with --allowed-host and the name of their host"
+                remedy = allow if name_of_site else "open the page from a host, as http://HOST, not as a file"
                 raise Refusal(403, message, remedy=remedy, code="foreign_origin")
 
 

@@ -158,8 +158,8 @@ class Keys:
             key = header.get("x-api-key", "")
         # Starlette decodes headers as Latin-1; encoding restores the bytes that were sent.
         digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        stored, tenant = self._tenants.get(self._place(digest), (bytes(len(digest)), None))
-        return tenant if hmac.compare_digest(stored, digest) else None
+        stored_digest, tenant = self._tenants.get(self._place(digest), (bytes(len(digest)), None))
+        return tenant if hmac.compare_digest(stored_digest, digest) else None
 
     def _place(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
@@ -182,17 +182,17 @@ def read_keys(path: Path) -> list[tuple[bytes, Tenant]]:
         raise JobError(f"the file of keys {path} has no keys; write a table [[key]] with key and tenant for each")
     keys, limits = [], dict[str, dict[str, Any]]()
     for number, entry in enumerate(entries, 1):
-        where = f"key {number} of {path}"
+        place = f"key {number} of {path}"
         try:
             keys.append(key := _Key.of(entry))
         except InputError as wrong:
-            raise JobError(f"{where}: {wrong}") from None
+            raise JobError(f"{place}: {wrong}") from None
         if (key.key is None) == (key.sha256 is None):
-            raise JobError(f"{where} needs either key or sha256")
+            raise JobError(f"{place} needs either key or sha256")
         limits_of_key = {name: value for name in _LIMITS if (value := getattr(key, name)) is not None}
         before = limits.setdefault(key.tenant, limits_of_key)
         if limits_of_key and before and before != limits_of_key:
-            message = f"{where} has other limits than an earlier key of the same tenant"
+            message = f"{place} has other limits than an earlier key of the same tenant"
             raise JobError(f"{message}; give them at one of the keys")
         before.update(limits_of_key)
     return [

@@ -56,8 +56,8 @@ class Metrics:
         tokens = "Tokens of prompts that were continued, by tenant."
         self.prefix_queries = counter("prefix_cache_queries", tokens, "tenant")
         self.prefix_hits = counter("prefix_cache_hits", "Those of them that were there already, by tenant.", "tenant")
-        copied = "Those that were copied from other positions, by tenant."
-        self.approximate = counter("approximate_tokens", copied, "tenant")
+        help_copied = "Those that were copied from other positions, by tenant."
+        self.approximate = counter("approximate_tokens", help_copied, "tenant")
         self.lag = histogram("event_loop_lag", "By how much the event loop is late.")
         self.cancelled = counter("requests_cancelled", "Requests whose client left.")
         self.registry.register(self)
@@ -110,8 +110,8 @@ class Metrics:
                 "generation_tokens": ("Tokens generated.", texts.generated_tokens),
                 "num_preemptions": ("Sequences taken out because memory was full.", texts.preemptions),
             }
-            used = now.used_slots / max(1, now.slots)
-            gauges["kv_cache_usage_perc"] = ("Share of the KV store that is in use, 0 to 1.", used)
+            share = now.used_slots / max(1, now.slots)
+            gauges["kv_cache_usage_perc"] = ("Share of the KV store that is in use, 0 to 1.", share)
         for name, (meaning, value) in gauges.items():
             yield GaugeMetricFamily(f"prefold:{name}", meaning, value)
         for name, (meaning, value) in counts.items():
@@ -129,14 +129,14 @@ class Metrics:
 LONGEST_PATH = 200
 LEFT = 499  # nginx's status for a client that left before its response was completely sent
 _access_log = logging.getLogger("prefold.access")
-_noted: ContextVar[dict[str, Any] | None] = ContextVar("noted", default=None)
+_notes: ContextVar[dict[str, Any] | None] = ContextVar("noted", default=None)
 
 
 def note(**counts: int) -> None:
     """Adds token counts to the access log's line for the present request."""
-    if (noted := _noted.get()) is not None:
+    if (notes := _notes.get()) is not None:
         for name, count in counts.items():
-            noted[name] = noted.get(name, 0) + count
+            notes[name] = notes.get(name, 0) + count
 
 
 def log_refusal(status: int) -> None:
@@ -153,7 +153,7 @@ class AccessLog:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        status, is_whole, started, noted = 0, False, time.perf_counter(), dict[str, Any]()
+        status, is_whole, started_at, notes = 0, False, time.perf_counter(), dict[str, Any]()
 
         async def sent(message: Any) -> None:
             nonlocal status, is_whole
@@ -161,11 +161,11 @@ class AccessLog:
             status = message.get("status", status)
             is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
-        token = _noted.set(noted)
+        token = _notes.set(notes)
         try:
             await self._app(scope, receive, sent)
         finally:
-            _noted.reset(token)
+            _notes.reset(token)
             tenant = scope.get("tenant")
             _access_log.info(
                 "access method=%s path=%s status=%d tenant=%s ms=%.0f prompt_tokens=%s completion_tokens=%s",
@@ -173,9 +173,9 @@ class AccessLog:
                 quote(scope["raw_path"], safe="/%:@!$&'()*+,;=~")[:LONGEST_PATH],  # no line of the client's making
                 status if is_whole else LEFT,
                 "-" if tenant is None else json.dumps(tenant),
-                1e3 * (time.perf_counter() - started),
-                noted.get("prompt", "-"),
-                noted.get("completion", "-"),
+                1e3 * (time.perf_counter() - started_at),
+                notes.get("prompt", "-"),
+                notes.get("completion", "-"),
             )
 
 
@@ -190,7 +190,7 @@ class StepWatch:
 
     def note(self, step: StepInfo) -> None:
         """Records a step."""
-        self._steps.append((step.started, step.seconds, 1, step.rows, step.path_rows, step.running))
+        self._steps.append((step.started_at, step.seconds, 1, step.rows, step.path_rows, step.running))
 
     def bins(self) -> list[list[float]]:
         """Returns the steps of the last minutes, with neighbours merged; their start is relative to now, in seconds."""

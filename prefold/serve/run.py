@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
 
     def load(self, load: Callable[[], Any]) -> None:
         """Loads the model; if that fails, the server ends."""
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             llm = load()
         except BaseException as error:
@@ -108,7 +108,7 @@ class Server(uvicorn.Server):
         gc.collect()
         gc.freeze()
         self.state.ready(llm)
-        self.say(f"ready after {time.perf_counter() - started:.1f} s: {', '.join(self.state.names)} on {self.url}")
+        self.say(f"ready after {time.perf_counter() - started_at:.1f} s: {', '.join(self.state.names)} on {self.url}")
         if passes := getattr(llm, "passes", ""):
             self.say(passes)
 

@@ -76,8 +76,8 @@ class Store:
         self.receiving: Counter[str] = Counter()
         self._lock = threading.RLock()
         try:
-            for each in (self.files, self.batches):
-                each.mkdir(parents=True, exist_ok=True)
+            for subfolder in (self.files, self.batches):
+                subfolder.mkdir(parents=True, exist_ok=True)
             self._lock_file = _hold(folder / "lock")
             self._db = sqlite3.connect(
                 folder / "prefold.sqlite", timeout=LOCKED_SECONDS, isolation_level=None, check_same_thread=False
@@ -113,10 +113,10 @@ class Store:
                     " ON CONFLICT (id) DO UPDATE SET body = excluded.body",
                     (body["id"], kind, tenant, json.dumps(body), drop_at),
                 )
-                if is_bounded and (left := self.left(tenant)) < 0:
-                    raise self.full(-left)
+                if is_bounded and (bytes_left := self.bytes_left(tenant)) < 0:
+                    raise self.full(-bytes_left)
 
-    def left(self, tenant: str) -> int:
+    def bytes_left(self, tenant: str) -> int:
         """Returns how many more bytes a tenant may store; negative if it stores more than it may."""
         with self._reading() as db:
             row = db.execute("SELECT bytes FROM stored WHERE tenant = ?", (tenant,)).fetchone()
@@ -235,18 +235,18 @@ class Store:
                 path.unlink(missing_ok=True)
 
     @contextmanager
-    def _failures(self, where: str | None) -> Iterator[None]:
-        """Raises Refusal for an error of the disk or the database in the context, and records it under `where`."""
+    def _failures(self, condition: str | None) -> Iterator[None]:
+        """Raises Refusal for an error of the disk or the database in the context, and records it under `condition`."""
         try:
             yield
         except (sqlite3.Error, OSError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            if where is not None:
-                self.troubles[where] = f"the data folder fails: {why}"
+            if condition is not None:
+                self.troubles[condition] = f"the data folder fails: {why}"
             message, remedy = f"the server's data folder fails: {why}", "send the request again later"
             raise Refusal(503, message, remedy=remedy, code="storage", headers={"retry-after": "5"}) from error
-        if where is not None:
-            self.troubles.pop(where, None)
+        if condition is not None:
+            self.troubles.pop(condition, None)
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:

@@ -168,11 +168,11 @@ class ChunkIndex:
             return
         path = node.path()
         assert path[0].parent is not None
-        namespace, done, keys = self._noted.get(node) or (path[0].parent.namespace, node.start, [])
-        stop = node.start + node.computed
-        ends = [end for end in range(done // self._size * self._size + self._size, stop + 1, self._size)]
+        namespace, end_noted, keys = self._noted.get(node) or (path[0].parent.namespace, node.start, [])
+        stop = node.start + node.num_computed
+        ends = [end for end in range(end_noted // self._size * self._size + self._size, stop + 1, self._size)]
         if ends:
-            tokens = np.concatenate([one.tokens for one in path])[:stop]
+            tokens = np.concatenate([node_above.tokens for node_above in path])[:stop]
             first = ends[0] - self._size
             hashes = window_hashes(tokens[first:], self._size)[:: self._size].tolist()
             has_images = bool(tokens.max() >= MEDIA_BASE)
@@ -183,24 +183,24 @@ class ChunkIndex:
                 key = (_images_before(tokens, start) if has_images else b"", value)
                 keys.append((end, key))
                 self._blocks.setdefault(namespace, {}).setdefault(key, {})[node] = end
-        self._noted[node] = (namespace, max(done, stop), keys)
+        self._noted[node] = (namespace, max(end_noted, stop), keys)
 
     def _split(self, upper: Node, lower: Node) -> None:
         if lower not in self._noted:
             return
-        namespace, done, keys = self._forget(lower)
+        namespace, end_noted, keys = self._forget(lower)
         for node, low, high in ((upper, 0, upper.stop), (lower, upper.stop, lower.stop)):
             own = [(end, key) for end, key in keys if low < end <= high]
             for end, key in own:
                 self._blocks.setdefault(namespace, {}).setdefault(key, {})[node] = end
-            self._noted[node] = (namespace, min(max(done, node.start), node.stop), own)
+            self._noted[node] = (namespace, min(max(end_noted, node.start), node.stop), own)
 
     def _drop(self, node: Node) -> None:
         if node in self._noted:
             self._forget(node)
 
     def _forget(self, node: Node) -> tuple[Hashable, int, list[tuple[int, Key]]]:
-        namespace, done, keys = self._noted.pop(node)
+        namespace, end_noted, keys = self._noted.pop(node)
         table = self._blocks.get(namespace, {})
         for _, key in keys:
             places = table.get(key)
@@ -210,26 +210,11 @@ class ChunkIndex:
                     del table[key]
         if not table:
             self._blocks.pop(namespace, None)
-        return namespace, done, keys
+        return namespace, end_noted, keys
 
     def _clear(self) -> None:
         self._blocks.clear()
         self._noted.clear()
-
-    def check(self) -> None:
-        """Raises AssertionError where the blocks that are noted and the rows of the tree do not agree; for tests."""
-        expected: dict[Hashable, dict[Key, set[Node]]] = {}
-        for node in self._tree.nodes():
-            path, stop = node.path(), node.start + node.computed
-            tokens = np.concatenate([one.tokens for one in path])[:stop]
-            assert path[0].parent is not None
-            for end in range(self._size, stop + 1, self._size):
-                block = tokens[end - self._size : end]
-                if end > node.start and block.max() < MEDIA_BASE:
-                    key = (_images_before(tokens, end - self._size), int(window_hashes(block, self._size)[0]))
-                    expected.setdefault(path[0].parent.namespace, {}).setdefault(key, set()).add(node)
-        noted = {name: {key: set(places) for key, places in table.items()} for name, table in self._blocks.items()}
-        assert noted == expected
 
 
 def window_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
@@ -257,7 +242,7 @@ def _powers(base: int, count: int) -> np.ndarray:
 def _rows(nodes: list[Node]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the tokens of nodes below each other, int32 [n], and the slots of their rows, int64 [n]: 0 where the row
     is not there."""
-    slots = [np.pad(node.slots[: node.computed], (0, len(node) - node.computed)) for node in nodes]
+    slots = [np.pad(node.slots[: node.num_computed], (0, len(node) - node.num_computed)) for node in nodes]
     return np.concatenate([node.tokens for node in nodes]), np.concatenate(slots)
 
 

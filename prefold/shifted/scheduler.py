@@ -87,8 +87,8 @@ class ShiftingScheduler(GenerateScheduler):
         for node, below in zip(path, (*path[1:], None), strict=True):
             if node.users > len(request) or any(child is not below for child in node.children.values()):
                 first = node.stop
-            elif node.computed:
-                first = node.start + node.computed
+            elif node.num_computed:
+                first = node.start + node.num_computed
         root = path[0].parent
         assert root is not None and self.cache is not None
         tokens = np.concatenate([node.tokens for node in path])
@@ -106,7 +106,7 @@ class ShiftingScheduler(GenerateScheduler):
         for copy in copies:
             leaf = self._hang(leaf, tokens[at : copy.start], slots[at - cut : copy.start - cut], request)
             leaf = self._hang(leaf, tokens[copy.start : copy.stop], slots[copy.start - cut : copy.stop - cut], request)
-            leaf.computed, at = len(leaf), copy.stop
+            leaf.num_computed, at = len(leaf), copy.stop
         leaf = self._hang(leaf, tokens[at:], slots[at - cut :], request)
         for one in request:
             one.leaf = one.tail.parent = leaf
@@ -164,16 +164,6 @@ class ShiftingScheduler(GenerateScheduler):
     def _nodes(self) -> Iterator[Node]:
         yield from super()._nodes()
         yield from self._apart
-
-    def check(self) -> None:
-        super().check()
-        self.chunks.check()
-        assert self._may_shift <= set(self._requests)
-        for node in self._apart:
-            above = node.parent
-            assert above is not None and (above in self._apart or above.parent is not None)
-            assert all(child is not node for child in above.children.values()), "rows apart are met by others"
-            assert not node.children
 
 
 class Shifting(EnginePart):

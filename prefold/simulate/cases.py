@@ -120,8 +120,8 @@ def _in_flight(cost: StepCost, requests: Sequence[SimRequest]) -> int:
     if not requests:
         return 2
     sample = requests[:: max(1, len(requests) // 1000)]
-    each = sum(request.rows / 2 + request.limit for request in sample) / len(sample)
-    return max(2, int(1.25 * cost.kv_rows / each))
+    rows = sum(request.rows / 2 + request.limit for request in sample) / len(sample)
+    return max(2, int(1.25 * cost.kv_rows / rows))
 
 
 # {name: function(setup, costs of a step, all requests, the requests from the start) -> Feeder}

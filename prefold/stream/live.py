@@ -330,19 +330,3 @@ class LiveWindow:
     def _split(self, upper: Node, lower: Node) -> None:
         total = self._sums[lower]
         self._sums[upper] = _Totals(total.requests, total.tokens)
-
-    def check(self) -> None:
-        """Raises AssertionError if the totals or the queues are wrong."""
-        sums: dict[Node, list[int]] = {}
-        for key, waiting in self._waiting.items():
-            assert self._sums[waiting.leaf].ending[key] is waiting
-            for node in waiting.leaf.path():
-                total = sums.setdefault(node, [0, 0])
-                total[0] += 1
-                total[1] += len(waiting.tokens)
-        assert sums == {node: [total.requests, total.tokens] for node, total in self._sums.items()}
-        assert set(self._tree.nodes()) == set(sums)
-        assert self.num_tokens == sum(len(waiting.tokens) for waiting in self._waiting.values())
-        entered = {(node, is_whole, -tokens) for heap in self._queues.values() for tokens, _, node, is_whole in heap}
-        for bucket in self.buckets():
-            assert (bucket.node, bucket.is_whole, bucket.tokens) in entered, "a bucket that would never leave"

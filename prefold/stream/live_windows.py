@@ -72,11 +72,11 @@ class Feed:
         is_new = []
         last: tuple[str, str, bytes] | None = None
         for request, tag in requests:
-            spooled = encode(request, tag, self._number)
-            is_new.append(request.sampling is not None or spooled[:3] != last)
-            last, self._number = spooled[:3], self._number + 1
-            prompts.append((spooled,) if is_new[-1] else (*prompts.pop(), spooled))
-            self._tokens_put += spooled.num_tokens if is_new[-1] else 0
+            encoded = encode(request, tag, self._number)
+            is_new.append(request.sampling is not None or encoded[:3] != last)
+            last, self._number = encoded[:3], self._number + 1
+            prompts.append((encoded,) if is_new[-1] else (*prompts.pop(), encoded))
+            self._tokens_put += encoded.num_tokens if is_new[-1] else 0
         self.is_hungry = False
         self._records.append((time.monotonic(), prompts))
         return is_new

@@ -77,13 +77,13 @@ class TextBatch:
     def add_pieces(self, pieces: Sequence[Text]) -> Callable[[], np.ndarray]:
         """Returns a function that returns the ids of a prompt made of pieces, after `encode`. Neighbouring texts are
         joined and encoded as one; token ids among the pieces stay as they are."""
-        joined: list[Text] = []
+        texts: list[Text] = []
         for piece in pieces:
-            if isinstance(piece, str) and joined and isinstance(joined[-1], str):
-                joined[-1] += piece
+            if isinstance(piece, str) and texts and isinstance(texts[-1], str):
+                texts[-1] += piece
             elif not isinstance(piece, str) or piece:
-                joined.append(piece)
-        getters = [self.add(piece) for piece in joined]
+                texts.append(piece)
+        getters = [self.add(piece) for piece in texts]
         if len(getters) == 1:
             return getters[0]
         return lambda: np.concatenate([np.empty(0, np.int32), *(get() for get in getters)])
@@ -136,8 +136,8 @@ class Inputs:
             message = f"adapter is of type {type(name).__name__}, not a text"
             raise InputError(message, field="adapter", remedy="give the name of an adapter", code="wrong_type")
         if name is not None and name not in self.adapters:
-            loaded = ", ".join(sorted(self.adapters)) or "none"
-            remedy = f"the adapters that are loaded: {loaded}"
+            names = ", ".join(sorted(self.adapters)) or "none"
+            remedy = f"the adapters that are loaded: {names}"
             raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")
         return name
 
@@ -320,8 +320,8 @@ class Inputs:
         """Returns what `make` returns for the text with its longest column cut, at most `room` tokens; `ids` if nothing
         of that column would be left. size: counts the tokens of what `make` returns"""
         assert self.tokenizer is not None
-        columns, filled = columns_of(text)
-        cut = cut_columns(self.tokenizer, columns, lambda values: make(filled(values)), size, room, left=left)
+        columns, fill = columns_of(text)
+        cut = cut_columns(self.tokenizer, columns, lambda values: make(fill(values)), size, room, left=left)
         return ids if cut is None else cut
 
     def over(self, num_tokens: int) -> int:

@@ -56,8 +56,8 @@ class ClassifyTask(Task):
     def __init__(self, inputs: Inputs, options: ClassifyOptions):
         """Checks the labels and the examples. Raises InputError for labels with equal tokens, and bad examples."""
         self.inputs = inputs
-        self.labels, self.written = _labels(options.labels)
-        words = dict(zip(self.labels, self.written, strict=True))
+        self.labels, self.words = _labels(options.labels)
+        words = dict(zip(self.labels, self.words, strict=True))
         shots = [_example(example, i, words) for i, example in enumerate(options.examples)]
         template = FewShotPrompt.template if options.template is None else options.template
         parts = {"instructions": options.instructions, "template": template, "separator": options.separator}
@@ -84,13 +84,13 @@ class ClassifyTask(Task):
             label_of[ids] = label
 
     def _add_pairs(self, batch: TextBatch, prompt: Text) -> list[PairOfIds]:
-        return [add_pair(batch, self.inputs, prompt, label) for label in self.written]
+        return [add_pair(batch, self.inputs, prompt, label) for label in self.words]
 
     def calibration_items(self) -> list[ClassifyItem]:
         """Returns the texts without content whose answers calibrate the task; none without `calibrate`, and none once
         it is calibrated."""
-        wanted = self.calibrate and self.calibration is None
-        return [ClassifyItem(text) for text in CONTENT_FREE] if wanted else []
+        is_wanted = self.calibrate and self.calibration is None
+        return [ClassifyItem(text) for text in CONTENT_FREE] if is_wanted else []
 
     def with_calibration(self, outputs: Sequence[Mapping[str, Any]] | np.ndarray) -> ClassifyTask:
         """Returns a calibrated copy of the task.
@@ -148,7 +148,7 @@ class ClassifyTask(Task):
         label's own)."""
         batch = TextBatch(self.inputs.tokenizer)
         head = batch.add(self.prompt.head)
-        tails = [add_joint(batch, self.prompt.tail, label) for label in self.written]
+        tails = [add_joint(batch, self.prompt.tail, label) for label in self.words]
         batch.encode()
         # If nothing stands before the text, the prompt begins with it: "x" stands for a text that is not empty.
         before = leading_ids(self.inputs.tokenizer, self.prompt.head or "x")
@@ -195,7 +195,7 @@ class ClassifyTask(Task):
         if self.normalization == "tokens":
             return np.array([result.values.size for result in results], dtype=np.float64)
         if self.normalization == "bytes":
-            return np.array([len(label.encode()) for label in self.written], dtype=np.float64)
+            return np.array([len(label.encode()) for label in self.words], dtype=np.float64)
         return np.ones(len(results))
 
 
@@ -283,8 +283,8 @@ def _labels(labels: Any) -> tuple[list[str], list[str]]:
         message = f"labels is {labels!r:.200}"
         raise InputError(message, field="labels", remedy="give a list of two labels or more, or {label: text}")
     names = list(labels)
-    written = list(labels.values()) if isinstance(labels, Mapping) else names
-    for kind, texts in (("label", names), ("text of a label", written)):
+    words = list(labels.values()) if isinstance(labels, Mapping) else names
+    for kind, texts in (("label", names), ("text of a label", words)):
         for i, text in enumerate(texts):
             valid_text(text, f"labels[{i}]")
             if not text.strip():
@@ -294,10 +294,10 @@ def _labels(labels: Any) -> tuple[list[str], list[str]]:
             if text in texts[:i]:
                 message = f"the {kind} {text!r} is given twice"
                 raise InputError(message, field=f"labels[{i}]", remedy="give each once", code="duplicate")
-    return names, written
+    return names, words
 
 
-def _example(example: Any, index: int, written: Mapping[str, str]) -> tuple[str, str]:
+def _example(example: Any, index: int, words: Mapping[str, str]) -> tuple[str, str]:
     """Returns (the text, the label's text in the prompt) of an example. Raises InputError for other values."""
     field = f"examples[{index}]"
     if isinstance(example, Mapping):
@@ -308,7 +308,7 @@ def _example(example: Any, index: int, written: Mapping[str, str]) -> tuple[str,
         message = f"{field!r} is not a pair"
         raise InputError(message, field=field, remedy='write (text, label) or {"text": ..., "label": ...}')
     text, label = valid_text(pair[0], f"{field}.text"), valid_text(pair[1], f"{field}.label")
-    if label not in written:
+    if label not in words:
         message = f"the label {label!r} of {field!r} is not one of the labels"
-        raise InputError(message, field=f"{field}.label", remedy=f"the labels are {', '.join(written)}")
-    return text, written[label]
+        raise InputError(message, field=f"{field}.label", remedy=f"the labels are {', '.join(words)}")
+    return text, words[label]

@@ -99,8 +99,8 @@ class Conversations(ConversationOptions):
             return tokenizer.escaping
         if images is None:
             return None
-        written = repr((item.messages, item.tools, item.documents, item.chat_template_kwargs))
-        return images.escaping if pictures or images.escaping.finds(written) else None
+        text = repr((item.messages, item.tools, item.documents, item.chat_template_kwargs))
+        return images.escaping if pictures or images.escaping.finds(text) else None
 
     def _text(self, item: GenerateItem, inputs: Inputs, escaping: EscapingEncoder | None) -> str:
         """Returns the text of a conversation; with `escaping` only that encodes it correctly."""

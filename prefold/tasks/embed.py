@@ -60,14 +60,14 @@ class EmbedTask(Task):
         self.readout = Readout(settings.pooling)
         self.dimensions = None if options.dimensions is None else self._dimensions(options.dimensions)
         self.truncate = options.truncate
-        self.before, self.instructed = self._prompt(options.prompt, options.prompt_name, options.instruction)
-        if settings.chat is not None and self.instructed:
+        self.before, self.instruction = self._prompt(options.prompt, options.prompt_name, options.instruction)
+        if settings.chat is not None and self.instruction:
             message = "the checkpoint embeds chat messages, and an instruction is in Qwen3-Embedding's format"
             raise InputError(
                 message, field="instruction", remedy="give prompt instead, which becomes the system message"
             )
         left_out = not settings.pool_prompt and settings.chat is None and settings.pooling != "last"
-        if (self.before or self.instructed) and left_out:
+        if (self.before or self.instruction) and left_out:
             raise UnsupportedModelError(
                 f"the checkpoint leaves its prompt out of {settings.pooling} pooling (include_prompt is false),"
                 " which prefold does not do; embed without a prompt"
@@ -166,7 +166,7 @@ class EmbedTask(Task):
         return short[short.size - count :] if count < shorter else short[:0]
 
     def _prompted(self, text: str) -> str:
-        text = instructed_query(self.instructed, text) if self.instructed else self.before + text
+        text = instructed_query(self.instruction, text) if self.instruction else self.before + text
         # Tokenizers lower-case one character at a time, so that a sigma at the end of a word is no special case.
         return "".join(map(str.lower, text)) if self.settings.lower_case else text
 

@@ -65,8 +65,8 @@ class GenerateTask(Task):
         if self.auto_max_tokens:
             sampling["max_tokens"] = AUTO_MAX_TOKENS
         self.sampling = self._sampling(sampling, Sampling())
-        written = {option.name: getattr(o, option.name) for option in fields(Conversations)}
-        self.conversations = Conversations(**written | {"tools": as_tools(o.tools)})
+        settings = {option.name: getattr(o, option.name) for option in fields(Conversations)}
+        self.conversations = Conversations(**settings | {"tools": as_tools(o.tools)})
         # An item's own sampling may ask for no more, unless the task's does.
         self.bounds = {"n": max(o.max_n, self.sampling.n), "logprobs": max(o.max_logprobs, self.sampling.logprobs or 0)}
         self.salt = o.salt
@@ -102,12 +102,13 @@ class GenerateTask(Task):
         item = self._bounded(item)
         pictures = self._pictures(item)
         before, get, field, text = self._prompt(item, batch, pictures, fields["salt"])
-        cut = partial(self._cut, item, batch, before.size, pictures, fields["salt"]) if self.truncate is True else None
+        cut = partial(self._cut, item, batch, before.size, pictures, fields["salt"])
+        shorten = cut if self.truncate is True else None
 
         def make() -> Work:
-            fitting = self._fit(before, get(), field, sampling.max_tokens if is_limited else None, cut)
-            drawn = sampling if is_limited else self._within_context(sampling, fitting.tokens.size)
-            request = Request(fitting.tokens, sampling=drawn, media=fitting.media, **fields)
+            fitting = self._fit(before, get(), field, sampling.max_tokens if is_limited else None, shorten)
+            limited = sampling if is_limited else self._within_context(sampling, fitting.tokens.size)
+            request = Request(fitting.tokens, sampling=limited, media=fitting.media, **fields)
             note: dict[str, Any] = {}
             if item.with_ids:
                 note["ids"] = _plain_ids(request)
@@ -197,8 +198,8 @@ class GenerateTask(Task):
         if self.truncate is not True or not isinstance(item.messages, (list, tuple)):
             return item
         messages = [m if has_images(m) else plain_message(m, i) for i, m in enumerate(item.messages)]
-        cut = [{**m, "content": self._part(m["content"], "messages")} if is_cut(m) else m for m in messages]
-        return replace(item, messages=cut)
+        messages = [{**m, "content": self._part(m["content"], "messages")} if is_cut(m) else m for m in messages]
+        return replace(item, messages=messages)
 
     def _part(self, text: str, field: str, *, left: bool = False) -> str:
         limits = [limit for limit in (self.context, self.inputs.max_length) if limit is not None]
@@ -210,14 +211,14 @@ class GenerateTask(Task):
         ids: np.ndarray,
         field: str,
         max_tokens: int | None,
-        cut: Callable[[int], np.ndarray | None] | None,
+        shorten: Callable[[int], np.ndarray | None] | None,
     ) -> Request:
         """Returns the request of a prompt's tokens. Raises InputError if there is no room behind them for max_tokens
         (None: for one token), and they cannot be cut.
 
-        cut  cut(room) returns the prompt's ids with its longest column cut, or None. Without such a column the whole
-             prompt is cut at the side that `truncate` names, by default at its beginning, because the output follows
-             its end
+        shorten  takes the room, and returns the prompt's ids with its longest column cut, or None. Without such a
+                 column the whole prompt is cut at the side that `truncate` names, by default at its beginning, because
+                 the output follows its end
         """
         room = self.inputs.max_length
         if self.context is not None:
@@ -225,7 +226,7 @@ class GenerateTask(Task):
         size = before.size + ids.size
         over = 0 if room is None else size - room
         if over > 0 and room is not None:
-            shorter = cut(room) if cut is not None and room > 0 else None
+            shorter = shorten(room) if shorten is not None and room > 0 else None
             if shorter is not None:
                 ids = shorter
             elif not self.truncate or over >= ids.size or (field == "messages" and self.truncate is True):
@@ -254,19 +255,19 @@ class GenerateTask(Task):
         if item.messages is None:
             if not (isinstance(item.prompt, FilledTemplate) or pictures):
                 return None
-            columns, filled = columns_of(item.prompt)
+            columns, fill = columns_of(item.prompt)
             encode_cut = partial(self._encode_pictured, item.prompt, pictures, salt) if pictures else batch.encode_now
             left = not isinstance(item.prompt, FilledTemplate)
             return cut_columns(
-                tokenizer, columns, lambda values: encode_cut(filled(values)), len, room - before, left=left
+                tokenizer, columns, lambda values: encode_cut(fill(values)), len, room - before, left=left
             )
         messages = [m if has_images(m) else plain_message(m, i) for i, m in enumerate(item.messages)]
         parts = {i: columns_of(m["content"]) for i, m in enumerate(messages) if is_cut(m)}
 
         def make(values: Sequence[str]) -> np.ndarray:
             left, chat = iter(values), list(messages)
-            for i, (columns, filled) in parts.items():
-                chat[i] = {**chat[i], "content": filled([next(left) for _ in columns])}
+            for i, (columns, fill) in parts.items():
+                chat[i] = {**chat[i], "content": fill([next(left) for _ in columns])}
             text, encode = self.conversations.render(replace(item, messages=chat), self.inputs, pictures, salt)
             return batch.encode_now(text) if encode is None else encode(text)
 
@@ -342,8 +343,8 @@ class GenerateTask(Task):
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         tokenizer = self.inputs.tokenizer
-        named = {} if tokenizer is None else {"token": tokenizer.decode([token])}
-        return {"id": token, **named, "logprob": logprob}
+        fields = {} if tokenizer is None else {"token": tokenizer.decode([token])}
+        return {"id": token, **fields, "logprob": logprob}
 
 
 def _plain_ids(request: Request) -> list[int]:

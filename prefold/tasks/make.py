@@ -183,10 +183,10 @@ def generation_settings(
         ids += _ids(tokenizer.eos_id)
         template = "".join(tokenizer.chat_templates.templates.values())
         ids += [i for name in TURN_ENDS if name in template for i in _ids(tokenizer.token_id(name))]
-    recommended = {name: config[name] for name in ("repetition_penalty",) if config.get(name) is not None}
+    settings = {name: config[name] for name in ("repetition_penalty",) if config.get(name) is not None}
     if config.get("do_sample"):
-        recommended |= {"temperature": 1.0} | {name: config[name] for name in FILTERS if config.get(name) is not None}
-    return tuple(sorted(i for i in set(ids) if vocab_size is None or i < vocab_size)), recommended
+        settings |= {"temperature": 1.0} | {name: config[name] for name in FILTERS if config.get(name) is not None}
+    return tuple(sorted(i for i in set(ids) if vocab_size is None or i < vocab_size)), settings
 
 
 def _ids(value: Any) -> list[int]:

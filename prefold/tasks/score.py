@@ -211,8 +211,8 @@ def add_joint(batch: TextBatch, prompt: Text, continuation: Text) -> PairOfIds:
     `encode`. They are encoded together and split after the length of the prompt's own ids. White space at the prompt's
     end goes to the continuation. If one of the two is token ids already, the other is encoded by itself."""
     if isinstance(prompt, str) and isinstance(continuation, str):
-        stripped = prompt.rstrip()
-        first, whole = batch.add(stripped), batch.add(prompt + continuation)
+        prefix = prompt.rstrip()
+        first, whole = batch.add(prefix), batch.add(prompt + continuation)
         return lambda: (first(), whole()[first().size :])
     first, second = batch.add(prompt), batch.add(continuation)
     return lambda: (first(), second())

@@ -93,8 +93,10 @@ def _embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
             " Pooling and then, if wanted, Normalize"
         )
     if steps[0][1]:
-        where = steps[0][1]
-        raise UnsupportedModelError(f"{checkpoint.name} keeps its transformer in the folder {where!r}, not in its root")
+        folder = steps[0][1]
+        raise UnsupportedModelError(
+            f"{checkpoint.name} keeps its transformer in the folder {folder!r}, not in its root"
+        )
     transformer = _transformer_config(checkpoint)
     pooling = checkpoint.read_json(f"{steps[1][1]}/config.json")
     if pooling is None:
@@ -172,8 +174,8 @@ def _pooling_mode(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Pooling:
     modes = config.get("pooling_mode")
     if modes is None:
         prefix = "pooling_mode_"
-        named = [key.removeprefix(prefix) for key, on in config.items() if key.startswith(prefix) and on is True]
-        modes = [{"cls_token": "cls", "mean_tokens": "mean"}.get(name, name) for name in named] or ["mean"]
+        modes = [key.removeprefix(prefix) for key, on in config.items() if key.startswith(prefix) and on is True]
+        modes = [{"cls_token": "cls", "mean_tokens": "mean"}.get(name, name) for name in modes] or ["mean"]
     modes = [modes] if isinstance(modes, str) else list(modes)
     if len(modes) != 1 or modes[0] not in POOLING_MODES:
         choices = ", ".join(POOLING_MODES)
@@ -209,11 +211,11 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
     Qwen3-Reranker turned into a classifier, which keeps its prompt. Any other classifier reads the pair as its
     tokenizer writes it.
     """
-    saved = checkpoint.read_json("config_sentence_transformers.json") or {}
+    settings = checkpoint.read_json("config_sentence_transformers.json") or {}
     own = checkpoint.config.get("sentence_transformers")
     older = checkpoint.config.get("sbert_ce_default_activation_function")  # until sentence-transformers 4
-    activation = saved.get("activation_fn") or (own or {}).get("activation_fn") or older or ""
-    if saved.get("model_type") == "CrossEncoder" or own is not None or older is not None:
+    activation = settings.get("activation_fn") or (own or {}).get("activation_fn") or older or ""
+    if settings.get("model_type") == "CrossEncoder" or own is not None or older is not None:
         module = checkpoint.read_json("sentence_bert_config.json") or {}
         as_messages = "message" in (module.get("modality_config") or {})
         prompt = _pair_of_messages(tokenizer) if as_messages and tokenizer is not None else None

@@ -217,7 +217,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     templates of the files beside it. The post-processor of tokenizer.json alone says which special tokens are put
     around a text (as in transformers 5, add_bos_token of tokenizer_config.json does not change it).
     """
-    where = str(checkpoint.path or checkpoint.name)
+    place = str(checkpoint.path or checkpoint.name)
     try:
         if checkpoint.gguf is not None:  # also of random weights modelled on a GGUF file
             return gguf_tokenizer(checkpoint)
@@ -226,7 +226,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         raise
     except Exception as error:  # the files may hold values of any type, and the library raises bare Exceptions
         line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise CheckpointError(f"the tokenizer of {where} is broken: {line}") from error
+        raise CheckpointError(f"the tokenizer of {place} is broken: {line}") from error
 
 
 def _folder_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

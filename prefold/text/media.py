@@ -136,12 +136,12 @@ def all_images(chat: Chat, separate: Any) -> list[tuple[Any, str]]:
         raise InputError(message, field="images", remedy=remedy, code="image_count")
     remaining = iter(enumerate(separate))
     placed = []
-    for value, where in chat.images:
+    for value, place in chat.images:
         if _is_place(value):
             number, image = next(remaining)
             placed.append((image, f"images[{number}]"))
         else:
-            placed.append((value, where))
+            placed.append((value, place))
     return placed
 
 

@@ -238,7 +238,7 @@ def _joined(*contents: Any) -> Any:
     if not any(isinstance(text, list) for text in texts):
         return "".join(texts)
     parts = [text if isinstance(text, list) else [{"type": "text", "text": text}] for text in texts if text]
-    return [part for some in parts for part in some]
+    return [part for group in parts for part in group]
 
 
 def _json(value: Any) -> str:

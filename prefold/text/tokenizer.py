@@ -181,7 +181,7 @@ class Tokenizer:
         for i, text in enumerate(texts):
             valid_text(text, f"texts[{i}]")
         ids = encode_batch(list(texts), self._encode_all) if self._cuts_at_lines else self._encode_all(list(texts))
-        return [self._finish(each, special) for each in ids]
+        return [self._finish(row, special) for row in ids]
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Returns the text of token ids. Ids that the vocabulary does not have are skipped."""

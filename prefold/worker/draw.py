@@ -45,15 +45,15 @@ def draw(logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray
         draws = np.column_stack((rows, *halves, inverses, filters[:, 1:])).astype(np.float64)
         return draw_triton.draw(logits, send(draws, logits.device))
     tokens = np.zeros(len(rows), np.int64)
-    filtered = np.logical_or.reduce(filters[:, 1:] != _OFF, axis=1)
-    compiled = kernels.load() if logits.device.type == "cpu" else None
-    if compiled is not None and not filtered.all():
-        bare = np.flatnonzero(~filtered)
-        tokens[bare] = compiled.draw(logits, rows[bare], inverses[bare], keys[bare])
-    left = np.arange(len(rows)) if compiled is None else np.flatnonzero(filtered)
+    has_filters = np.logical_or.reduce(filters[:, 1:] != _OFF, axis=1)
+    library = kernels.load() if logits.device.type == "cpu" else None
+    if library is not None and not has_filters.all():
+        bare = np.flatnonzero(~has_filters)
+        tokens[bare] = library.draw(logits, rows[bare], inverses[bare], keys[bare])
+    remaining = np.arange(len(rows)) if library is None else np.flatnonzero(has_filters)
     at_once = max(1, WORK_SIZE // logits.shape[-1])
-    for first in range(0, len(left), at_once):
-        part = left[first : first + at_once]
+    for first in range(0, len(remaining), at_once):
+        part = remaining[first : first + at_once]
         tokens[part] = _draw_scaled(_scaled(logits, rows[part], inverses[part]), filters[part], keys[part])
     return send(tokens, logits.device)
 
@@ -72,16 +72,18 @@ def _draw_scaled(scaled: Tensor, filters: np.ndarray, keys: np.ndarray) -> np.nd
     finite = np.flatnonzero(~np.isnan(probs[:, 0]))  # all of a row are NaN where its largest is not finite
     if not finite.size:
         return tokens
-    each = filters[:, _KEPT].tolist()
+    limits = filters[:, _KEPT].tolist()
     for i in finite[filters[finite, _TOP_N_SIGMA] > 0.0].tolist():
-        each[i][0] = max(each[i][0], _likeliness(values[i], filters[i, _TOP_N_SIGMA]))
-    ids = [_candidates(probs[i], *each[i], keys[i]) for i in finite]
-    counts = [len(some) for some in ids]
+        limits[i][0] = max(limits[i][0], _likeliness(values[i], filters[i, _TOP_N_SIGMA]))
+    ids = [_candidates(probs[i], *limits[i], keys[i]) for i in finite]
+    counts = [len(row_ids) for row_ids in ids]
     all_ids = np.concatenate(ids)
     noise = gumbel(hash_ids(all_ids, keys[finite].repeat(counts)))
     scores = values[finite.repeat(counts), all_ids] + noise
     ends = np.cumsum(counts)
-    tokens[finite] = [some[scores[end - len(some) : end].argmax()] for some, end in zip(ids, ends, strict=True)]
+    tokens[finite] = [
+        row_ids[scores[end - len(row_ids) : end].argmax()] for row_ids, end in zip(ids, ends, strict=True)
+    ]
     return tokens
 
 
@@ -99,15 +101,15 @@ def _candidates(probs: np.ndarray, min_p: float, top_k: float, top_p: float, key
     other token is without this approximation; the upper bits of v are compared.
     """
     if top_k > 0 or top_p < 1.0 or min_p > 0.0:
-        return kept(probs, min_p, int(top_k), top_p)[0]
-    every, one = np.arange(probs.size, dtype=np.uint32), np.array([key])
+        return filter_tokens(probs, min_p, int(top_k), top_p)[0]
+    all_ids, key_array = np.arange(probs.size, dtype=np.uint32), np.array([key])
     top = int(probs.argmax())
-    hashes = hash_ids(every, one)
+    hashes = hash_ids(all_ids, key_array)
     reach = 1.001 * 2.0**24 * np.exp(-gumbel(hashes[top : top + 1])) / probs[top]
     return np.flatnonzero((hashes >> np.uint32(8)).astype(np.float32) <= probs * reach.astype(np.float32))
 
 
-def kept(probs: np.ndarray, min_p: float, top_k: int, top_p: float) -> tuple[np.ndarray, np.ndarray]:
+def filter_tokens(probs: np.ndarray, min_p: float, top_k: int, top_p: float) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ids, ascending, that min_p, top_k (0: all) and top_p leave of probabilities float32 [vocab], and
     their probabilities.
 
@@ -132,8 +134,8 @@ def kept(probs: np.ndarray, min_p: float, top_k: int, top_p: float) -> tuple[np.
             total = sums[-1] if top_k or min_p else 1.0
             # Kept is a token before which there is less than top_p.
             least = falling[min(np.searchsorted(sums, top_p * total), falling.size - 1)]
-    left = values >= least
-    return ids[left], values[left]
+    is_inside = values >= least
+    return ids[is_inside], values[is_inside]
 
 
 def _nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:

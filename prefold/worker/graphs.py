@@ -87,7 +87,7 @@ class DecodeGraphs:
     def takes(self, step: SlotStep) -> bool:
         """Returns whether a graph can stand for a step that has nothing beside its rows: it reads all of them, and
         there is a size for them."""
-        reads_all = len(step.read_rows) == step.num_rows and not len(step.kept)
+        reads_all = len(step.read_rows) == step.num_rows and not len(step.state_reads)
         return reads_all and padded_size(step.num_rows) is not None
 
     def run(self, step: SlotStep, last_ids: Tensor | None = None) -> Tensor:

@@ -52,26 +52,26 @@ def slot_bytes(model: CausalLM) -> int:
     config, size = model.config, model.ranks.size
     parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
     heads = [Heads(p.heads, p.kv_heads, p.head_dim, model.dtype, p.attention_cap) for p in parts]
-    return sum(KVStore.bytes_per_slot(len(config.planes), one, model.device) for one in heads)
+    return sum(KVStore.bytes_per_slot(len(config.planes), part, model.device) for part in heads)
 
 
-def kv_bytes(wanted: int | None, device: torch.device, ranks: int = 1) -> int:
+def kv_bytes(size: int | None, device: torch.device, ranks: int = 1) -> int:
     """Returns how many bytes K/V may take, of all ranks together: on a CPU they share its memory, GPUs have each their
     own.
 
-    wanted: bytes; None: what the device affords. Raises InputError where more is wanted than is free.
+    size: bytes; None: what the device affords. Raises InputError where more is wanted than is free.
     """
     free = available_memory(device) * (1 if device.type == "cpu" else ranks)
-    if wanted is None:
+    if size is None:
         share = int(free * KV_SHARE)
         return min(share, KV_MOST_ON_CPU) if device.type == "cpu" else share
-    if wanted > free:
+    if size > free:
         raise InputError(
-            f"kv_memory is {wanted / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
+            f"kv_memory is {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
             field="kv_memory",
             remedy="give less",
         )
-    return wanted
+    return size
 
 
 NO_PATH = Path()
@@ -122,7 +122,7 @@ class LocalWorker(Worker):
         self._with_graphs = graphs
         self._graphs: DecodeGraphs | None = None
         self._program = program_of(model)
-        self._kept: tuple[SlotBatch, Program] | None = None  # of the last step, which a program ran
+        self._last_run: tuple[SlotBatch, Program] | None = None  # of the last step, which a program ran
         self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
         self._paths: dict[int, Path] = {}
@@ -192,21 +192,21 @@ class LocalWorker(Worker):
         if (rows := path.rows) < step.path:
             raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
         path = path if rows == step.path else path.truncate(step.path)
-        how = {**self.model.arguments(step), **more}
+        arguments = {**self.model.arguments(step), **more}
         if self._media is not None and (media := self._media(step.tokens)) is not None:
-            how["media"] = media
-        program = self._program_for(how)
+            arguments["media"] = media
+        program = self._program_for(arguments)
         if program is None:
-            hidden, kv = forward_stream(self.model, batch, path, how)
+            hidden, kv = forward_stream(self.model, batch, path, arguments)
         else:
-            hidden, kv = program.over_rows(batch, path, **how)
+            hidden, kv = program.over_rows(batch, path, **arguments)
         reads, self._paths[step.stream] = read_stream(self.model, batch, path, hidden, kv)
         return reads
 
-    def _program_for(self, how: Mapping[str, Any]) -> Program | None:
+    def _program_for(self, arguments: Mapping[str, Any]) -> Program | None:
         """Returns the program where it runs a pass: nothing is wanted of the model but that images have some of the
-        rows. how: further arguments of the model's call"""
-        if self._program is None or not how.keys() <= {"media"}:
+        rows. arguments: further arguments of the model's call"""
+        if self._program is None or not arguments.keys() <= {"media"}:
             return None
         if not self._program.is_current:
             self._program = program_of(self.model)
@@ -217,19 +217,19 @@ class LocalWorker(Worker):
         return DONE
 
     def _make_store(self, message: MakeStore) -> Ticket:
-        self.store, self._states, self._kept = make_store(self.model, message.slots), None, None
+        self.store, self._states, self._last_run = make_store(self.model, message.slots), None, None
         alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
         self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
         return DONE
 
     def _is_greedy(self, step: SlotStep) -> bool:
         """Returns whether a step gives nothing but the most likely token of each read, now."""
-        return self._is_direct and step.drawing is None and not step.numbers and not len(step.kept)
+        return self._is_direct and step.drawing is None and not step.numbers and not len(step.state_reads)
 
     def _go_on(self, step: Message) -> Ticket | None:
         """Runs a greedy step that follows a greedy one, both by the program, without a tensor; None: it is another."""
-        if type(step) is SlotStep and step.follows and self._kept is not None and self._is_greedy(step):
-            batch, program = self._kept
+        if type(step) is SlotStep and step.follows and self._last_run is not None and self._is_greedy(step):
+            batch, program = self._last_run
             if (ids := program.greedy_again(batch, step)) is not None:
                 return CompletedTicket(SlotResult(ids[step.reads]))
         return None
@@ -237,31 +237,31 @@ class LocalWorker(Worker):
     def run_slots(self, step: SlotStep, more: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
         """Runs a step over slots, and returns its ticket. more: further arguments of the model's call"""
         assert self.store is not None
-        how = {**self.model.arguments(step), **more}
+        arguments = {**self.model.arguments(step), **more}
         if self._media is not None and (media := self._media(step.tokens)) is not None:
-            how["media"] = media
+            arguments["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
-        before, self._kept = self._kept, None
-        if self._graphs is not None and not how and self._graphs.takes(step):
+        before, self._last_run = self._last_run, None
+        if self._graphs is not None and not arguments and self._graphs.takes(step):
             hidden = self._graphs.run(step, self._last_ids)
         else:
-            if before is None or how or not step.follows or not before[1].follow(before[0], step):
+            if before is None or arguments or not step.follows or not before[1].follow(before[0], step):
                 batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
-                program = self._program_for(how)
+                program = self._program_for(arguments)
             else:
                 batch, program = before
             if program is None:
-                hidden = forward(self.model, self.store, batch, how)
+                hidden = forward(self.model, self.store, batch, arguments)
             else:
-                self._kept = None if how else (batch, program)
-                if self._is_greedy(step) and (ids := program.greedy(batch, self.store, **how)) is not None:
+                self._last_run = None if arguments else (batch, program)
+                if self._is_greedy(step) and (ids := program.greedy(batch, self.store, **arguments)) is not None:
                     return CompletedTicket(SlotResult(ids[step.reads]))
-                hidden = program.over_slots(batch, self.store, **how)
+                hidden = program.over_slots(batch, self.store, **arguments)
             if step.exits is not None:  # there is a hidden state for each of these
-                each = np.concatenate((step.reads, step.kept))
-                places, kept = np.split(np.arange(len(each)), [len(step.reads)])
-                step = replace(step, read_rows=step.read_rows[each], reads=places, kept=kept)
-        if len(step.kept):
+                read_places = np.concatenate((step.reads, step.state_reads))
+                places, states = np.split(np.arange(len(read_places)), [len(step.reads)])
+                step = replace(step, read_rows=step.read_rows[read_places], reads=places, state_reads=states)
+        if len(step.state_reads):
             self._keep(step, hidden)
         if self._is_greedy(step) and self.model.ranks.size == 1:
             return CompletedTicket(SlotResult(greedy(self.model, hidden)[step.reads]))
@@ -274,8 +274,8 @@ class LocalWorker(Worker):
         if self._states is None:
             assert self.store is not None
             self._states = hidden.new_empty(self.store.slots, hidden.shape[1])
-        slots = send(step.slots[step.read_rows[step.kept]], hidden.device)
-        self._states.index_copy_(0, slots, hidden.index_select(0, send(step.kept, hidden.device)))
+        slots = send(step.slots[step.read_rows[step.state_reads]], hidden.device)
+        self._states.index_copy_(0, slots, hidden.index_select(0, send(step.state_reads, hidden.device)))
 
 
 # By the type of a message, or of what was prepared for it, beside those of the parts. Functions, which hold no worker.

@@ -43,22 +43,22 @@ class MemoryRanks(Ranks):
         self.rank, self.size = rank, size
         compiled = kernels.load()
         assert compiled is not None
-        self._compiled, memory = compiled, mmap(file, 0)
+        self._kernels, memory = compiled, mmap(file, 0)
         # These hold the memory.
-        self._held = (c_char * len(memory)).from_buffer(memory), (c_int32 * len(pipes))(*pipes)
+        self._buffers = (c_char * len(memory)).from_buffer(memory), (c_int32 * len(pipes))(*pipes)
         self.view: RanksView = RanksView(
-            memory=addressof(self._held[0]), first=parts_begin(size), part=PART, rank=rank, size=size,
-            pipes=addressof(self._held[1]), num_pipes=len(pipes), patience=patience,
+            memory=addressof(self._buffers[0]), first=parts_begin(size), part=PART, rank=rank, size=size,
+            pipes=addressof(self._buffers[1]), num_pipes=len(pipes), patience=patience,
         )  # fmt: skip
 
     def sum(self, x: Tensor) -> Tensor:
         summed = x.contiguous() if x.dtype in DTYPES else x.float()
-        self._compiled.sum_ranks(self.view, summed)
+        self._kernels.sum_ranks(self.view, summed)
         return summed.to(x.dtype)
 
     def agree(self, own: bool) -> bool:
         return bool(self.sum(torch.tensor([float(own)])) == self.size)
 
     def collect(self, piece: Tensor) -> list[Tensor] | None:
-        pieces = self._compiled.gather_ranks(self.view, piece)
+        pieces = self._kernels.gather_ranks(self.view, piece)
         return None if pieces is None else list(pieces)

@@ -72,9 +72,9 @@ def run_starts(end: np.ndarray, reads: np.ndarray) -> np.ndarray:
     """Returns the first key of each run, int64 [r]: of neighbours of which each is the child of the one before, and
     none is read but the last, and that are seen by the same reads."""
     key = np.arange(len(end))
-    seen = np.searchsorted(reads, end)  # reads before the end of each key's subtree
+    num_reads = np.searchsorted(reads, end)  # reads before the end of each key's subtree
     begins = np.ones(len(end), bool)
-    begins[1:] = (end[:-1] <= key[1:]) | (seen[:-1] != seen[1:])
+    begins[1:] = (end[:-1] <= key[1:]) | (num_reads[:-1] != num_reads[1:])
     begins[reads[reads + 1 < len(end)] + 1] = True
     starts = np.flatnonzero(begins)
     sizes = np.diff(np.append(starts, len(end)))

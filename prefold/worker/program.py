@@ -40,18 +40,18 @@ class PreparedStep:
     """A PreparedStep is a step that is ready to run. It serves all steps that its batch is made to be in turn
     (`Program.follow`).
 
-    buffers   the addresses of the buffers, int64
-    last      the last position of its rows
-    held      what the call names by address beside these
-    ids       memory for the most likely tokens, where they are wanted
-    grows     whether its batch can go on a row at a time, once that was wanted
+    buffers    the addresses of the buffers, int64
+    last       the last position of its rows
+    keepalive  what the call names by address beside these
+    ids        memory for the most likely tokens, where they are wanted
+    grows      whether its batch can go on a row at a time, once that was wanted
     """
 
     batch: SlotBatch | Batch
     call: ProgramCall
     buffers: np.ndarray
     last: int
-    held: tuple[Any, ...]
+    keepalive: tuple[Any, ...]
     ids: np.ndarray | None = None
     grows: bool | None = None
 
@@ -70,7 +70,7 @@ class Program:
     """A Program runs the layers and the final norm of one model, or some of its layers. `program_of` makes it."""
 
     def __init__(self, model: CausalLM, compiled: kernels.Kernels, part: Sequence[tuple[int, int]] | None = None):
-        self._model, self._compiled = model, compiled
+        self._model, self._kernels = model, compiled
         config = model.local
         self._windows = list(dict.fromkeys(plane.window for plane in config.planes))
         # Planes that are turned alike have one table; a model whose positions are learned has none.
@@ -78,7 +78,7 @@ class Program:
         self._num_tables = max(self._table_of, default=-1) + 1
         hidden, q, kv, wide = config.hidden, config.q_size, config.kv_size, config.intermediate
         self._widths = np.array([hidden, hidden, hidden, q + 2 * kv, q, 2 * kv, q, wide, hidden], np.int64)
-        self._kept: list[Tensor] = []  # what operations name by address and the model does not hold
+        self._keepalive: list[Tensor] = []  # what operations name by address and the model does not hold
         self._linears: list[NamedLinear] = []
         self._operations: list[Operation] = []
         vocab, table = model.shard.vocab, model.matrix("embedding")
@@ -132,7 +132,7 @@ class Program:
         if step.ids is None:
             step.ids, out = np.empty(step.call.picked, np.int64), self._empty(step.call.picked)
             step.call.ids, step.buffers[OUT] = step.ids.ctypes.data, out.data_ptr()
-            step.held = (*step.held, out)
+            step.keepalive = (*step.keepalive, out)
         self._call(step)
         return step.ids
 
@@ -146,7 +146,7 @@ class Program:
             last.grows = all([plan.can_grow(step.slots) for plan in batch.plans.values()])
         if last.grows:
             batch.numbers[0] = step.tokens
-            self._compiled.follow_program(last.call)
+            self._kernels.follow_program(last.call)
             last.last += 1
             self._cover(last.last)
         return last.grows
@@ -157,7 +157,7 @@ class Program:
         last = self._last
         if last is None or last.ids is None or not self.follow(batch, step):
             return None
-        self._compiled.run_program(last.call)
+        self._kernels.run_program(last.call)
         return last.ids
 
     def _over(self, batch: SlotBatch, store: KVStore, x: Tensor | None) -> PreparedStep:
@@ -192,10 +192,10 @@ class Program:
         shape = (len(config.planes), 2, kept_path + kept_new, config.kv_heads, config.head_dim)
         kv = torch.empty(shape, dtype=self._model.dtype)
         paths = (PathPlane * len(config.planes))()
-        carried = []
+        path_tensors = []
         for plane, (keys, values) in enumerate(kv):
             before = [tensor.contiguous() for tensor in path.kv.get(plane, ())]
-            carried.append(before)
+            path_tensors.append(before)
             places = [tensor.data_ptr() for tensor in before] or [None, None]
             paths[plane] = PathPlane(*places, keys.data_ptr(), values.data_ptr())
         fold: dict[str, Any] = {}
@@ -226,7 +226,7 @@ class Program:
 
     def _call(self, step: PreparedStep) -> None:
         step.call.threads = torch.get_num_threads()
-        self._compiled.run_program(step.call)
+        self._kernels.run_program(step.call)
 
     def _prepared(self, batch: SlotBatch | Batch, x: Tensor | None, **call_fields: Any) -> PreparedStep:
         """Returns a step, ready to run. x: what rows begin with, which is written into; None: their embeddings.
@@ -405,7 +405,7 @@ class Program:
     def _address(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
-        self._kept.append(tensor)
+        self._keepalive.append(tensor)
         return tensor.data_ptr()
 
 
@@ -424,13 +424,13 @@ class PackedAdapter:
     def __init__(self, adapter: Adapter, linears: Sequence[NamedLinear]):
         self.adapter = adapter
         self.table, self.most_ranks = (LowRank * len(linears))(), 0
-        self._kept: list[Tensor] = []  # what the table names by address
+        self._keepalive: list[Tensor] = []  # what the table names by address
         for number, linear in enumerate(linears):
             delta = adapter.layers[linear.layer].get(linear.name)
             if delta is not None:
-                kept = low_rank_matrices(delta, linear.linear)
-                self._kept += kept
-                self.table[number] = LowRank(*(tensor.data_ptr() for tensor in kept), ranks=len(delta.a))
+                matrices = low_rank_matrices(delta, linear.linear)
+                self._keepalive += matrices
+                self.table[number] = LowRank(*(tensor.data_ptr() for tensor in matrices), ranks=len(delta.a))
                 self.most_ranks = max(self.most_ranks, len(delta.a))
 
 

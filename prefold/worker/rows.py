@@ -201,13 +201,13 @@ class Reads:
 
     def __init__(self, values: Tensor, greedy: Tensor | None = None):
         self._values, self._greedy = _fetch(values), None if greedy is None else _fetch(greedy)
-        self._done = torch.cuda.Event() if values.is_cuda else None
-        if self._done is not None:
-            self._done.record()
+        self._event = torch.cuda.Event() if values.is_cuda else None
+        if self._event is not None:
+            self._event.record()
 
     def result(self) -> StepResult:
-        if self._done is not None:
-            self._done.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
         return StepResult(self._values.numpy(), None if self._greedy is None else self._greedy.numpy())
 
 
@@ -219,11 +219,11 @@ def _fetch(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def forward_stream(model: CausalLM, batch: Batch, path: Path, how: Mapping[str, Any]) -> tuple[Tensor, PathKV]:
+def forward_stream(model: CausalLM, batch: Batch, path: Path, arguments: Mapping[str, Any]) -> tuple[Tensor, PathKV]:
     """Returns the hidden states of the rows of a step that are read, [rows, hidden], and the K/V of the path above the
-    next step, as of Path. how: further arguments of the model's call"""
+    next step, as of Path. arguments: further arguments of the model's call"""
     attend = StepAttend(batch, path, model.config.planes, model.config.scale)
-    hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **how)
+    hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **arguments)
     return hidden, attend.next_kv
 
 
@@ -234,8 +234,8 @@ def read_stream(model: CausalLM, batch: Batch, path: Path, hidden: Tensor, kv: P
     """
     readout = batch.step.readout
     if readout.kind == "mean":
-        values, kept = mean_pool(hidden, batch, path)
-        return Reads(values), Path(kv, kept)
+        values, sums = mean_pool(hidden, batch, path)
+        return Reads(values), Path(kv, sums)
     if readout.kind == "logprobs":
         reads = Reads(*logprobs_of(model, hidden, batch.step.reads, batch.reads, batch.targets, readout.top))
         return reads, Path(kv)
@@ -265,8 +265,8 @@ def logprobs_of(
         logits = model.logits(hidden[block])
         if model.ranks.rank:
             continue
-        some = slice(*np.searchsorted(places, (block.start, block.stop)).tolist())
-        values[some], greedy[some] = log_probs(logits, reads[some] - block.start, ids[some], top)
+        inside = slice(*np.searchsorted(places, (block.start, block.stop)).tolist())
+        values[inside], greedy[inside] = log_probs(logits, reads[inside] - block.start, ids[inside], top)
     return values, greedy
 
 
@@ -278,7 +278,7 @@ def log_probs(logits: Tensor, rows: Tensor, ids: Tensor, top: int | None = None)
     values = chosen - sums[rows]
     if top is not None:
         few = zip(rows.split(RANKED_ROWS), chosen.split(RANKED_ROWS), strict=True)
-        ranks = 1 + torch.cat([(logits[some] > own[:, None]).sum(-1) for some, own in few])
+        ranks = 1 + torch.cat([(logits[block] > own[:, None]).sum(-1) for block, own in few])
         best, places = logits.topk(top, -1)
         # A float32 holds every id below 2**24 exactly.
         columns = (values[:, None], ranks[:, None], (best - sums[:, None])[rows], places[rows])

@@ -49,12 +49,12 @@ def choose(logits: Tensor, rows: np.ndarray, drawing: Drawing | None) -> tuple[T
     for first in range(0, count, at_once):
         part = drawing.part(first, min(count, first + at_once))
         reads, of_part = send(part.reads, device), rows[part.reads]
-        ids[reads] = chosen = _choose(logits, of_part, likely[reads], part)
-        wanted = np.flatnonzero(part.logprobs >= 0)
-        if wanted.size:
-            own = logits.index_select(0, send(of_part[wanted], device))
-            values = _logprobs(own, part.logprobs[wanted], chosen[send(wanted, device)])
-            logprobs |= {read: value for read, value in zip(part.reads[wanted].tolist(), values, strict=True) if value}
+        ids[reads] = tokens = _choose(logits, of_part, likely[reads], part)
+        places = np.flatnonzero(part.logprobs >= 0)
+        if places.size:
+            own = logits.index_select(0, send(of_part[places], device))
+            values = _logprobs(own, part.logprobs[places], tokens[send(places, device)])
+            logprobs |= {read: value for read, value in zip(part.reads[places].tolist(), values, strict=True) if value}
     return ids, logprobs
 
 
@@ -80,16 +80,16 @@ def _choose(logits: Tensor, rows: np.ndarray, likely: Tensor, drawing: Drawing) 
     """Returns the tokens of a drawing's reads. likely: what `most_likely` gives for the row of each."""
     device = logits.device
     ids = likely
-    if any(x is not None for x in (drawing.bias, drawing.allowed, drawing.counted, drawing.banned)):
+    if any(x is not None for x in (drawing.bias, drawing.grammar_masks, drawing.output_counts, drawing.banned_ids)):
         logits, rows = logits.index_select(0, send(rows, device)), np.arange(len(rows))
         _alter(logits, drawing)
         ids = most_likely(logits)
         # Of finite logits nothing is left only where all tokens are forbidden.
         ids = torch.where(ids == NOT_FINITE, -1, ids)
-    drawn = np.flatnonzero(drawing.filters[:, 0] > 0.0)
-    if drawn.size:
+    places = np.flatnonzero(drawing.filters[:, 0] > 0.0)
+    if places.size:
         ids = ids.clone()
-        ids[send(drawn, device)] = draw(logits, rows[drawn], drawing.filters[drawn], drawing.keys[drawn])
+        ids[send(places, device)] = draw(logits, rows[places], drawing.filters[places], drawing.keys[places])
     return torch.where(likely == NOT_FINITE, NOT_FINITE, ids)
 
 
@@ -98,42 +98,42 @@ def _alter(work: Tensor, drawing: Drawing) -> None:
     line, device = work.view(-1), work.device
     if drawing.bias is not None:
         line[_places(work, drawing.bias)] += send(drawing.bias.values, device)
-    if drawing.allowed is not None:
-        _forbid(work, drawing.masked, ~drawing.allowed)
-    if drawing.counted is not None:
-        _penalise(work, drawing.penalties, drawing.counted)
-    if drawing.banned is not None:
-        line[_places(work, drawing.banned)] = -torch.inf
+    if drawing.grammar_masks is not None:
+        _forbid(work, drawing.grammar_reads, ~drawing.grammar_masks)
+    if drawing.output_counts is not None:
+        _penalise(work, drawing.penalties, drawing.output_counts)
+    if drawing.banned_ids is not None:
+        line[_places(work, drawing.banned_ids)] = -torch.inf
 
 
 def _forbid(work: Tensor, rows: np.ndarray, bits: np.ndarray) -> None:
-    """Puts -inf into `rows` of `work` [n, vocab] for the tokens whose bit is set. bits: as of `Drawing.allowed`."""
+    """Puts -inf into `rows` of `work` [n, vocab] for the tokens whose bit is set, as in `Drawing.grammar_masks`."""
     vocab = work.shape[-1]
     if work.device.type == "cpu" and not runs_triton(work.device):
         # In one pass over each row: a sixth of the time that torch takes with a mask of truth values.
         forbidden = np.unpackbits(bits, axis=-1, count=vocab, bitorder="little").view(np.bool_)
-        for row, some in zip(rows.tolist(), forbidden, strict=True):
-            np.copyto(work[row].numpy(), -np.inf, where=some)
+        for row, is_forbidden in zip(rows.tolist(), forbidden, strict=True):
+            np.copyto(work[row].numpy(), -np.inf, where=is_forbidden)
         return
-    masked, packed = send(rows, work.device), send(bits, work.device)
+    places, packed = send(rows, work.device), send(bits, work.device)
     forbidden = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=work.device)) & 1
-    work[masked] = work[masked].masked_fill_(forbidden.flatten(1)[:, :vocab].bool(), -torch.inf)
+    work[places] = work[places].masked_fill_(forbidden.flatten(1)[:, :vocab].bool(), -torch.inf)
 
 
-def _places(work: Tensor, each: Ragged) -> Tensor:
+def _places(work: Tensor, ragged: Ragged) -> Tensor:
     """Returns where in `work`, taken as one line, lie the ids of each row."""
     starts = np.arange(len(work), dtype=np.int64) * work.shape[-1]
-    return send(each.ids + starts.repeat(np.diff(each.offsets)), work.device)
+    return send(ragged.ids + starts.repeat(np.diff(ragged.offsets)), work.device)
 
 
-def _penalise(work: Tensor, penalties: np.ndarray, counted: Ragged) -> None:
+def _penalise(work: Tensor, penalties: np.ndarray, counts: Ragged) -> None:
     """Changes logits as CTRL (Keskar et al. 2019) says for the repetition penalty, and OpenAI's API reference for the
     other two."""
-    each = penalties.astype(np.float32).repeat(np.diff(counted.offsets), axis=0)
-    repetition, presence, frequency = each.T  # in the order of PENALTIES
-    less = send(presence * (counted.values > 0) + frequency * counted.values, work.device)
+    weights = penalties.astype(np.float32).repeat(np.diff(counts.offsets), axis=0)
+    repetition, presence, frequency = weights.T  # in the order of PENALTIES
+    less = send(presence * (counts.values > 0) + frequency * counts.values, work.device)
     factor = send(repetition, work.device)
-    places = _places(work, counted)
+    places = _places(work, counts)
     values = work.view(-1)[places]
     work.view(-1)[places] = torch.where(values > 0, values / factor, values * factor) - less
 

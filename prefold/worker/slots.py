@@ -116,13 +116,15 @@ class SlotAttend:
         return self.store.attend(plane, q, plans[self.planes[plane].window], self.scale, sinks)
 
 
-def forward(model: CausalLM, store: KVStore, batch: SlotBatch, how: Mapping[str, Any] = MappingProxyType({})) -> Tensor:
+def forward(
+    model: CausalLM, store: KVStore, batch: SlotBatch, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> Tensor:
     """Returns the hidden states of the rows of a step that are read, [rows, hidden]; its K/V is then in the store.
 
-    how: further arguments of the model's call.
+    arguments: further arguments of the model's call.
     """
     attend = SlotAttend(store, batch, model.config.planes, model.config.scale)
-    return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **how)
+    return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **arguments)
 
 
 def greedy(model: CausalLM, hidden: Tensor) -> np.ndarray:
@@ -145,24 +147,24 @@ class SlotReads:
         self.ids = torch.full((len(step.reads),), -1, dtype=torch.int64, device=hidden.device)
         self._logprobs: dict[int, TokenLogprobs] = {}
         is_token = np.ones(len(step.reads), bool)
-        for some in step.numbers:
-            is_token[some.reads] = False
+        for numbers in step.numbers:
+            is_token[numbers.reads] = False
         tokens = np.flatnonzero(is_token)
         if len(tokens):
             self._choose(model, hidden, step, tokens)
-        self._numbers = [Reads(*_read(model, some, hidden, step, states)) for some in step.numbers]
-        self._came = Reads(self.ids)
+        self._numbers = [Reads(*_read(model, numbers, hidden, step, states)) for numbers in step.numbers]
+        self._id_reads = Reads(self.ids)
 
     def result(self) -> SlotResult:
         """Waits for the device, and returns what the step gave."""
         return SlotResult(
-            self._came.result().values, self._logprobs, tuple(numbers.result() for numbers in self._numbers)
+            self._id_reads.result().values, self._logprobs, tuple(numbers.result() for numbers in self._numbers)
         )
 
     def _choose(self, model: CausalLM, hidden: Tensor, step: SlotStep, tokens: np.ndarray) -> None:
         """Takes the tokens of those of the reads that give tokens."""
         reads, drawing = step.reads[tokens], step.drawing
-        is_all = len(tokens) == len(step.reads) and not len(step.kept)
+        is_all = len(tokens) == len(step.reads) and not len(step.state_reads)
         if not is_all:  # of other rows no logits are wanted
             rows, reads = np.unique(reads, return_inverse=True)
             hidden = hidden.index_select(0, send(rows, hidden.device))
@@ -183,17 +185,17 @@ class SlotReads:
 
 
 def _read(
-    model: CausalLM, some: Numbers, hidden: Tensor, step: SlotStep, states: Tensor | None
+    model: CausalLM, numbers: Numbers, hidden: Tensor, step: SlotStep, states: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Returns what some of a step's reads give: values float32, as many rows for each as `Numbers.sizes` says, and for
     "logprobs" whether each target is the most likely token. What several reads have in common is computed once."""
-    kind, counts = some.readout.kind, some.counts
+    kind, counts = numbers.readout.kind, numbers.counts
     if counts is None:
-        rows = step.reads[some.reads]
+        rows = step.reads[numbers.reads]
     else:
         assert states is not None
         hidden = states
-        above = zip(some.reads.tolist(), counts.tolist(), strict=True)
+        above = zip(numbers.reads.tolist(), counts.tolist(), strict=True)
         rows = np.concatenate([NOTHING, *(_slots_above(step, read, count) for read, count in above)])
     once, places = np.unique(rows, return_inverse=True)
     hidden, places = hidden.index_select(0, send(once, hidden.device)), places.reshape(-1)
@@ -202,12 +204,15 @@ def _read(
         return mean_of_rows(hidden.float(), places, counts), None
     if kind == "logprobs":
         order = np.argsort(places, kind="stable")
-        where, targets = send(places[order], hidden.device), send(some.targets[order].astype(np.int64), hidden.device)
-        values, greedy = logprobs_of(model, hidden, places[order], where, targets, some.readout.top)
+        columns, targets = (
+            send(places[order], hidden.device),
+            send(numbers.targets[order].astype(np.int64), hidden.device),
+        )
+        values, greedy = logprobs_of(model, hidden, places[order], columns, targets, numbers.readout.top)
         back = send(np.argsort(order), hidden.device)
         return values[back], greedy[back]
     if kind == "logits":
-        values = model.logits(hidden, some.readout.ids)
+        values = model.logits(hidden, numbers.readout.ids)
     else:
         values = model.head(hidden) if kind == "head" else hidden.float()
     return values[send(places, hidden.device)], None
@@ -216,7 +221,7 @@ def _read(
 def _slots_above(step: SlotStep, read: int, count: int) -> np.ndarray:
     """Returns the slots of the last `count` rows that the row of a read sees, in the order of their positions."""
     row = step.read_rows[step.reads[read]]
-    seen = np.flatnonzero((step.run_first <= row) & (row < step.run_last))
-    sizes = step.run_count[seen]
-    slots = np.repeat(step.run_start[seen] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+    visible = np.flatnonzero((step.run_first <= row) & (row < step.run_last))
+    sizes = step.run_count[visible]
+    slots = np.repeat(step.run_start[visible] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
     return slots[len(slots) - count :]

@@ -130,10 +130,10 @@ class TensorParallelWorker(Worker):
         else:
             listener = socket.create_server((_HERE, 0))
             port = listener.getsockname()[1]
-            how = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-            store = dist.TCPStore(_HERE, port, size, timeout=timedelta(seconds=TIMEOUT_SECONDS), **how)
+            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+            store = dist.TCPStore(_HERE, port, size, timeout=timedelta(seconds=TIMEOUT_SECONDS), **options)
         self._turn = threading.RLock()
-        self._forgotten: deque[int] = deque()
+        self._ended_streams: deque[int] = deque()
         self._failure: BaseException | None = None
         starts = [
             Start(
@@ -177,8 +177,8 @@ class TensorParallelWorker(Worker):
             if self._failure is not None:
                 raise RankError(f"the ranks of this model have ended: {self._failure}") from self._failure
             try:
-                while self._forgotten:
-                    self._tell(EndStream(self._forgotten.popleft()))
+                while self._ended_streams:
+                    self._tell(EndStream(self._ended_streams.popleft()))
                 self._tell(message)
                 return self.local.start(message, prepared)
             except OutOfMemoryError as error:  # others have run the step: it cannot be given again in parts
@@ -188,7 +188,7 @@ class TensorParallelWorker(Worker):
 
     def forget(self, stream: int) -> None:
         # Told with the next message: this may be called in the middle of one.
-        self._forgotten.append(stream)
+        self._ended_streams.append(stream)
         self.local.forget(stream)
 
     def kv_slots(self, kv_memory: int | None, slot_bytes: int) -> int:
@@ -215,12 +215,12 @@ class TensorParallelWorker(Worker):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         root = str(Path(__file__).parents[2])
         command = [sys.executable, "-P", "-m", "prefold.worker.rank", str(theirs.fileno())]
-        passed = [theirs.fileno()] if start.memory is None else [theirs.fileno(), start.memory]
+        descriptors = [theirs.fileno()] if start.memory is None else [theirs.fileno(), start.memory]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         with theirs:
             # Results may go to standard output: no rank writes there.
             process = subprocess.Popen(
-                command, pass_fds=passed, stdout=subprocess.DEVNULL, env=environment, close_fds=True
+                command, pass_fds=descriptors, stdout=subprocess.DEVNULL, env=environment, close_fds=True
             )
         self._processes.append(process)
         self._pipes.append(ours)
@@ -231,21 +231,21 @@ class TensorParallelWorker(Worker):
         for rank, pipe in enumerate(self._pipes, 1):
             if not pipe.poll(START_SECONDS):
                 raise RankError(f"rank {rank} has not come up within {START_SECONDS} s")
-            heard = pipe.recv()
-            if heard != word:
-                raise RankError(f"rank {rank}: {heard}")
+            answer = pipe.recv()
+            if answer != word:
+                raise RankError(f"rank {rank}: {answer}")
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends all ranks, and raises what is wrong: which rank did not do its part, or what failed here."""
-        blamed: RankError | None = None
+        failure: RankError | None = None
         if isinstance(error, (OSError, EOFError, CollectiveError)):
-            blamed = self._blame(error)
-        self._failure = blamed or error
+            failure = self._blame(error)
+        self._failure = failure or error
         for process in self._processes:
             process.kill()
         self._end()
-        if blamed is not None:
-            raise blamed from error
+        if failure is not None:
+            raise failure from error
         raise error
 
     def _blame(self, error: BaseException) -> RankError:
@@ -256,11 +256,11 @@ class TensorParallelWorker(Worker):
         until = time.monotonic() + LAST_WORD_SECONDS
         while time.monotonic() < until:
             for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True), 1):
-                ended = process.poll()  # before it is listened to: what it word last is there then
+                exit_code = process.poll()  # before it is listened to: what it word last is there then
                 if word := _last_word(pipe):
                     return RankError(f"rank {rank} failed: {word}")
-                if ended not in (None, LEFT_ALONE):
-                    return RankError(f"rank {rank} {_ending(ended)}")
+                if exit_code not in (None, LEFT_ALONE):
+                    return RankError(f"rank {rank} {_ending(exit_code)}")
             time.sleep(0.05)
         silent = [rank for rank, process in enumerate(self._processes, 1) if process.poll() is None]
         if silent and (isinstance(error, BlockingIOError) or "timed out" in str(error).lower()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from books import check_books
 from counts import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ class Tenants:
         leaf = self.tree.insert((tenant, salt), np.array(tokens, np.int32))
         path = leaf.path()
         self.cache.take(path)
-        found = sum(node.computed for node in path)
+        found = sum(node.num_computed for node in path)
         for node in path:
             node.users += 1
         for node in path:
@@ -41,7 +42,7 @@ class Tenants:
                     self.end(path)
                     return None
                 node.claim(self.pool.allocate(len(node)))
-                node.computed = len(node)
+                node.num_computed = len(node)
         if self.is_checked:
             self.check()
         return leaf, found
@@ -64,10 +65,10 @@ class Tenants:
         return begun[1]
 
     def check(self):
-        self.cache.check()
+        check_books(self.cache)
         nodes = list(self.tree.nodes())
         for account in self.cache.accounts:
-            assert account.held == sum(len(node.slots) for node in nodes if node.account is account)
+            assert account.num_slots == sum(len(node.slots) for node in nodes if node.account is account)
 
     def rows(self, tenant):
         return self.cache.accounts.of(tenant).rows
@@ -147,7 +148,7 @@ def test_most_rows_of_a_tenant():
     shares["b"] = Share(max_kept_rows=0)
     cache.cache.set_tenants(lambda namespace: namespace[0], shares.__getitem__)
     assert cache.rows("b") == 0
-    cache.cache.check()
+    check_books(cache.cache)
 
 
 @settings(max_examples=75)
@@ -190,7 +191,7 @@ def test_random_traces(seed, tenants, policy, ttl, most):
     for leaf in running:
         cache.end(leaf.path())
     cache.cache.clear()
-    cache.cache.check()
+    check_books(cache.cache)
     assert not cache.cache.rows
 
 
@@ -204,7 +205,7 @@ def test_a_request_costs_the_same_with_many_nodes_and_tenants(tenants, limit):
             cache.use(number % tenants, number, *range(9))
         more = range(nodes, nodes + 250)
         count = lines_run(lambda: [cache.use(number % tenants, number, *range(9)) for number in more])
-        cache.cache.check()
+        check_books(cache.cache)
         return count
 
     assert lines(5000, tenants) < 2.5 * lines(250, min(tenants, 25))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from books import check_books
 
 from prefold.cache import CacheOptions, RadixCache, SlotPool
 from prefold.cache.tree import RadixTree
@@ -30,15 +31,15 @@ class Cached:
             node.priority = max(node.priority, priority)
             if not len(node.slots):
                 node.claim(self.pool.allocate(len(node)))
-                node.computed = len(node)
+                node.num_computed = len(node)
         for node in reversed(leaf.path()):
             node.users -= 1
             self.cache.keep(node)
-        self.cache.check()
+        check_books(self.cache)
 
     def has(self, *tokens):
         found, total = self.tree.match((), np.array(tokens, np.int32))
-        assert all(node.computed == len(node) for node, _ in found)
+        assert all(node.num_computed == len(node) for node, _ in found)
         return total
 
 
@@ -49,7 +50,7 @@ def test_lru():
     c.use(5, 6)
     c.use(1, 2, 3)
     c.cache.evict(1)
-    c.cache.check()
+    check_books(c.cache)
     assert (c.has(1, 2, 3), c.has(1, 2, 4), c.has(5, 6)) == (3, 2, 2)
     c.cache.evict(1)
     assert c.has(5, 6) == 1, "the last row goes first"
@@ -76,7 +77,7 @@ def test_time_to_live():
     c.use(1, 2, 4)
     c.now += 5.5
     c.cache.expire()
-    c.cache.check()
+    check_books(c.cache)
     assert (c.has(1, 2, 3), c.has(1, 2, 4)) == (2, 3)
     c.now += 20
     c.cache.expire()
@@ -96,7 +97,7 @@ def test_most_tokens_and_least_overlap():
     kept = c.tree.match((), np.array([1, 2]))[0][0][0].slots
     c.use(1, 2, 4)
     found = c.tree.match((), np.array([1, 2]))[0][0][0]
-    assert found.computed == 2 and found.slots is not kept, "two rows are not worth using"
+    assert found.num_computed == 2 and found.slots is not kept, "two rows are not worth using"
     c.use(1, 2, 3)
     assert c.has(1, 2, 3) == 3
 
@@ -106,12 +107,12 @@ def test_pins():
     c.use(1, 2, 3, 4)
     c.use(5, 6)
     assert c.cache.pin((), np.array([1, 2, 9])) == 2
-    c.cache.check()
+    check_books(c.cache)
     assert c.cache.evict(100) == 4
     assert (c.has(1, 2, 3), c.has(5)) == (2, 0)
     c.use(1, 2, 3)
     assert c.cache.unpin((), np.array([1, 2])) == 2
-    c.cache.check()
+    check_books(c.cache)
     c.cache.clear()
     assert c.pool.used_slots == 0
 
@@ -123,7 +124,7 @@ def test_what_was_pinned_counts_as_kept_afterwards():
     c.use(4, 5, 6)
     assert c.pool.used_slots == 6
     c.cache.unpin((), np.array([1, 2, 3]))
-    c.cache.check()
+    check_books(c.cache)
     assert c.cache.rows == c.pool.used_slots == 4
 
 
@@ -147,7 +148,7 @@ def test_what_lies_below_rows_that_are_gone_goes_too(begins):
     for node in reversed(leaf.path()):
         node.users -= 1
         c.cache.keep(node)
-    c.cache.check()
+    check_books(c.cache)
     assert c.has(1, 2, 3, 4) == c.pool.used_slots == (0 if begins else 4)
 
 
@@ -162,7 +163,7 @@ def test_rows_below_one_that_is_still_to_be_computed_are_not_pinned():
     tokens = np.array([1, 2, 3, 4, 5, 6])
     assert c.cache.pin((), tokens) == 0
     waiting.claim(c.pool.allocate(2))
-    waiting.computed = 1
+    waiting.num_computed = 1
     assert c.cache.pin((), tokens) == 1, "its first row is there"
     waiting = waiting if len(waiting) == 2 else c.tree.match((), tokens[:2])[0][-1][0]
     waiting.users -= 1
@@ -170,7 +171,7 @@ def test_rows_below_one_that_is_still_to_be_computed_are_not_pinned():
     top = c.tree.match((), tokens[:1])[0][0][0]
     top.users = 0
     c.cache.keep(top)
-    c.cache.check()
+    check_books(c.cache)
     assert c.cache.rows == 0 and c.has(1, 2) == 1
     assert c.cache.unpin((), tokens) == 1
     c.cache.clear()
@@ -194,7 +195,7 @@ def test_evicting_one_by_one_does_not_look_at_all_that_is_kept():
         assert c.cache.evict(3) == 3
     assert compared <= 100
     c.cache._worth = worth
-    c.cache.check()
+    check_books(c.cache)
     assert [c.has(first) for first in (0, 99, 100, 399)] == [0, 0, 1, 1]
 
 
@@ -216,4 +217,4 @@ def test_eviction_goes_in_order_of_worth():
                 c.cache.evict(1)
                 gone = [worth for n, worth in before.items() if not n.kept]
                 assert all(worth == least for worth in gone)
-            c.cache.check()
+            check_books(c.cache)

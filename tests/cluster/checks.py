@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from books import check_books
 
 from prefold.cluster.leases import LeaseBook, Source
 from prefold.cluster.offline import OfflineSource
@@ -97,7 +98,7 @@ def _unsent(source: Source, sent: set[int]) -> list[int]:
     """The places that have not left. sent: the places of open leases."""
     if isinstance(source, OnlineSource):
         check_router(source.router)
-        source.window.check()
+        check_books(source.window)
         assert {source._prompts[number].key for number in sent} == set(source.router.in_flight)
         unsent = [*(waiting.payload for waiting in source.window.waiting()), *source._queued]
         return [number for prompt in unsent for number in prompt.unanswered]

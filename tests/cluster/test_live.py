@@ -481,7 +481,7 @@ def test_seconds_of_steps_that_overlap_count_once(overlap, seconds):
     run, fleet, _ = reported(ReplicaFacts(steps_overlap=overlap))
     told = []
     run.online.router.worked = lambda *what: told.append(what)
-    steps = [StepInfo(rows=8, path_rows=0, requests_done=0, tokens_done=0, started=0.0, seconds=5.0, running=3)] * 2
+    steps = [StepInfo(rows=8, path_rows=0, requests_done=0, tokens_done=0, started_at=0.0, seconds=5.0, running=3)] * 2
     run._tell_router("a", ReplicaReport(steps=steps), 102.0)
     assert told == [("a", 10, 6, seconds)]
     fleet.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from books import check_books
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def held_in(scheduler: GenerateScheduler) -> set[tuple]:
         path = node.path()
         tokens = tuple(int(t) for one in path for t in one.tokens)
         namespace = path[0].parent.namespace
-        found |= {(namespace, tokens[: node.start + i + 1]) for i in range(node.computed)}
+        found |= {(namespace, tokens[: node.start + i + 1]) for i in range(node.num_computed)}
     return found
 
 
@@ -357,7 +358,7 @@ def test_rows_that_are_kept_below_rows_to_come(computed):
         events = replica.reporter.drain()
         assert events is None or router.take("a", events)
         assert held_by(router, "a") == held_in(scheduler)
-        scheduler.check()
+        check_books(scheduler)
 
     scheduler.submit("text", prompt[:2], limit=9)
     for number in range(8):
@@ -371,7 +372,7 @@ def test_rows_that_are_kept_below_rows_to_come(computed):
         scheduler.commit(step, [2 + number], [number == 7])
         compare()
     (running,) = scheduler.running
-    assert sum(node.computed for node in running.leaf.path()) == 2 + computed
+    assert sum(node.num_computed for node in running.leaf.path()) == 2 + computed
     assert ((), tuple(range(9))) in held_in(scheduler)
     while scheduler.has_work:
         replica.step()

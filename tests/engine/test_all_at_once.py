@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from books import check_books
 from generating import until_idle
 from tiny import tiny_checkpoint
 
@@ -68,5 +69,5 @@ def test_results_are_those_of_a_call_alone(tmp_path, rounds, cache_prefill):
         assert not wrong, wrong[0]
         assert not any(thread.is_alive() for thread in threads)
     until_idle(llm.engine)
-    llm.engine.generator.scheduler.check()
+    check_books(llm.engine.generator.scheduler)
     llm.close()

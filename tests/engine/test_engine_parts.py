@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from books import check_books
 from fake_worker import FakeWorker
 
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
@@ -77,7 +78,7 @@ def test_a_part_ends_requests_that_cannot_go_on(engine):
     engine.part(Noting).bad = ask(engine, told, "bad")
     while engine.generator.has_work:
         engine.generator.step()
-        engine.generator.scheduler.check()
+        check_books(engine.generator.scheduler)
     assert isinstance(told["bad"], InputError) and len(told["good"][0].tokens) == 3
 
 

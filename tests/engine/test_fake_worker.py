@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from books import check_books
 from fake_worker import FakeWorker, Ticket, expected
 
 from prefold.cache import CacheOptions
@@ -58,7 +59,7 @@ def run_trace(seed: int) -> tuple[int, int]:
             generator.cancel(keys[number])
         with suppress(OutOfMemoryError, RuntimeError):
             generator.step()
-        generator.scheduler.check()
+        check_books(generator.scheduler)
         assert len(generator._in_flight) <= worker.facts.slot_depth
         if not waiting and not generator.has_work and not generator._in_flight:
             break
@@ -171,7 +172,7 @@ def test_the_search_for_a_fault_ends_however_many_come_meanwhile():
     engine.generator.end(1, InputError("made up"))
     engine.generator.step()
     assert len(engine.generator.open_keys) == 1 + came  # nobody is forgotten
-    engine.generator.scheduler.check()
+    check_books(engine.generator.scheduler)
 
 
 def test_a_fault_is_found_though_its_steps_fail_while_the_books_are_changed():
@@ -193,7 +194,7 @@ def test_a_fault_is_found_though_its_steps_fail_while_the_books_are_changed():
     assert list(find_fault(generator, caught.value)) == [1]
     generator.end(1, InputError("made up"))
     assert generator.step() and generator.open_keys == [0]
-    generator.scheduler.check()
+    check_books(generator.scheduler)
     assert worker.content
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from ahead import ASKED, generated, watch_steps
+from books import check_books
 from running import prompts
 from tiny import tiny_checkpoint
 
@@ -134,7 +135,7 @@ def run_trace(llm: LLM, rng: random.Random, ahead: bool) -> None:
             engine.reset_stats()
         with suppress(OutOfMemoryError):  # in a step of one row
             generator.step()
-        generator.scheduler.check()
+        check_books(generator.scheduler)
         assert len(generator._in_flight) <= 1
         if not waiting and not generator.has_work:
             break
@@ -197,7 +198,7 @@ def test_a_request_that_is_cancelled_while_its_step_runs(llm):
     assert generator._in_flight
     generator.cancel(keys[1])
     while generator.step():
-        generator.scheduler.check()
+        check_books(generator.scheduler)
     assert answers[1][0].finish_reason == "cancelled"
     assert [len(answers[number][0].tokens) for number in (0, 2)] == [8, 8]
     assert generator.scheduler.pool.used_slots == 0
@@ -211,7 +212,7 @@ def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
     listen = lambda piece: told.append(piece.text) or generator.cancel(keys[0])  # noqa: E731
     keys.append(generator.add(request, llm.tokenizer, answers.append, listen))
     while generator.step():
-        generator.scheduler.check()
+        check_books(generator.scheduler)
     assert [sample.finish_reason for sample in answers[0]] == ["cancelled", "cancelled"]
     first, second = (len(sample.tokens) for sample in answers[0])
     assert first == second, "the step in which it was cancelled gives each of them its token, and none follows"
@@ -232,7 +233,7 @@ def test_a_text_whose_function_fails_ends_alone(tmp_path, ahead):
     for name, told in (("before", None), ("failing", fail), ("after", None)):
         generator.add(request, llm.tokenizer, lambda answer, name=name: answers.update({name: answer}), told)
     while generator.step():
-        generator.scheduler.check()
+        check_books(generator.scheduler)
     assert isinstance(answers["failing"], RuntimeError)
     assert len(answers["before"][0].tokens) == len(answers["after"][0].tokens) == 6
     assert generator.scheduler.pool.used_slots == 0 and not generator.has_work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from books import check_books
 from generating import ask, engine_of, generate, reference_tokens, tokens_of, until_idle
 from running import prompts
 from tiny import EVERY, FAMILIES, MORE, reference, tiny_checkpoint
@@ -151,7 +152,7 @@ def test_a_step_that_fails_leaves_nothing_behind(case, monkeypatch):
     with pytest.raises(PrefoldError, match="a step raised KeyboardInterrupt"):
         generate(engine, requests_of(asked))
     until_idle(engine)
-    engine.generator.scheduler.check()
+    check_books(engine.generator.scheduler)
     assert tokens_of(generate(engine, requests_of(asked))) == expected
 
 

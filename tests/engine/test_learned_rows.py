@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from books import check_books
 from fake_worker import FakeWorker, expected
 
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine, generate
@@ -52,7 +53,7 @@ def run(monkeypatch, weights, rows=None, learns=True, jobs=1):
         assert len(found) == 100
         for number, tokens in enumerate(prompts.tolist()):
             assert found[str(number).encode()][0].tokens == expected(tokens, sampling)
-    engine.generator.scheduler.check()
+    check_books(engine.generator.scheduler)
     return clock.now, worker.sizes
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from books import check_books
 
 from prefold.cache import CacheOptions, SlotPool
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
@@ -48,7 +49,7 @@ class Machine:
         assert not self.scheduler.admit(self.limits)
         self.limits = self.pace.settle(self.scheduler, 2048)
         if len(self.steps) % 16 == 0:  # it takes long: there are many slots
-            self.scheduler.check()
+            check_books(self.scheduler)
         step = self.scheduler.plan(self.limits)
         if step is None:
             self.now += 0.001

@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 from ahead import ASKED, generated
-from generating import ask, check_books, engine_of, generate, reference_tokens, tokens_of, until_idle
+from books import check_books
+from generating import ask, engine_of, generate, reference_tokens, tokens_of, until_idle
 from hybrids import HYBRIDS, hidden_states, hybrid_checkpoint, state_bytes
 from running import as_request, prompts
 from tiny import reference

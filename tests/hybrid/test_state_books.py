@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from books import check_books
 
 from prefold.cache import CacheOptions, SlotPool
 from prefold.hybrid.scheduler import StateScheduler
@@ -83,12 +84,12 @@ def test_rows_go_on_from_the_states_of_their_paths(cache, seed):
         scheduler.begin(step)
         tokens = rng.integers(0, 4, len(step.consumers)).tolist()
         scheduler.commit(step, tokens, (rng.random(len(tokens)) < 0.1).tolist())
-        scheduler.check()
+        check_books(scheduler)
     while (scheduler.admit(), step := scheduler.plan())[1] is not None:
         worker.run(step)
         scheduler.begin(step)
         scheduler.commit(step, [0] * len(step.consumers), [False] * len(step.consumers))
-        scheduler.check()
+        check_books(scheduler)
     assert not scheduler.has_work
     if cache is None:
         assert not scheduler.states
@@ -112,6 +113,6 @@ def test_a_tree_is_computed_once(rows):
         most = max(most, len(scheduler.states))
         computed += step.num_rows
         scheduler.commit(step, [0] * len(step.consumers), [False] * len(step.consumers))
-        scheduler.check()
+        check_books(scheduler)
     assert computed == unique and scheduler.stats.recomputed_rows == 0
     assert most <= 2 + 4 + 1

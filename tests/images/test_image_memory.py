@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from books import check_books
 from generating import image_scheduler
 from noting import ROWS, Noting, desk_of, engine_of, finish, take
 
@@ -21,7 +22,7 @@ def test_prompts_with_the_same_images_in_another_order():
         generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=tuple(order)), None, answers.append)
     for _ in range(100):
         generator.step()
-        generator.scheduler.check()
+        check_books(generator.scheduler)
         assert image_scheduler(engine).bytes_held <= ROWS * 10
     assert len(answers) == 2 and not generator.has_work
     assert engine.stats.tower_runs == 3

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from books import check_books
 from generating import AtOnce, image_scheduler
 from noting import PIECES, ROWS, TOWER, Noting, desk_of, engine_of, finish, take
 
@@ -363,7 +364,7 @@ def test_who_waits_is_told_when_the_tower_fails():
         generator.add(request, None, lambda answer, name=name: told.__setitem__(name, answer))
     while generator.has_work:
         generator.step()
-        generator.scheduler.check()
+        check_books(generator.scheduler)
     assert {name for name, answer in told.items() if isinstance(answer, InputError)} == {"bad", "both"}
     assert told["bad"].code == "image_failed" and "made up" in str(told["bad"])
 

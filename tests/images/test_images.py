@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from books import check_books
 from generating import AtOnce, engine_of, generate, image_scheduler, tokens_of
 from running import run
 from tiny_vision import drawing, tiny_vision, vision_reference
@@ -234,7 +235,7 @@ def test_warm_cache(case):
     cache = engine.generator.scheduler.cache
     while cache.rows > 40:
         cache.evict(7)
-        engine.generator.scheduler.check()
+        check_books(engine.generator.scheduler)
     assert tokens_of(generate(engine, found.asked(engine, asked))) == greedy
 
 
@@ -303,7 +304,7 @@ def test_a_tower_that_fails_fails_its_requests_only(case):
             assert isinstance(answer, InputError) and "the file is gone" in str(answer) and answer.field == "image"
         else:
             assert list(answer[0].tokens) == greedy[number]
-    engine.generator.scheduler.check()
+    check_books(engine.generator.scheduler)
     assert engine.stats.tower_runs == 4
     # It is tried anew for who comes later.
     object.__setattr__(bad, "load", lambda: found.processor.tiles(found.images[1]))

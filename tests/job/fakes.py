@@ -86,7 +86,7 @@ class Step:
     path_rows: int
     requests_done: int
     tokens_done: int
-    started: float
+    started_at: float
     seconds: float
     running: int = 0
 

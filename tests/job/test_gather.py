@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefold.job.reader import Gather, tagged
+from prefold.job.reader import Gather, with_tags
 from prefold.tasks.base import Work
 from prefold.types import Request, Result
 
@@ -22,7 +22,7 @@ def test_every_record_comes_back_once_with_its_results_in_order(shapes, seed):
         for i, parts in enumerate(items):
             requests = [Request(np.array([i, p], np.int32)) for p in range(parts)]
             works.append(Work(requests, {"note": i} if i % 2 else None))
-        for i, (request, tag) in enumerate(tagged(number, meta, works)):
+        for i, (request, tag) in enumerate(with_tags(number, meta, works)):
             entries.append((tag, Result(np.array([number, *request.tokens], np.float32))))
             value = i + 1
         want[number] = (meta, [(w.note, len(w.requests)) for w in works], value)

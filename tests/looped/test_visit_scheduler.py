@@ -390,5 +390,5 @@ def test_what_runs_counts_for_its_tenant():
     for _ in range(30):
         run_step(scheduler, worker, {}, [])
     small, runs = (scheduler.cache.accounts.of(tenant) for tenant in ("small", "runs"))
-    assert runs.rows < small.rows and runs.held > small.held == 12 * 3
+    assert runs.rows < small.rows and runs.num_slots > small.num_slots == 12 * 3
     assert scheduler.cache.accounts.next(0.0) is runs

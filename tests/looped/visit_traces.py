@@ -83,7 +83,7 @@ class FakeWorker:
                     states = [self.states[int(slot)] for slot in routing.slots[first:stop]]
                 blocks.append([chosen(states, routing.step, int(routing.fewest[i]), self.blocks)])
         found = np.array(blocks, np.int64).reshape(-1, 1)
-        return VisitResult(np.array(tokens, np.int64), left=left, taken=taken, blocks=found), tokens
+        return VisitResult(np.array(tokens, np.int64), has_left=left, was_read=taken, blocks=found), tokens
 
     def _visited(self, message: VisitStep, block: int, query: int, sequence: LoopedSequence | None) -> tuple[int, bool]:
         """Returns the state after a query's visit, and whether its row leaves."""
@@ -137,7 +137,9 @@ class FakeWorker:
                 message.read_rows[message.reads].tolist(), taken.tolist(), step.consumers, strict=True
             )
         ]
-        result = VisitResult(np.array(tokens, np.int64), left=np.array(left), taken=taken, num_visits=np.array(made))
+        result = VisitResult(
+            np.array(tokens, np.int64), has_left=np.array(left), was_read=taken, num_visits=np.array(made)
+        )
         return result, tokens
 
     def _seen(self, message: VisitStep, row: int) -> dict[int, int]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from books import check_books
 from counts import lines_run, most_bytes
 from hypothesis import given
 from slow_trie import ragged, random_sequences, sequence_lists, slow_trie
@@ -26,7 +27,7 @@ def assert_equal(trie: Trie, sequences: list[tuple[int, ...]]) -> None:
 @given(sequence_lists)
 def test_equals_the_slow_trie(sequences):
     trie = Trie.build(*ragged(sequences))
-    trie.check()
+    check_books(trie)
     assert_equal(trie, sequences)
     slow = slow_trie(sequences)
     for prefix, row in slow.row.items():
@@ -40,7 +41,7 @@ def test_equals_the_slow_trie(sequences):
 def test_equals_the_slow_trie_when_larger(num, length, vocab):
     sequences = random_sequences(np.random.default_rng(num), num, length, vocab)
     trie = Trie.build(*ragged(sequences), vocab_size=vocab)
-    trie.check()
+    check_books(trie)
     assert_equal(trie, sequences)
 
 
@@ -56,14 +57,14 @@ def test_the_picture_of_the_design():
 def test_no_sequences():
     for share in (True, False):
         trie = Trie.build([], [0], share=share)
-        trie.check()
+        check_books(trie)
         assert (trie.num_rows, trie.num_sequences, trie.num_tokens) == (0, 0, 0)
         assert len(trie.path(0)) == 0 and len(trie.parent) == 0
 
 
 def test_duplicates_add_no_rows_and_keep_their_order():
     trie = Trie.build(*ragged([(5, 6), (1,), (5, 6), (5, 6)]))
-    trie.check()
+    check_books(trie)
     assert trie.tokens.tolist() == [1, 5, 6]
     assert trie.last_row.tolist() == [2, 0, 2, 2]
     assert trie.order.tolist() == [1, 0, 2, 3]
@@ -73,7 +74,7 @@ def test_duplicates_add_no_rows_and_keep_their_order():
 def test_without_sharing_every_sequence_is_a_branch(sequences):
     tokens, offsets = ragged(sequences)
     trie = Trie.build(tokens, offsets, share=False)
-    trie.check()
+    check_books(trie)
     assert trie.tokens.tolist() == tokens.tolist()
     assert trie.end.tolist() == np.repeat(offsets[1:], np.diff(offsets)).tolist()
     assert trie.last_row.tolist() == (offsets[1:] - 1).tolist()
@@ -86,7 +87,7 @@ def test_without_sharing_every_sequence_is_a_branch(sequences):
 def test_sorted_input(sequences):
     in_order = sorted(sequences)
     trie = Trie.build(*ragged(in_order), is_sorted=True)
-    trie.check()
+    check_books(trie)
     assert_equal(trie, in_order)
     if sequences != in_order:
         with pytest.raises(InputError, match=r"sequence \d+ is not in lexicographic order"):
@@ -127,7 +128,7 @@ def test_check_sees_a_wrong_end():
     trie.end.flags.writeable = True
     trie.end[1] = 3
     with pytest.raises(AssertionError):
-        trie.check()
+        check_books(trie)
 
 
 def base(n: int) -> np.ndarray:
@@ -150,7 +151,7 @@ def test_large_shapes(name):
     sequences = SHAPES[name]()
     tokens, offsets = np.concatenate(sequences), np.cumsum([0, *map(len, sequences)])
     trie = Trie.build(tokens, offsets)
-    trie.check()
+    check_books(trie)
     # No two rows are the same prefix: siblings have different tokens.
     assert len(np.unique(trie.parent * 2000 + trie.tokens)) == trie.num_rows
     lengths = np.diff(offsets)

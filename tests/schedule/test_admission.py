@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from books import check_books
 from counts import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,7 +43,7 @@ def one_step(scheduler, **limits):
     """Makes a step; returns the keys of the requests that ended."""
     limits = StepLimits(**limits)
     assert not scheduler.admit(limits)
-    scheduler.check()
+    check_books(scheduler)
     step = scheduler.plan(limits)
     if step is None:
         return []
@@ -229,7 +230,7 @@ def test_a_batch_borrows_the_sequences_that_are_left_to_others_and_gives_them_ba
     assert Counter(one.key[0] for one in scheduler.running) == {"live": 1, "batch": 7}
     ended = [key for _ in range(200) for key in one_step(scheduler)]
     assert len(ended) == 21 and ended[0] == ("live", 0)
-    scheduler.check()
+    check_books(scheduler)
 
 
 def test_rows_of_batches_may_be_few_or_none():

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from books import check_books
 
 from prefold.cache import SlotPool
 from prefold.schedule import fair
@@ -34,7 +35,7 @@ def one_step(scheduler, **limits):
     """Makes a step; returns (rows of live requests, rows of batches) of it, and the keys that ended."""
     limits = StepLimits(**limits)
     assert not scheduler.admit(limits)
-    scheduler.check()
+    check_books(scheduler)
     step = scheduler.plan(limits)
     if step is None:
         return (0, 0), []

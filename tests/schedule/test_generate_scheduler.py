@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from books import check_books
 from counts import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -223,9 +224,9 @@ def test_who_leaves_before_it_runs_takes_nothing_along():
     kept = scheduler.cache.rows
     assert kept == 1 + 4 * 40
     scheduler.submit("left", np.array([1, 5, 6], np.int32), limit=1)
-    scheduler.check()
+    check_books(scheduler)
     scheduler.cancel("left")
-    scheduler.check()
+    check_books(scheduler)
     assert scheduler.cache.rows == kept
 
 
@@ -239,7 +240,7 @@ def test_a_long_prompt_uses_what_was_too_little_for_one_that_waits_too():
     scheduler.submit("long", prompt, limit=1)
     run_to_end(scheduler)
     assert scheduler.stats.prefill_rows - before == 2 + 1  # both rows of the short one, the last of the long one again
-    scheduler.check()
+    check_books(scheduler)
 
 
 def test_what_waited_for_its_time_to_live_is_gone_for_who_comes_then():
@@ -303,7 +304,7 @@ def test_commit_wants_the_step_that_was_begun():
     scheduler.commit(step, [1], [False])
     with pytest.raises(ValueError, match="begun first"):
         scheduler.commit(step, [1], [False])
-    scheduler.check()
+    check_books(scheduler)
 
 
 def test_steps_are_committed_in_their_order():
@@ -328,7 +329,7 @@ def test_what_is_submitted_again_goes_on_from_what_it_made():
     scheduler.submit("a", prompt, samples=3, limit=7)
     run_to_end(scheduler)
     scheduler.clear()
-    scheduler.check()
+    check_books(scheduler)
     assert not scheduler.has_work and not scheduler.cache.rows and not scheduler.pool.used_slots
     wanted = {sample: expected(prompt, sample, 7, lambda path, sample: False) for sample in range(3)}
     scheduler.submit("a", prompt, limit=7, outputs={0: wanted[0][:4], 2: []})
@@ -373,7 +374,7 @@ def test_many_who_wait_are_left_at_once():
     scheduler.admit()
     scheduler.begin(scheduler.plan())
     assert lines_run(lambda: [scheduler.cancel(key) for key in range(5000)]) < 100 * 5000
-    scheduler.check()
+    check_books(scheduler)
     assert scheduler.num_waiting == 0 and scheduler.pool.used_slots == 0
 
 
@@ -392,7 +393,7 @@ def test_who_waits_for_room_does_not_empty_the_cache():
     assert scheduler.num_waiting == 1 and scheduler.cache.rows == 45
     scheduler.cancel("runs")
     assert not scheduler.admit() and not scheduler.num_waiting
-    scheduler.check()
+    check_books(scheduler)
 
 
 def test_a_step_has_at_most_as_many_rows_as_it_is_planned_with():

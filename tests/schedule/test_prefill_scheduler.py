@@ -45,7 +45,7 @@ class Trace:
         self.path = [keys[j] for j in step.keep]
         if step.read_rows is None:
             assert list(step.reads) == sorted(set(step.reads))
-            for done, read in zip(planned.done.tolist(), planned.done_reads.tolist(), strict=True):
+            for done, read in zip(planned.requests.tolist(), planned.request_reads.tolist(), strict=True):
                 self.sums[done] = keys[step.reads[read]]
             return
         stream = step.read_rows if step.fold is None else step.fold.gather[step.read_rows]
@@ -54,12 +54,12 @@ class Trace:
         for read, target in zip(step.reads.tolist(), planned.targets.tolist(), strict=True):
             assert target not in self.read
             self.read[target] = rows[read]
-        assert not self.sums.keys() & set(planned.done.tolist())
+        assert not self.sums.keys() & set(planned.requests.tolist())
         if step.readout.kind == "logprobs":
-            assert not len(planned.done_reads)
-            self.sums |= dict.fromkeys(planned.done.tolist(), ())
+            assert not len(planned.request_reads)
+            self.sums |= dict.fromkeys(planned.requests.tolist(), ())
             return
-        for done, read in zip(planned.done.tolist(), planned.done_reads.tolist(), strict=True):
+        for done, read in zip(planned.requests.tolist(), planned.request_reads.tolist(), strict=True):
             self.sums[done] = rows[read]
 
 
@@ -154,7 +154,7 @@ def test_the_most_that_may_be_is_carried(job, max_tokens, read):
                 if not done:
                     assert step.start == (allowed if follows else 0)
                 scheduler.commit(step)
-                done += step.done.tolist()
+                done += step.requests.tolist()
             assert sorted(done) == list(range(window.num_requests)), "every request ends in one step"
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from books import check_books
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from traces import CheckedStore, expected, next_token
@@ -123,7 +124,7 @@ def test_steps_of_a_stream_end_between_spans(sharing, seed):
                     carried = check_part(scheduler, part, carried, goes_on, most)
                     computed += carried[-(part.stop - part.start) :]
                     carried = [carried[j] for j in part.message.keep]
-                    done += part.done.tolist()
+                    done += part.requests.tolist()
             assert sorted(done) == list(range(window.num_requests))
     if sharing == "full" and len(prompts) == 1:
         assert len(computed) == len(set(computed)) == len(goes_on)
@@ -215,7 +216,7 @@ class Trace:
     def step(self) -> None:
         for _, error in self.scheduler.admit():
             raise error
-        self.scheduler.check()
+        check_books(self.scheduler)
         step = self.scheduler.plan()
         if step is None:
             self.idle += 1
@@ -231,11 +232,11 @@ class Trace:
         assert not new or new[0] in STARTS, "a span begins in its middle"
         self.store.run(step, [])
         self.scheduler.begin(step)
-        self.scheduler.check()
+        check_books(self.scheduler)
         tokens = [next_token(path, s.sample) for s, path in zip(step.consumers, self.store.paths, strict=True)]
         for done in self.scheduler.commit(step, tokens, [False] * len(tokens)):
             self.ended[done.key, done.sample] = list(done.tokens)
-        self.scheduler.check()
+        check_books(self.scheduler)
 
     def anything(self) -> None:
         kind, cache = self.rng.random(), self.scheduler.cache
@@ -252,12 +253,12 @@ class Trace:
         elif kind < 0.55 and cache is not None and self.found:
             prompt = np.array(self.rng.choice(self.found), np.int32)
             pinned = cache.pin((), prompt[: self.rng.randint(1, len(prompt))])
-            self.scheduler.check()
+            check_books(self.scheduler)
             assert clear_of_span(prompt, pinned) == pinned
             cache.unpin((), prompt[:pinned])
         else:
             self.step()
-        self.scheduler.check()
+        check_books(self.scheduler)
 
 
 @settings(max_examples=200)
@@ -294,7 +295,7 @@ def test_a_span_waits_for_a_step_that_it_opens():
         store.run(planned, [])
         scheduler.begin(planned)
         scheduler.commit(planned, [1] * len(planned.consumers), [False] * len(planned.consumers))
-        scheduler.check()
+        check_books(scheduler)
         return sorted(planned.message.tokens.tolist())
 
     assert step() == [1, 2]
@@ -344,7 +345,7 @@ def test_eviction_takes_the_rest_of_a_span(rows):
     scheduler.commit(step, [1], [False])
     assert scheduler.cache.rows == 9
     assert scheduler.cache.evict(rows) == 7
-    scheduler.check()
+    check_books(scheduler)
     assert scheduler.cache.rows == 2
 
 

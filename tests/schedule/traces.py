@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from books import check_books
 
 from prefold.cache import SCRATCH
 from prefold.schedule.admission import NO_LIMITS, StepLimits
@@ -95,18 +96,18 @@ def run_to_end(
         for done in scheduler.commit(step, tokens, stops):
             assert (done.key, done.sample) not in ended
             ended[done.key, done.sample] = list(done.tokens)
-        scheduler.check()
+        check_books(scheduler)
         on_step(step)
 
     for _ in range(most):
         for key, error in scheduler.admit(limits):
             assert failed is not None, error
             failed.append((key, error))
-        scheduler.check()
+        check_books(scheduler)
         step = scheduler.plan(limits)
         assert_equal_steps(step, scheduler.plan(limits))
         assert_equal_steps(step, laid_out(scheduler, limits))
-        scheduler.check()
+        check_books(scheduler)
         is_ahead = ahead()
         if flight is not None and (step is None or not is_ahead):
             land(*flight)
@@ -122,7 +123,7 @@ def run_to_end(
             stops.append(stop_at(path, sequence.sample))
         before, flight = flight, None
         scheduler.begin(step)
-        scheduler.check()
+        check_books(scheduler)
         if is_ahead:
             flight = (step, tokens, stops)
             if before is not None:

@@ -7,6 +7,7 @@ import threading
 
 import httpx
 import pytest
+from books import check_books
 from running import no_steps
 from serving import Raw, until
 
@@ -29,7 +30,7 @@ def test_one_that_leaves(server, llm, stream):
     raw.close()
     until(lambda: is_idle(server, llm))
     assert llm.stats.generation.generated_tokens - before < 480
-    llm.engine.generator.scheduler.check()
+    check_books(llm.engine.generator.scheduler)
 
 
 def test_half_a_body_and_waiting(server, llm):
@@ -78,6 +79,6 @@ def test_many_that_leave(server, llm, count):
     until(lambda: is_idle(server, llm))
     assert sorted(found) == sorted([one.text for one in expected] * 3)
     scheduler = llm.engine.generator.scheduler
-    scheduler.check()
+    check_books(scheduler)
     llm.cache.clear()
     assert scheduler.pool.used_slots == 0

@@ -6,6 +6,7 @@ import json
 
 import httpx
 import pytest
+from books import check_books
 from running import no_steps
 from serving import Raw, serving, until
 
@@ -132,5 +133,5 @@ def test_a_stream_that_fails_ends_with_an_error(llm, broken, dialect):
         else:
             assert events[-1]["error"]["type"] == "server_error" and lines.rstrip().endswith("data: [DONE]")
         until(lambda: not server.state.handler.backpressure.replies and not llm.engine.generator.has_work)
-        llm.engine.generator.scheduler.check()
+        check_books(llm.engine.generator.scheduler)
         assert httpx.get(f"{server.url}/health").status_code == 200

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from books import check_books
 from serving import Raw, until
 
 from prefold.api import ENDPOINTS
@@ -104,7 +105,7 @@ def test_bodies(server, llm, count, seed, rounds):
             check(path, data, client.post(path, content=data))
         assert client.get("/health").status_code == 200
     until(lambda: not server.state.handler.backpressure.replies and not llm.engine.generator.has_work)
-    llm.engine.generator.scheduler.check()
+    check_books(llm.engine.generator.scheduler)
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.slow)])
@@ -289,4 +290,4 @@ def test_headers_and_chunkings(server, llm, count, seed, rounds):
     )
     until(lambda: not server.server_state.connections)
     until(lambda: len(asyncio.all_tasks(server._loop)) < 10)
-    llm.engine.generator.scheduler.check()
+    check_books(llm.engine.generator.scheduler)

@@ -10,6 +10,7 @@ from functools import partial
 
 import httpx
 import pytest
+from books import check_books
 from generating import until_idle
 from running import no_steps
 from serving import KEYS, Raw, serving, until
@@ -417,7 +418,7 @@ def test_one_request_that_steps_fail_for(llm, poisoned):
     generator = llm.engine.generator
     until_idle(llm.engine)
     assert not generator._on_hold
-    generator.scheduler.check()
+    check_books(generator.scheduler)
 
 
 def test_pings_keep_a_silent_stream_open(llm):

@@ -89,7 +89,7 @@ def test_a_batch_whose_answers_are_too_many_fails(server, monkeypatch):
     url, total = "/v1/embeddings", 500
     lines = [{"custom_id": f"{i}", "method": "POST", "url": url, "body": {"input": f"yes {i}"}} for i in range(total)]
     file = upload(b, lines).id
-    most = store._half - store.left("b") + 5000
+    most = store._half - store.bytes_left("b") + 5000
     monkeypatch.setattr(store, "_most_of", lambda tenant: most)
     done = ended(b, b.batches.create(input_file_id=file, endpoint=url, completion_window="24h"))
     assert done.status == "failed" and "delete files" in done.errors.data[0].message, done
@@ -107,19 +107,19 @@ def test_what_is_stored_is_counted_through_changes_and_starts(tmp_path):
     store = Store(tmp_path, lambda tenant: most)
     store.add("file", "a", {"id": "f", "bytes": 3000})
     store.add("batch", "a", {"id": "b", "status": "validating"})
-    before = store.left("a")
-    assert 6900 < before < 7000 and store.left("b") == most
+    before = store.bytes_left("a")
+    assert 6900 < before < 7000 and store.bytes_left("b") == most
     store.change("batch", "b", {"errors": "e" * 1000})
-    assert before - 1100 < store.left("a") < before - 1000
+    assert before - 1100 < store.bytes_left("a") < before - 1000
     with pytest.raises(Refusal):
         store.add("file", "a", {"id": "g", "bytes": 7000})
     assert store.get("file", "a", "g") is None
-    left = store.left("a")
+    left = store.bytes_left("a")
     store.close()
     store = Store(tmp_path, lambda tenant: most)
-    assert store.left("a") == left
+    assert store.bytes_left("a") == left
     store.delete("batch", "a", "b"), store.delete("file", "a", "f")
-    assert store.left("a") == most
+    assert store.bytes_left("a") == most
     store.close()
 
 

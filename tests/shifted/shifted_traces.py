@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+from books import check_books
 
 from prefold.cache import CacheOptions, SlotPool
 from prefold.cache.events import CacheReporter
@@ -134,11 +135,11 @@ class Trace:
         return True
 
     def check(self) -> None:
-        self.scheduler.check()
+        check_books(self.scheduler)
         apart = self.scheduler._apart
         for node in self.scheduler.tree.nodes():
             assert node not in apart
-            for slot in node.slots[: node.computed].tolist():
+            for slot in node.slots[: node.num_computed].tolist():
                 assert self.store.owner.get(slot) is None, "a row in the trie that is no exact one"
 
     def anything(self) -> None:

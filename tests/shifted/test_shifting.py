@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from books import check_books
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shifted_traces import IMAGES, ShiftedStore, Trace
@@ -71,13 +72,13 @@ def finish(scheduler: ShiftingScheduler) -> list[Moved]:
         scheduler.admit()
         found += scheduler.moves
         scheduler.moves.clear()
-        scheduler.check()
+        check_books(scheduler)
         step = scheduler.plan()
         if step is None:
             return found
         scheduler.begin(step)
         scheduler.commit(step, [1] * len(step.consumers), [False] * len(step.consumers))
-        scheduler.check()
+        check_books(scheduler)
 
 
 def ask(scheduler, key, tokens, shifts=True, **how) -> list[Moved]:
@@ -123,9 +124,9 @@ def test_a_tenant_is_not_charged_for_rows_that_were_copied(monkeypatch):
     scheduler = scheduler_of()
     ask(scheduler, 0, [*A, *B, 7])
     scheduler.admit_by(FairAdmission())
-    charged, admitted = [], scheduler.waiting.admitted
+    charged, admitted = [], scheduler.waiting.note_admission
     monkeypatch.setattr(
-        scheduler.waiting, "admitted", lambda sequence, rows: (charged.append(rows), admitted(sequence, rows))
+        scheduler.waiting, "note_admission", lambda sequence, rows: (charged.append(rows), admitted(sequence, rows))
     )
     ask(scheduler, 1, [*A, 4], shifts=False)  # the rows of A are there
     (moved,) = ask(scheduler, 2, [*C, *B, 9])
@@ -268,15 +269,15 @@ def test_copied_rows_are_given_up_and_computed():
                 store.move(one, prompts[one.key], ("n",))
                 moved.append(one.key)
             scheduler.moves.clear()
-            scheduler.check()
-            lost |= any(node.lost and not node.computed for node in scheduler._apart)
+            check_books(scheduler)
+            lost |= any(node.lost and not node.num_computed for node in scheduler._apart)
             step = scheduler.plan()
             store.run(step, [])
             scheduler.begin(step)
             tokens = [next_token(path, s.sample) for s, path in zip(step.consumers, store.paths, strict=True)]
             for done in scheduler.commit(step, tokens, [False] * len(tokens)):
                 ended[done.key] = list(done.tokens)
-            scheduler.check()
+            check_books(scheduler)
         scheduler.cache.pin(("n",), np.array(prompts[0], np.int32))
     assert moved == [1, 2] and lost
     for key, limit in ((1, 50), (2, 50)):

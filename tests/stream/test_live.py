@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from books import check_books
 from counts import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,7 +59,7 @@ def test_buckets_are_those_of_the_definition(seed, threshold):
             namespace = ("a",) if rng.random() < 0.1 else ()
             window.put(key, tokens, now=now, namespace=namespace)
             inside[key] = (namespace, tuple(tokens.tolist()))
-            window.check()
+            check_books(window)
         act = rng.random()
         if act < 0.2:
             holders[int(rng.integers(2))] = set("ab"[: rng.integers(3)])
@@ -77,14 +78,14 @@ def test_buckets_are_those_of_the_definition(seed, threshold):
                     assert tuple(waiting.tokens.tolist()) == inside.pop(waiting.key)[1]
                     assert tuple(bucket.prefix.tolist()) == tuple(waiting.tokens[: len(bucket.prefix)].tolist())
                     left.append(waiting.key)
-                window.check()
+                check_books(window)
         assert {keys_of(window, bucket) for bucket in window.buckets()} == brute_force(inside, threshold)
     window.close()
     while len(window):
         # What is not held any more where it was queued goes to the queue None, which may have been looked at already.
         bucket = next(b for queue in (None, "a", "b", None) if (b := window.largest(queue)) is not None)
         left += [waiting.key for waiting in window.take(bucket)]
-    window.check()
+    check_books(window)
     assert len(left) == len(set(left)) and window.num_tokens == 0 and not window._sums and not window._tree.roots
 
 
@@ -132,8 +133,8 @@ def test_what_has_left_is_forgotten_however_many_come():
         if len(window) > 20:
             window.take(window.bucket_of(next(window.waiting()).key), 1)
         if number % 100 == 0:
-            window.check()
-    window.check()
+            check_books(window)
+    check_books(window)
     assert sum(map(len, window._queues.values())) <= 2 * 21 + 64
 
 
@@ -157,7 +158,7 @@ def test_a_bucket_is_followed_while_others_leave_and_come():
     assert keys_of(window, window.current(bucket)) == {2, 3, 4, "half"}
     window.take(window.current(bucket))
     assert window.current(bucket) is None
-    window.check()
+    check_books(window)
 
 
 def test_a_prompt_goes_in_in_the_time_of_its_own_length():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from books import check_books
 from running import prompts
 
 from prefold import LLM
@@ -35,7 +36,7 @@ def generated(llm: LLM, some: list[Sampling], *, ahead: bool, **options) -> tupl
         request = Request(np.array(prompt, np.int32), sampling=sampling)
         engine.generator.add(request, None, lambda answer, number=number: found.update({number: answer}))
     while engine.generator.step():
-        engine.generator.scheduler.check()
+        check_books(engine.generator.scheduler)
     assert not engine.generator.has_work
     said = [[(one.tokens, one.finish_reason, one.stop) for one in found[number]] for number in range(len(some))]
     return said, engine

@@ -7,12 +7,11 @@ from concurrent.futures import Future
 
 import numpy as np
 import torch
-from visit_books import check_visits
+from books import check_books
 
 from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.images.scheduler import ImageScheduler
-from prefold.looped.scheduler import VisitScheduler
 from prefold.stream import Spool
 from prefold.types import Generated, Readout, Request, Sampling
 from prefold.worker.local import LocalWorker
@@ -50,14 +49,6 @@ def generate(engine: ModelEngine, requests: list[Request], tokenizer=None, windo
             results[int(tag)] = result
     engine.call(lambda: check_books(engine.generator.scheduler))
     return results
-
-
-def check_books(scheduler) -> None:
-    """Raises AssertionError where the books of a scheduler of any kind do not agree."""
-    if isinstance(scheduler, VisitScheduler):
-        check_visits(scheduler)
-    else:
-        scheduler.check()
 
 
 def until_idle(engine: ModelEngine) -> None:

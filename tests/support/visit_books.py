@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from books import check_admission, check_books
 
 from prefold.cache.tree import Node
 from prefold.looped.cache import NodeVisit, TailNode, VisitNode
@@ -17,7 +18,7 @@ def check_visits(scheduler: VisitScheduler) -> None:
     held = [np.arange(start, start + size) for start, size in scheduler.pool.free_list()]
     users: dict[Node, int] = {}
     takes: dict[NodeVisit, int] = {}
-    scheduler.waiting.check(scheduler.running)
+    check_admission(scheduler.waiting, scheduler.running)
     sequences: list[LoopedSequence] = [*scheduler.running, *scheduler.waiting]  # type: ignore[list-item]
     for sequence in sequences:
         assert sequence in (scheduler.running if sequence.state == "running" else scheduler.waiting)
@@ -49,11 +50,11 @@ def check_visits(scheduler: VisitScheduler) -> None:
     assert len(scheduler.running) <= scheduler.max_running
     assert {*sequences} == {sequence for request in scheduler._requests.values() for sequence in request}
     if scheduler.cache is not None:
-        scheduler.cache.check()
+        check_books(scheduler.cache)
         for account in scheduler.cache.accounts:
             own = sum(node.num_slots for node in nodes if node.account is account)
             tails = [one.tail for one in sequences if one.ready and one.tail.account is account]
-            assert account.held == own + sum(len(_tail_slots(tail)) for tail in tails)
+            assert account.num_slots == own + sum(len(_tail_slots(tail)) for tail in tails)
 
 
 def _check_runs(runs: list[tuple[int, int, int]], slots: np.ndarray, start: int) -> None:

@@ -13,7 +13,7 @@ from prefold.engine.sampling import SamplerState
 from prefold.schedule.steps import NOT_FINITE
 from prefold.types import Sampling
 from prefold.worker import draw as module
-from prefold.worker.draw import kept
+from prefold.worker.draw import filter_tokens
 
 OPTIONS = [
     Sampling(temperature=1.0),
@@ -68,7 +68,7 @@ def test_equals_are_kept_or_left_together(both, option):
     assert found == wanted
     for row, token in zip(logits, found, strict=True):
         probs = torch.softmax(row / option.temperature, -1).numpy()
-        assert token in kept(probs, option.min_p, option.top_k, option.top_p)[0]
+        assert token in filter_tokens(probs, option.min_p, option.top_k, option.top_p)[0]
         if option.top_n_sigma:
             assert row[token] >= row.max() - option.top_n_sigma * row[row.isfinite()].std(correction=0)
         assert probs[token] > 0

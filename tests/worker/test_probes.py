@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from books import check_books
 from running import as_request, prompts, run
 from tiny import tiny_checkpoint
 
@@ -43,7 +44,7 @@ def test_results_are_those_of_the_stream(folder, rows, kv_memory):
                 np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4)
                 assert (one.greedy is None) == (other.greedy is None)
                 assert one.greedy is None or np.array_equal(one.greedy, other.greedy)
-    cached.engine.generator.scheduler.check()
+    check_books(cached.engine.generator.scheduler)
 
 
 def test_a_call_that_comes_back_computes_what_is_new(tmp_path):

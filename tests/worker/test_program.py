@@ -387,7 +387,7 @@ def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch
 def test_a_step_that_follows_another_takes_few_calls_of_python(tmp_path, monkeypatch):
     """Between two passes of one sequence's decoding; the code that runs then is not in the caches, so each counts."""
     llm, counts = load(tmp_path), []
-    calls = llm.engine.worker._program._compiled._calls
+    calls = llm.engine.worker._program._kernels._calls
     run = calls["run_program"]
 
     def count(frame, event, argument):

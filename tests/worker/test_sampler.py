@@ -18,7 +18,7 @@ from tritons import on_triton  # noqa: F401 (a fixture)
 from prefold import kernels
 from prefold.engine.sampling import SamplerState, drawing_of
 from prefold.types import Sampling
-from prefold.worker.draw import kept
+from prefold.worker.draw import filter_tokens
 from prefold.worker.noise import gumbel, hash_ids
 
 VOCAB = 300
@@ -113,7 +113,7 @@ def test_kept_is_what_the_filters_leave_one_after_the_other(options):
     for seed in range(20):
         row = random_logits(1, seed=seed)
         probs = torch.softmax(row / options.temperature, -1)[0].numpy()
-        ids, left = kept(probs, options.min_p, options.top_k, options.top_p)
+        ids, left = filter_tokens(probs, options.min_p, options.top_k, options.top_p)
         expected = slow_probs(row[0].double().numpy(), options)
         assert ids.tolist() == np.flatnonzero(expected).tolist()
         np.testing.assert_allclose(left / left.sum(), expected[ids], rtol=1e-4)
@@ -132,7 +132,7 @@ def test_kept_of_odd_rows(row, top_k, top_p, min_p):
     if not (row > -np.inf).any():
         return
     probs = torch.softmax(torch.from_numpy(row), -1).numpy()
-    ids, left = kept(probs, min_p, top_k, top_p)
+    ids, left = filter_tokens(probs, min_p, top_k, top_p)
     assert ids.size and (np.diff(ids) > 0).all()
     assert left.max() == probs.max()
     out = np.setdiff1d(np.arange(row.size), ids)
@@ -160,7 +160,9 @@ def test_filters_equal_transformers():
                 scores = make(options[name])(None, scores)
         probs = torch.softmax(rows / options["temperature"], -1).numpy()
         for row, expected in zip(probs, torch.softmax(scores, -1).numpy(), strict=True):
-            ids, left = kept(row, options.get("min_p", 0.0), options.get("top_k", 0), options.get("top_p", 1.0))
+            ids, left = filter_tokens(
+                row, options.get("min_p", 0.0), options.get("top_k", 0), options.get("top_p", 1.0)
+            )
             assert ids.tolist() == np.flatnonzero(expected).tolist()
             np.testing.assert_allclose(left / left.sum(), expected[ids], rtol=1e-5)
 
@@ -379,9 +381,9 @@ def test_masks_are_bits_in_the_message_of_a_step():
     vocab = 151_936
     states = [state(matcher=OnlyThese([i], vocab)) for i in range(64)]
     drawing = drawing_of(states, [0] * 64)
-    assert drawing.allowed.dtype == np.uint8 and drawing.allowed.shape == (64, vocab // 8)
+    assert drawing.grammar_masks.dtype == np.uint8 and drawing.grammar_masks.shape == (64, vocab // 8)
     assert len(ForkingPickler.dumps(drawing)) < 64 * vocab // 8 + 10_000
-    assert drawing.pick(np.array([5, 8])).allowed.nbytes == 2 * vocab // 8
+    assert drawing.pick(np.array([5, 8])).grammar_masks.nbytes == 2 * vocab // 8
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -429,11 +431,11 @@ def test_counts_grow():
     output = [i % 90 for i in range(400)]
     for token in output:
         made.advance(token)
-    ids, counts = made.counted
+    ids, counts = made.output_counts
     assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {i: output.count(i) for i in range(90)}
     bare = state(Sampling(presence_penalty=1.0), prompt=[5, 3])
     bare.advance(4)
-    assert bare.counted[0].tolist() == [4]
+    assert bare.output_counts[0].tolist() == [4]
 
 
 def test_levels_of_top_p_are_exact_for_flat_and_peaked_rows():
@@ -442,7 +444,7 @@ def test_levels_of_top_p_are_exact_for_flat_and_peaked_rows():
         logits = random_logits(1, 20000) * scale
         options = Sampling(temperature=1.0, top_p=top_p, top_k=top_k)
         probs = torch.softmax(logits, -1)[0].numpy()
-        ids, _ = kept(probs, options.min_p, options.top_k, options.top_p)
+        ids, _ = filter_tokens(probs, options.min_p, options.top_k, options.top_p)
         expected = np.flatnonzero(slow_probs(logits[0].double().numpy(), options))
         # Sums of thousands of float32 numbers: the border may lie a token further.
         assert abs(ids.size - expected.size) <= max(1, expected.size // 1000)
