@@ -101,7 +101,7 @@ def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:
     )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class InFlightStep:
     """An InFlightStep is a step that the worker has started.
 

@@ -86,7 +86,7 @@ class SequenceState:
         return self.tail.tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class GenerateStep:
     """A GenerateStep is one forward pass, and its meaning for the sequences.
 

@@ -202,7 +202,7 @@ class Numbers:
         return np.ones(len(self.reads), np.int64) if self.counts is None or self.readout.kind == "mean" else self.counts
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class SlotStep(Message):
     """A SlotStep asks for one forward pass over n rows whose keys lie in the slots of the store.
 
@@ -267,7 +267,7 @@ class StepResult:
     greedy: np.ndarray | None = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class SlotResult:
     """A SlotResult holds the tokens and numbers that a SlotStep read.
 
