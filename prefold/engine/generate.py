@@ -320,10 +320,10 @@ class Generator:
         if ticket is None:
             self._rows.shrink()
             return
-        spent = {"plan": planned - started, "model": time.perf_counter() - planned}
+        spent = planned - started, time.perf_counter() - planned
         with self._change:
             self.scheduler.begin(step)
-            self._in_flight.append(InFlightStep(step, message, readers, ticket, started, spent))
+            self._in_flight.append(InFlightStep(step, message, readers, ticket, started, *spent))
         # Without a further step to plan, the last one is finished at once: nothing else would ask for its tokens.
         while len(self._in_flight) >= self.depth or (self._in_flight and not self.scheduler.can_plan):
             self._finish_oldest()
@@ -340,17 +340,18 @@ class Generator:
         except BaseException:  # all steps in flight are lost, and with them the K/V of their rows
             self._rebuild_books()
             raise
-        oldest.seconds["model"] += time.perf_counter() - waiting
+        oldest.model += time.perf_counter() - waiting
+        tokens = result.ids.tolist()
         stats = self.scheduler.stats
         before = stats.recomputed_rows + stats.discarded_rows
         with self._change:
             self._in_flight.popleft()
-            ended, failed = oldest.take(result, stats)
-            done = self.scheduler.commit(oldest.step, result.ids.tolist(), ended, result)
-            requests, tokens = self._answer_ended(oldest.step, ended)
+            ended, failed = oldest.take(result, tokens, stats)
+            done = self.scheduler.commit(oldest.step, tokens, ended, result)
+            answered = self._answer_ended(oldest.step, ended) if True in ended else (0, 0)
             self._end_failed(failed)
         again = stats.recomputed_rows + stats.discarded_rows - before
-        self._count(oldest, requests, tokens, again, done)
+        self._count(oldest, *answered, again, done)
 
     def _answer_ended(self, step: GenerateStep, ended: Sequence[bool]) -> tuple[int, int]:
         """Answers the requests that end with a step. Returns how many they are, and how many tokens they have."""
@@ -370,13 +371,8 @@ class Generator:
     def _count(self, finished: InFlightStep, requests: int, tokens: int, again: int, done: list[SequenceState]) -> None:
         """Counts a step, and tells the listeners of it. again: its rows that had been computed before."""
         step, rows = finished.step, finished.step.first_rows
-        self._meter.add(
-            seconds=finished.seconds | {"compile": self.worker.compile_seconds()},
-            steps=1,
-            rows_computed=rows,
-            unique_tokens=rows - again,
-            tokens=tokens,
-        )
+        compiled = self.worker.compile_seconds()
+        self._meter.add_step(rows, rows - again, tokens, plan=finished.plan, model=finished.model, compile=compiled)
         # Steps in flight overlap: a step's seconds begin at the end of the step before it, if that is later.
         started, self._finished = max(finished.started, self._finished), time.perf_counter()
         seconds = self._finished - started

@@ -108,7 +108,8 @@ class InFlightStep:
     readers  the reader of each of the step's consumers
     ticket   returns the result, once the worker has it
     started  when the step's planning began, by `time.perf_counter`
-    seconds  the seconds that it took so far, by part (see `Stats`)
+    plan     the seconds that the host took before the worker started it
+    model    the seconds that the worker has taken so far
     """
 
     step: GenerateStep
@@ -116,10 +117,13 @@ class InFlightStep:
     readers: Sequence[Reader]
     ticket: Ticket
     started: float
-    seconds: dict[str, float]
+    plan: float
+    model: float
 
-    def take(self, result: SlotResult, stats: GenerationStats) -> tuple[list[bool], dict[Hashable, Exception]]:
-        """Gives tokens and numbers to their readers, and counts the tokens.
+    def take(
+        self, result: SlotResult, tokens: Sequence[int], stats: GenerationStats
+    ) -> tuple[list[bool], dict[Hashable, Exception]]:
+        """Gives tokens and numbers to their readers, and counts the tokens. tokens: the result's ids
 
         Returns whether each of the step's consumers ends with it, and {key of a request: the error of its reader}.
         """
@@ -135,9 +139,7 @@ class InFlightStep:
                 reader.result = Result(values, None if read_out.greedy is None else read_out.greedy[own].copy())
         was_read, ended = result.taken, list[bool]()
         failed: dict[Hashable, Exception] = {}
-        for i, (sequence, reader, token) in enumerate(
-            zip(self.step.consumers, self.readers, result.ids.tolist(), strict=True)
-        ):
+        for i, (sequence, reader, token) in enumerate(zip(self.step.consumers, self.readers, tokens, strict=True)):
             ends = True
             if was_read is not None and not was_read[i]:
                 ends = False

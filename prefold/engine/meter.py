@@ -63,8 +63,20 @@ class Meter:
                 before = getattr(stats, name)
                 setattr(stats, name, max(before, count) if name.endswith("_peak") else before + count)
             for part, spent in (seconds or {}).items():
+                stats.add_seconds(part, spent)
+
+    def add_step(self, rows: int, unique: int, tokens: int, **seconds: float) -> None:
+        """Adds a step to the Stats: the rows that it computed, those of them that are unique tokens, the tokens of the
+        requests that ended with it, and seconds by part."""
+        with self._lock:
+            stats = self.stats
+            stats.steps += 1
+            stats.rows_computed += rows
+            stats.unique_tokens += unique
+            stats.tokens += tokens
+            for part, spent in seconds.items():
                 if spent or part != "compile":
-                    stats.add_seconds(part, spent)
+                    stats.seconds[part] = stats.seconds.get(part, 0.0) + spent
 
     def reset(self) -> Stats:
         """Sets the Stats to zero, and returns what they were."""

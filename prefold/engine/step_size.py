@@ -152,6 +152,7 @@ class StepRowLimit:
         self._size = StepSize() if learns else None
         self.policy: StepPolicy | None = None
         self._ignores_policy = False
+        self._learned = StepLimits(budget.rows)  # the limits where no policy sets them
         self.reset()
 
     def reset(self) -> None:
@@ -184,7 +185,9 @@ class StepRowLimit:
             rows = budget.rows
             if self._size is not None:
                 rows = self._size.rows(rows, scheduler.num_waiting, len(scheduler.running), least=budget.least)
-            self.limits = StepLimits(rows)
+            if rows != self._learned.rows:
+                self._learned = StepLimits(rows)
+            self.limits = self._learned
 
     def before_plan(self) -> None:
         """Sets the limits of the next step if a policy does."""

@@ -5,7 +5,7 @@ A StepPlan collects rows for the sequences that the scheduler has admitted; `lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -98,8 +98,9 @@ class GenerateStep:
     computed_rows  (node, how many of its rows are computed)
     decode_rows    how many of the step's rows are the last token of a sequence
     again          how many of the step's rows had been computed before
-    growth         of steps by `following`: their positions, slots and counts of the runs, [steps, ...] each, and the
-                   number of the next one
+    ahead          positions, slots and counts of the runs of steps that may follow (`following`), for each of them
+    next           the number of the next one among these
+    ids            the tokens that its consumers have taken; None: they are in flight
     """
 
     message: SlotStep
@@ -108,7 +109,14 @@ class GenerateStep:
     computed_rows: list[tuple[Node, int]]
     decode_rows: int
     again: int
-    growth: tuple[np.ndarray, np.ndarray, np.ndarray, int] = NOTHING, NOTHING, NOTHING, 0
+    ahead: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = ()
+    next: int = 0
+    ids: np.ndarray | None = None
+
+    @property
+    def has_slots(self) -> bool:
+        """Returns whether each of its sequences has a slot for the row of a step that follows: such were found once."""
+        return self.next < len(self.ahead)
 
     @property
     def num_rows(self) -> int:
@@ -345,21 +353,24 @@ def following(before: GenerateStep) -> GenerateStep | None:
     last, sequences = before.message, before.consumers
     if before.again or not before.decode_rows == len(before.computed_rows) == before.num_rows:
         return None
-    positions, slots, counts, number = before.growth
-    if number == len(slots):
+    ahead, number = before.ahead, before.next
+    if number == len(ahead):
         steps = np.arange(1, 1 + min(MOST_AHEAD, *[sequence.tail.neighbours for sequence in sequences]))[:, None]
         if not len(steps):
             return None
         grows = np.isin(last.run_start + last.run_count, last.slots + 1)
-        positions, slots, number = last.positions + steps.astype(np.int32), last.slots + steps, 0
-        counts = last.run_count + grows * steps
+        positions, slots = last.positions + steps.astype(np.int32), last.slots + steps
+        ahead, number = list(zip(positions, slots, last.run_count + grows * steps, strict=True)), 0
+    tokens = before.ids
+    if tokens is None:
+        tokens = np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32)
+    positions, slots, counts = ahead[number]
     message = SlotStep(
-        np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32), positions[number], slots[number],
-        last.run_start, counts[number], last.run_position, last.run_first, last.run_last, last.read_rows,
-        last.reads, follows=True,
+        tokens, positions, slots, last.run_start, counts, last.run_position, last.run_first, last.run_last,
+        last.read_rows, last.reads, follows=True,
     )  # fmt: skip
-    growth = positions, slots, counts, number + 1
-    return GenerateStep(message, sequences, before.namespaces, before.computed_rows, before.decode_rows, 0, growth)
+    computed_rows, rows = before.computed_rows, before.decode_rows
+    return GenerateStep(message, sequences, before.namespaces, computed_rows, rows, 0, ahead, number + 1)
 
 
 def joined(

@@ -208,7 +208,8 @@ class SlotStep(Message):
 
     Its rows are its queries, numbered from 0 to n - 1.
 
-    tokens, positions  int32 [n]; token -1 - i stands for the token in flight of the i-th read of the SlotStep before
+    tokens, positions  int32 [n]; token -1 - i stands for the token in flight of the i-th read of the SlotStep before. The
+                       tokens of a step that follows may be the very `ids` of the result before, int64
     slots              int64 [n]: the slot that each row's K/V is written to
     run_*              int64 [r]: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on hold
                        the rows of positions from `run_position` on, and are visible to the queries from `run_first`
@@ -271,7 +272,8 @@ class StepResult:
 class SlotResult:
     """A SlotResult holds the tokens and numbers that a SlotStep read.
 
-    ids       int64 [p]: the token of each read; -1 if no token is allowed, or numbers were read; or NOT_FINITE
+    ids       int64 [p]: the token of each read; -1 if no token is allowed, or numbers were read; or NOT_FINITE. The
+              array may be that of the next step's result too
     logprobs  the wanted log-probabilities, by the number of the read
     numbers   a StepResult for each of the step's `numbers`
     taken     bool [p]: whether each read was made, which a row that leaves a looped model later is not; the ids of

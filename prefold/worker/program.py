@@ -145,8 +145,10 @@ class Program:
         if last.grows is None:
             last.grows = all([plan.can_grow(step.slots) for plan in batch.plans.values()])
         if last.grows:
-            batch.numbers[0] = step.tokens
-            self._compiled.follow_program(last.call)
+            takes = step.tokens is last.ids  # as they were given, which is quicker than to copy them in Python
+            if not takes:
+                batch.numbers[0] = step.tokens
+            self._compiled.follow_program(last.call, takes)
             last.last += 1
             self._cover(last.last)
         return last.grows
