@@ -78,6 +78,7 @@ class Generator:
         self._is_undisturbed = False  # requests that are added or cancelled wait for now
         self._change = Change(self._rebuild_books)
         self._has_failed = False  # whether the last step raised an error
+        self._last: InFlightStep | None = None  # the step that was finished last; None if a request has ended since
         self._finished = 0.0  # time.perf_counter() at the end of the last step
         # Without max_batch_rows the engine learns how many rows a step should have, on devices where that helps.
         learns = engine.max_batch_rows is None and worker.facts.learns_rows and self.scheduler.makes_passes
@@ -257,6 +258,7 @@ class Generator:
         request.on_done(answer)
 
     def _forget(self, key: int) -> None:
+        self._last = None
         for forget in self._on_forget:
             forget(key)
 
@@ -313,8 +315,12 @@ class Generator:
         return moved
 
     def _start_step(self, step: GenerateStep, started: float) -> None:
-        readers = self._readers(step)
-        message = message_of(self.worker.facts, step, readers, self._on_message, keeps=self._keeps)
+        last = self._last
+        if last is not None and last.step.consumers is not step.consumers:
+            last = None
+        readers = self._readers(step) if last is None else last.readers
+        draws = last is None or last.message.drawing is not None  # who gets the most likely tokens gets them to the end
+        message = message_of(self.worker.facts, step, readers, self._on_message, keeps=self._keeps, draws=draws)
         planned = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
         if ticket is None:
@@ -345,7 +351,7 @@ class Generator:
         stats = self.scheduler.stats
         before = stats.recomputed_rows + stats.discarded_rows
         with self._change:
-            self._in_flight.popleft()
+            self._last = self._in_flight.popleft()
             ended, failed = oldest.take(result, tokens, stats)
             done = self.scheduler.commit(oldest.step, tokens, ended, result)
             answered = self._answer_ended(oldest.step, ended) if True in ended else (0, 0)

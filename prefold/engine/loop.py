@@ -272,7 +272,7 @@ class EngineLoop:
             self._thread.take_in()
             if pause := self._pause:
                 self._thread.take_in(pause)
-            elif self._has_work:
+            elif self._generator is not None and self._generator.has_work:
                 self._step()
             else:
                 break
@@ -288,10 +288,6 @@ class EngineLoop:
             self.step_policy.note_live()
             return 0.0
         return self.step_policy.pause
-
-    @property
-    def _has_work(self) -> bool:
-        return self._generator is not None and self._generator.has_work
 
     def _step(self) -> None:
         """Makes one step of the generator. If it fails, the requests at fault are ended with its error."""

@@ -150,7 +150,10 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         """Returns whether the next step has a row of each running sequence, as the step before it had."""
         running, rows, are_alike = self.running, before.num_rows, self.waiting.are_alike(limits)
         fit = rows <= self._max_rows(limits) and (are_alike or rows <= (limits.batch_rows or 0))
-        return fit and len(running) == rows and all([sequence in running for sequence in before.consumers])
+        if not fit or len(running) != rows:
+            return False
+        # In a step that followed all had a row, and none was admitted since.
+        return before.message.follows or all([sequence in running for sequence in before.consumers])
 
     _lay_out: Callable[..., GenerateStep] = staticmethod(lay_out)
 

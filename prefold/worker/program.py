@@ -150,7 +150,8 @@ class Program:
                 batch.numbers[0] = step.tokens
             self._compiled.follow_program(last.call, takes)
             last.last += 1
-            self._cover(last.last)
+            if last.last >= self._positions:
+                self._cover(last.last)
         return last.grows
 
     def greedy_again(self, batch: SlotBatch, step: SlotStep) -> np.ndarray | None:
