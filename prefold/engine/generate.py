@@ -355,7 +355,8 @@ class Generator:
             ended, failed = oldest.take(result, tokens, stats)
             done = self.scheduler.commit(oldest.step, tokens, ended, result)
             answered = self._answer_ended(oldest.step, ended) if True in ended else (0, 0)
-            self._end_failed(failed)
+            if failed:
+                self._end_failed(failed)
         again = stats.recomputed_rows + stats.discarded_rows - before
         self._count(oldest, *answered, again, done)
 

@@ -276,7 +276,8 @@ class EngineLoop:
                 self._step()
             else:
                 break
-            self._deliver()
+            if self._events or self._not_begun:
+                self._deliver()
         self._deliver()
 
     @property

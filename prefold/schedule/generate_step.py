@@ -121,12 +121,12 @@ class GenerateStep:
     @property
     def num_rows(self) -> int:
         """Returns how many rows go through the model."""
-        return self.message.num_rows
+        return len(self.message.tokens)
 
     @property
     def first_rows(self) -> int:
         """Returns how many rows enter the model with this step: all."""
-        return self.message.num_rows
+        return len(self.message.tokens)
 
 
 @dataclass(slots=True)
@@ -367,7 +367,7 @@ def following(before: GenerateStep) -> GenerateStep | None:
     positions, slots, counts = ahead[number]
     message = SlotStep(
         tokens, positions, slots, last.run_start, counts, last.run_position, last.run_first, last.run_last,
-        last.read_rows, last.reads, follows=True,
+        last.read_rows, last.reads, kept=last.kept, follows=True,
     )  # fmt: skip
     computed_rows, rows = before.computed_rows, before.decode_rows
     return GenerateStep(message, sequences, before.namespaces, computed_rows, rows, 0, ahead, number + 1)
