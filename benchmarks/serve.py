@@ -19,9 +19,9 @@ standard library only. Calls and requests take turns, so that a drift of the mac
 
 overhead    P50 of requests of several kinds, one after the other, by HTTP and by a call in the process; the processor
             time a request takes here and in the client; and the rate of many at once against one call of as many
-streamed    the time between two tokens of a streamed chat: at the client, at a loop over `LLM.stream` here, and of a step of
+streamed    the time between two tokens of a streamed chat: at the client, in a loop over `LLM.stream` here, and of
             `LLM.generate`; and the processor time of a token. With --pass-ms a forward pass of one row only waits so
-            long: what is added is less than what passes differ by on a shared machine
+            long: a server adds less than passes differ by on a shared machine
 cancel      clients that close their connection at a random moment, beside others that stay: milliseconds and steps
             until the engine has nothing of them any more
 batches     a batch alone against the same lines as a job of `prefold run` in this process; and requests of one token,

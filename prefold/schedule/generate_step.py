@@ -16,7 +16,7 @@ from ..cache.tree import Node
 from ..prefix import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..types import Owner
 from .repeats import repeat_rows, seen
-from .steps import NOTHING, SlotStep
+from .steps import SlotStep
 
 # Takes ids of rows of images, int32 [n], and returns which of them the worker holds and can put into a step: bool [n].
 HoldsRows = Callable[[np.ndarray], np.ndarray]

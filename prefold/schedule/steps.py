@@ -208,8 +208,8 @@ class SlotStep(Message):
 
     Its rows are its queries, numbered from 0 to n - 1.
 
-    tokens, positions  int32 [n]; token -1 - i stands for the token in flight of the i-th read of the SlotStep before. The
-                       tokens of a step that follows may be the very `ids` of the result before, int64
+    tokens, positions  int32 [n]; token -1 - i stands for the token in flight of the i-th read of the SlotStep before.
+                       The tokens of a step that follows may be the very `ids` of the result before, int64
     slots              int64 [n]: the slot that each row's K/V is written to
     run_*              int64 [r]: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on hold
                        the rows of positions from `run_position` on, and are visible to the queries from `run_first`
