@@ -315,12 +315,8 @@ class Generator:
         return moved
 
     def _start_step(self, step: GenerateStep, started: float) -> None:
-        last = self._last
-        if last is not None and last.step.consumers is not step.consumers:
-            last = None
-        readers = self._readers(step) if last is None else last.readers
-        draws = last is None or last.message.drawing is not None  # who gets the most likely tokens gets them to the end
-        message = message_of(self.worker.facts, step, readers, self._on_message, keeps=self._keeps, draws=draws)
+        readers = self._readers(step)
+        message = message_of(self.worker.facts, step, readers, self._on_message, keeps=self._keeps, before=self._last)
         planned = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
         if ticket is None:
@@ -334,7 +330,9 @@ class Generator:
         while len(self._in_flight) >= self.depth or (self._in_flight and not self.scheduler.can_plan):
             self._finish_oldest()
 
-    def _readers(self, step: GenerateStep) -> list[Reader]:
+    def _readers(self, step: GenerateStep) -> Sequence[Reader]:
+        if self._last is not None and self._last.step.consumers is step.consumers:
+            return self._last.readers
         return [self._open[sequence.key].readers[sequence.sample] for sequence in step.consumers]  # type: ignore[index]
 
     def _finish_oldest(self) -> None:
@@ -355,8 +353,7 @@ class Generator:
             ended, failed = oldest.take(result, tokens, stats)
             done = self.scheduler.commit(oldest.step, tokens, ended, result)
             answered = self._answer_ended(oldest.step, ended) if True in ended else (0, 0)
-            if failed:
-                self._end_failed(failed)
+            self._end_failed(failed)
         again = stats.recomputed_rows + stats.discarded_rows - before
         self._count(oldest, *answered, again, done)
 
@@ -378,8 +375,8 @@ class Generator:
     def _count(self, finished: InFlightStep, requests: int, tokens: int, again: int, done: list[SequenceState]) -> None:
         """Counts a step, and tells the listeners of it. again: its rows that had been computed before."""
         step, rows = finished.step, finished.step.first_rows
-        compiled = self.worker.compile_seconds()
-        self._meter.add_step(rows, rows - again, tokens, plan=finished.plan, model=finished.model, compile=compiled)
+        spent = {"plan": finished.plan, "model": finished.model, "compile": self.worker.compile_seconds()}
+        self._meter.add(seconds=spent, steps=1, rows_computed=rows, unique_tokens=rows - again, tokens=tokens)
         # Steps in flight overlap: a step's seconds begin at the end of the step before it, if that is later.
         started, self._finished = max(finished.started, self._finished), time.perf_counter()
         seconds = self._finished - started

@@ -334,8 +334,7 @@ class EngineLoop:
             handles = [not_begun.pop(key, None) for key in dict.fromkeys(keys)]
             _note_begun([handle for handle in handles if handle is not None])
         events, self._events = self._events, {}
-        if events:
-            send(events)
+        send(events)
 
 
 def _note_begun(handles: Sequence[Handle]) -> None:

@@ -25,7 +25,7 @@ def message_of(
     hooks: Sequence[Callable[[GenerateStep, Sequence[Reader]], Mapping[str, Any]]] = (),
     *,
     keeps: bool = True,
-    draws: bool = True,
+    before: InFlightStep | None = None,
 ) -> SlotStep:
     """Returns the message of a step: the scheduler's, with the drawing of tokens, the reads of numbers and the
     adapters.
@@ -33,10 +33,10 @@ def message_of(
     readers  the reader of each of the step's consumers
     hooks    functions of the engine's parts that return further fields of the message
     keeps    whether hidden states may be kept
-    draws    whether a reader may get another token than the most likely one
+    before   a step before it; where that had the same readers, each of which got the most likely token, so has this one
     """
     drawing = None
-    if draws:
+    if before is None or before.readers is not readers or before.message.drawing is not None:
         drawing = drawing_of([reader.state for reader in readers], [sequence.unknown for sequence in step.consumers])
     goes_on = step.message.follows  # of sequences that generate
     numbers = () if goes_on else _numbers_of(readers)

@@ -58,25 +58,13 @@ class Meter:
         counts   counts to add, by field of Stats; of those that end with `_peak` the largest value stays
         """
         with self._lock:
-            stats = self.stats
+            stats = vars(self.stats)
             for name, count in counts.items():
-                before = getattr(stats, name)
-                setattr(stats, name, max(before, count) if name.endswith("_peak") else before + count)
+                before = stats[name]
+                stats[name] = max(before, count) if name.endswith("_peak") else before + count
             for part, spent in (seconds or {}).items():
-                stats.add_seconds(part, spent)
-
-    def add_step(self, rows: int, unique: int, tokens: int, **seconds: float) -> None:
-        """Adds a step to the Stats: the rows that it computed, those of them that are unique tokens, the tokens of the
-        requests that ended with it, and seconds by part."""
-        with self._lock:
-            stats = self.stats
-            stats.steps += 1
-            stats.rows_computed += rows
-            stats.unique_tokens += unique
-            stats.tokens += tokens
-            for part, spent in seconds.items():
                 if spent or part != "compile":
-                    stats.seconds[part] = stats.seconds.get(part, 0.0) + spent
+                    self.stats.add_seconds(part, spent)
 
     def reset(self) -> Stats:
         """Sets the Stats to zero, and returns what they were."""

@@ -172,9 +172,9 @@ class _StreamRun:
         """Waits for a step, counts it, and yields the results that it completes."""
         result, planned, message = self.engine.call(step.ticket.result), step.planned, step.planned.message
         seconds = time.perf_counter() - step.started
-        meter = self.engine.meter
-        meter.add_step(message.num_rows, 0, 0, model=seconds, compile=self.worker.compile_seconds())
-        meter.add(path_rows_peak=len(message.keep))
+        spent = {"model": seconds, "compile": self.worker.compile_seconds()}
+        counts = {"rows_computed": message.num_rows, "path_rows_peak": len(message.keep)}
+        self.engine.meter.add(seconds=spent, steps=1, **counts)
         if self.engine.meter.has_listeners:
             lengths = step.results.lengths[planned.done]
             done, tokens = int(np.count_nonzero(lengths)), int(lengths.sum())

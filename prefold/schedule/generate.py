@@ -122,7 +122,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         failed: list[tuple[Hashable, InputError]] = []
         if self.cache is not None:
             self.cache.expire()
-        if self._before is None or not self._before.has_slots:
+        if self._before is None or self._before.next == len(self._before.ahead):  # for steps ahead there are slots
             self._grow_tails(failed)
         if len(self.waiting) and self._has_room():
             self._admit_waiting(failed, limits)
@@ -147,13 +147,11 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         return None
 
     def _all_go_on(self, before: GenerateStep, limits: StepLimits) -> bool:
-        """Returns whether the next step has a row of each running sequence, as the step before it had."""
+        """Returns whether the next step has a row of each running sequence, as the step before it had. In a step that
+        followed each that ran had a row, and none was admitted since: if there are as many, they are the same."""
         running, rows, are_alike = self.running, before.num_rows, self.waiting.are_alike(limits)
-        fit = rows <= self._max_rows(limits) and (are_alike or rows <= (limits.batch_rows or 0))
-        if not fit or len(running) != rows:
-            return False
-        # In a step that followed all had a row, and none was admitted since.
-        return before.message.follows or all([sequence in running for sequence in before.consumers])
+        fit = len(running) == rows <= self._max_rows(limits) and (are_alike or rows <= (limits.batch_rows or 0))
+        return fit and (before.message.follows or all([sequence in running for sequence in before.consumers]))
 
     _lay_out: Callable[..., GenerateStep] = staticmethod(lay_out)
 
@@ -169,14 +167,17 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
             if len(self._last_steps) > 2 * self.max_running:  # clients may send ever new routes
                 running = {sequence.route for sequence in self.running}
                 self._last_steps = {route: last for route, last in self._last_steps.items() if route in running}
+        stats = self.stats
         in_use = self.pool.used_slots - (self.cache.rows if self.cache else 0)
-        if in_use != self._in_use or not step.message.follows or not self.stats.steps:
+        if in_use != self._in_use or not step.message.follows or not stats.steps:
             self._in_use = in_use
-            self._note_peaks(in_use)
+            unshared = sum(len(sequence.tail.slots) + sequence.leaf.stop for sequence in self._admitted())
+            stats.running_peak = max(stats.running_peak, len(self.running))
+            stats.kv_bytes_peak = max(stats.kv_bytes_peak, in_use * self._slot_bytes)
+            stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
         for node, rows in step.computed_rows:
             node.computed += rows
-            if node.lost:
-                node.lost = node.pending > 0
+            node.lost = node.lost and node.pending > 0
             if self.tree.on_store:
                 self.tree.stored(node)
         for number, sequence in enumerate(step.consumers):
@@ -186,13 +187,6 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 del self.running[sequence]
                 self._ending[sequence] = None
                 sequence.state = "ending"
-
-    def _note_peaks(self, in_use: int) -> None:
-        stats = self.stats
-        unshared = sum(len(sequence.tail.slots) + sequence.leaf.stop for sequence in self._admitted())
-        stats.running_peak = max(stats.running_peak, len(self.running))
-        stats.kv_bytes_peak = max(stats.kv_bytes_peak, in_use * self._slot_bytes)
-        stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
 
     def commit(
         self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool], result: SlotResult | None = None

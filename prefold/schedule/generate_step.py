@@ -114,19 +114,11 @@ class GenerateStep:
     ids: np.ndarray | None = None
 
     @property
-    def has_slots(self) -> bool:
-        """Returns whether each of its sequences has a slot for the row of a step that follows: such were found once."""
-        return self.next < len(self.ahead)
-
-    @property
     def num_rows(self) -> int:
         """Returns how many rows go through the model."""
         return len(self.message.tokens)
 
-    @property
-    def first_rows(self) -> int:
-        """Returns how many rows enter the model with this step: all."""
-        return len(self.message.tokens)
+    first_rows = num_rows  # all of them enter the model with this step
 
 
 @dataclass(slots=True)
@@ -353,24 +345,21 @@ def following(before: GenerateStep) -> GenerateStep | None:
     last, sequences = before.message, before.consumers
     if before.again or not before.decode_rows == len(before.computed_rows) == before.num_rows:
         return None
-    ahead, number = before.ahead, before.next
-    if number == len(ahead):
+    ahead, ids, at = before.ahead, before.ids, before.next
+    if at == len(ahead):
         steps = np.arange(1, 1 + min(MOST_AHEAD, *[sequence.tail.neighbours for sequence in sequences]))[:, None]
         if not len(steps):
             return None
         grows = np.isin(last.run_start + last.run_count, last.slots + 1)
         positions, slots = last.positions + steps.astype(np.int32), last.slots + steps
-        ahead, number = list(zip(positions, slots, last.run_count + grows * steps, strict=True)), 0
-    tokens = before.ids
-    if tokens is None:
-        tokens = np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32)
-    positions, slots, counts = ahead[number]
+        ahead, at = list(zip(positions, slots, last.run_count + grows * steps, strict=True)), 0
+    tokens = np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32) if ids is None else ids
+    positions, slots, counts = ahead[at]
     message = SlotStep(
         tokens, positions, slots, last.run_start, counts, last.run_position, last.run_first, last.run_last,
         last.read_rows, last.reads, kept=last.kept, follows=True,
     )  # fmt: skip
-    computed_rows, rows = before.computed_rows, before.decode_rows
-    return GenerateStep(message, sequences, before.namespaces, computed_rows, rows, 0, ahead, number + 1)
+    return GenerateStep(message, sequences, before.namespaces, before.computed_rows, len(sequences), 0, ahead, at + 1)
 
 
 def joined(
