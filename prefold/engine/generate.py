@@ -376,7 +376,7 @@ class Generator:
         """Counts a step, and tells the listeners of it. again: its rows that had been computed before."""
         step, rows = finished.step, finished.step.first_rows
         spent = {"plan": finished.plan, "model": finished.model, "compile": self.worker.compile_seconds()}
-        self._meter.add(seconds=spent, steps=1, rows_computed=rows, unique_tokens=rows - again, tokens=tokens)
+        self._meter.add_step(rows, rows - again, tokens, spent)
         # Steps in flight overlap: a step's seconds begin at the end of the step before it, if that is later.
         started, self._finished = max(finished.started, self._finished), time.perf_counter()
         seconds = self._finished - started

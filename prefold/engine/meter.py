@@ -58,13 +58,24 @@ class Meter:
         counts   counts to add, by field of Stats; of those that end with `_peak` the largest value stays
         """
         with self._lock:
-            stats = vars(self.stats)
+            stats = self.stats
             for name, count in counts.items():
-                before = stats[name]
-                stats[name] = max(before, count) if name.endswith("_peak") else before + count
+                before = getattr(stats, name)
+                setattr(stats, name, max(before, count) if name.endswith("_peak") else before + count)
             for part, spent in (seconds or {}).items():
                 if spent or part != "compile":
-                    self.stats.add_seconds(part, spent)
+                    stats.add_seconds(part, spent)
+
+    def add_step(self, rows: int, unique: int, tokens: int, seconds: dict[str, float]) -> None:
+        """Adds a step to the Stats: its rows, and those of them that are unique tokens; the tokens of the requests that
+        end with it; and seconds, as `add` does. A step takes less time so than by names."""
+        with self._lock:
+            stats = self.stats
+            stats.steps += 1
+            stats.rows_computed += rows
+            stats.unique_tokens += unique
+            stats.tokens += tokens
+        self.add(seconds=seconds)
 
     def reset(self) -> Stats:
         """Sets the Stats to zero, and returns what they were."""
