@@ -29,7 +29,7 @@ from prefold.model import CausalLM, load_model
 STEPS, FIRST = 32, 4
 
 
-def attend(plane: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: None = None) -> torch.Tensor:
+def attend(plane: int, q: torch.Tensor, *more: object) -> torch.Tensor:
     return q
 
 

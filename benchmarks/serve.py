@@ -1,6 +1,7 @@
 """Measures the server: what HTTP adds to a call in this process, and how soon rows are free when a client leaves.
 
     python benchmarks/serve.py --case overhead [--rounds 10] [--json FILE]
+    python benchmarks/serve.py --case streamed [--rounds 10] [--pass-ms 10] [--json FILE]
     python benchmarks/serve.py --case cancel [--count 1000]
     python benchmarks/serve.py --case batches [--rounds 3] [--lines 200]
     python benchmarks/serve.py --case inflight [--rounds 3]
@@ -12,12 +13,15 @@
     python benchmarks/serve.py --case nothing-shared [--requests 100]
     python benchmarks/serve.py --case tenants [--nodes 100000] [--requests 100]
 
-`--smoke` tries a case with a few requests. In the first six cases the server runs in this process, beside the calls
+`--smoke` tries a case with a few requests. In the first seven cases the server runs in this process, beside the calls
 that it is compared with, on one LLM; the client is a process of its own, which speaks HTTP over sockets with the
 standard library only. Calls and requests take turns, so that a drift of the machine's speed hits both.
 
 overhead    P50 of requests of several kinds, one after the other, by HTTP and by a call in the process; the processor
             time a request takes here and in the client; and the rate of many at once against one call of as many
+streamed    the time between two tokens of a streamed chat: at the client, in a loop over `LLM.stream` here, and of
+            `LLM.generate`; and the processor time of a token. With --pass-ms a forward pass of one row only waits so
+            long: a server adds less than passes differ by on a shared machine
 cancel      clients that close their connection at a random moment, beside others that stay: milliseconds and steps
             until the engine has nothing of them any more
 batches     a batch alone against the same lines as a job of `prefold run` in this process; and requests of one token,
@@ -58,6 +62,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +107,8 @@ def client(port: int) -> None:
         before = time.process_time()
         if order["at_once"]:
             seconds = at_once(port, path, [json.dumps(one).encode() for one in order["body"]])
+        elif order["gaps"]:
+            seconds = gaps(connection, path, body)
         else:
             seconds = [ask(connection, path, body) for _ in range(order["count"])]
         print(json.dumps({"seconds": seconds, "cpu": time.process_time() - before}), flush=True)
@@ -115,6 +122,13 @@ def ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> float
     answer = response.read()
     assert response.status == 200, answer
     return time.perf_counter() - started
+
+
+def gaps(connection: http.client.HTTPConnection, path: str, body: bytes) -> list[float]:
+    """Returns the seconds between the events of a streamed answer."""
+    connection.request("POST", path, body, {"content-type": "application/json"})
+    at = [time.perf_counter() for line in connection.getresponse() if line.startswith(b"data: {")]
+    return [after - before for before, after in pairwise(at)]
 
 
 def at_once(port: int, path: str, bodies: list[bytes]) -> list[float]:
@@ -138,9 +152,12 @@ class Client:
         command = [sys.executable, __file__, "--client", str(port)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def __call__(self, path: str, body: Any, *, count: int = 1, at_once: bool = False) -> dict[str, Any]:
+    def __call__(
+        self, path: str, body: Any, *, count: int = 1, at_once: bool = False, gaps: bool = False
+    ) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"path": path, "body": body, "count": count, "at_once": at_once}) + "\n")
+        order = {"path": path, "body": body, "count": count, "at_once": at_once, "gaps": gaps}
+        self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
@@ -179,6 +196,45 @@ def overhead(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, 
           f"{row['cpu_ms']['call']:.2f}", f"{row['cpu_ms']['client']:.2f}"] for row in rows],
     ))  # fmt: skip
     return {"latency": rows, "saturated": saturated(llm, ask_client, arguments)}
+
+
+def streamed(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compares the time between two tokens at a client of the server with that in this process."""
+    from prefold import kernels
+
+    prompt, length = {"messages": [{"role": "user", "content": QUERY}]}, 64
+    body = prompt | {"max_tokens": length, "stream": True} | GREEDY
+    ask_client, options = Client(server.bound_at[1]), {"temperature": 0, "ignore_eos": True}
+    if arguments.pass_ms:
+        calls = kernels.load()._calls
+        run, wait = calls["run_program"], lambda: time.sleep(arguments.pass_ms / 1e3)
+        calls["run_program"] = lambda call: wait() if call._obj.rows == 1 and call._obj.ids else run(call)
+
+    def http() -> list[float]:
+        found = ask_client("/v1/chat/completions", body, gaps=True)
+        cpu["client"].append(found["cpu"] / length)
+        return found["seconds"]
+
+    def stream() -> list[float]:
+        at = [time.perf_counter() for _ in llm.stream(prompt, max_tokens=length, **options)]
+        return [after - before for before, after in pairwise(at)]
+
+    def generate() -> list[float]:
+        started = time.perf_counter()
+        llm.generate(prompt, max_tokens=length, **options)
+        return [(time.perf_counter() - started) / length]
+
+    ways = {"HTTP": http, "LLM.stream": stream, "LLM.generate": generate}
+    seconds, cpu = {way: list[float]() for way in ways}, {way: list[float]() for way in (*ways, "client")}
+    for _ in range(arguments.rounds):
+        for way, run_once in ways.items():
+            before = time.process_time()
+            seconds[way].append(statistics.median(run_once()))
+            cpu[way].append((time.process_time() - before) / length)
+    added = [with_server - here for with_server, here in zip(seconds["HTTP"], seconds["LLM.stream"], strict=True)]
+    columns = seconds | {"HTTP adds": added} | {f"{way}: processor": values for way, values in cpu.items()}
+    print(table(["ms a token", *columns], [["", *(f"{statistics.median(s) * 1e3:.3f}" for s in columns.values())]]))
+    return {"seconds": seconds, "processor": cpu}
 
 
 def saturated(llm: Any, ask_client: Client, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -346,7 +402,7 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
     return found
 
 
-HERE = {"overhead": overhead, "cancel": cancel, "batches": batches}
+HERE = {"overhead": overhead, "streamed": streamed, "cancel": cancel, "batches": batches}
 SERVERS = {"msmarco": msmarco, "live": live, "turns": turns, "nothing-shared": nothing_shared, "tenants": tenants}
 # Those whose server is in this process too, with options of its own.
 OWN = {"inflight": inflight, "channel": channel, "overload": overload}
@@ -375,6 +431,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--each", type=int, default=10, help="overhead: requests of a kind and round")
+    parser.add_argument("--pass-ms", type=float, default=0, help="streamed: what a forward pass of one row takes")
     parser.add_argument("--at-once", type=int, default=256, help="overhead: requests of the last part")
     parser.add_argument("--count", type=int, default=1000, help="cancel: clients that leave")
     parser.add_argument("--wait", type=float, default=0.2, help="cancel: they leave within so many seconds")

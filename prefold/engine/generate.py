@@ -78,6 +78,7 @@ class Generator:
         self._holds_requests = False  # requests that are added or cancelled wait for now
         self._change = Change(self._rebuild_books)
         self._has_failed = False  # whether the last step raised an error
+        self._last: InFlightStep | None = None  # the step that was finished last; None if a request has ended since
         self._finished_at = 0.0  # time.perf_counter() at the end of the last step
         # Without max_batch_rows the engine learns how many rows a step should have, on devices where that helps.
         learns = engine.max_batch_rows is None and worker.facts.learns_rows and self.scheduler.makes_passes
@@ -257,6 +258,7 @@ class Generator:
         request.on_done(answer)
 
     def _forget(self, key: int) -> None:
+        self._last = None
         for forget in self._on_forget:
             forget(key)
 
@@ -314,21 +316,23 @@ class Generator:
 
     def _start_step(self, step: GenerateStep, started_at: float) -> None:
         readers = self._readers(step)
-        message = message_of(self.worker.facts, step, readers, self._on_message, keeps=self._keeps)
+        message = message_of(self.worker.facts, step, readers, self._on_message, keeps=self._keeps, before=self._last)
         planned_at = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
         if ticket is None:
             self._rows.shrink()
             return
-        seconds = {"plan": planned_at - started_at, "model": time.perf_counter() - planned_at}
+        seconds = planned_at - started_at, time.perf_counter() - planned_at
         with self._change:
             self.scheduler.begin(step)
-            self._in_flight.append(InFlightStep(step, message, readers, ticket, started_at, seconds))
+            self._in_flight.append(InFlightStep(step, message, readers, ticket, started_at, *seconds))
         # Without a further step to plan, the last one is finished at once: nothing else would ask for its tokens.
         while len(self._in_flight) >= self.depth or (self._in_flight and not self.scheduler.can_plan):
             self._finish_oldest()
 
-    def _readers(self, step: GenerateStep) -> list[Reader]:
+    def _readers(self, step: GenerateStep) -> Sequence[Reader]:
+        if self._last is not None and self._last.step.consumers is step.consumers:
+            return self._last.readers
         return [self._open[sequence.key].readers[sequence.sample] for sequence in step.consumers]  # type: ignore[index]
 
     def _finish_oldest(self) -> None:
@@ -340,17 +344,18 @@ class Generator:
         except BaseException:  # all steps in flight are lost, and with them the K/V of their rows
             self._rebuild_books()
             raise
-        oldest.seconds["model"] += time.perf_counter() - waiting
+        oldest.model += time.perf_counter() - waiting
+        tokens = result.ids.tolist()
         stats = self.scheduler.stats
         before = stats.recomputed_rows + stats.discarded_rows
         with self._change:
-            self._in_flight.popleft()
-            ended, failures = oldest.take(result, stats)
-            sequences = self.scheduler.commit(oldest.step, result.ids.tolist(), ended, result)
-            requests, tokens = self._answer_done(oldest.step, ended)
+            self._last = self._in_flight.popleft()
+            ended, failures = oldest.take(result, tokens, stats)
+            sequences = self.scheduler.commit(oldest.step, tokens, ended, result)
+            answered = self._answer_done(oldest.step, ended) if True in ended else (0, 0)
             self._end_requests(failures)
         again = stats.recomputed_rows + stats.discarded_rows - before
-        self._count(oldest, requests, tokens, again, sequences)
+        self._count(oldest, *answered, again, sequences)
 
     def _answer_done(self, step: GenerateStep, ended: Sequence[bool]) -> tuple[int, int]:
         """Answers the requests that end with a step. Returns how many they are, and how many tokens they have."""
@@ -372,13 +377,8 @@ class Generator:
     ) -> None:
         """Counts a step, and tells the listeners of it. again: its rows that had been computed before."""
         step, rows = flight.step, flight.step.first_rows
-        self._meter.add(
-            seconds=flight.seconds | {"compile": self.worker.compile_seconds()},
-            steps=1,
-            rows_computed=rows,
-            unique_tokens=rows - again,
-            tokens=tokens,
-        )
+        spent = {"plan": flight.plan, "model": flight.model, "compile": self.worker.compile_seconds()}
+        self._meter.add_step(rows, rows - again, tokens, spent)
         # Steps in flight overlap: a step's seconds begin at the end of the step before it, if that is later.
         started_at, self._finished_at = max(flight.started_at, self._finished_at), time.perf_counter()
         seconds = self._finished_at - started_at

@@ -272,11 +272,12 @@ class EngineLoop:
             self._thread.take_in()
             if pause := self._pause:
                 self._thread.take_in(pause)
-            elif self._has_work:
+            elif self._generator is not None and self._generator.has_work:
                 self._step()
             else:
                 break
-            self._deliver()
+            if self._events or self._not_begun:
+                self._deliver()
         self._deliver()
 
     @property
@@ -288,10 +289,6 @@ class EngineLoop:
             self.step_policy.note_live()
             return 0.0
         return self.step_policy.pause
-
-    @property
-    def _has_work(self) -> bool:
-        return self._generator is not None and self._generator.has_work
 
     def _step(self) -> None:
         """Makes one step of the generator. If it fails, the requests at fault are ended with its error."""
@@ -337,8 +334,7 @@ class EngineLoop:
             handles = [not_begun.pop(key, None) for key in dict.fromkeys(keys)]
             _note_begun([handle for handle in handles if handle is not None])
         events, self._events = self._events, {}
-        if events:
-            send(events)
+        send(events)
 
 
 def _note_begun(handles: Sequence[Handle]) -> None:

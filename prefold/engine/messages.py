@@ -25,6 +25,7 @@ def message_of(
     hooks: Sequence[Callable[[GenerateStep, Sequence[Reader]], Mapping[str, Any]]] = (),
     *,
     keeps: bool = True,
+    before: InFlightStep | None = None,
 ) -> SlotStep:
     """Returns the message of a step: the scheduler's, with the drawing of tokens, the reads of numbers and the
     adapters.
@@ -32,8 +33,11 @@ def message_of(
     readers  the reader of each of the step's consumers
     hooks    functions of the engine's parts that return further fields of the message
     keeps    whether hidden states may be kept
+    before   a step before it; where that had the same readers, each of which got the most likely token, so has this one
     """
-    drawing = drawing_of([reader.state for reader in readers], [sequence.unknown for sequence in step.consumers])
+    drawing = None
+    if before is None or before.readers is not readers or before.message.drawing is not None:
+        drawing = drawing_of([reader.state for reader in readers], [sequence.unknown for sequence in step.consumers])
     goes_on = step.message.follows  # of sequences that generate
     numbers = () if goes_on else _numbers_of(readers)
     adapters = None
@@ -101,14 +105,15 @@ def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:
     )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class InFlightStep:
     """An InFlightStep is a step that the worker has started.
 
     readers     the reader of each of the step's consumers
     ticket      returns the result, once the worker has it
     started_at  when the step's planning began, by `time.perf_counter`
-    seconds     the seconds that it took so far, by part (see `Stats`)
+    plan        the seconds that the host took before the worker started it
+    model       the seconds that the worker has taken so far
     """
 
     step: GenerateStep
@@ -116,10 +121,13 @@ class InFlightStep:
     readers: Sequence[Reader]
     ticket: Ticket
     started_at: float
-    seconds: dict[str, float]
+    plan: float
+    model: float
 
-    def take(self, result: SlotResult, stats: GenerationStats) -> tuple[list[bool], dict[Hashable, Exception]]:
-        """Gives tokens and numbers to their readers, and counts the tokens.
+    def take(
+        self, result: SlotResult, tokens: Sequence[int], stats: GenerationStats
+    ) -> tuple[list[bool], dict[Hashable, Exception]]:
+        """Gives tokens and numbers to their readers, and counts the tokens. tokens: the result's ids
 
         Returns whether each of the step's consumers ends with it, and {key of a request: the error of its reader}.
         """
@@ -135,9 +143,7 @@ class InFlightStep:
                 reader.result = Result(values, None if read_out.greedy is None else read_out.greedy[own].copy())
         was_read, ended = result.was_read, list[bool]()
         failures: dict[Hashable, Exception] = {}
-        for i, (sequence, reader, token) in enumerate(
-            zip(self.step.consumers, self.readers, result.ids.tolist(), strict=True)
-        ):
+        for i, (sequence, reader, token) in enumerate(zip(self.step.consumers, self.readers, tokens, strict=True)):
             ends = True
             if was_read is not None and not was_read[i]:
                 ends = False

@@ -66,6 +66,17 @@ class Meter:
                 if spent or part != "compile":
                     stats.add_seconds(part, spent)
 
+    def add_step(self, rows: int, unique: int, tokens: int, seconds: dict[str, float]) -> None:
+        """Adds a step to the Stats: its rows, and those of them that are unique tokens; the tokens of the requests that
+        end with it; and seconds, as `add` does. A step takes less time so than by names."""
+        with self._lock:
+            stats = self.stats
+            stats.steps += 1
+            stats.rows_computed += rows
+            stats.unique_tokens += unique
+            stats.tokens += tokens
+        self.add(seconds=seconds)
+
     def reset(self) -> Stats:
         """Sets the Stats to zero, and returns what they were."""
         with self._lock:

@@ -100,7 +100,7 @@ class Sample:
             if token not in self._stop_ids:
                 self._check_grammar()
             return self._end("stop", token if token in self._stop_ids else None)
-        self.state.advance(token)
+        is_last = self.state.advance(token)
         self.tokens.append(token)
         if self._logprobs is not None and logprobs is not None:
             self._logprobs.append(logprobs)
@@ -108,7 +108,7 @@ class Sample:
             self._send(self._text.add(token))
             if self._text.stopped is not None:
                 return self._end("stop", self._text.stopped)
-        if self.state.grammar_done:
+        if is_last:
             self._check_grammar()
             return self._end("stop")
         return self._end("length") if len(self.tokens) == self._limit else False

@@ -81,18 +81,16 @@ class SamplerState:
         """
         return self.end_ids if self.position + ahead < self.sampling.min_tokens else self.end_ids[:0]
 
-    @property
-    def grammar_done(self) -> bool:
-        """Returns whether the grammar allows no token after those so far, so that the sample ends with them."""
-        return self.matcher is not None and self.matcher.is_done
-
-    def advance(self, token: int) -> None:
-        """Takes `token` as the next one of the output."""
+    def advance(self, token: int) -> bool:
+        """Takes `token` as the next one of the output, and returns whether the sample ends with it, because the grammar
+        allows no token after it."""
         self.position += 1
-        if self.matcher is not None:
-            self.matcher.accept(token)
         if self.penalised:
             self._count(token)
+        if self.matcher is None:
+            return False
+        self.matcher.accept(token)
+        return self.matcher.is_done
 
     def key(self, ahead: int = 0) -> int:
         """Returns the 64-bit key of the noise that the token at `position` + `ahead` is drawn with."""

@@ -151,7 +151,7 @@ class StepRowLimit:
         self._scheduler, self._budget = scheduler, budget
         self._size = StepSize() if learns else None
         self.policy: StepPolicy | None = None
-        self._ignores_policy = False
+        self._learned = StepLimits(budget.rows)  # the limits where no policy sets them
         self.reset()
 
     def reset(self) -> None:
@@ -165,36 +165,34 @@ class StepRowLimit:
     @contextmanager
     def without_policy(self) -> Iterator[None]:
         """Returns a context in which the step policy is not asked, and batches may have any number of rows."""
-        self._ignores_policy = True
+        policy, self.policy = self.policy, None
         try:
             yield
         finally:
-            self._ignores_policy = False
-
-    @property
-    def _active_policy(self) -> StepPolicy | None:
-        return None if self._ignores_policy else self.policy
+            self.policy = policy
 
     def before_admission(self, *, is_idle: bool) -> None:
         """Sets the limits of the next step if no policy does. is_idle: whether no request is open."""
         if self._size is not None and is_idle:
             self._size.reset()
-        if self._active_policy is None:
+        if self.policy is None:
             scheduler, budget = self._scheduler, self._budget
             rows = budget.rows
             if self._size is not None:
                 rows = self._size.rows(rows, scheduler.num_waiting, len(scheduler.running), least=budget.least)
-            self.limits = StepLimits(rows)
+            if rows != self._learned.rows:
+                self._learned = StepLimits(rows)
+            self.limits = self._learned
 
     def before_plan(self) -> None:
         """Sets the limits of the next step if a policy does."""
-        if (policy := self._active_policy) is not None:
-            self.limits = policy.settle(self._scheduler, self._budget.rows)
+        if self.policy is not None:
+            self.limits = self.policy.settle(self._scheduler, self._budget.rows)
 
     def note(self, step: GenerateStep, seconds: float, sequences: Sequence[SequenceState]) -> None:
         """Records what a step took. sequences: the sequences that ended with it."""
-        if (policy := self._active_policy) is not None:
-            policy.times.note_step(step.num_rows, seconds)
+        if self.policy is not None:
+            self.policy.times.note_step(step.num_rows, seconds)
         elif self._size is not None:
             self._size.note(
                 step.num_rows - step.decode_rows,

@@ -172,12 +172,9 @@ class _StreamRun:
         """Waits for a step, counts it, and yields the results that it completes."""
         result, plan, message = self.engine.call(step.ticket.result), step.plan, step.plan.message
         seconds = time.perf_counter() - step.started_at
-        self.engine.meter.add(
-            rows_computed=message.num_rows,
-            steps=1,
-            path_rows_peak=len(message.keep),
-            seconds={"model": seconds, "compile": self.worker.compile_seconds()},
-        )
+        spent = {"model": seconds, "compile": self.worker.compile_seconds()}
+        counts = {"rows_computed": message.num_rows, "path_rows_peak": len(message.keep)}
+        self.engine.meter.add(seconds=spent, steps=1, **counts)
         if self.engine.meter.has_listeners:
             lengths = step.results.lengths[plan.requests]
             requests, tokens = int(np.count_nonzero(lengths)), int(lengths.sum())

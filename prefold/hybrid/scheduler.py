@@ -36,7 +36,7 @@ class State:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class StateStep(GenerateStep):
     """A StateStep is a GenerateStep with what it changes of the states.
 

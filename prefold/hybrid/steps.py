@@ -46,7 +46,7 @@ class StateStreamStep(StreamStep):
     kept_states: np.ndarray = field(default_factory=lambda: NOTHING)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class StateSlotStep(SlotStep):
     """A StateSlotStep is a SlotStep for a hybrid.
 

@@ -133,7 +133,7 @@ FUNCTIONS = {
     "free_slot_lists": (":p", ALONE),
     "write_slots": ("i:pi", ALONE),
     "slot_attention": ("i:pi", ALONE),
-    "follow_program": (":p", ALONE),
+    "follow_program": (":pi", ALONE),
     "run_program": ("i:p", ALONE),
     "stores_bf16_pairs": ("i:", ALONE),
     "add_rms_norm": (":ppppqqqqqfi", MIXED),

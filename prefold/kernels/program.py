@@ -66,17 +66,17 @@ class ProgramCall(Structure):
 class ProgramKernels(Family):
     """Runs programs."""
 
-    def follow_program(self, call: ProgramCall) -> None:
-        """Lets each row of a call over slots go on by a position, a slot and a key of its own."""
-        self._calls["follow_program"](byref(call))
+    def follow_program(self, call: ProgramCall, takes: bool) -> None:
+        """Lets each row of a call over slots go on by a position, a slot and a key of its own. takes: whether it gets
+        the token that the call has given for it"""
+        self._calls["follow_program"](byref(call), takes)
 
     def run_program(self, call: ProgramCall) -> None:
         """Runs a program for one step. Raises MemoryError where memory is short, ValueError for a slot, a token or a
         position that is not there, CollectiveError where the ranks of a split model do not meet."""
-        failed = self._calls["run_program"](byref(call))
-        wrong = {2: ("slot", "slots of the store"), 3: ("token", "known ids"), 4: ("position", "learned ones")}
-        if failed in wrong:
-            raise ValueError("a {} that is not there; pass {}".format(*wrong[failed]))
-        check_met(failed)
-        if failed:
+        if failed := self._calls["run_program"](byref(call)):
+            wrong = {2: ("slot", "slots of the store"), 3: ("token", "known ids"), 4: ("position", "learned ones")}
+            if failed in wrong:
+                raise ValueError("a {} that is not there; pass {}".format(*wrong[failed]))
+            check_met(failed)
             raise MemoryError("program")

@@ -137,7 +137,7 @@ class VisitRounds:
     least: np.ndarray
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class VisitStep(SlotStep):
     """A VisitStep asks for one visit of n rows to a block (or the prelude, or the coda): its rows may be at different
     visits of different routes. It may have no rows, and only read or route. With `rounds` it asks for several visits.
@@ -201,7 +201,7 @@ class VisitStep(SlotStep):
         )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class VisitResult(SlotResult):
     """A VisitResult is the result of a VisitStep.
 

@@ -32,6 +32,7 @@ from ..types import Exits
 from .admission import NO_LIMITS, StepLimits
 from .generate_step import GenerateStep, HoldsRows, SequenceState, StepPlan, following, lay_out
 from .sequences import SequenceScheduler
+from .steps import SlotResult
 
 # Slots that a sequence of unknown length takes at once, so that its rows lie side by side.
 TAIL_SLOTS = 16
@@ -120,7 +121,8 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         failures: list[tuple[Hashable, InputError]] = []
         if self.cache is not None:
             self.cache.expire()
-        self._grow_tails(failures)
+        if self._before is None or self._before.next == len(self._before.ahead):  # for steps ahead there are slots
+            self._grow_tails(failures)
         if len(self.waiting) and self._has_room():
             self._admit_waiting(failures, limits)
         return failures
@@ -131,11 +133,11 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         Returns None if no sequence runs, or none may have rows now, or one gets no slot for its next row until a step
         in flight is committed.
         """
-        if not self.running or not self._has_room():
-            return None
         before = None if self._has_routes else self._before
         if before is not None and self._all_go_on(before, limits) and (step := following(before)) is not None:
             return step
+        if not self.running or not self._has_room():
+            return None
         for running in self._by_route() if self._has_routes else (self.running,):
             plan = self.waiting.fill(self._new_plan(limits), running, limits)
             if plan.computed_rows or plan.again or plan.repeats:
@@ -144,10 +146,11 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         return None
 
     def _all_go_on(self, before: GenerateStep, limits: StepLimits) -> bool:
-        """Returns whether the next step has a row of each running sequence, as the step before it had."""
+        """Returns whether the next step has a row of each running sequence, as the step before it had. In a step that
+        followed each that ran had a row, and none was admitted since: if there are as many, they are the same."""
         running, rows, are_alike = self.running, before.num_rows, self.waiting.are_alike(limits)
-        fit = rows <= self._max_rows(limits) and (are_alike or rows <= (limits.batch_rows or 0))
-        return fit and len(running) == rows and all([sequence in running for sequence in before.consumers])
+        fit = len(running) == rows <= self._max_rows(limits) and (are_alike or rows <= (limits.batch_rows or 0))
+        return fit and (before.message.follows or all([sequence in running for sequence in before.consumers]))
 
     _lay_out: Callable[..., GenerateStep] = staticmethod(lay_out)
 
@@ -164,16 +167,16 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 running = {sequence.route for sequence in self.running}
                 self._last_steps = {route: last for route, last in self._last_steps.items() if route in running}
         stats = self.stats
-        stats.running_peak = max(stats.running_peak, len(self.running))
         in_use = self.pool.used_slots - (self.cache.rows if self.cache else 0)
-        stats.kv_bytes_peak = max(stats.kv_bytes_peak, in_use * self._slot_bytes)
-        if in_use != self._in_use or not step.message.follows:
+        if in_use != self._in_use or not step.message.follows or not stats.steps:
             self._in_use = in_use
             unshared = sum(len(sequence.tail.slots) + sequence.leaf.stop for sequence in self._admitted())
+            stats.running_peak = max(stats.running_peak, len(self.running))
+            stats.kv_bytes_peak = max(stats.kv_bytes_peak, in_use * self._slot_bytes)
             stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
         for node, rows in step.computed_rows:
             node.num_computed += rows
-            node.lost &= node.pending > 0
+            node.lost = node.lost and node.pending > 0
             if self.tree.on_store:
                 self.tree.stored(node)
         for number, sequence in enumerate(step.consumers):
@@ -185,19 +188,20 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 sequence.state = "ending"
 
     def commit(
-        self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool], result: object = None
+        self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool], result: SlotResult | None = None
     ) -> list[SequenceState]:
         """Books the tokens of a step, and returns the sequences that have ended, by `ended` or by their limit.
 
         tokens  the token of each of `step.consumers`; ignored for a sequence that had ended before
         ended   whether each of them ends here; its token is then no part of the output
-        result  the worker's result, which other schedulers need
+        result  the worker's result, whose ids are the tokens; None: the tokens alone are known
 
         Raises ValueError if this is not the step that was begun first.
         """
         if not self._in_flight or self._in_flight[0] is not step:
             raise ValueError("this is not the step that was begun first")
         self._in_flight.popleft()
+        step.ids = None if result is None else result.ids
         stats = self.stats
         stats.steps += 1
         stats.decode_rows += step.decode_rows

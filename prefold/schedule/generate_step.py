@@ -5,7 +5,7 @@ A StepPlan collects rows for the sequences that the scheduler has admitted; `lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +16,7 @@ from ..cache.tree import Node
 from ..prefix import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..types import Owner
 from .repeats import repeat_rows, visible_runs
-from .steps import NOTHING, SlotStep
+from .steps import SlotStep
 
 # Takes ids of rows of images, int32 [n], and returns which of them the worker holds and can put into a step: bool [n].
 HoldsRows = Callable[[np.ndarray], np.ndarray]
@@ -86,7 +86,7 @@ class SequenceState:
         return self.tail.tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class GenerateStep:
     """A GenerateStep is one forward pass, and its meaning for the sequences.
 
@@ -98,8 +98,9 @@ class GenerateStep:
     computed_rows  (node, how many of its rows are computed)
     decode_rows    how many of the step's rows are the last token of a sequence
     again          how many of the step's rows had been computed before
-    growth         of steps by `following`: their positions, slots and counts of the runs, [steps, ...] each, and the
-                   number of the next one
+    ahead          positions, slots and counts of the runs of steps that may follow (`following`), for each of them
+    next           the number of the next one among these
+    ids            the tokens that its consumers have taken; None: they are in flight
     """
 
     message: SlotStep
@@ -108,17 +109,16 @@ class GenerateStep:
     computed_rows: list[tuple[Node, int]]
     decode_rows: int
     again: int
-    growth: tuple[np.ndarray, np.ndarray, np.ndarray, int] = NOTHING, NOTHING, NOTHING, 0
+    ahead: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = ()
+    next: int = 0
+    ids: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
         """Returns how many rows go through the model."""
-        return self.message.num_rows
+        return len(self.message.tokens)
 
-    @property
-    def first_rows(self) -> int:
-        """Returns how many rows enter the model with this step: all."""
-        return self.message.num_rows
+    first_rows = num_rows  # all of them enter the model with this step
 
 
 @dataclass(slots=True)
@@ -345,21 +345,21 @@ def following(before: GenerateStep) -> GenerateStep | None:
     last, sequences = before.message, before.consumers
     if before.again or not before.decode_rows == len(before.computed_rows) == before.num_rows:
         return None
-    positions, slots, counts, number = before.growth
-    if number == len(slots):
+    ahead, ids, at = before.ahead, before.ids, before.next
+    if at == len(ahead):
         steps = np.arange(1, 1 + min(MOST_AHEAD, *[sequence.tail.neighbours for sequence in sequences]))[:, None]
         if not len(steps):
             return None
         grows = np.isin(last.run_start + last.run_count, last.slots + 1)
-        positions, slots, number = last.positions + steps.astype(np.int32), last.slots + steps, 0
-        counts = last.run_count + grows * steps
+        positions, slots = last.positions + steps.astype(np.int32), last.slots + steps
+        ahead, at = list(zip(positions, slots, last.run_count + grows * steps, strict=True)), 0
+    tokens = np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32) if ids is None else ids
+    positions, slots, counts = ahead[at]
     message = SlotStep(
-        np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32), positions[number], slots[number],
-        last.run_start, counts[number], last.run_position, last.run_first, last.run_last, last.read_rows,
-        last.reads, follows=True,
+        tokens, positions, slots, last.run_start, counts, last.run_position, last.run_first, last.run_last,
+        last.read_rows, last.reads, state_reads=last.state_reads, follows=True,
     )  # fmt: skip
-    growth = positions, slots, counts, number + 1
-    return GenerateStep(message, sequences, before.namespaces, before.computed_rows, before.decode_rows, 0, growth)
+    return GenerateStep(message, sequences, before.namespaces, before.computed_rows, len(sequences), 0, ahead, at + 1)
 
 
 def join_runs(

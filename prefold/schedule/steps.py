@@ -203,13 +203,14 @@ class Numbers:
         return np.ones(len(self.reads), np.int64) if self.counts is None or self.readout.kind == "mean" else self.counts
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class SlotStep(Message):
     """A SlotStep asks for one forward pass over n rows whose keys lie in the slots of the store.
 
     Its rows are its queries, numbered from 0 to n - 1.
 
-    tokens, positions  int32 [n]; token -1 - i stands for the token in flight of the i-th read of the SlotStep before
+    tokens, positions  int32 [n]; token -1 - i stands for the token in flight of the i-th read of the SlotStep before.
+                       The tokens of a step that follows may be the very `ids` of the result before, int64
     slots              int64 [n]: the slot that each row's K/V is written to
     run_*              int64 [r]: keys as runs of neighbouring slots. The `run_count` slots from `run_start` on hold
                        the rows of positions from `run_position` on, and are visible to the queries from `run_first`
@@ -268,11 +269,12 @@ class StepResult:
     greedy: np.ndarray | None = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class SlotResult:
     """A SlotResult holds the tokens and numbers that a SlotStep read.
 
-    ids       int64 [p]: the token of each read; -1 if no token is allowed, or numbers were read; or NOT_FINITE
+    ids       int64 [p]: the token of each read; -1 if no token is allowed, or numbers were read; or NOT_FINITE. The
+              array may be that of the next step's result too
     logprobs  the wanted log-probabilities, by the number of the read
     numbers   a StepResult for each of the step's `numbers`
     was_read  bool [p]: whether each read was made, which a row that leaves a looped model later is not; the ids of

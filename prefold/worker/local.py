@@ -231,7 +231,7 @@ class LocalWorker(Worker):
         if type(step) is SlotStep and step.follows and self._last_run is not None and self._is_greedy(step):
             batch, program = self._last_run
             if (ids := program.greedy_again(batch, step)) is not None:
-                return CompletedTicket(SlotResult(ids[step.reads]))
+                return CompletedTicket(SlotResult(ids))  # each row is read, in order
         return None
 
     def run_slots(self, step: SlotStep, more: Mapping[str, Any] = MappingProxyType({})) -> Ticket:

@@ -30,6 +30,7 @@ X, H, DELTA, QKV, Q, KV, ATTENDED, WIDE, OUT = range(9)
 # Whose operations are known here.
 LAYERS = (Layer, SumNormedLayer, ScaledLayer, ParallelLayer, RowNormedLayer)
 LINE = 64  # bytes of a cache line, where buffers begin
+MOST_POSITIONS = 1 << 62
 LOW_BYTES = 16  # of a RowLow of src/epilogue.h
 # The numbers of activations in src/epilogue.h; 0: none.
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
@@ -103,7 +104,7 @@ class Program:
         self._memory, self._room = torch.empty(0), 0
         self._tables: list[Tensor] = []  # of cosines and sines
         self._addresses = (c_void_p * self._num_tables)()
-        self._positions = 0  # that the tables cover
+        self._positions = 0 if self._num_tables else MOST_POSITIONS  # that the tables cover
         self._adapters: dict[int, PackedAdapter] = {}  # by number, each since a row had it first
         self._last: PreparedStep | None = None  # the last step over slots
 
@@ -145,10 +146,12 @@ class Program:
         if last.grows is None:
             last.grows = all([plan.can_grow(step.slots) for plan in batch.plans.values()])
         if last.grows:
-            batch.numbers[0] = step.tokens
-            self._kernels.follow_program(last.call)
+            if not (takes := step.tokens is last.ids):
+                batch.numbers[0] = step.tokens
+            self._kernels.follow_program(last.call, takes)
             last.last += 1
-            self._cover(last.last)
+            if last.last >= self._positions:
+                self._cover(last.last)
         return last.grows
 
     def greedy_again(self, batch: SlotBatch, step: SlotStep) -> np.ndarray | None:
@@ -235,7 +238,8 @@ class Program:
         if rows > self._room:
             self._make_room(rows, self._model.dtype.itemsize)
         last = int(batch.positions.numpy().max(initial=-1))
-        self._cover(last)
+        if last >= self._positions:
+            self._cover(last)
         model, read_rows = self._model, batch.read_rows
         buffers, tokens = self._buffers.copy(), batch.tokens.data_ptr()
         if x is not None:
@@ -279,9 +283,7 @@ class Program:
         return calls
 
     def _cover(self, last: int) -> None:
-        """Lets the tables reach this position."""
-        if not self._num_tables or last < self._positions:
-            return
+        """Lets the tables reach this position, which they do not yet."""
         self._tables = self._model.rotary(self._model.device).covering(last + 1)
         self._positions = min(map(len, self._tables))
         self._addresses[:] = [table.data_ptr() for table in self._tables]

@@ -76,7 +76,7 @@ class Ticket(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class CompletedTicket:
     """A CompletedTicket is the ticket of a message whose result is there, None where it gives nothing to the host."""
 

@@ -403,7 +403,22 @@ def test_a_step_that_follows_another_takes_few_calls_of_python(tmp_path, monkeyp
 
     monkeypatch.setitem(calls, "run_program", counted)
     llm.generate(["some text, and some more of it"], max_tokens=30, ignore_eos=True)
-    assert 40 < min(counts[8:20]) < 100
+    assert 30 < min(counts[8:20]) < 65
+
+
+def test_tokens_of_a_step_that_follows_lie_where_they_were_given_or_elsewhere(tmp_path, monkeypatch):
+    llm, follow, are_given = load(tmp_path), Program.follow, []
+    prompts, how = ["some text", "other text, which is longer"], {"max_tokens": 24, "ignore_eos": True}
+    given = [one.tokens for one in llm.generate(prompts, **how)]
+
+    def moved(program, batch, step):
+        are_given.append(step.tokens is program._last.ids)
+        step.tokens = step.tokens.copy()
+        return follow(program, batch, step)
+
+    monkeypatch.setattr(Program, "follow", moved)
+    assert [one.tokens for one in llm.generate(prompts, **how)] == given
+    assert sum(are_given) > 15, are_given
 
 
 def test_a_slot_that_is_not_there_is_an_error(tmp_path, monkeypatch):

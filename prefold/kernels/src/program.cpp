@@ -410,12 +410,14 @@ extern "C" int32_t prefold_run_program(const prefold::ProgramCall* call) {
 }
 
 // Makes a call over slots that of the next step: each row is a position, a slot and a key of its own further on. A model
-// with windows has no such step.
-extern "C" void prefold_follow_program(const prefold::ProgramCall* call) {
+// with windows has no such step. takes: whether each row's token is that of `ids`, which has as many as there are rows.
+extern "C" void prefold_follow_program(const prefold::ProgramCall* call, int32_t takes) {
   using namespace prefold;
+  auto* tokens = const_cast<int64_t*>(call->tokens);
   auto *positions = const_cast<int64_t*>(call->positions), *slots = const_cast<int64_t*>(call->slots);
   auto* own = const_cast<OwnRun*>(call->plans[0].own);
   for (int64_t r = 0; r < call->rows; ++r) {
     ++positions[r], ++slots[r], ++own[call->plans[0].own_offsets[r + 1] - 1].count;
+    if (takes) tokens[r] = call->ids[r];
   }
 }
