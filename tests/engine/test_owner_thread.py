@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -101,7 +102,7 @@ def test_a_worker_that_raises_at_any_call_leaves_no_caller_waiting_and_no_slot_i
             break
         while engine.generator.has_work:
             time.sleep(0.001)
-        engine.call(lambda: check_books(engine.generator.scheduler))
+        engine.call(partial(check_books, engine.generator.scheduler))
         assert engine.snapshot().used_slots == engine.cache.rows
         assert ask(engine) == alone  # the next call works
         engine.close()
