@@ -12,6 +12,7 @@ import weakref
 
 import numpy as np
 import pytest
+from books import check_books
 from generating import until_idle
 from tiny import tiny_checkpoint
 
@@ -69,11 +70,11 @@ def test_the_next_call_works(tmp_path, interrupts):
                 met += 1
             other = rng.choice(CALLS)
             assert other(llm) == wanted[other], f"interrupt {met}, {call.__name__} and then {other.__name__}"
-            llm.engine.call(llm.engine.generator.scheduler.check)
+            llm.engine.call(lambda: check_books(llm.engine.generator.scheduler))
     finally:
         signal.signal(signal.SIGALRM, before)
     until_idle(llm.engine)
-    llm.engine.call(llm.engine.generator.scheduler.check)
+    llm.engine.call(lambda: check_books(llm.engine.generator.scheduler))
 
 
 @pytest.mark.parametrize("steps", range(1, 9))
@@ -91,7 +92,7 @@ def test_a_caller_whose_own_function_fails_after_a_step_harms_no_other(tmp_path,
         run_items(llm.engine, task, [{"prompt": text} for text in TEXTS], on_step=listen)
     assert generate(llm) == wanted
     until_idle(llm.engine)
-    llm.engine.call(llm.engine.generator.scheduler.check)
+    llm.engine.call(lambda: check_books(llm.engine.generator.scheduler))
 
 
 @pytest.mark.parametrize("close", [True, False])

@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
 import pytest
+from books import check_books
 from fake_worker import FakeWorker, expected
 from tiny import tiny_checkpoint
 
@@ -100,7 +102,7 @@ def test_a_worker_that_raises_at_any_call_leaves_no_caller_waiting_and_no_slot_i
             break
         while engine.generator.has_work:
             time.sleep(0.001)
-        engine.call(engine.generator.scheduler.check)
+        engine.call(partial(check_books, engine.generator.scheduler))
         assert engine.snapshot().used_slots == engine.cache.rows
         assert ask(engine) == alone  # the next call works
         engine.close()

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from books import check_books
 from generating import until_idle
 from tiny import tiny_checkpoint
 
@@ -130,7 +131,7 @@ def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypa
     asyncio.run(ask())
     assert failed and not service.handles
     until_idle(service)
-    service.call(service.generator.scheduler.check)
+    service.call(lambda: check_books(service.generator.scheduler))
 
 
 def test_requests_of_a_batch_are_not_taken_for_live_ones(llm):

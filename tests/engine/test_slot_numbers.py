@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from books import check_books
 from generating import until_idle
 from running import as_request, prompts, run
 from tiny import reference, tiny_checkpoint
@@ -70,7 +71,7 @@ def test_results_are_those_of_the_stream(tmp_path, family, rows, sharing, cache)
                     np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4, err_msg=readout.kind)
                     assert (one.greedy is None) == (other.greedy is None)
                     assert one.greedy is None or np.array_equal(one.greedy, other.greedy)
-        llm.engine.call(llm.engine.generator.scheduler.check)
+        llm.engine.call(lambda: check_books(llm.engine.generator.scheduler))
 
 
 @pytest.mark.parametrize("rows", [3, 1000])
@@ -128,7 +129,7 @@ def test_a_prompt_that_the_store_cannot_hold_is_an_error_that_says_so(folder):
         (found,) = ask(llm, ([as_request([1, 2])], Readout("mean")))
         assert len(found) == 1
         until_idle(llm.engine)
-        llm.engine.call(llm.engine.generator.scheduler.check)
+        llm.engine.call(lambda: check_books(llm.engine.generator.scheduler))
 
 
 @pytest.mark.parametrize("kind", ["mean", "logprobs", "every"])
@@ -155,6 +156,6 @@ def test_numbers_that_are_cancelled_in_the_middle_leave_nothing(folder, kind, mo
         asyncio.run(leave())
         until_idle(llm.engine)
         assert len(steps) < 20
-        llm.engine.call(llm.engine.generator.scheduler.check)
+        llm.engine.call(lambda: check_books(llm.engine.generator.scheduler))
         assert llm.engine.snapshot().used_slots == 0
         assert not llm.engine.handles
