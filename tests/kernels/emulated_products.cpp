@@ -1,7 +1,7 @@
 // Products of matrices in blocks and of int8 by a compiled library, beside sums in float64; a program of its own for
-// test_arm.py, since PyTorch takes minutes to load in emulation.
+// test_emulated.py, since PyTorch takes minutes to load in emulation.
 //
-//     arm_products LIBRARY SEED CASES
+//     emulated_products LIBRARY SEED CASES
 //
 // Each case is a random matrix of a type of GGUF, multiplied in float32, in int8 as it is, and in int8 of our own. Errors
 // are relative to the root of the sum of the squares of what is summed. A row alone must have the bits that it has beside
@@ -17,6 +17,12 @@
 #include <memory>
 #include <random>
 #include <vector>
+
+#ifdef __x86_64__
+typedef _Float16 Half;
+#else
+typedef __fp16 Half;
+#endif
 
 namespace {
 
@@ -86,7 +92,7 @@ int main(int, char** arguments) {
     for (auto& byte : file) byte = rng();
     for (uint8_t* block = file.data(); block < file.data() + file.size(); block += type.bytes) {
       for (int half : type.halves) {
-        const __fp16 scale = 0.01f * normal(rng);
+        const Half scale = 0.01f * normal(rng);
         memcpy(block + half, &scale, sizeof scale);
       }
     }
