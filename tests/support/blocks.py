@@ -45,6 +45,7 @@ def write_model(path: Path, type_of: Callable[[str], str], *, layers: int = 2, t
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("no_vocab")
     shapes = {"token_embd": (VOCAB, HIDDEN)} | ({} if tied else {"output": (VOCAB, HIDDEN)})
     norms = ["output_norm"]
     for number in range(layers):
