@@ -46,7 +46,7 @@ class Panel:
     def table(self) -> list[str]:
         """Returns the table: medians, the least and the most, and ratios to the first system of the panel."""
         own = median(next(iter(self.rounds.values())))
-        head = ["system", f"median, {self.unit}", "least to most", "rounds", "time, prefold = 1"]
+        head = ["system", f"median, {self.unit}", "least to most", "rounds", f"time, {next(iter(self.rounds))} = 1"]
         head += ["of the limit"] * (self.limit is not None) + [self.note_title] * bool(self.notes)
         lines = [_row(head), "|" + "---|" * len(head)]
         for system, taken in self.rounds.items():
