@@ -124,8 +124,10 @@ def main() -> None:
                 rows.append([*row, differ(ours, theirs), gap(likelihoods, expected)])
             record.append({"task": task, "seconds": seconds, "scores": scores, "answers": said})
     print(machine(), f"lm_eval {lm_eval.__version__}, {arguments.dtype}, {arguments.limit} documents a task")
-    print(table(["task", "model", "scores", "s", "spread", "x hf", "differ", "gap"], rows))
-    write_json(arguments.json, tasks=record, limit=arguments.limit, dtype=arguments.dtype)
+    shown = table(["task", "model", "scores", "s", "spread", "x hf", "differ", "gap"], rows)
+    print(shown)
+    settings = {"limit": arguments.limit, "dtype": arguments.dtype}
+    write_json(arguments.json, benchmark="harness", tasks=record, **settings, tables={"tasks": shown})
 
 
 if __name__ == "__main__":

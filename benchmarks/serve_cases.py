@@ -103,15 +103,16 @@ def msmarco(arguments: argparse.Namespace) -> dict[str, Any]:
                     server.pause()
         memory = {server.name: server.peak_mib for server in servers}
     base = {(row["path"], row["at once"]): row for row in rows if row["system"] == "full"}
-    print(table(
+    shown = table(
         ["path", "at once", "system", "P50, s", "P50 over full's", "queries/s", "planning over model",
          "client's CPU, ms a request"],
         [[row["path"], row["at once"], row["system"], f"{row['p50']:.2f}",
           f"{row['p50'] / base[row['path'], row['at once']]['p50']:.2f}", f"{row['rate']:.2f}",
           f"{row['plan']:.2%}", f"{row['cpu'] / count * 1e3:.1f}"] for row in rows],
-    ))  # fmt: skip
+    )  # fmt: skip
+    print(shown)
     print("peak memory, MiB: " + ", ".join(f"{name} {value:.0f}" for name, value in memory.items()))
-    return {"rows": rows, "memory": memory, "queries": count}
+    return {"rows": rows, "memory": memory, "queries": count, "tables": {"table": shown}}
 
 
 def parts_of(server: ServedModel) -> tuple[float, float]:
@@ -134,7 +135,7 @@ def live(arguments: argparse.Namespace) -> dict[str, Any]:
         servers = both(stack, arguments, modes, "--block-size", str(arguments.block), "--enable-prefix-caching")
         for workload in arguments.workload:
             found[workload] = live_workload(arguments, folder, servers, workload)
-    return found
+    return found | {"tables": {workload: of.pop("table") for workload, of in found.items()}}
 
 
 def live_workload(
@@ -156,12 +157,13 @@ def live_workload(
     names = {"output_throughput": "output tokens/s", "p50_ttft_ms": "P50 TTFT, ms", "p99_ttft_ms": "P99",
              "p50_itl_ms": "P50 inter-token, ms", "p99_itl_ms": "P99", "client_cpu": "client's CPU, s"}  # fmt: skip
     print(f"{title}; of vLLM's rate when all come at once, {saturation:.2f} requests/s:")
-    print(table(
+    shown = table(
         ["of that rate", "system", *names.values()],
         [["all at once" if row["share"] is None else row["share"], row["system"],
           *(f"{row[name]:.1f}" for name in names)] for row in rows],
-    ), flush=True)  # fmt: skip
-    return {"rows": rows, "workload": title}
+    )  # fmt: skip
+    print(shown, flush=True)
+    return {"rows": rows, "workload": title, "table": shown}
 
 
 def warm(server: ServedModel) -> None:

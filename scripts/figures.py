@@ -3,9 +3,8 @@
 
     python scripts/figures.py [--check]
 
-The figures are those of the files in `benchmarks/results/`, which the benchmarks write (`--json FILE`). Files with
-`"transcribed": true` hold a table that was copied from an account of an earlier run, with its date and machine. With
---check nothing is written, and the exit status is 1 where a page or plot is not what the files make.
+The figures are those of the files in `benchmarks/results/`, which the benchmarks write (`--json FILE`). With --check
+nothing is written, and the exit status is 1 where a page or plot is not what the files make.
 """
 
 from __future__ import annotations
@@ -167,7 +166,12 @@ def drift(file: dict) -> list[str]:
     return lines
 
 
-TABLES = {"drift": drift}
+def written(file: dict) -> list[str]:
+    """Returns the tables that a benchmark wrote."""
+    return "\n\n".join(file["tables"].values()).splitlines()
+
+
+TABLES = {"drift": drift, "serve": written, "harness": written}
 
 
 def panels(name: str) -> list[Panel]:
@@ -187,10 +191,6 @@ def section(name: str, part: str = "") -> str:
     if part:
         return file["tables"][part]
     machine = file["machine"]
-    if file.get("transcribed"):
-        where = f"Copied from the [notebook]({file['account']}) ({machine}; {file['date']}; commit: {file['commit']})."
-        lines = [_row(file["columns"]), "|" + "---|" * len(file["columns"]), *map(_row, file["rows"])]
-        return "\n".join([where, "", *_command(file), "", *lines])
     where = f"{machine['date']}; {machine['cpu']}, {machine['threads']} threads; Python {machine['python']}, "
     where += f"torch {machine['torch']}; commit `{file['commit']}`; all rounds: `benchmarks/results/{name}.json`."
     if file["benchmark"] in TABLES:
