@@ -86,12 +86,13 @@ def commit() -> str | None:
 
 
 def command_line() -> str:
-    """Returns the command that runs, as one types it in the checkout. Of an absolute path only the last part stays,
-    since the rest says nothing to others."""
+    """Returns the command that runs, as one types it in the checkout. Of a file's absolute path only the last part
+    stays, since the rest says nothing to others."""
     script = Path(sys.argv[0]).resolve()
     script = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
     name = f"-m {'.'.join(script.parent.parts)}" if script.name == "__main__.py" else str(script)
-    arguments = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
+    files = {word for word in sys.argv[1:] if word.startswith("/") and Path(word).parent.is_dir()}
+    arguments = (Path(word).name if word in files else word for word in sys.argv[1:])
     return shlex.join(["python", *name.split(" "), *arguments])
 
 

@@ -108,7 +108,7 @@ def msmarco(arguments: argparse.Namespace) -> dict[str, Any]:
          "client's CPU, ms a request"],
         [[row["path"], row["at once"], row["system"], f"{row['p50']:.2f}",
           f"{row['p50'] / base[row['path'], row['at once']]['p50']:.2f}", f"{row['rate']:.2f}",
-          f"{row['plan']:.2%}", f"{row['cpu'] / count * 1e3:.1f}"] for row in rows],
+          f"{row['plan']:.2%}".replace("nan%", ""), f"{row['cpu'] / count * 1e3:.1f}"] for row in rows],
     )  # fmt: skip
     print(shown)
     print("peak memory, MiB: " + ", ".join(f"{name} {value:.0f}" for name, value in memory.items()))
