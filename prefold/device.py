@@ -69,6 +69,13 @@ def choose_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> 
     return torch.bfloat16 if computes_bf16() else torch.float32
 
 
+def check_kv_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises InputError where keys and values of rows in `dtype` cannot be kept as bfloat16."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        message = f"keys and values of {str(dtype).removeprefix('torch.')} on {device.type} are kept as they are"
+        raise InputError(message, field="kv_dtype", remedy="leave it out (--kv-dtype auto)")
+
+
 def computes_bf16() -> bool:
     """Returns whether this CPU multiplies bfloat16 numbers natively."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

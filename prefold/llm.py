@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from .cache import RadixCache
 from .checkpoint import Checkpoint, resolve
 from .checkpoint.identity import folder_digest, model_identity
-from .device import choose_device, choose_dtype
+from .device import check_kv_dtype, choose_device, choose_dtype
 from .engine import EngineOptions, ModelEngine
 from .errors import InputError
 from .face.arguments import Prompt
@@ -81,6 +82,9 @@ class LLM(NumericTasks, Texts):
         config = config_from(self.checkpoint.config)
         int8 = probe_tokens(o, self.checkpoint, config, self.tokenizer, self.dtype, self.device)
         self.config = config if o.images.tower else config.text
+        if o.kv_dtype != "auto":
+            check_kv_dtype(self.dtype, self.device)
+            self.config = replace(self.config, kv_dtype=o.kv_dtype)
         if o.decode_graphs and self.config.attention_cap is not None:
             message = "decode_graphs is not for models with soft caps on the scores of attention"
             raise InputError(message, field="decode_graphs", remedy="leave it out")
@@ -140,10 +144,11 @@ class LLM(NumericTasks, Texts):
     @property
     def identity(self) -> dict[str, object]:
         """Returns what the results depend on beside requests, as JSON: the model's files, the dtype, the adapters, and
-        the arithmetic where it is not the dtype's."""
+        the arithmetic and the dtype of keys and values where these are not the dtype."""
         loaded = {name: folder_digest(Path(folder)) for name, folder in (self.options.adapters or {}).items()}
         named = {"dtype": str(self.dtype).removeprefix("torch."), "adapters": loaded}
-        named |= {} if self.options.arithmetic == "float" else {"arithmetic": self.options.arithmetic}
+        rare = {"arithmetic": (self.options.arithmetic, "float"), "kv_dtype": (self.options.kv_dtype, "auto")}
+        named |= {name: value for name, (value, default) in rare.items() if value != default}
         return {"model": model_identity(self.checkpoint), **named}
 
     def close(self) -> None:

@@ -245,6 +245,12 @@ class ModelOptions(StepOptions, SlotOptions):
         " arithmetic alone, which has such weights by itself where the file has none of whole numbers.",
         one_of=("auto", "file", "dtype", "int8"), on="machine",
     )  # fmt: skip
+    kv_dtype: Literal["auto", "bfloat16"] = option(
+        "auto",
+        "What keys and values are kept in while text is generated, on a CPU. bfloat16: in half of the memory where the"
+        " dtype is float32, each number rounded once; auto: the dtype.",
+        one_of=("auto", "bfloat16"), on="machine", journal=True,
+    )  # fmt: skip
     device: str = option(
         "auto", "auto (a GPU, if there is one), cpu, cuda, or cuda:1 for the second GPU.", on="machine", metavar="NAME"
     )

@@ -23,14 +23,21 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads say what attention is over. heads: of queries; dtype: of q, k and v; cap: scores s become cap * tanh(s /
-    cap) before their softmax, which Triton's kernels do not compute; None: they stay."""
+    """Heads say what attention is over.
+
+    heads  of queries
+    dtype  of q, k and v
+    cap    scores s become cap * tanh(s / cap) before their softmax, which Triton's kernels do not compute; None: they
+           stay
+    kept   the dtype of keys and values in a KV store; None: dtype
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     cap: float | None = None
+    kept: torch.dtype | None = None
 
     @property
     def group(self) -> int:

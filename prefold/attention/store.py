@@ -25,25 +25,22 @@ class PackedLayout:
     """A layout says how one plane lies in memory: the keys and the values of all pairs of slots, one KV head after the
     other, then a byte for each pair.
 
-    interleaved  whether two bfloat16 numbers that are summed at once lie side by side: the values of a pair of slots.
-                 If not, numbers are float32, as the processor sums them
+    dtype        of the rows that are written and read
+    stored       of the numbers in memory: float32 rows may be kept as bfloat16
+    interleaved  whether two bfloat16 numbers that are summed at once lie side by side: the values of a pair of slots
     """
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    stored: torch.dtype
     interleaved: bool
 
     @classmethod
     def of(cls, compiled: kernels.Kernels, heads: Heads) -> PackedLayout:
         """Returns the layout that these kernels read for such heads."""
         interleaved = heads.dtype == torch.bfloat16 and compiled.stores_bf16_pairs
-        return cls(heads.kv_heads, heads.head_dim, heads.dtype, interleaved)
-
-    @property
-    def stored(self) -> torch.dtype:
-        """Returns the dtype of the numbers in memory."""
-        return torch.bfloat16 if self.interleaved else torch.float32
+        return cls(heads.kv_heads, heads.head_dim, heads.dtype, heads.kept or heads.dtype, interleaved)
 
     @property
     def padded_dim(self) -> int:
@@ -69,7 +66,8 @@ class PackedPlane:
         size = layout.kv_heads * pairs * 2 * dim * layout.stored.itemsize
         keys, values, unsafe = memory[:size], memory[size : 2 * size], memory[2 * size :]
         addresses = (keys.data_ptr(), values.data_ptr(), unsafe.data_ptr())
-        self.struct = kernels.SlotPlane(*addresses, slots, layout.kv_heads, layout.head_dim)
+        rounded = layout.stored != layout.dtype
+        self.struct = kernels.SlotPlane(*addresses, slots, layout.kv_heads, layout.head_dim, rounded)
         # Both as [kv_heads, pairs, 2, dim].
         self._keys = keys.view(layout.stored).view(layout.kv_heads, pairs, 2, dim)
         if layout.interleaved:
@@ -105,7 +103,7 @@ class KVStore:
             self._packed = [PackedPlane(memory, layout, slots) for memory in self._memory]
         else:
             shape = (planes, 2, slots, heads.kv_heads, heads.head_dim)
-            self._memory = torch.zeros(shape, dtype=heads.dtype, device=self.device)
+            self._memory = torch.zeros(shape, dtype=heads.kept or heads.dtype, device=self.device)
 
     @cached_property
     def structs(self) -> Any:
@@ -123,7 +121,7 @@ class KVStore:
         compiled = heads.compiled(torch.device(device))
         if compiled:
             return -(-planes * PackedLayout.of(compiled, heads).pair_bytes // 2)
-        return planes * 2 * heads.kv_heads * heads.head_dim * heads.dtype.itemsize
+        return planes * 2 * heads.kv_heads * heads.head_dim * (heads.kept or heads.dtype).itemsize
 
     def plan(
         self, runs: KeyRuns, num_queries: int, query_positions: np.ndarray | None = None, window: int | None = None
@@ -156,15 +154,15 @@ class KVStore:
         if self._fused:
             gpu.write_slots(keys, values, slots, k, v)
         else:
-            keys.index_copy_(0, slots, k)
-            values.index_copy_(0, slots, v)
+            keys.index_copy_(0, slots, k.to(keys.dtype))
+            values.index_copy_(0, slots, v.to(values.dtype))
 
     def read(self, plane: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
         if self.compiled:
             return self._packed[plane].read(slots)
-        keys, values = self.plane(plane)
-        return keys.index_select(0, slots), values.index_select(0, slots)
+        keys, values = (x.index_select(0, slots).to(self.heads.dtype) for x in self.plane(plane))
+        return keys, values
 
     def plane(self, plane: int) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of one plane, [slots, kv_heads, head_dim] each; for all but compiled kernels."""

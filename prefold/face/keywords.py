@@ -137,6 +137,7 @@ class ModelKeywords(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     arithmetic: Literal["float", "int8"]
     weights: Literal["auto", "file", "dtype", "int8"]
+    kv_dtype: Literal["auto", "bfloat16"]
     device: str
     threads: int | None
     tensor_parallel: int

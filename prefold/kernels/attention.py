@@ -22,8 +22,8 @@ class AttentionKernels(Family):
 
     @property
     def stores_bf16_pairs(self) -> bool:
-        """Returns whether a store keeps bfloat16 as such, two numbers that are summed at once side by side; if not, it
-        keeps float32."""
+        """Returns whether a store keeps two bfloat16 numbers that are summed at once side by side; if not, it keeps
+        them one after the other."""
         return bool(self._calls["stores_bf16_pairs"]())
 
     def plan_rows(

@@ -83,7 +83,7 @@ class RowCall(Structure):
 class SlotPlane(Structure):
     """It says where one plane of a KV store lies; the memory is its owner's."""
 
-    _fields_ = (*_fields("keys values unsafe", c_void_p), *_fields("slots kv_heads dim", c_int64))
+    _fields_ = (*_fields("keys values unsafe", c_void_p), *_fields("slots kv_heads dim rounded", c_int64))
 
 
 class SlotCall(Structure):

@@ -119,6 +119,7 @@ class ModelConfig:
     planes         one for each layer that a pass goes through, in its order
     names          what tensors and modules are called in checkpoints, and which of them are stored as one
     dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
+    kv_dtype       the dtype of keys and values in a KV store; None: that of rows
     whole          the config of the whole model, where this one has the sizes of a rank's part
     """
 
@@ -165,6 +166,7 @@ class ModelConfig:
     labels: tuple[str, ...] = ()
     names: Names = field(default_factory=Names)
     dtype: str | None = None
+    kv_dtype: str | None = None
     whole: ModelConfig | None = field(default=None, repr=False, compare=False)
 
     def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **how: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import Heads, KVStore, RowAttention
+from ..attention import KVStore, RowAttention
 from ..device import available_memory, compile_seconds, free_cached, give_back, keep_freed, on, runs_triton, send
 from ..errors import InputError, OutOfMemoryError
 from ..model import Adapter, CausalLM
@@ -22,7 +22,7 @@ from ..schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep
 from .graphs import DecodeGraphs
 from .program import Program, missing, program_of
 from .protocol import DONE, CompletedTicket, Facts, Ticket, Worker, WorkerPart, parts_of
-from .rows import Batch, Path, forward_stream, heads_of, prepare, read_stream
+from .rows import Batch, Path, forward_stream, heads_in, heads_of, prepare, read_stream
 from .slots import SlotBatch, SlotReads, forward, greedy, make_store, prepare_slots
 
 # What a device affords, where nobody says. On a CPU larger steps hardly gain, and hold their intermediates in memory.
@@ -51,7 +51,7 @@ def slot_bytes(model: CausalLM) -> int:
     """Returns the bytes of a slot in all planes, of all ranks together."""
     config, size = model.config, model.ranks.size
     parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
-    heads = [Heads(p.heads, p.kv_heads, p.head_dim, model.dtype, p.attention_cap) for p in parts]
+    heads = [heads_in(part, model.dtype) for part in parts]
     return sum(KVStore.bytes_per_slot(len(config.planes), part, model.device) for part in heads)
 
 

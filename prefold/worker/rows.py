@@ -14,7 +14,7 @@ from torch import Tensor
 from ..attention import Heads, RowAttention, RowPlan
 from ..device import send
 from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
-from ..model.config import Plane
+from ..model.config import ModelConfig, Plane
 from ..model.ops import log_sum_exp
 from ..schedule.steps import StepResult, StreamStep
 from .pool import PoolPlan, mean_of_paths, plan_pool
@@ -22,8 +22,13 @@ from .pool import PoolPlan, mean_of_paths, plan_pool
 
 def heads_of(model: CausalLM) -> Heads:
     """Returns the heads that attention of this model is over; of a model that is split over ranks, this rank's."""
-    local = model.local
-    return Heads(local.heads, local.kv_heads, local.head_dim, model.dtype, local.attention_cap)
+    return heads_in(model.local, model.dtype)
+
+
+def heads_in(config: ModelConfig, dtype: torch.dtype) -> Heads:
+    """Returns the heads of a model, or of a rank's part of it, by its config and the dtype of rows."""
+    kept = None if config.kv_dtype is None else getattr(torch, config.kv_dtype)
+    return Heads(config.heads, config.kv_heads, config.head_dim, dtype, config.attention_cap, kept)
 
 
 PathKV = Mapping[int, tuple[Tensor, Tensor]]  # by plane: keys and values, [path, kv_heads, head_dim] each

@@ -34,6 +34,7 @@ class Case:
     scale: float
     cap: float | None = None
     sinks: torch.Tensor | None = None
+    kept: torch.dtype | None = None
 
     def run(self) -> torch.Tensor:
         raise NotImplementedError
@@ -172,6 +173,11 @@ class SlotCase(Case):
         self.k = torch.randn(nest.rows, heads[1], dim, generator=generator).to(dtype)
         self.v = torch.randn(nest.rows, heads[1], dim, generator=generator).to(dtype)
 
+    def keep(self, dtype: torch.dtype) -> None:
+        """Makes the store keep keys and values in a dtype, to which they are rounded here, too."""
+        self.kept = dtype
+        self.k, self.v = self.k.to(dtype).to(self.k.dtype), self.v.to(dtype).to(self.v.dtype)
+
     @property
     def runs(self) -> KeyRuns:
         return runs_of(self.nest, self.query_rows, self.slots, self.breaks)
@@ -182,7 +188,8 @@ class SlotCase(Case):
 
     def store(self) -> KVStore:
         """All keys written into plane 1, in two writes; plane 0 holds something else."""
-        store = KVStore(PLANES, Heads(*self.heads, self.q.shape[2], self.q.dtype, self.cap), self.num_slots)
+        heads = Heads(*self.heads, self.q.shape[2], self.q.dtype, self.cap, self.kept)
+        store = KVStore(PLANES, heads, self.num_slots)
         garbage = self.k.new_full((self.num_slots, *self.k.shape[1:]), torch.nan)
         store.write(0, torch.arange(self.num_slots), garbage, garbage)
         slots = torch.from_numpy(self.slots)

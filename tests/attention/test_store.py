@@ -36,6 +36,8 @@ def test_random_tries(compiled, data):
         jumps=data.draw(st.sampled_from([0.01, 0.1, 0.5, 1.0])),
         window=data.draw(st.sampled_from([None, None, 1, 7, 50])),
     )
+    if data.draw(st.booleans()):
+        case.keep(torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         if not compiled:
             patch.setattr(kernels, "load", lambda: None)
@@ -44,15 +46,21 @@ def test_random_tries(compiled, data):
 
 @pytest.mark.parametrize("dim", [1, 16, 40, 64, 80, 128, 256])
 @pytest.mark.parametrize("heads", [(9, 3), (4, 4), (16, 1), (5, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shapes(backend, dim, heads, dtype):
-    """Decoding and prefill in one step: two groups of sequences, and a branching prompt."""
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)]
+)
+def test_shapes(backend, dim, heads, dtype, kept):
+    """Decoding and prefill in one step: two groups of sequences, and a branching prompt. What is kept in another dtype
+    is rounded, and nothing else."""
     nest, queries = groups([9, 3], 40, 21)
     prompt = random_nest(np.random.default_rng(1), 70, 0.1)
     end = np.concatenate((nest.end, prompt.end + nest.rows))
     both = Nest(end, np.concatenate((nest.positions, prompt.positions)))
     rows = np.concatenate((queries, nest.rows + np.arange(9, 70)))
-    SlotCase(both, heads=heads, dim=dim, dtype=dtype, query_rows=rows).check()
+    case = SlotCase(both, heads=heads, dim=dim, dtype=dtype, query_rows=rows)
+    if kept is not None:
+        case.keep(kept)
+    case.check()
 
 
 @pytest.mark.parametrize("sizes", [[1] * 20, [16], [8, 8, 8], [5, 11, 2, 30], [33]])
@@ -151,6 +159,24 @@ def test_bytes_per_slot_are_those_of_the_store(backend):
     for dtype in (torch.float32, torch.bfloat16):
         store = KVStore(3, Heads(2, 2, 40, dtype), 1000)
         assert abs(store.num_bytes - 1000 * KVStore.bytes_per_slot(3, store.heads)) <= 3 * 4096
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan, 3.4e38])
+def test_what_bfloat16_cannot_hold_stays_with_those_that_see_it(backend, where, bad):
+    case = SlotCase(random_nest(np.random.default_rng(0), 120, 0.1), heads=(4, 2))
+    case.keep(torch.bfloat16)
+    case.check_not_finite(where, 40, bad)
+
+
+def test_float32_rows_are_rounded_once_when_they_are_kept(backend):
+    store, plain = (KVStore(2, Heads(2, 2, 40, torch.float32, None, kept), 1000) for kept in (torch.bfloat16, None))
+    rows = torch.randn(2, 60, 2, 40)
+    store.write(1, torch.arange(60), *rows)
+    for read, row in zip(store.read(1, torch.arange(60)), rows, strict=True):
+        assert torch.equal(read, row.bfloat16().float())
+    sizes = [KVStore.bytes_per_slot(2, s.heads) for s in (store, plain)]
+    assert sizes[0] - 4 <= sizes[1] // 2 and store.num_bytes < 0.6 * plain.num_bytes
 
 
 needs_kernels = pytest.mark.skipif(kernels.load() is None, reason="no kernels")

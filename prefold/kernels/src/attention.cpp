@@ -154,7 +154,9 @@ extern "C" int32_t prefold_slot_attention(const prefold::SlotCall* call, int32_t
   if (call->tiles.queries == 0) return 0;
   try {
     if (is_bf16) {
-      attend<InBf16>(*call);
+      attend<InBf16Slots>(*call);
+    } else if (call->plane.rounded) {
+      attend<InFloat32<float, Bf16>>(*call);
     } else {
       attend<InFloat32<float>>(*call);
     }

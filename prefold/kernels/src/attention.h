@@ -54,6 +54,7 @@ struct SlotPlane {
   void *keys, *values;
   uint8_t* unsafe;
   int64_t slots, kv_heads, dim;
+  int64_t rounded;  // whether float32 rows are kept as bfloat16
 };
 
 // Attention over slots.
@@ -75,28 +76,28 @@ struct WriteCall {
 // Dimensions are padded with zeros to whole vectors, keys to whole pairs.
 template <class Format>
 struct Packed {
-  using Stored = typename Format::Stored;
+  using Kept = typename Format::Kept;
   int64_t pairs, dim, pair_size;  // dim: padded
-  Stored *keys, *values;
+  Kept *keys, *values;
   uint8_t* unsafe;  // [kv_heads, pairs]: not zero where the pair has a value that is not finite
   bool any_unsafe;
 
   static int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
-  const Stored* key_pairs(int64_t head) const { return keys + head * pairs * pair_size; }
-  const Stored* value_pairs(int64_t head) const { return values + head * pairs * pair_size; }
+  const Kept* key_pairs(int64_t head) const { return keys + head * pairs * pair_size; }
+  const Kept* value_pairs(int64_t head) const { return values + head * pairs * pair_size; }
   bool is_unsafe(int64_t head, int64_t pair) const { return unsafe[head * pairs + pair]; }
 };
 
 template <class Format>
 Packed<Format> packed(const SlotPlane& plane) {
-  using Stored = typename Format::Stored;
+  using Kept = typename Format::Kept;
   Packed<Format> packed;
   packed.pairs = (plane.slots + 1) / 2;
   packed.dim = packed.padded(plane.dim);
   packed.pair_size = 2 * packed.dim / Format::kWidth;
-  packed.keys = static_cast<Stored*>(plane.keys);
-  packed.values = static_cast<Stored*>(plane.values);
+  packed.keys = static_cast<Kept*>(plane.keys);
+  packed.values = static_cast<Kept*>(plane.values);
   packed.unsafe = plane.unsafe;
   packed.any_unsafe = plane.unsafe[plane.kv_heads * packed.pairs];
   return packed;

@@ -1,7 +1,8 @@
-// The two number formats the attention kernel computes in. A format says how keys and values are packed
+// The number formats the attention kernel computes in. A format says how keys and values are packed
 // and how a packed number meets a vector of queries:
 //
-//   Element     a number in memory
+//   Element     a number of a query, of a key or value that is packed, and of a result
+//   Kept        a number of packed keys and values: a Stored, or a Bf16, which becomes a Stored when a chunk is read
 //   Stored      what one broadcast reads: a float, or two bfloat16 numbers
 //   Lane        what a query's lane holds: the same, as the element type of a vector
 //   kWidth      numbers in one Stored
@@ -16,10 +17,11 @@
 
 namespace prefold {
 
-// Elements E in memory (float or Bf16), float32 arithmetic.
-template <class E>
+// Elements E (float or Bf16), packed as K (float or Bf16), float32 arithmetic.
+template <class E, class K = float>
 struct InFloat32 {
   using Element = E;
+  using Kept = K;
   using Stored = float;
   using Lane = float;
   static constexpr int kWidth = 1;
@@ -46,14 +48,15 @@ struct InFloat32 {
   static PREFOLD_INLINE void store_in_order(float* out, const Floats& x) { store(out, x); }
 
   // Sixteen dimensions of the values of two consecutive keys, in a packed pair of `dim` dimensions.
-  static PREFOLD_INLINE void store_values(float* out, int64_t dim, const Floats& first, const Floats& second) {
+  static PREFOLD_INLINE void store_values(K* out, int64_t dim, const Floats& first, const Floats& second) {
     store(out, first);
     store(out + dim, second);
   }
   // The same of one of the two, which leaves the other's as they are.
-  static PREFOLD_INLINE void store_half(float* out, int64_t dim, const Floats& x, int half) {
+  static PREFOLD_INLINE void store_half(K* out, int64_t dim, const Floats& x, int half) {
     store(out + half * dim, x);
   }
+  // A number of a pair of Stored.
   static PREFOLD_INLINE float value(const float* pair, int64_t dim, int64_t d, int half) {
     return pair[half * dim + d];
   }
@@ -63,6 +66,7 @@ struct InFloat32 {
 // bfloat16 products summed in float32, two numbers a lane. The meanings are those of InFloat32.
 struct InBf16Pairs {
   using Element = Bf16;
+  using Kept = uint32_t;
   using Stored = uint32_t;
   using Lane = uint32_t;
   static constexpr int kWidth = 2;
@@ -137,8 +141,31 @@ struct InBf16Pairs {
   }
 };
 using InBf16 = InBf16Pairs;
+using InBf16Slots = InBf16Pairs;
 #else
 using InBf16 = InFloat32<Bf16>;
+using InBf16Slots = InFloat32<Bf16, Bf16>;
 #endif
+
+// Pairs of a chunk as Stored: where they lie, or widened into memory of this object's.
+template <class Format, int PAIRS, int MOST_DIM>
+struct ChunkPairs {
+  using Stored = typename Format::Stored;
+  static constexpr bool kWidens = !std::is_same_v<typename Format::Kept, Stored>;
+
+  // The pair number `j` of a chunk, which has `size` numbers at `kept`.
+  PREFOLD_INLINE const Stored* at(int j, const typename Format::Kept* kept, int64_t size) {
+    if constexpr (kWidens) {
+      Stored* out = numbers_ + j * size;
+      for (int64_t i = 0; i < size; i += kLanes) store(out + i, load(kept + i));
+      return out;
+    } else {
+      return kept;
+    }
+  }
+
+ private:
+  alignas(64) Stored numbers_[kWidens ? PAIRS * 2 * MOST_DIM : 1];
+};
 
 }  // namespace prefold

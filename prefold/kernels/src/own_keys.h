@@ -29,6 +29,7 @@ PREFOLD_INLINE Part<float> add_across(Part<float> x, Part<float> y) {
 template <class Format, int H>
 class OwnKeys {
   using Element = typename Format::Element;
+  using Kept = typename Format::Kept;
   using Stored = typename Format::Stored;
   using Lane = typename Format::Lane;
   static constexpr int kWidth = Format::kWidth;
@@ -58,6 +59,7 @@ class OwnKeys {
         take_chunk();
         score();
         soften();
+        find_values();
         if (packed_.any_unsafe && has_unsafe()) {
           add_values_by_choice();
         } else {
@@ -116,25 +118,30 @@ class OwnKeys {
   // Goes on to the chunk that was found, and finds the one behind it, whose keys are fetched while this one's values
   // are added up: the memory's own foresight ends with a page and with a run.
   void take_chunk() {
-    const Stored* keys = packed_.key_pairs(tile_.kv_head);
-    const Stored* values = packed_.value_pairs(tile_.kv_head);
+    const Kept* keys = packed_.key_pairs(tile_.kv_head);
+    const Kept* values = packed_.value_pairs(tile_.kv_head);
     pairs_ = next_.pairs;
     visible_ = next_.visible;
     for (int j = 0; j < pairs_; ++j) {
       pair_[j] = next_.pair[j];
-      key_at_[j] = keys + pair_[j] * packed_.pair_size;
-      value_at_[j] = values + pair_[j] * packed_.pair_size;
+      key_at_[j] = chunk_keys_.at(j, keys + pair_[j] * packed_.pair_size, packed_.pair_size);
+      kept_value_at_[j] = values + pair_[j] * packed_.pair_size;
     }
     // A register block of scores takes whole numbers of keys.
     for (int j = pairs_; j % (kKeys / 2) != 0; ++j) key_at_[j] = key_at_[pairs_ - 1];
     find_chunk(next_);
     for (int j = 0; j < next_.pairs; ++j) next_key_at_[j] = keys + next_.pair[j] * packed_.pair_size;
-    for (int j = next_.pairs; j < pairs_; ++j) next_key_at_[j] = key_at_[j];
+    for (int j = next_.pairs; j < pairs_; ++j) next_key_at_[j] = kept_value_at_[j];
   }
 
-  PREFOLD_INLINE void fetch(const Stored* pair) const {
+  // The chunk's values, which were fetched while its keys were scored.
+  void find_values() {
+    for (int j = 0; j < pairs_; ++j) value_at_[j] = chunk_values_.at(j, kept_value_at_[j], packed_.pair_size);
+  }
+
+  PREFOLD_INLINE void fetch(const Kept* pair) const {
     const char* at = reinterpret_cast<const char*>(pair);
-    for (int64_t i = 0; i < packed_.pair_size * static_cast<int64_t>(sizeof(Stored)); i += kLine) {
+    for (int64_t i = 0; i < packed_.pair_size * static_cast<int64_t>(sizeof(Kept)); i += kLine) {
       __builtin_prefetch(at + i);
     }
   }
@@ -146,7 +153,7 @@ class OwnKeys {
 
   // The scores of as many keys as a part has lanes; blocks past the last key are left out.
   PREFOLD_APART void score_part(int key) {
-    for (int j = key / 2; j < std::min(key / 2 + kPartLanes / 2, pairs_); ++j) fetch(value_at_[j]);
+    for (int j = key / 2; j < std::min(key / 2 + kPartLanes / 2, pairs_); ++j) fetch(kept_value_at_[j]);
     constexpr int kBlocks = kPartLanes / kKeys;
     Part<float> block[kBlocks][H] = {};
 #pragma GCC unroll 4
@@ -325,7 +332,9 @@ class OwnKeys {
   int pairs_;
   uint64_t visible_;
   int32_t pair_[kOwnPairs];
-  const Stored *key_at_[kOwnPairs + kLanes], *value_at_[kOwnPairs], *next_key_at_[kOwnPairs];
+  const Stored *key_at_[kOwnPairs + kLanes], *value_at_[kOwnPairs];
+  const Kept *kept_value_at_[kOwnPairs], *next_key_at_[kOwnPairs];
+  ChunkPairs<Format, kOwnPairs, kMaxDim> chunk_keys_, chunk_values_;
   float max_[H], sum_[H], rescale_[H];
   float scores_[H * 2 * kOwnPairs];
   Stored probabilities_[H * 2 * kOwnPairs / kWidth];

@@ -26,13 +26,15 @@ struct RowSource {
 
 // A row of keys, or zeros where `row` is null.
 template <class Format>
-PREFOLD_INLINE void pack_key(typename Format::Stored* out, const typename Format::Element* row, int64_t dim,
+PREFOLD_INLINE void pack_key(typename Format::Kept* out, const typename Format::Element* row, int64_t dim,
                              int64_t padded) {
   constexpr int kStep = kLanes * Format::kWidth;
   for (int64_t d = 0; d < padded; d += kStep) {
     const int64_t count = row ? dim - d : 0;
     const auto x = Format::load_row(row + (row ? d : 0), count);
-    if (padded - d >= kStep) {
+    if constexpr (std::is_same_v<typename Format::Kept, Bf16>) {
+      store(out + d, x);
+    } else if (padded - d >= kStep) {
       memcpy(out + d / Format::kWidth, &x, sizeof x);
     } else {  // a row ends after eight pairs where its dimensions are an odd multiple of sixteen
       memcpy(out + d / Format::kWidth, &x, sizeof x / 2);
@@ -49,11 +51,11 @@ void pack_keys(const Packed<Format>& packed, const RowSource<typename Format::El
   }
 }
 
-// All bits set in the lanes that hold an infinity or NaN: an exponent of all ones.
+// All bits set in the lanes that hold an infinity or NaN, or what bfloat16 rounds to an infinity.
 PREFOLD_INLINE Words not_finite(const Floats& x) {
   return Words::make([&](int p) {
-    const Part<uint32_t> exponent = (Part<uint32_t>)x.part[p] & 0x7f800000u;
-    return (Part<uint32_t>)(exponent == 0x7f800000u);
+    const Part<int32_t> size = (Part<int32_t>)x.part[p] & 0x7fffffff;
+    return (Part<uint32_t>)(size >= 0x7f7f8000);
   });
 }
 
@@ -78,13 +80,13 @@ template <class Format>
 Packed<Format> pack(const RowCall& call, Workspace& workspace) {
   const int64_t kv_heads = call.tiles.kv_heads, dim = call.tiles.dim;
   using E = typename Format::Element;
-  using Stored = typename Format::Stored;
+  using Kept = typename Format::Kept;
   Packed<Format> packed;
   packed.pairs = (call.path + call.rows + 1) / 2;
   packed.dim = packed.padded(dim);
   packed.pair_size = 2 * packed.dim / Format::kWidth;
   const int64_t total = kv_heads * packed.pairs * packed.pair_size;
-  packed.keys = static_cast<Stored*>(workspace.reserve(2 * total * sizeof(Stored) + kv_heads * packed.pairs));
+  packed.keys = static_cast<Kept*>(workspace.reserve(2 * total * sizeof(Kept) + kv_heads * packed.pairs));
   packed.values = packed.keys + total;
   packed.unsafe = reinterpret_cast<uint8_t*>(packed.values + total);
 

@@ -54,12 +54,14 @@ extern "C" int32_t prefold_write_slots(const prefold::WriteCall* call, int32_t i
     if (call->slots[i] < 0 || call->slots[i] >= call->plane.slots) return 1;
   }
   if (is_bf16) {
-    write<InBf16>(*call);
+    write<InBf16Slots>(*call);
+  } else if (call->plane.rounded) {
+    write<InFloat32<float, Bf16>>(*call);
   } else {
     write<InFloat32<float>>(*call);
   }
   return 0;
 }
 
-// Whether bfloat16 is stored as such, a Stored holding two numbers; if not, as float32.
-extern "C" int32_t prefold_stores_bf16_pairs() { return prefold::InBf16::kWidth == 2; }
+// Whether bfloat16 rows lie in pairs, a Stored holding two numbers; if not, number by number.
+extern "C" int32_t prefold_stores_bf16_pairs() { return prefold::InBf16Slots::kWidth == 2; }

@@ -135,11 +135,11 @@ class TileKeys {
   uint64_t lanes(uint32_t queries) const { return (queries & ((1u << tile_.stride) - 1)) * heads_; }
 
   void find_pairs(const Chunk& chunk) {
-    const Stored* keys = packed_.key_pairs(tile_.kv_head);
-    const Stored* values = packed_.value_pairs(tile_.kv_head);
+    const auto* keys = packed_.key_pairs(tile_.kv_head);
+    const auto* values = packed_.value_pairs(tile_.kv_head);
     for (int j = 0; j < chunk.count; ++j) {
-      key_at_[j] = keys + chunk.pair[j] * packed_.pair_size;
-      value_at_[j] = values + chunk.pair[j] * packed_.pair_size;
+      key_at_[j] = chunk_keys_.at(j, keys + chunk.pair[j] * packed_.pair_size, packed_.pair_size);
+      value_at_[j] = chunk_values_.at(j, values + chunk.pair[j] * packed_.pair_size, packed_.pair_size);
     }
   }
 
@@ -368,6 +368,7 @@ class TileKeys {
   const bool in_tiles_ = kWidth == 2 && steps_ % kLanes == 0 && may_use_tiles();
   uint64_t heads_ = 0;  // bit 0 of every head's lanes
   const Stored *key_at_[kChunkPairs], *value_at_[kChunkPairs];
+  ChunkPairs<Format, kChunkPairs, kMaxDim> chunk_keys_, chunk_values_;
   Floats max_[V], sum_[V], rescale_[V];
   Vector queries_at_[kMaxDim / kWidth * V];
   Floats scores_[2 * kChunkPairs * V];
