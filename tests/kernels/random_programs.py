@@ -61,7 +61,7 @@ def random_model(rng: np.random.Generator) -> CausalLM:
         in_norms=not out_norms or bool(rng.integers(2)), attention_cap=rng.choice([None, 2.0]),
         norm_offset=float(norm == "rms" and rng.integers(2)),
         qkv_bias=bool(rng.integers(2)), o_bias=bool(rng.integers(2)), mlp_bias=bool(rng.integers(2)),
-        tie_embeddings=True, **kinds,
+        tie_embeddings=True, kv_dtype=rng.choice([None, "bfloat16"]), **kinds,
     )  # fmt: skip
     dtype = torch.bfloat16 if rng.integers(2) else torch.float32
     model = CausalLM(config, dtype=dtype, device=torch.device("cpu")).requires_grad_(False)
