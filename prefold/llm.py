@@ -88,8 +88,8 @@ class LLM(NumericTasks, Texts):
         try:
             ranks = ALONE if self._team is None else self._team.ranks
             place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": ranks}
-            how = {"seed": o.seed, "config": self.config, "keep": o.weights, "int8": int8}
-            self.model = load_model(self.checkpoint, **place, **how)
+            loading = {"seed": o.seed, "config": self.config, "keep": o.weights, "int8": int8}
+            self.model = load_model(self.checkpoint, **place, **loading)
             self.config = self.model.config
             parts = parts_of(self.model, self.checkpoint, o.seed)
             loaded = {

@@ -218,7 +218,7 @@ class Dispatcher:
     def _assign(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
         """Assigns requests of a bucket to a replica: as many as it has room for, and at most its share."""
         prompt = self._prompt(bucket)
-        held_rows = self.router.matched(prompt).get(replica, 0)
+        held_rows = self.router.matched_rows(prompt).get(replica, 0)
         mean = bucket.tokens / bucket.requests
         room = max(0, self.room(replica) - (len(bucket.prefix) - held_rows))
         first = next(self.window.requests_of(bucket))

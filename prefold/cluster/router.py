@@ -20,7 +20,7 @@ from .prefixes import EstimatedCache, Place, PrefixIndex, token_bytes
 
 _FEW = 16  # the mean length of outputs counts as if so many more outputs had ended at their limits
 # The fields of a Standing with a number for each replica, in the order of `Router._standing`.
-_COLUMNS = ("waits", "starts", "prefill_seconds", "requests", "total", "held", "capacity")
+_COLUMNS = ("waits", "starts", "prefill_seconds", "requests", "total", "cached_rows", "capacity")
 _DECAY = 0.98  # the weight of a measurement as a share of the next one's: about the last 50 count
 
 
@@ -31,26 +31,26 @@ class Standing:
     rows             rows of the prompt
     prefix           the bytes of the leading tokens that it shares with its bucket
     allowed          bool [R]: whether the replica may be chosen; at least one may
-    matched          int64 [R]: leading rows that the replica holds, or will hold after the work that it was sent
+    matched_rows     int64 [R]: leading rows that the replica holds, or will hold after the work that it was sent
     waits            float64 [R]: seconds until the replica has done the work that it was sent
     starts           float64 [R]: seconds until it begins with the next request that it is sent
     prefill_seconds  float64 [R]: seconds for one row of a prompt
     requests         float64 [R]: requests that it was sent and that have not ended
     total            float64 [R]: requests that it was ever sent
-    held             float64 [R]: rows in its cache
+    cached_rows      float64 [R]: rows in its cache
     capacity         float64 [R]: rows that fit into its cache; infinite if unknown
     """
 
     rows: int
     prefix: bytes
     allowed: np.ndarray
-    matched: np.ndarray
+    matched_rows: np.ndarray
     waits: np.ndarray
     starts: np.ndarray
     prefill_seconds: np.ndarray
     requests: np.ndarray
     total: np.ndarray
-    held: np.ndarray
+    cached_rows: np.ndarray
     capacity: np.ndarray
 
     def least(self, values: np.ndarray, among: np.ndarray | None = None) -> int:
@@ -86,7 +86,7 @@ class BestStart(Forgetful):
 
     def choose(self, standing: Standing) -> int:
         s = standing
-        again = (s.rows - s.matched) * s.prefill_seconds
+        again = (s.rows - s.matched_rows) * s.prefill_seconds
         return s.least(s.starts + self.output_weight * s.waits + self.recompute_weight * again)
 
 
@@ -275,15 +275,15 @@ class Prompt:
 class Sent:
     """A Sent is a request that a replica has.
 
-    matched  leading rows that the replica held, or was about to compute, when the request was sent
-    held     leading rows that it held then; only for a replica that does not report its cache, otherwise 0
+    matched_rows    leading rows that the replica held, or was about to compute, when the request was sent
+    estimated_rows  leading rows that it held then, of a replica that does not report its cache; 0 of others
     """
 
     replica: Hashable
     prompt: Prompt
-    matched: int
+    matched_rows: int
     place: Place
-    held: int = 0
+    estimated_rows: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -300,7 +300,7 @@ class _Member:
     epoch: int = -1
     next_event: int = 0
     is_whole: bool = False
-    held: int = 0
+    cached_rows: int = 0
     runs: dict[Hashable, tuple[Place, int]] = field(default_factory=dict)
 
 
@@ -396,14 +396,14 @@ class Router:
                 old, start = runs[event.run]
                 index.leave(old)
             runs[event.run] = (place, start)
-            member.held += len(event.tokens)
+            member.cached_rows += len(event.tokens)
         elif isinstance(event, Cut):
             place, start = runs[event.run]
             runs[event.upper] = (index.cut_at(place, start + event.size), start)
             runs[event.run] = (place, start + event.size)
         elif isinstance(event, RowsRemoved):
             place, start = runs.pop(event.run)
-            member.held -= place.stop - start
+            member.cached_rows -= place.stop - start
             index.release(place, start, bit)
         else:
             self._forget(member)
@@ -411,28 +411,28 @@ class Router:
     def _forget(self, member: _Member) -> None:
         for place, start in member.runs.values():
             self.index.release(place, start, 1 << member.number)
-        member.runs, member.held = {}, 0
+        member.runs, member.cached_rows = {}, 0
 
-    def matched(self, prompt: Prompt, *, with_coming: bool = True) -> dict[Hashable, int]:
+    def matched_rows(self, prompt: Prompt, *, with_coming: bool = True) -> dict[Hashable, int]:
         """Returns {replica: how many leading rows of a prompt it holds, or will hold after the work that it was sent};
         replicas without such rows are left out."""
-        rows = self._matched(prompt.namespace, token_bytes(prompt.tokens), with_coming)
+        rows = self._matched_rows(prompt.namespace, token_bytes(prompt.tokens), with_coming)
         return {self._numbers[i].name: int(rows[i]) for i in np.flatnonzero(rows).tolist()}  # type: ignore[union-attr]
 
     def holders(self, namespace: Hashable, prefix: np.ndarray, *, least: float = 0.3) -> list[Hashable]:
         """Returns the replicas that hold, or will hold, at least the share `least` of a prefix."""
-        rows = self._matched(namespace, token_bytes(prefix))
+        rows = self._matched_rows(namespace, token_bytes(prefix))
         return [self._numbers[i].name for i in np.flatnonzero(rows >= max(1, least * len(prefix))).tolist()]  # type: ignore[union-attr]
 
     def seconds_to_wait(self, replica: Hashable) -> float:
         """Returns how long a replica needs for its remaining work."""
         return self._members[replica].load.seconds
 
-    def _matched(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
+    def _matched_rows(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
         rows = np.zeros(len(self._numbers), np.int64)
         before, last = 0, 0
-        for at, held, coming in self.index.match(namespace, tokens):
-            now = coming if with_coming else held
+        for at, holders, coming_holders in self.index.match(namespace, tokens):
+            now = coming_holders if with_coming else holders
             for number in _bits(before & ~now):
                 rows[number] = last
             before, last = now, at
@@ -461,15 +461,15 @@ class Router:
         member = self._members[replica]
         if not isinstance(self.policy, Forgetful):
             self.policy.sent(self._standing(prompt, self._members), member.number)
-        tokens, held = token_bytes(prompt.tokens), 0
-        matched = int(self._matched(prompt.namespace, tokens)[member.number])
+        tokens, estimated_rows = token_bytes(prompt.tokens), 0
+        matched_rows = int(self._matched_rows(prompt.namespace, tokens)[member.number])
         if member.estimate is not None:
-            held = int(self._matched(prompt.namespace, tokens, with_coming=False)[member.number])
+            estimated_rows = int(self._matched_rows(prompt.namespace, tokens, with_coming=False)[member.number])
         place = self.index.enter(self.index.root(prompt.namespace), tokens)
         self.index.send(place, member.number)
-        sent = Sent(replica, prompt, matched, place, held)
+        sent = Sent(replica, prompt, matched_rows, place, estimated_rows)
         self.in_flight[key] = sent
-        member.load.send(len(prompt.tokens) - matched, prompt.limit)
+        member.load.send(len(prompt.tokens) - matched_rows, prompt.limit)
         return sent
 
     def worked(self, replica: Hashable, prefill_rows: int, decode_rows: int, seconds: float) -> None:
@@ -489,14 +489,13 @@ class Router:
         if output_rows is not None and prompt.limit:
             self._outputs.end(output_rows, prompt.limit)
         if member.estimate is not None and output_rows is not None:
-            member.estimate.answered(
-                prompt.namespace, prompt.tokens, held=sent.held, believed=sent.matched, cached=cached_rows
-            )
+            counts = sent.estimated_rows, sent.matched_rows, cached_rows
+            member.estimate.answered(prompt.namespace, prompt.tokens, *counts)
             if (events := member.estimate.events()) is not None:
                 self.take(member.name, events)
         self.index.unsend(sent.place, member.number)
-        computed = 0 if output_rows is None else rows - (sent.matched if cached_rows is None else cached_rows)
-        member.load.end((rows - sent.matched, prompt.limit), (computed, output_rows or 0))
+        computed = 0 if output_rows is None else rows - (sent.matched_rows if cached_rows is None else cached_rows)
+        member.load.end((rows - sent.matched_rows, prompt.limit), (computed, output_rows or 0))
         return sent
 
     def expected_output(self, limit: int) -> int:
@@ -509,13 +508,13 @@ class Router:
         for member in filter(None, members):
             load = member.load
             starts = load.seconds_to_start(member.capacity)
-            totals = load.requests, load.total, member.held, member.capacity
+            totals = load.requests, load.total, member.cached_rows, member.capacity
             rows[member.number] = load.seconds, starts, load.speed.prefill, *totals
         return Standing(
             rows=len(prompt.tokens),
             prefix=tokens if prompt.prefix is None else tokens[: 4 * prompt.prefix],
             allowed=np.array([member is not None and member.name in among for member in members], bool),
-            matched=self._matched(prompt.namespace, tokens),
+            matched_rows=self._matched_rows(prompt.namespace, tokens),
             **dict(zip(_COLUMNS, rows.T, strict=True)),
         )
 

@@ -114,10 +114,10 @@ def expected_of(model: TransformersLM) -> tuple[ExpectedOutputs, float]:
 def _whole_prompts(model: TransformersLM) -> ExpectedOutputs:
     states, logits = [], []
     for prompt in prompts_for(model.config.vocab_size):
-        how = _arguments(prompt, model.device)
-        states.append(model.decoder(**how)[0][0, -1])
+        inputs = _arguments(prompt, model.device)
+        states.append(model.decoder(**inputs)[0][0, -1])
         if model.config.lm_head:
-            logits.append(model.whole(**how).logits[0, -1])
+            logits.append(model.whole(**inputs).logits[0, -1])
     return ExpectedOutputs(torch.stack(states), torch.stack(logits) if logits else None)
 
 
@@ -228,7 +228,7 @@ def _mask(
     mask_function: Any,
     device: Any = None,
     dtype: Any = None,
-    **how: Any,
+    **options: Any,
 ) -> Tensor:
     """Returns something that a model hands on as its mask, and that says what it shows."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
@@ -238,12 +238,14 @@ def _mask(
 
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, scaling: Any = None,
-    dropout: float = 0.0, **how: Any,
+    dropout: float = 0.0, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Notes how attention is called, and returns zeros [1, rows, heads, value_dim]."""
     noted: AttentionCalls = module.prefold_rows.noted
     window: int | None = None
-    changes = sorted(name for name, setting in how.items() if name not in KNOWN and isinstance(setting, Tensor | float))
+    changes = sorted(
+        name for name, option in options.items() if name not in KNOWN and isinstance(option, Tensor | float)
+    )
     shows = getattr(attention_mask, "prefold_shows", None)
     if shows is None and isinstance(attention_mask, Tensor):
         shows = getattr(attention_mask._base, "prefold_shows", None)
@@ -257,10 +259,10 @@ def _attention(
         window = _window(shows, noted)
     rows, (heads, kv_heads) = query.shape[2], (query.shape[1], key.shape[1])
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
-    sinks = how.get("s_aux") is not None
+    sinks = options.get("s_aux") is not None
     noted.planes.append(Plane(window))
     noted.heads.append(
-        PlaneHeads(heads, kv_heads, query.shape[3], value.shape[3], scale, how.get("softcap") or None, sinks)
+        PlaneHeads(heads, kv_heads, query.shape[3], value.shape[3], scale, options.get("softcap") or None, sinks)
     )
     return value.new_zeros(1, rows, heads, value.shape[3]), None
 

@@ -54,11 +54,11 @@ class HybridLM(CausalLM):
         rows, plane = self.start(tokens, positions, attend, read_rows, adapters, media), 0
         for number, layer in enumerate(self.layers):
             read = read_rows if number == self.config.layers - 1 else None
-            how: dict[str, Any] = {"read": read, "adapters": adapters, "ops": rows.ops}
+            options: dict[str, Any] = {"read": read, "adapters": adapters, "ops": rows.ops}
             if isinstance(layer, StateLayer):
-                how["states"] = states.of(number)
+                options["states"] = states.of(number)
             else:
-                how |= {"cos_sin": rows.cos_sin[plane], "attend": partial(attend, plane)}
+                options |= {"cos_sin": rows.cos_sin[plane], "attend": partial(attend, plane)}
                 plane += 1
-            rows.x, rows.delta = layer(rows.x, rows.delta, **how)
+            rows.x, rows.delta = layer(rows.x, rows.delta, **options)
         return self.normed(rows)

@@ -96,7 +96,7 @@ class StatesPlan(StepPlan):
         whether there was room for all."""
         for number, node in enumerate(nodes):
             planned = self.computed_rows.get(node, 0)
-            if missing := node.pending - planned:
+            if missing := node.num_pending - planned:
                 if not self._bring(nodes, number, node.num_computed + planned):
                     return False
                 rows = min(missing, self.room)
@@ -145,8 +145,8 @@ class StateScheduler(GenerateScheduler):
     state_slots  how many there is room for
     """
 
-    def __init__(self, pool: SlotPool, *, state_slots: int, **how: Any):
-        super().__init__(pool, **how)
+    def __init__(self, pool: SlotPool, *, state_slots: int, **options: Any):
+        super().__init__(pool, **options)
         self.state_slots = state_slots
         self.states: dict[Node, State] = {}
         self._free = set(range(ZERO + 1, state_slots + 1))
@@ -154,10 +154,10 @@ class StateScheduler(GenerateScheduler):
         self.tree.on_split.append(self._split_state)
         self.tree.on_drop.append(self._drop_state)
 
-    def _enter(self, key: Hashable, namespace: tuple[Hashable, ...], tokens: np.ndarray, *how: Any) -> None:
+    def _enter(self, key: Hashable, namespace: tuple[Hashable, ...], tokens: np.ndarray, *arguments: Any) -> None:
         if len(tokens) > 1:
             self.tree.insert(namespace, tokens[:-1])
-        super()._enter(key, namespace, tokens, *how)
+        super()._enter(key, namespace, tokens, *arguments)
         for sequence in self._requests[key]:
             if not sequence.tail.tokens:
                 self._unread.setdefault(sequence.leaf, set()).add(sequence)
@@ -353,7 +353,7 @@ class StateScheduler(GenerateScheduler):
         if is_first and sequence.cached_tokens:
             # Rows behind the deepest state are computed again, but for those that another sequence is about to compute.
             there = [node.start + self.states[node].rows for node in path if node in self.states]
-            there += [node.stop for node in path if node not in fresh and node.pending]
+            there += [node.stop for node in path if node not in fresh and node.num_pending]
             sequence.cached_tokens = min(sequence.cached_tokens, max(there, default=0))
 
 

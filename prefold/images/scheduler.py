@@ -423,6 +423,6 @@ def _image_rows(sequence: SequenceState) -> np.ndarray:
     """Returns the ids of the image rows that have to be computed for a sequence's prompt. If no row is missing, its
     last row runs again."""
     path = sequence.leaf.path()
-    pending = [np.asarray(node.tokens[node.num_computed :]) for node in path if node.pending]
+    pending = [np.asarray(node.tokens[node.num_computed :]) for node in path if node.num_pending]
     ids = np.concatenate(pending) if pending else np.asarray(path[-1].tokens[-1:])
     return ids[ids >= MEDIA_BASE]

@@ -84,7 +84,7 @@ class _Rows:
         self.runs.extend((*run, len(self.rows)) for run in visit.runs)
 
     def add(self, visit: NodeVisit, take: Take) -> None:
-        node, sequence, first, count = visit.node, take.sequence, visit.done, take.rows
+        node, sequence, first, count = visit.node, take.sequence, visit.num_settled, take.rows
         rows, base = slice(first, first + count), len(self.rows)
         has_left, slots, prelude = sequence.has_left(node, take.t, rows), visit.slots[rows], np.zeros(count, np.int64)
         own = np.ones(count, bool) if has_left is None else ~has_left
@@ -100,7 +100,7 @@ class _Rows:
         number = base + np.cumsum(own)
         self.runs += np.stack((slots, np.ones_like(slots), positions, number - own), 1).tolist()
         self.queries[visit] = np.where(own, number - 1, -1)
-        projected = np.flatnonzero(~own & visit.owned[rows])
+        projected = np.flatnonzero(~own & visit.owns_slot[rows])
         self.project += np.stack((slots, states, prelude, positions), 1)[projected].tolist()
         self.project_of += [sequence.namespace] * len(projected)
 

@@ -158,7 +158,7 @@ class LoopedSequence(SequenceState):
         """Lowers `rows_there` to the leading rows of its prompt that are there at all of these visits."""
         path: list[VisitNode] = self.leaf.path()  # type: ignore[assignment]
         for prefix in prefixes:
-            self.rows_there = min(self.rows_there, sum(node.visits[prefix].done for node in path))
+            self.rows_there = min(self.rows_there, sum(node.visits[prefix].num_settled for node in path))
 
     def at(self, t: int) -> Iterator[NodeVisit]:
         """Yields the NodeVisit of each of its nodes at visit t, from the root down, until it generates."""
@@ -172,20 +172,20 @@ class LoopedSequence(SequenceState):
     def has_left(self, node: VisitNode, t: int, rows: slice) -> np.ndarray | None:
         """Returns which of a node's rows left before visit t, bool; None: none did, or all come to it, for it is the
         coda."""
-        rows_left = node.visits[self.prefixes[t - 1]].left[rows] if t and self.route[t] != CODA else None
+        rows_left = node.visits[self.prefixes[t - 1]].has_left[rows] if t and self.route[t] != CODA else None
         return rows_left if rows_left is not None and rows_left.any() else None
 
     def slots_of_left(self, visit: NodeVisit, t: int) -> np.ndarray:
         """Returns the earlier slot that visit t uses for each unsettled row that left before it, int64; 0 for the other
         unsettled rows, and where K/V has to be projected."""
-        node, rows = visit.node, slice(visit.done, len(visit.node))
+        node, rows = visit.node, slice(visit.num_settled, len(visit.node))
         is_left = self.has_left(node, t, rows)
         earlier = next((at for at in range(t - 1, -1, -1) if self.route[at] == self.route[t]), None)
         if is_left is None or earlier is None or (self.visits.keys == "project" and not earlier):
-            return np.zeros(visit.pending, np.int64)
-        reuses = is_left & ~visit.owned[rows]
+            return np.zeros(visit.num_pending, np.int64)
+        reuses = is_left & ~visit.owns_slot[rows]
         if self.visits.keys == "project":
-            reuses &= node.visits[self.prefixes[earlier - 1]].left[rows]
+            reuses &= node.visits[self.prefixes[earlier - 1]].has_left[rows]
         return np.where(reuses, node.visits[self.prefixes[earlier]].slots[rows], 0)
 
     def state_slots(self, node: VisitNode, t: int, rows: slice) -> np.ndarray:
@@ -193,7 +193,7 @@ class LoopedSequence(SequenceState):
         slots = np.zeros(rows.stop - rows.start, np.int64)
         for earlier in range(t - 1, -1, -1):
             own, is_left = node.visits[self.prefixes[earlier]], self.has_left(node, earlier, rows)
-            has_state = own.owned[rows]
+            has_state = own.owns_slot[rows]
             if is_left is not None:
                 has_state = has_state & ~is_left  # a row that was projected has none
             slots = np.where((slots == 0) & has_state, own.slots[rows], slots)
@@ -250,7 +250,7 @@ class LoopedSequence(SequenceState):
         for unit, prefix in zip(self.route, self.prefixes, strict=True):
             number += unit >= 0
             if unit >= 0:
-                num_visits[(num_visits == 0) & node.visits[prefix].left] = number
+                num_visits[(num_visits == 0) & node.visits[prefix].has_left] = number
         num_visits[num_visits == 0] = number
         return num_visits
 

@@ -167,11 +167,11 @@ class ModelConfig:
     dtype: str | None = None
     whole: ModelConfig | None = field(default=None, repr=False, compare=False)
 
-    def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **how: Any) -> Any:
+    def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **options: Any) -> Any:
         """Returns what reads the images of items (`ImageInputs`); None: the model takes text alone.
 
-        table  gives the rows of images their ids; None: one of its own
-        how    images are read, as of `images.reading.reader_of`
+        table    gives the rows of images their ids; None: one of its own
+        options  of `images.reading.reader_of`: how images are read
         """
         return None
 

@@ -165,8 +165,8 @@ def load_adapter(
     LoRA of a layer's linears, and CheckpointError where files are missing or do not fit, naming what.
     """
     if config.loading:
-        how: Any = {"dtype": dtype, "device": device, "name": name, "ranks": ranks}
-        return named_class(f"{config.loading}:load_adapter")(path, config, **how)
+        options: Any = {"dtype": dtype, "device": device, "name": name, "ranks": ranks}
+        return named_class(f"{config.loading}:load_adapter")(path, config, **options)
     folder = Path(path).expanduser()
     settings = adapter_settings(folder)
     pairs = _read_pairs(folder, config)

@@ -64,8 +64,8 @@ def load_model(
         if keep == "file":
             message = "weights of models that other modules than prefold's compute do not stay as they are stored"
             raise InputError(message, field="weights", remedy="leave --weights out")
-        how: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
-        return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **how)
+        options: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
+        return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **options)
     keep = keep if pack else "dtype"
     if keep == "dtype" or checkpoint.gguf is None:
         _check_size(checkpoint, config, dtype, device, ranks)

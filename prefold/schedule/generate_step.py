@@ -178,11 +178,11 @@ class StepPlan:
         """Adds the span with which the first unfinished prompt goes on, if the sequences that generate would leave too
         little room for it. Returns whether it was added."""
         first = next((sequence for sequence in running if not sequence.ready), None)
-        node = None if first is None else next((node for node in first.leaf.path() if node.pending), None)
+        node = None if first is None else next((node for node in first.leaf.path() if node.num_pending), None)
         if node is None or node.tokens[node.num_computed] < SPAN_BASE:
             return False
         rows = int(np.searchsorted(_starts(node, node.num_computed), 0, side="right"))
-        generating = sum(sequence.tail.pending for sequence in running if sequence.ready)
+        generating = sum(sequence.tail.num_pending for sequence in running if sequence.ready)
         planned = self.num_rows
         if rows <= self.room - generating or (planned and rows > self.max_rows - planned):
             return False
@@ -204,18 +204,18 @@ class StepPlan:
 
     def _add_tail(self, sequence: SequenceState) -> None:
         tail = sequence.tail
-        rows = min(tail.pending, self.room)
+        rows = min(tail.num_pending, self.room)
         self.room -= rows
         if rows:
             self.computed_rows[tail] = rows
-        if rows and rows == tail.pending:
+        if rows and rows == tail.num_pending:
             self.reads.append((sequence, tail))
             self.decode_rows += 1
 
     def _add_prompt(self, sequence: SequenceState) -> None:
         for node in sequence.leaf.path():
             planned = self.computed_rows.get(node, 0)
-            missing = node.pending - planned
+            missing = node.num_pending - planned
             if missing:
                 rows = min(missing, self.room)
                 if rows and self.holds_rows is not None:

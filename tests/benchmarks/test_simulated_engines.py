@@ -107,7 +107,7 @@ def test_events_tell_the_router_what_is_held(engine):
         if (events := one.events()) is not None:
             assert router.take(0, events)
             check_router(router)
-        matched.append(router.matched(Prompt(requests[0].tokens())).get(0, 0))
+        matched.append(router.matched_rows(Prompt(requests[0].tokens())).get(0, 0))
     assert max(matched) == 96 and router.load(0).requests == 0
 
 

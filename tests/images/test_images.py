@@ -89,8 +89,8 @@ class Case:
         return Request(tokens, media=tuple(media), salt=salt, **options)
 
     def asked(self, engine: ModelEngine, prompts: list[Prompt], **sampling) -> list[Request]:
-        how = Sampling(**{"max_tokens": MAX_TOKENS, "ignore_eos": True, **sampling})
-        return [self.request(engine, prompt, sampling=how) for prompt in prompts]
+        options = Sampling(**{"max_tokens": MAX_TOKENS, "ignore_eos": True, **sampling})
+        return [self.request(engine, prompt, sampling=options) for prompt in prompts]
 
     def arguments(self, prompt: Prompt) -> dict[str, torch.Tensor]:
         ids = torch.tensor([self.ids(prompt)])
@@ -243,10 +243,10 @@ def test_samples_and_penalties(case):
     """A repetition penalty concerns the tokens of a prompt, and no rows of images."""
     found, asked, _, _, _ = case
     engine = engine_of(found.llm, kv_memory=1 << 22)
-    how = {"n": 2, "temperature": 1.0, "seed": 5, "repetition_penalty": 1.3}
-    (together,) = generate(engine, found.asked(engine, [asked[3]], **how))
+    options = {"n": 2, "temperature": 1.0, "seed": 5, "repetition_penalty": 1.3}
+    (together,) = generate(engine, found.asked(engine, [asked[3]], **options))
     alone = engine_of(found.llm, rows=smallest(found), sharing="off", kv_memory=1 << 22)
-    (again,) = generate(alone, found.asked(alone, [asked[3]], **how))
+    (again,) = generate(alone, found.asked(alone, [asked[3]], **options))
     assert [sample.tokens for sample in together] == [sample.tokens for sample in again]
 
 

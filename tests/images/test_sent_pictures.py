@@ -86,9 +86,9 @@ def assert_same(found, expected):
             assert np.allclose(found[tag].values, one.values, atol=1e-5)
 
 
-def fleet_of(llms, table, **how):
+def fleet_of(llms, table, **options):
     facts = {name: replace(facts_of(llm), max_running=4, max_rows=64) for name, llm in zip("ab", llms, strict=True)}
-    replicas = ThreadReplicas("ab", llms=dict(zip("ab", llms, strict=True)), facts=facts, **how)
+    replicas = ThreadReplicas("ab", llms=dict(zip("ab", llms, strict=True)), facts=facts, **options)
     return Fleet(replicas, media=table), replicas
 
 
@@ -171,8 +171,8 @@ def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
     one = llms[0]
     table, processor = MediaTable(), one.images.processor
     requests = requests_of(one, table, "tokens", pictures(3), count=6)
-    how = {"tiles": 1, "rows_per_tile": 5, "span": processor.span, "load": lambda: None}
-    taken = [one.images.table.medium(bytes([k]), **how) for k in range(3)]
+    options = {"tiles": 1, "rows_per_tile": 5, "span": processor.span, "load": lambda: None}
+    taken = [one.images.table.medium(bytes([k]), **options) for k in range(3)]
     sent = SentImages(table)
     spool = Spool()
     for request in requests:

@@ -81,8 +81,8 @@ def finish(scheduler: ShiftingScheduler) -> list[Moved]:
         check_books(scheduler)
 
 
-def ask(scheduler, key, tokens, shifts=True, **how) -> list[Moved]:
-    scheduler.submit(key, np.array(tokens, np.int32), limit=2, shifts=shifts, **how)
+def ask(scheduler, key, tokens, shifts=True, **options) -> list[Moved]:
+    scheduler.submit(key, np.array(tokens, np.int32), limit=2, shifts=shifts, **options)
     return finish(scheduler)
 
 

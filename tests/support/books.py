@@ -128,7 +128,7 @@ def _check_cache(cache: RadixCache) -> None:
     cached = [node for node in cache._tree.nodes() if node.kept]
     assert set(cached) == set(cache._kept)
     assert cache.rows == sum(node.num_computed for node in cached if not node.pins)
-    assert all(node.users == 0 and node.pending == 0 for node in cached)
+    assert all(node.users == 0 and node.num_pending == 0 for node in cached)
     evictable = {node for node in cached if not node.children and not node.pins}
     leaves = [entry for account in cache.accounts for entry in account.leaves if cache._is_evictable(entry)]
     assert {entry[2] for entry in leaves} == evictable
@@ -148,7 +148,7 @@ def _check_cache(cache: RadixCache) -> None:
         assert all(entry[2].account is account for entry in account.leaves)
     assert cache.rows == sum(account.rows for account in cache.accounts)
     _check_accounts(cache.accounts)
-    pinned = [(node.pending, node.parent) for node in cache._tree.nodes() if node.pins]
+    pinned = [(node.num_pending, node.parent) for node in cache._tree.nodes() if node.pins]
     assert not any(waits or up is None or (up.parent is not None and not up.pins) for waits, up in pinned)
 
 

@@ -37,14 +37,14 @@ def engine_of(
     )
 
 
-def generate(engine: ModelEngine, requests: list[Request], tokenizer=None, window: int = 1 << 20, **how) -> list:
+def generate(engine: ModelEngine, requests: list[Request], tokenizer=None, window: int = 1 << 20, **options) -> list:
     """What each request gave, in order."""
     results: list = [None] * len(requests)
     with Spool() as spool:
         for number, request in enumerate(requests):
             spool.add(request, str(number).encode())
         windows = spool.windows(max_tokens=window, share=engine.facts.sharing == "full")
-        for tag, result in engine.run(windows, Readout("tokens"), tokenizer, **how):
+        for tag, result in engine.run(windows, Readout("tokens"), tokenizer, **options):
             assert results[int(tag)] is None
             results[int(tag)] = result
     engine.call(lambda: check_books(engine.generator.scheduler))
