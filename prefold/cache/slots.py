@@ -134,10 +134,6 @@ class SlotPool:
             self._remove(start)
         self._add(start, stop - start)
 
-    def free_list(self) -> list[tuple[int, int]]:
-        """Returns the free runs as (start, size), ascending."""
-        return sorted(self._sizes.items())
-
 
 def _room(start: int, size: int) -> int:
     """Returns how many slots a free run has from its first even slot on."""

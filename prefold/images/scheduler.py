@@ -146,11 +146,6 @@ class ImageScheduler(EnginePart):
         self._keys: set[Hashable] = set()  # requests that have rows of images
         self._waiting: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
 
-    @property
-    def bytes_held(self) -> int:
-        """Returns the bytes of the rows that are kept."""
-        return sum(rows.size for rows in self._encoded.values())
-
     def firsts(self) -> list[int]:
         """Returns the first ids of the images that the worker has something of."""
         return [*self._encoded, *self._runs]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from books import check_books
-from generating import AtOnce, engine_of, generate, image_scheduler, tokens_of
+from generating import AtOnce, bytes_held, engine_of, generate, image_scheduler, tokens_of
 from running import run
 from tiny_vision import drawing, tiny_vision, vision_reference
 
@@ -224,7 +224,7 @@ def test_warm_cache(case):
     before, runs = engine.stats.generation.prefill_rows, engine.stats.tower_runs
     assert runs == 5
     image_scheduler(engine).clear()
-    assert not image_scheduler(engine).bytes_held
+    assert not bytes_held(image_scheduler(engine))
     assert tokens_of(generate(engine, found.asked(engine, asked[:7]))) == greedy[:7]
     assert engine.stats.tower_runs == runs, "an image whose rows are cached is not encoded"
     assert engine.stats.generation.prefill_rows - before == 7, "the last row of each"
@@ -393,7 +393,7 @@ def test_from_several_threads(case):
         assert tokens_of(generate(engine, found.asked(engine, asked))) == greedy
     thread.join()
     assert not failures, failures
-    assert image_scheduler(engine).bytes_held <= image_scheduler(engine)._memory + 5 * 40 * 4 * 36
+    assert bytes_held(image_scheduler(engine)) <= image_scheduler(engine)._memory + 5 * 40 * 4 * 36
 
 
 def test_steps_too_small_for_an_image_are_refused(case):

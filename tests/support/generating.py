@@ -23,6 +23,11 @@ def image_scheduler(engine: ModelEngine) -> ImageScheduler:
     return engine.part(ImageScheduler)
 
 
+def bytes_held(scheduler: ImageScheduler) -> int:
+    """The bytes of the rows that are kept."""
+    return sum(rows.size for rows in scheduler._encoded.values())
+
+
 def engine_of(
     llm: LLM, *, rows: int = 4096, sharing: str = "full", slots: int | None = None, media=None, **options
 ) -> ModelEngine:

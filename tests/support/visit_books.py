@@ -15,7 +15,7 @@ from prefold.looped.steps import CODA
 
 def check_visits(scheduler: VisitScheduler) -> None:
     """Raises AssertionError where slots, users of nodes and states of sequences do not agree."""
-    held = [np.arange(start, start + size) for start, size in scheduler.pool.free_list()]
+    held = [np.arange(start, start + size) for start, size in scheduler.pool._sizes.items()]
     users: dict[Node, int] = {}
     takes: dict[NodeVisit, int] = {}
     check_admission(scheduler.waiting, scheduler.running)
