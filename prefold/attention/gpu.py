@@ -77,14 +77,7 @@ def place_slots(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTable
 
 
 def attend_slots(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: SlotPlan,
-    heads: Heads,
-    *,
-    scale: float,
-    sinks: Tensor | None = None,
+    q: Tensor, keys: Tensor, values: Tensor, plan: SlotPlan, heads: Heads, *, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     """Returns what `KVStore.attend` does, by Triton's kernels; keys and values [slots, kv_heads, dim]."""
     from . import slot_triton

@@ -250,11 +250,7 @@ class FleetRun:
     """A FleetRun runs requests on a fleet: `answers` yields their answers, `end` ends the run on the replicas."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        source: Windows | LiveInput,
-        call: RunCall,
-        on_step: Callable[[StepInfo], None] | None,
+        self, fleet: Fleet, source: Windows | LiveInput, call: RunCall, on_step: Callable[[StepInfo], None] | None
     ):
         self.fleet, self.on_step = fleet, on_step
         self.offline: OfflineSource | None = None

@@ -46,12 +46,7 @@ class Generator:
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        engine: EngineOptions,
-        budget: StepBudget,
-        meter: Meter,
-        parts: Sequence[EnginePart] = (),
+        self, worker: Worker, engine: EngineOptions, budget: StepBudget, meter: Meter, parts: Sequence[EnginePart] = ()
     ):
         self.worker = worker
         self.options = options = engine.generation

@@ -258,11 +258,7 @@ class RequestBuilder:
         return NumberReader(readout, targets, count)
 
     def _samples(
-        self,
-        request: Request,
-        limit: int,
-        tokenizer: Tokenizer | None,
-        on_text: OnText | None,
+        self, request: Request, limit: int, tokenizer: Tokenizer | None, on_text: OnText | None
     ) -> list[Sample]:
         sampling = request.sampling
         assert sampling is not None

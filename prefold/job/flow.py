@@ -34,13 +34,7 @@ class Flow:
         self.reader = Reader(job, counts)
 
     def compute(
-        self,
-        engine: Engine,
-        batch: Ready,
-        *,
-        see: See | None = None,
-        stopping: Callable[[], bool],
-        **run: Any,
+        self, engine: Engine, batch: Ready, *, see: See | None = None, stopping: Callable[[], bool], **run: Any
     ) -> bool:
         """Computes a batch and writes the lines of its records. Returns whether it came to the end.
 

@@ -406,12 +406,7 @@ class Decoding:
         return np.where(has_left.any(1), np.minimum(has_left.argmax(1), before), before)
 
     def _runs(
-        self,
-        drafted: DecodeRows,
-        route: np.ndarray,
-        visit: np.ndarray,
-        place: np.ndarray,
-        position: np.ndarray,
+        self, drafted: DecodeRows, route: np.ndarray, visit: np.ndarray, place: np.ndarray, position: np.ndarray
     ) -> tuple[np.ndarray, ...]:
         """Returns the runs of keys that queries see: those of their prompts and outputs, and their own."""
         batch, outputs = drafted.batch, self.outputs

@@ -77,12 +77,7 @@ def check_int8(
 
 
 def probe_tokens(
-    options: Any,
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    tokenizer: Any,
-    dtype: torch.dtype,
-    device: torch.device,
+    options: Any, checkpoint: Checkpoint, config: ModelConfig, tokenizer: Any, dtype: torch.dtype, device: torch.device
 ) -> list[int] | None:
     """Returns the tokens of the text of the probe; None where the options of a model ask for no int8. Raises what
     `check_int8` does."""
