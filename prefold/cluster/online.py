@@ -62,11 +62,11 @@ class Limits:
 
 @dataclass(slots=True)
 class _Run:
-    """A _Run is the bucket that a replica has begun. remaining: how many more of its requests the replica may take
+    """A _Run is the bucket that a replica has begun. num_remaining: how many more of its requests the replica may take
     before it chooses again."""
 
     bucket: Bucket
-    remaining: int
+    num_remaining: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Dispatcher:
         """Returns the bucket that a replica should go on with; None if it should wait for more requests."""
         window, run = self.window, self._runs.get(replica)
         if run is not None:
-            bucket = window.current(run.bucket) if run.remaining > 0 else None
+            bucket = window.current(run.bucket) if run.num_remaining > 0 else None
             if bucket is not None:
                 return bucket
             del self._runs[replica]
@@ -234,7 +234,7 @@ class Dispatcher:
             count = min(count, share)
         run = self._runs.setdefault(replica, _Run(bucket, bucket.requests))
         requests = self.window.take(bucket, int(count * mean))
-        run.bucket, run.remaining = bucket, run.remaining - len(requests)
+        run.bucket, run.num_remaining = bucket, run.num_remaining - len(requests)
         for waiting in requests:
             limit = self._limit_of(waiting.payload)
             prompt_sent = Prompt(waiting.tokens, limit, waiting.namespace, len(bucket.prefix))

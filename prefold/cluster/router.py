@@ -165,17 +165,17 @@ class Speed:
 class Outputs:
     """An Outputs estimates the length of outputs, as their mean share of their limits; all replicas have the same."""
 
-    ended: int = 0
+    num_ended: int = 0
     shares: float = 0.0  # the sum
 
     def end(self, rows: int, limit: int) -> None:
         """Records that an output with this limit has ended after so many tokens."""
-        self.ended += 1
+        self.num_ended += 1
         self.shares += min(1.0, rows / limit)
 
     def expected(self, limit: int) -> int:
         """Returns the expected number of tokens of outputs whose limits add up to `limit`."""
-        share = (self.shares + _FEW) / (self.ended + _FEW)
+        share = (self.shares + _FEW) / (self.num_ended + _FEW)
         return max(1, round(share * limit)) if limit else 0
 
 
@@ -233,7 +233,7 @@ class ReplicaLoad:
             self._prefill_done = self._decode_done = 0
 
     @property
-    def remaining(self) -> tuple[int, int]:
+    def remaining_rows(self) -> tuple[int, int]:
         """Returns (prefill rows, decode rows) that are still to be computed."""
         return max(0, self.prefill_rows - self._prefill_done), max(0, self.decode_rows - self._decode_done)
 
@@ -242,7 +242,7 @@ class ReplicaLoad:
         becomes free as requests end."""
         booked = self.prefill_rows + self.decode_rows
         over = max(0.0, booked - capacity)
-        return self.remaining[0] * self.speed.prefill + (self.seconds * over / booked if over else 0.0)
+        return self.remaining_rows[0] * self.speed.prefill + (self.seconds * over / booked if over else 0.0)
 
     @property
     def seconds(self) -> float:
@@ -251,7 +251,7 @@ class ReplicaLoad:
 
     def seconds_at(self, speed: Speed) -> float:
         """Returns how long the remaining work takes at another speed."""
-        prefill, decode = self.remaining
+        prefill, decode = self.remaining_rows
         return prefill * speed.prefill + decode * speed.decode
 
 

@@ -53,7 +53,7 @@ def mixture(config: ModelConfig, **own: Any) -> ExpertsConfig:
     return ExpertsConfig(**same | own | {"mlp": MLP, "mlp_bias": False})
 
 
-def others(config: Any) -> tuple[int, int]:
+def other_weights(config: Any) -> tuple[int, int]:
     """Returns how many weights the mixture of a layer has, and how many of those of its matrices a row meets."""
     beside = config.hidden * (config.experts + 3 * config.shared + config.shared_gate)
     expert = 3 * config.hidden * config.intermediate

@@ -126,14 +126,14 @@ def note(model: TransformersLM) -> TransformersConfig:
     on they call ours."""
     config, whole, rows = model.config, model.whole, model.rows
     use(whole, NOTING)
-    rows.noted = noted = AttentionCalls(min(config.max_positions, MOST_SEEN))
+    rows.calls = calls = AttentionCalls(min(config.max_positions, MOST_SEEN))
     with refusing(config, "its modules fail with another attention"):
         model.decoder(**_arguments(prompts_for(config.vocab_size)[0], whole.device))
-    rows.noted = None
+    rows.calls = None
     use(whole, NAME)
-    if noted.wrong or not noted.heads:
-        raise refused(config, noted.wrong or "none of its attention goes through transformers' attention interface")
-    heads = noted.heads
+    if calls.wrong or not calls.heads:
+        raise refused(config, calls.wrong or "none of its attention goes through transformers' attention interface")
+    heads = calls.heads
     if len({head.cap for head in heads}) > 1:
         raise refused(config, "its attention caps products in some layers alone")
     kv_heads, dim = max(head.kv_heads for head in heads), max(max(head.head_dim, head.value_dim) for head in heads)
@@ -146,7 +146,7 @@ def note(model: TransformersLM) -> TransformersConfig:
         head_dim=dim,
         query_scalar=None if scale == dim**-0.5 else scale**-2,
         attention_cap=heads[0].cap,
-        planes=tuple(noted.planes),
+        planes=tuple(calls.planes),
         attention=tuple(heads),
     )
 
@@ -241,7 +241,7 @@ def _attention(
     dropout: float = 0.0, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Notes how attention is called, and returns zeros [1, rows, heads, value_dim]."""
-    noted: AttentionCalls = module.prefold_rows.noted
+    calls: AttentionCalls = module.prefold_rows.calls
     window: int | None = None
     changes = sorted(
         name for name, option in options.items() if name not in KNOWN and isinstance(option, Tensor | float)
@@ -250,34 +250,34 @@ def _attention(
     if shows is None and isinstance(attention_mask, Tensor):
         shows = getattr(attention_mask._base, "prefold_shows", None)
     if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2] or query.shape[0] != 1:
-        noted.wrong = "its attention is over other rows than those of the prompt"
+        calls.wrong = "its attention is over other rows than those of the prompt"
     elif shows is None and attention_mask is not None:
-        noted.wrong = "it makes masks of its own"
+        calls.wrong = "it makes masks of its own"
     elif changes:
-        noted.wrong = f"its attention is called with {', '.join(changes)}, which are not known here"
+        calls.wrong = f"its attention is called with {', '.join(changes)}, which are not known here"
     elif shows is not None:
-        window = _window(shows, noted)
+        window = _window(shows, calls)
     rows, (heads, kv_heads) = query.shape[2], (query.shape[1], key.shape[1])
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     sinks = options.get("s_aux") is not None
-    noted.planes.append(Plane(window))
-    noted.heads.append(
+    calls.planes.append(Plane(window))
+    calls.heads.append(
         PlaneHeads(heads, kv_heads, query.shape[3], value.shape[3], scale, options.get("softcap") or None, sinks)
     )
     return value.new_zeros(1, rows, heads, value.shape[3]), None
 
 
-def _window(shows: Callable[..., Any], noted: AttentionCalls) -> int | None:
+def _window(shows: Callable[..., Any], calls: AttentionCalls) -> int | None:
     """Returns the sliding window of a mask; None: each key behind its own is visible. What is neither is noted as
     wrong."""
-    most = noted.most
+    most = calls.most
     keys = torch.arange(most)
 
     def seen_by(query: int) -> Tensor:
         return torch.as_tensor(shows(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys)).expand(most)
 
     if seen_by(0)[1:].any():
-        noted.wrong = "its attention is in both directions"
+        calls.wrong = "its attention is in both directions"
         return None
     last = seen_by(most - 1)
     window = most - int(last.int().argmax()) if last.any() else 1
@@ -285,7 +285,7 @@ def _window(shows: Callable[..., Any], noted: AttentionCalls) -> int | None:
     for query in (number for number in lengths if number < most):
         distance = query - keys
         if not torch.equal(seen_by(query), (distance >= 0) & (distance < window)):
-            noted.wrong = "which keys a row sees is neither all before it nor a sliding window"
+            calls.wrong = "which keys a row sees is neither all before it nor a sliding window"
             return None
     return None if window == most else window
 

@@ -159,8 +159,8 @@ def rotate_by_kernels(decoder: nn.Module) -> None:
 class Rotation:
     """A Rotation rotates q and k by a kernel, in place of a function of transformers with the same arguments."""
 
-    def __init__(self, theirs: Any):
-        self.theirs = theirs
+    def __init__(self, function: Any):
+        self.function = function
         self._last: tuple[Any, Any, Tensor | None] = None, None, None
 
     def __call__(
@@ -170,7 +170,7 @@ class Rotation:
             q.dim() == k.dim() == 4 and len(q) == 1 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] == k.shape[-1]
         )
         if rest or named or not fits or torch.is_grad_enabled():
-            return self.theirs(q, k, cos, sin, *rest, **named)
+            return self.function(q, k, cos, sin, *rest, **named)
         if self._last[0] is not cos or self._last[1] is not sin:  # all layers of a kind have the same
             half = cos.shape[-1] // 2
             self._last = cos, sin, torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float()
@@ -186,7 +186,7 @@ class Rotation:
         cos, sin = (turn(angles).to(like.dtype) for turn in (torch.cos, torch.sin))
         k = k[..., :16]
         try:
-            theirs = self.theirs(q.clone(), k.clone(), cos, sin)
+            theirs = self.function(q.clone(), k.clone(), cos, sin)
             return all(map(_close, theirs, self(q.clone(), k.clone(), cos, sin)))
         except (TypeError, ValueError, RuntimeError, IndexError):
             return False

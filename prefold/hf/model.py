@@ -36,7 +36,7 @@ class RowPass:
     attend     computes attention; None: no pass runs
     adapters   which rows have which LoRA adapter
     plane      the plane that the next call of attention is of
-    noted      keeps how attention is called, in the pass in which that is found out (`check`)
+    calls      keeps how attention is called, in the pass in which that is found out (`check`)
     """
 
     attention: Sequence[PlaneHeads] = ()
@@ -45,7 +45,7 @@ class RowPass:
     attend: Attend | None = None
     adapters: RowAdapters = NO_ADAPTERS
     plane: int = 0
-    noted: Any = None
+    calls: Any = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Returns attention of q [rows, heads, dim] over k [rows, kv_heads, dim] and v [rows, kv_heads, value_dim] in
@@ -172,7 +172,7 @@ class TransformersLM(CausalLM):
         self.layers = nn.ModuleList()
         self.recompute = self.may_pack = False
         self.head_product, self._stored = None, {}
-        self.given: ReadyStates | None = None
+        self.ready_states: ReadyStates | None = None
         self.wide_head: Head | None = None
 
     def settle(self, config: TransformersConfig) -> None:
@@ -186,8 +186,8 @@ class TransformersLM(CausalLM):
     def take_head(self, name: str) -> None:
         """Puts a ReadyStates in the place of the decoder, which is the module `name` of the model, and a Head in that
         of the LM head where this is a plain linear."""
-        head, self.given = self.whole.get_output_embeddings(), ReadyStates()
-        self.whole.set_submodule(name, self.given)
+        head, self.ready_states = self.whole.get_output_embeddings(), ReadyStates()
+        self.whole.set_submodule(name, self.ready_states)
         if type(head) is not nn.Linear:
             return
         if head.weight is not self.embedding:
@@ -225,11 +225,11 @@ class TransformersLM(CausalLM):
         return hidden if read_rows is None else hidden.index_select(0, read_rows)
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
-        if self.given is None:
+        if self.ready_states is None:
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
         if not len(hidden):
             return wide(hidden).new_empty(0, self.config.vocab_size if ids is None else len(ids))
-        self.given.last_hidden_state, head = hidden[None], self.wide_head
+        self.ready_states.last_hidden_state, head = hidden[None], self.wide_head
         if ids is not None:
             ids = torch.as_tensor(ids, device=hidden.device)
         if head is not None:
@@ -239,7 +239,7 @@ class TransformersLM(CausalLM):
             logits = wide(self.whole(inputs_embeds=hidden[None], use_cache=False).logits[0])
             return logits if ids is None or head is not None else logits[:, ids]
         finally:
-            self.given.last_hidden_state = None
+            self.ready_states.last_hidden_state = None
             if head is not None:
                 head.ids = None
 

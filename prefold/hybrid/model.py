@@ -29,13 +29,13 @@ class HybridLM(CausalLM):
             raise UnsupportedModelError("a model with layers of states is not split over ranks; use tensor_parallel 1")
         if config.mixer(number) is not None:
             return StateLayer(config, number, self.ranks, **place)
-        if config.gated or config.rotated is not None:
+        if config.gated or config.rotated_dim is not None:
             return GatedAttention(config, number, self.ranks, splits_q=True, **place)
         return super().new_layer(number, **place)
 
     def rotary(self, device: torch.device) -> RotaryTables:
         if self._rotary is None or self._rotary.device != device:
-            self._rotary = RotaryTables(self.config.ropes, self.config.rotated or self.config.head_dim, device)
+            self._rotary = RotaryTables(self.config.ropes, self.config.rotated_dim or self.config.head_dim, device)
         return self._rotary
 
     def forward(

@@ -40,14 +40,14 @@ class State:
 class StateStep(GenerateStep):
     """A StateStep is a GenerateStep with what it changes of the states.
 
-    evicted  nodes that lose their states
-    stored   nodes with the states that they have afterwards
-    read     nodes whose states rows start from
+    evicted_nodes  nodes that lose their states
+    new_states     nodes with the states that they have afterwards
+    read_nodes     nodes whose states rows start from
     """
 
-    evicted: tuple[Node, ...] = ()
-    stored: Mapping[Node, State] = field(default_factory=dict)
-    read: tuple[Node, ...] = ()
+    evicted_nodes: tuple[Node, ...] = ()
+    new_states: Mapping[Node, State] = field(default_factory=dict)
+    read_nodes: tuple[Node, ...] = ()
 
 
 @dataclass
@@ -219,20 +219,20 @@ class StateScheduler(GenerateScheduler):
     def _lay_out(self, plan: StatesPlan) -> StateStep:
         step = lay_out(plan)
         nodes = sorted(plan.last_row, key=plan.last_row.__getitem__)
-        evicted, stored = self._places(plan)
-        runs, read = self._runs(plan, nodes, stored)
+        evicted_nodes, new_states = self._places(plan)
+        runs, read_nodes = self._runs(plan, nodes, new_states)
         message = StateSlotStep(**_fields(step.message, SlotStep), runs=runs)
         own = _fields(step, GenerateStep) | {"message": message}
-        return StateStep(**own, evicted=evicted, stored=stored, read=read)
+        return StateStep(**own, evicted_nodes=evicted_nodes, new_states=new_states, read_nodes=read_nodes)
 
     def begin(self, step: GenerateStep) -> None:
         assert isinstance(step, StateStep)
-        for node in step.evicted:
+        for node in step.evicted_nodes:
             self._drop_state(node)
-        for node in step.read:
+        for node in step.read_nodes:
             if node in self.states:  # from now on it is the one that was used last
                 self.states[node] = self.states.pop(node)
-        for node, state in step.stored.items():
+        for node, state in step.new_states.items():
             self.states.pop(node, None)
             self.states[node] = state
             self._free.discard(state.slot)
@@ -240,8 +240,8 @@ class StateScheduler(GenerateScheduler):
         for sequence in step.consumers:
             self._was_read(sequence)
         self._before = None  # a step that follows another has runs of its own
-        for node in step.read:
-            if node not in step.stored and not self._is_wanted(node):
+        for node in step.read_nodes:
+            if node not in step.new_states and not self._is_wanted(node):
                 self._drop_state(node)
 
     def _is_wanted(self, node: Node, plan: StatesPlan | None = None) -> bool:

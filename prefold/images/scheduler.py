@@ -80,11 +80,11 @@ NO_TILES = np.empty((0, 0, 0, 0), np.float32)  # the tiles of an image that cann
 
 @dataclass(frozen=True, slots=True)
 class _EncodedImage:
-    """An _EncodedImage is an image whose rows the worker has. salt: of its requests; last: its last row's id; size: in
+    """An _EncodedImage is an image whose rows the worker has. salt: of its requests; last_id: of its last row; size: in
     bytes."""
 
     salt: str
-    last: int
+    last_id: int
     size: int
 
 
@@ -92,20 +92,20 @@ class _EncodedImage:
 class _Run:
     """A _Run is an image that the tower has begun.
 
-    until  float64 [pieces of all layers], ascending: the floating-point operations up to the end of each piece
-    done   pieces that are done
-    tiles  the image's tiles, which are read from its file until the tower has them
+    until     float64 [pieces of all layers], ascending: the floating-point operations up to the end of each piece
+    num_done  pieces that are done
+    tiles     the image's tiles, which are read from its file until the tower has them
     """
 
     medium: Medium
     until: np.ndarray
-    done: int = 0
+    num_done: int = 0
     tiles: Future[np.ndarray] | None = None
 
     @property
     def operations(self) -> float:
         """Returns the operations of the pieces that are done."""
-        return float(self.until[self.done - 1]) if self.done else 0.0
+        return float(self.until[self.num_done - 1]) if self.num_done else 0.0
 
     def within(self, operations: float) -> int:
         """Returns how many pieces are done after so many more operations."""
@@ -287,21 +287,21 @@ class ImageScheduler(EnginePart):
         started = time.perf_counter()
         run = self._runs.get(first_id(medium)) or self._begin(medium)
         tiles = unread = None
-        if not run.done:
+        if not run.num_done:
             loaded = self._loaded(run, seconds if idle else 0.0)
             if loaded is None:
                 return None
             tiles, unread = loaded
         stop = self._stop(run, seconds if unread is None else None, idle)
-        if stop == run.done:
+        if stop == run.num_done:
             return None
-        if not run.done:
+        if not run.num_done:
             self._make_room(self._bytes(medium))
         computing = time.perf_counter()
         result = self._worker.start(EncodeImage(medium.ids, tiles, stop)).result()
         ended = time.perf_counter()
         self._credit = 0.0 if idle else self._credit - (ended - started)
-        before, run.done, run.tiles = run.operations, stop, None
+        before, run.num_done, run.tiles = run.operations, stop, None
         self._note_rate(run.operations - before, ended - computing)
         self._meter.add(seconds={"tower": ended - started})
         error: str | None = unread or result.error
@@ -317,15 +317,15 @@ class ImageScheduler(EnginePart):
 
         seconds  None: all pieces. Else the pieces that fit into the time
         idle     True: at least one more piece is done. False: time that earlier calls left unused counts too, and a
-                 piece that does not fit waits, so that `run.done` is returned
+                 piece that does not fit waits, so that `run.num_done` is returned
         """
         last = len(run.until)
         if seconds is None:
             return last
         if idle:
-            return min(last, max(run.done + 1, run.within(seconds * (self._rate or 0.0))))
+            return min(last, max(run.num_done + 1, run.within(seconds * (self._rate or 0.0))))
         self._credit += seconds
-        return run.done + 1 if self._rate is None else min(last, run.within(max(0.0, self._credit) * self._rate))
+        return run.num_done + 1 if self._rate is None else min(last, run.within(max(0.0, self._credit) * self._rate))
 
     def _loaded(self, run: _Run, seconds: float | None) -> tuple[np.ndarray, str | None] | None:
         """Returns (the tiles of an image, None), or (NO_TILES, the reason) if it cannot be read: its rows are NaN then.
@@ -401,7 +401,10 @@ class ImageScheduler(EnginePart):
 
     def _note(self) -> None:
         firsts = sorted(self._encoded)
-        self._bounds = np.array(firsts, np.int64), np.array([self._encoded[first].last for first in firsts], np.int64)
+        self._bounds = (
+            np.array(firsts, np.int64),
+            np.array([self._encoded[first].last_id for first in firsts], np.int64),
+        )
 
     def _all_needed(self) -> set[int]:
         return {first_id(medium) for medium in (*self._needed, *self._in_use)}

@@ -171,8 +171,8 @@ class FileOutput(Output):
             raise
         self.done, self.errors = self.journal.done, self.journal.errors
         self.count = self.resumed = len(self.done)
-        self.ended = covers(self.journal.ended, self.limit)
-        if self.ended and self.journal.ended is not None and not self.journal.ended.get("keeps_lines", True):
+        self.ended = covers(self.journal.end_entry, self.limit)
+        if self.ended and self.journal.end_entry is not None and not self.journal.end_entry.get("keeps_lines", True):
             self._remove_lines()  # the job was killed between its end and this
 
     def _resume(self, options: OutputOptions) -> bool:
@@ -205,7 +205,7 @@ class FileOutput(Output):
 
     def _check_lines(self, size: int) -> None:
         """Raises JobError if an ended job is to go on, with --grown, and its lines were not kept."""
-        self.journal.ended = None
+        self.journal.end_entry = None
         if size < self.journal.offset:
             raise JobError(
                 f"{self.path} was made without --grown, and its lines are not kept; "

@@ -104,7 +104,7 @@ def plan_job(
     finally:
         reader.close()
         progress.close(counts)
-    plan.records, plan.errors = counts.read, tally.errors
+    plan.records, plan.errors = counts.records_read, tally.errors
     plan.requests, plan.tokens, plan.rows = plan.shape.num_requests, plan.shape.num_tokens, plan.shape.num_rows
     return plan
 

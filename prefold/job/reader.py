@@ -65,7 +65,7 @@ class Done:
 
 @dataclass(slots=True)
 class _Item:
-    missing: int
+    num_missing: int
     results: list[Any]
     note: Any = None
 
@@ -74,7 +74,7 @@ class _Item:
 class _PartialRecord:
     """A _PartialRecord is a record of which some results are missing."""
 
-    missing: int
+    num_missing: int
     items: list[_Item | None]
     meta: Any = None
 
@@ -107,9 +107,9 @@ class Gather:
             if item == 0:
                 record.meta = head[1]
         entry.results[part] = result
-        entry.missing -= 1
-        record.missing -= entry.missing == 0
-        if record.missing:
+        entry.num_missing -= 1
+        record.num_missing -= entry.num_missing == 0
+        if record.num_missing:
             return None
         del self._records[number]
         return Done(number, record.meta, [(entry.note, entry.results) for entry in record.items])  # type: ignore[union-attr, misc]
@@ -341,7 +341,7 @@ class Reader:
             yield item
 
     def _take(self, record: Record) -> None:
-        self._counts.read += 1
+        self._counts.records_read += 1
         parsed = self._job.adapter.read(record)  # also for records that are done: it looks for duplicate ids
         if record.number in self._job.output.done:
             return

@@ -187,12 +187,12 @@ class _Run:
         self.counts.tokens_done += info.tokens_done
         self.counts.requests_done += info.requests_done
         if (generation := self._engine.stats.generation) is not None:
-            self.counts.generated = generation.generated_tokens
+            self.counts.tokens_generated = generation.generated_tokens
         if self.summary.steps is not None:
             self.summary.steps.add(info.started_at, info.seconds, info.rows, info.path_rows, info.running)
 
     def _count(self) -> Counts:
-        self.counts.done, self.counts.errors = self.output.count, self.output.errors
+        self.counts.records_done, self.counts.errors = self.output.count, self.output.errors
         if self.counts.phase == WAITING and self._engine.snapshot().is_ready:
             self.counts.phase = "computing"
         return self.counts

@@ -74,8 +74,8 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
         self._slots = SlotAllocator(pool, visits, visit_cache)
         self._decoding = Decoding(self._slots, self._outputs)
         self._draft: VisitDraft | None = None
-        self._begun: VisitPlan | None = None
-        self._failed: list[tuple[Hashable, InputError]] = []
+        self._begun_step: VisitPlan | None = None
+        self._failures: list[tuple[Hashable, InputError]] = []
 
     # -------------------------------------------------------------------------- sequences that come and go
 
@@ -105,20 +105,20 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
         super().clear()
         self._outputs.clear()
         self._decoding.forget()
-        self._draft = self._begun = None
+        self._draft = self._begun_step = None
 
     @property
     def _has_begun(self) -> bool:
-        return self._begun is not None
+        return self._begun_step is not None
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
     def admit(self, limits: StepLimits = NO_LIMITS) -> list[tuple[Hashable, InputError]]:
         """Admits waiting sequences while there is room, and settles the next step, within these limits. Returns the
         requests that can never run, each with its error; they have been ended."""
-        if self._begun is not None:
+        if self._begun_step is not None:
             return []
-        failed, self._failed = self._failed, []
+        failed, self._failures = self._failures, []
         self._draft = None
         if self.cache is not None:
             self.cache.expire()
@@ -147,13 +147,13 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
 
     def plan(self, limits: StepLimits = NO_LIMITS) -> VisitPlan | None:
         """Returns the step that `admit` settled; changes nothing. None where there is none, or one has begun."""
-        if self._draft is None or self._draft.is_empty or self._begun is not None:
+        if self._draft is None or self._draft.is_empty or self._begun_step is not None:
             return None
         return lay_out(self._draft, self._decoding)
 
     def begin(self, step: VisitPlan) -> None:
         """Books a step as being run."""
-        self._begun, self._draft = step, None
+        self._begun_step, self._draft = step, None
         stats = self.stats
         stats.running_peak = max(stats.running_peak, len(self.running))
         if self.pool.used_slots * self._slot_bytes > stats.kv_bytes_peak:
@@ -180,9 +180,9 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
 
         Raises ValueError where this is not the step that was begun.
         """
-        if self._begun is not step:
+        if self._begun_step is not step:
             raise ValueError("this is not the step that was begun")
-        self._begun, stats = None, self.stats
+        self._begun_step, stats = None, self.stats
         stats.steps += 1
         stats.decode_rows += step.decode_rows
         stats.prefill_rows += step.first_rows - step.decode_rows
@@ -248,7 +248,7 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
             message = f"the router's logits after {sequence.num_visits} visits are not finite numbers"
             remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
             self.cancel(sequence.key)
-            self._failed.append((sequence.key, InputError(message, remedy=remedy, code="not_finite")))
+            self._failures.append((sequence.key, InputError(message, remedy=remedy, code="not_finite")))
             return
         # The samples of a request take one route.
         together, ends = list(self._requests[sequence.key]), block >= visits.blocks

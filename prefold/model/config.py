@@ -71,14 +71,14 @@ Linears = Mapping[str, tuple[int, Sequence[tuple[str, int]]]]
 class MlpKind:
     """An MlpKind says what the MLP of a layer is; `ModelConfig.mlp` names it.
 
-    module   the module and the class of what is built, which has the face of `prefold.model.decoder_layer.Mlp`
-    linears  returns the linears that every row goes through, of a config; adapters may add to them
-    others   returns how many weights there are beside these in a layer, and how many of them a row meets
+    module         the module and the class of what is built, which has the face of `prefold.model.decoder_layer.Mlp`
+    linears        returns the linears that every row goes through, of a config; adapters may add to them
+    other_weights  returns how many weights there are beside these in a layer, and how many of them a row meets
     """
 
     module: str
     linears: Callable[[ModelConfig], Linears]
-    others: Callable[[ModelConfig], tuple[int, int]] = lambda config: (0, 0)
+    other_weights: Callable[[ModelConfig], tuple[int, int]] = lambda config: (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +297,7 @@ class ModelConfig:
     def layer_weights(self) -> int:
         """Returns how many weights a row meets in the linears of one layer, without biases."""
         mlp = sum(inputs * size for inputs, parts in self._mlp_linears for _, size in parts)
-        return self.hidden * (2 * self.q_size + 2 * self.kv_size) + mlp + self.mlp_kind.others(self)[1]
+        return self.hidden * (2 * self.q_size + 2 * self.kv_size) + mlp + self.mlp_kind.other_weights(self)[1]
 
     @property
     def _mlp_linears(self) -> Sequence[tuple[int, Sequence[tuple[str, int]]]]:
@@ -328,7 +328,7 @@ class ModelConfig:
         head = (self.num_labels or 0) * self.hidden
         if self.num_labels and self.head_layers == 2:
             head += self.hidden * self.hidden + self.hidden + self.num_labels
-        weights, met = self.mlp_kind.others(self)
+        weights, met = self.mlp_kind.other_weights(self)
         return embeddings + self.layers * (self.layer_weights + weights - met + norms + biases) + norm + head
 
 

@@ -68,7 +68,10 @@ def load_model(
         return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **options)
     keep = keep if pack else "dtype"
     if keep == "dtype" or checkpoint.gguf is None:
-        _check_size(checkpoint, config, dtype, device, ranks)
+        # By its numbers alone, before there is an object for each layer of what is far too large.
+        size = replace(config, lm_head=False).num_parameters * dtype.itemsize
+        size //= 1 if device.type == "cpu" else ranks.size
+        check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = _shapes(config, dtype)
     every = list(model_weights(model))
@@ -253,15 +256,6 @@ def check_tensors(checkpoint: Checkpoint, weights: list[Weight], source: TensorS
 def _some(names: list[str], limit: int = 8) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def _check_size(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Alone
-) -> None:
-    """Refuses, by its numbers alone, what is far too large: before there is an object for each of its layers."""
-    parameters = replace(config, lm_head=False).num_parameters
-    size = parameters * dtype.itemsize // (1 if device.type == "cpu" else ranks.size)
-    check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
 
 
 def check_memory(

@@ -180,14 +180,14 @@ class _FileHead(io.RawIOBase):
 
     def __init__(self, path: Path, size: int):
         self._file = path.open("rb", buffering=0)
-        self._left = size
+        self._bytes_left = size
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        read = self._file.readinto(memoryview(buffer)[: self._left]) or 0
-        self._left -= read
+        read = self._file.readinto(memoryview(buffer)[: self._bytes_left]) or 0
+        self._bytes_left -= read
         return read
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
             return None
         for running in self._by_route() if self._has_routes else (self.running,):
             plan = self.waiting.fill(self._new_plan(limits), running, limits)
-            if plan.computed_rows or plan.again or plan.repeats:
+            if plan.computed_rows or plan.rereads or plan.repeats:
                 step, route = self._lay_out(plan), next(iter(running)).route
                 return step if route is None else replace(step, message=replace(step.message, route=route))
         return None
@@ -206,7 +206,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         stats.steps += 1
         stats.decode_rows += step.decode_rows
         stats.prefill_rows += step.num_rows - step.decode_rows
-        stats.recomputed_rows += step.again
+        stats.recomputed_rows += step.recomputed_rows
         finished, late = [], []
         for sequence, token, stop in zip(step.consumers, tokens, ended, strict=True):
             if sequence.state == "ended":

@@ -247,7 +247,7 @@ def test_what_a_lost_replica_had_goes_to_others_and_counts_once():
     fleet = Fleet(replicas, patience=30)
     found = run_all(fleet, feed_of(texts, sampling=Sampling(max_tokens=2)), "tokens")
     fleet.close()
-    assert len(found) == 300 and lost.is_set() and fleet.losses == 1 and fleet.moved > 0
+    assert len(found) == 300 and lost.is_set() and fleet.losses == 1 and fleet.num_moved > 0
     assert fleet.stats.requests == 300 and fleet.stats.tokens == sum(map(len, texts))
 
 

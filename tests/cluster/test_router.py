@@ -258,15 +258,15 @@ def test_load_falls_as_work_is_done():
     load.send(200, 50)
     assert load.seconds == pytest.approx(1.3)
     load.work(150, 10, 0.25)
-    assert load.remaining == (150, 90)
+    assert load.remaining_rows == (150, 90)
     load.end((100, 50), (100, 5))  # it ended early
-    assert load.remaining == (150, 45)
+    assert load.remaining_rows == (150, 45)
     load.work(150, 45, 0.6)
     load.end((200, 50), (200, 50))
-    assert load.remaining == (0, 0) and load.seconds == 0
+    assert load.remaining_rows == (0, 0) and load.seconds == 0
     load.send(10, 10)
     load.end((10, 10), (10, 3))  # nobody told of steps
-    assert load.remaining == (0, 0)
+    assert load.remaining_rows == (0, 0)
 
 
 def test_speed_is_learned():
@@ -344,7 +344,7 @@ def test_what_ended_requests_took_is_not_taken_for_work_on_others(output, cached
         router.send(key, Prompt(np.full(120, key, np.int32)), "a")
     router.worked("a", done + 60, 0, 1.0)
     router.end(0, output_rows=output, cached_rows=cached)
-    assert router.load("a").remaining == (60, 0)
+    assert router.load("a").remaining_rows == (60, 0)
 
 
 @pytest.mark.parametrize("computed", [0, 4])

@@ -298,7 +298,7 @@ def test_text_goes_on_while_images_wait():
     worker = Noting()
     engine = engine_of(worker)
     desk, generator = image_scheduler(engine), engine.generator
-    desk._stop = lambda run, seconds, idle: run.done + 1
+    desk._stop = lambda run, seconds, idle: run.num_done + 1
     image, told = take(image_scheduler(engine).media, "one"), {}
     text = Request(np.array([1, 2, 3], np.int32), sampling=Sampling(max_tokens=30))
     generator.add(text, None, lambda answer: told.__setitem__("text", answer))
@@ -373,7 +373,7 @@ def test_requests_that_are_cancelled_stop_the_tower():
     worker = Noting()
     engine = engine_of(worker)
     generator, image = engine.generator, take(image_scheduler(engine).media, "one")
-    image_scheduler(engine)._stop = lambda run, seconds, idle: run.done + 1
+    image_scheduler(engine)._stop = lambda run, seconds, idle: run.num_done + 1
     tokens = np.concatenate(([1], image.ids, [2])).astype(np.int32)
     key = generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
     generator.step()

@@ -352,7 +352,7 @@ def test_others_generate_while_the_tower_runs(case, tmp_path):
     steps = 0
     with pytest.MonkeyPatch.context() as patch:
         # As of a large one: a piece of work at a time, of two a layer.
-        patch.setattr(image_scheduler(engine), "_stop", lambda run, seconds, idle: run.done + 1)
+        patch.setattr(image_scheduler(engine), "_stop", lambda run, seconds, idle: run.num_done + 1)
         while not engine.stats.tower_runs:
             before = engine.stats.generation.decode_rows
             assert engine.generator.step()
