@@ -58,8 +58,9 @@ def attend_rows(
 
     tables = place_rows(plan, 0 if path_k is None else len(path_k), heads, q.device)
     q, k, v, path_k, path_v = (None if t is None else dense(t) for t in tensors)
-    carried = {"path_k": path_k, "path_v": path_v}
-    return row_triton.attend_rows(q, k, v, tables, scale=scale, window=plan.window, sinks=sinks, **carried)[0]
+    return row_triton.attend_rows(
+        q, k, v, tables, scale=scale, window=plan.window, path_k=path_k, path_v=path_v, sinks=sinks
+    )[0]
 
 
 def write_slots(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
