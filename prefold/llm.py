@@ -142,9 +142,9 @@ class LLM(NumericTasks, Texts):
         """Returns what the results depend on beside requests, as JSON: the model's files, the dtype, the adapters, and
         the arithmetic where it is not the dtype's."""
         loaded = {name: folder_digest(Path(folder)) for name, folder in (self.options.adapters or {}).items()}
-        named = {"dtype": str(self.dtype).removeprefix("torch."), "adapters": loaded}
-        named |= {} if self.options.arithmetic == "float" else {"arithmetic": self.options.arithmetic}
-        return {"model": model_identity(self.checkpoint), **named}
+        settings = {"dtype": str(self.dtype).removeprefix("torch."), "adapters": loaded}
+        settings |= {} if self.options.arithmetic == "float" else {"arithmetic": self.options.arithmetic}
+        return {"model": model_identity(self.checkpoint), **settings}
 
     def close(self) -> None:
         """Ends the thread that makes the steps, and the processes that hold parts of a split model. Nothing can be

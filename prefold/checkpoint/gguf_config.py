@@ -63,8 +63,8 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         _refuse(gguf, "expert_count", "a mixture of experts")
     if not gguf.flag("attention.causal", True):
         raise UnsupportedModelError(f"{file.path} attends in both directions; only causal models are supported")
-    turned = gguf.size("rope.dimension_count", head_dim)
-    if gguf.size("attention.value_length", head_dim) != head_dim or (turned != head_dim and arch not in PARTLY_TURNED):
+    width = gguf.size("rope.dimension_count", head_dim)
+    if gguf.size("attention.value_length", head_dim) != head_dim or (width != head_dim and arch not in PARTLY_TURNED):
         raise UnsupportedModelError(f"{file.path}: value_length and rope.dimension_count must equal key_length")
     norm = "attention.layer_norm_epsilon" if arch in LAYER_NORM else "attention.layer_norm_rms_epsilon"
     queries = "attn_qkv" if arch == "phi3" else "attn_q"
@@ -83,7 +83,7 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         "hidden_act": "silu",
         "rms_norm_eps": gguf.number(norm, zero=True),
         "max_position_embeddings": gguf.size("context_length", most=MOST_POSITIONS),
-        "rope_parameters": _rope(file, gguf, turned) | ({} if turned == head_dim else {SHARE: turned / head_dim}),
+        "rope_parameters": _rope(file, gguf, width) | ({} if width == head_dim else {SHARE: width / head_dim}),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": arch != "qwen2" and f"{queries}.bias" in file.tensors,
         "torch_dtype": DTYPES.get(_type(file, f"{queries}.weight"), "bfloat16"),
@@ -230,9 +230,9 @@ def _of_architecture(file: GGUFFile, arch: str) -> Settings:
     return Settings(settings, str(file.path), prefix)
 
 
-def _refuse(gguf: Settings, key: str, what: str) -> None:
+def _refuse(gguf: Settings, key: str, setting: str) -> None:
     if gguf.get(key):
-        raise UnsupportedModelError(f"{gguf.file} has {what} ({gguf.prefix}{key}), which is not supported")
+        raise UnsupportedModelError(f"{gguf.file} has {setting} ({gguf.prefix}{key}), which is not supported")
 
 
 def _rows(file: GGUFFile, name: str) -> int:
@@ -252,12 +252,12 @@ def _type(file: GGUFFile, name: str) -> str:
     return file.type_name(name)
 
 
-def _rope(file: GGUFFile, gguf: Settings, turned: int) -> dict[str, Any]:
+def _rope(file: GGUFFile, gguf: Settings, width: int) -> dict[str, Any]:
     """Returns the rope settings in the form of transformers; `rope_freqs.weight` (Llama 3.1 and later) divides each
-    frequency, and so do `rope_factors_long.weight` and its neighbour (Phi 3). turned: numbers of a head."""
+    frequency, and so do `rope_factors_long.weight` and its neighbour (Phi 3). width: numbers of a head."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base", 10000.0)}
     if LONG in file.tensors:
-        factors = {key: _factors(file, name, turned) for key, name in (("long_factor", LONG), ("short_factor", SHORT))}
+        factors = {key: _factors(file, name, width) for key, name in (("long_factor", LONG), ("short_factor", SHORT))}
         attention = gguf.number("rope.scaling.attn_factor", None)
         return rope | {"rope_type": "longrope", "attention_factor": attention} | factors
     kind = gguf.text("rope.scaling.type", "linear")  # as in llama.cpp; files of 2023 have no type
@@ -266,7 +266,7 @@ def _rope(file: GGUFFile, gguf: Settings, turned: int) -> dict[str, Any]:
     if "rope_freqs.weight" in file.tensors:
         if kind not in ("none", "linear") or linear != 1.0:
             raise UnsupportedModelError(f"{file.path} has both rope_freqs.weight and rope scaling {kind!r}")
-        rope |= {"rope_type": "factors", "factors": _factors(file, "rope_freqs.weight", turned)}
+        rope |= {"rope_type": "factors", "factors": _factors(file, "rope_freqs.weight", width)}
     elif kind == "linear":
         rope |= {"rope_type": "linear", "factor": linear} if linear != 1.0 else {}
     elif kind == "yarn":
@@ -285,10 +285,10 @@ def _rope(file: GGUFFile, gguf: Settings, turned: int) -> dict[str, Any]:
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
-def _factors(file: GGUFFile, name: str, turned: int) -> list[float]:
+def _factors(file: GGUFFile, name: str, width: int) -> list[float]:
     """Returns the factors of rotary frequencies in a tensor. Raises CheckpointError where these are not as many."""
-    if name not in file.tensors or file.tensors[name].shape != (turned // 2,):
-        raise CheckpointError(f"{file.path}: {name} must have {turned // 2} numbers, half of a head's")
+    if name not in file.tensors or file.tensors[name].shape != (width // 2,):
+        raise CheckpointError(f"{file.path}: {name} must have {width // 2} numbers, half of a head's")
     return file.dequantize(name).tolist()
 
 

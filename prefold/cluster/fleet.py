@@ -212,8 +212,8 @@ class Fleet:
         if is_back:
             self.notify(f"{name} runs, but what passed between was lost: {reason}; what it had is sent again")
         elif self._absent_reasons.get(name) != reason:
-            again = "; it is started anew" if returns else ""
-            self.notify(f"{name} is lost: {reason}{again}")
+            note = "; it is started anew" if returns else ""
+            self.notify(f"{name} is lost: {reason}{note}")
         if not returns:
             self._absent_reasons[name] = reason
 
@@ -428,13 +428,13 @@ class FleetRun:
         if self.online is not None and self.call.in_slots and not fleet.ready[name].reports_cache:
             fleet.estimated.add(name)
 
-    def _lose(self, name: str, lost: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
+    def _lose(self, name: str, loss: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
         self._count_loss(self._work.pop(name, None))
         self._killed.discard(name)
         if self._pictures is not None:
             self._pictures.lose(name)
-        for tag in self.book.lose(name, died=lost.died):
-            message = f"replicas were lost while they worked on it, the last one on it alone: {lost.reason}"
+        for tag in self.book.lose(name, died=loss.died):
+            message = f"replicas were lost while they worked on it, the last one on it alone: {loss.reason}"
             remedy = "see what is unusual about the record, or run it again by itself"
             yield tag, InputError(message, remedy=remedy, code="replicas_lost")
 
@@ -472,8 +472,8 @@ class FleetRun:
             stats.tokens += tokens
             work.answered_rows += 0 if self._counts_rows else tokens
             return
-        generated = sum(max(0, len(sample.tokens) - 1) for sample in answer)
-        stats.tokens += len(answer) * tokens + generated
+        num_generated = sum(max(0, len(sample.tokens) - 1) for sample in answer)
+        stats.tokens += len(answer) * tokens + num_generated
         work.kept_tokens += sum(len(sample.tokens) for sample in answer)
         work.answered_rows += sum(map(_output_rows, answer))
         work.answered_rows += 0 if self._counts_rows else tokens - (answer[0].cached_tokens or 0)
@@ -482,12 +482,12 @@ class FleetRun:
         """Counts the rows of unanswered requests of a lost replica as recomputed."""
         if work is None or not self._counted_rows or (self._counts_rows and not self._generates):
             return
-        again = max(0, work.reported_rows - work.answered_rows)
+        unanswered_rows = max(0, work.reported_rows - work.answered_rows)
         stats = self.fleet.stats
-        stats.unique_tokens = max(0, stats.unique_tokens - again)
+        stats.unique_tokens = max(0, stats.unique_tokens - unanswered_rows)
         if stats.generation is not None:
-            drawn = max(0, work.drawn_tokens - work.kept_tokens)
-            stats.generation += GenerationStats(recomputed_rows=again, generated_tokens=-drawn)
+            lost_tokens = max(0, work.drawn_tokens - work.kept_tokens)
+            stats.generation += GenerationStats(recomputed_rows=unanswered_rows, generated_tokens=-lost_tokens)
 
 
 def _output_rows(sample: Generated) -> int:

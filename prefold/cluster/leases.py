@@ -189,12 +189,12 @@ class LeaseBook:
             if were_suspects and died and len(prompts) == 1:
                 tags += source.give_up(prompts.pop())
             self.num_moved += sum(map(len, prompts))
-            begun = len(prompts)
+            num_begun = len(prompts)
             if not were_suspects:
-                begun = source.num_begun(entry.facts, prompts) if died and entry.facts.dies_of_requests else 0
-            suspects = sorted(prompts[:begun])
+                num_begun = source.num_begun(entry.facts, prompts) if died and entry.facts.dies_of_requests else 0
+            suspects = sorted(prompts[:num_begun])
             self._suspects += [(source, group) for group in (divided(suspects) if died else [suspects]) if group]
-            source.put_back(prompts[begun:])
+            source.put_back(prompts[num_begun:])
         return tags
 
     # ----------------------------------------------------------------------------------------------- leases

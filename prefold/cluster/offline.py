@@ -157,10 +157,10 @@ class OfflineSource(Source):
         requests = chain.from_iterable(self.order.read(start, stop) for start, stop in _ranges_of(lease.places))
         tagged, at = [], 0
         for window in cut_into_windows(requests, max_tokens=self._max_tokens, is_sorted=True):
-            own = lease.places[at : (at := at + window.num_requests)]
-            counted = np.where(window.twins, 0, np.diff(window.offsets)).tolist()
-            self._sent.update(zip(own, zip(window.tags, counted, strict=True), strict=True))
-            tagged.append(replace(window, tags=[tag_of(lease.number, place) for place in own]))
+            places = lease.places[at : (at := at + window.num_requests)]
+            lengths = np.where(window.twins, 0, np.diff(window.offsets)).tolist()
+            self._sent.update(zip(places, zip(window.tags, lengths, strict=True), strict=True))
+            tagged.append(replace(window, tags=[tag_of(lease.number, place) for place in places]))
         return tagged
 
     # ---------------------------------------------------------------------------------------------- answers

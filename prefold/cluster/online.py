@@ -170,8 +170,8 @@ class Dispatcher:
             bucket = window.largest(holder, grown=grown)
             if bucket is None:
                 continue
-            again = len(bucket.prefix) * speed.prefill
-            if wait <= self.router.seconds_to_wait(replica) + again:
+            seconds_again = len(bucket.prefix) * speed.prefill
+            if wait <= self.router.seconds_to_wait(replica) + seconds_again:
                 return None  # the holder will be free sooner
             return bucket
         return None

@@ -86,8 +86,8 @@ class BestStart(Forgetful):
 
     def choose(self, standing: Standing) -> int:
         s = standing
-        again = (s.rows - s.matched_rows) * s.prefill_seconds
-        return s.least(s.starts + self.output_weight * s.waits + self.recompute_weight * again)
+        recompute_seconds = (s.rows - s.matched_rows) * s.prefill_seconds
+        return s.least(s.starts + self.output_weight * s.waits + self.recompute_weight * recompute_seconds)
 
 
 class RoundRobin:
@@ -217,15 +217,15 @@ class ReplicaLoad:
         self._prefill_done += prefill_rows
         self._decode_done += decode_rows
 
-    def end(self, sent: tuple[int, int], actual: tuple[int, int]) -> None:
+    def end(self, booked: tuple[int, int], actual: tuple[int, int]) -> None:
         """Books the end of a request.
 
-        sent    its (prefill rows, limit of its output) as of `send`
+        booked  its (prefill rows, limit of its output) as of `send`
         actual  its (prefill rows, decode rows) that were computed
         """
         self.requests -= 1
-        self.prefill_rows -= sent[0]
-        self.limits -= sent[1]
+        self.prefill_rows -= booked[0]
+        self.limits -= booked[1]
         # A replica that does not report its steps has no such rows.
         self._prefill_done = max(0, self._prefill_done - actual[0])
         self._decode_done = max(0, self._decode_done - actual[1])
@@ -346,12 +346,12 @@ class Router:
     def leave(self, name: Hashable) -> list[Hashable]:
         """Removes a replica; returns the keys of its requests that have not ended."""
         member = self._members.pop(name)
-        lost = [key for key, request in self.in_flight.items() if request.replica == name]
-        for key in lost:
+        keys = [key for key, request in self.in_flight.items() if request.replica == name]
+        for key in keys:
             self.index.unsend(self.in_flight.pop(key).place, member.number)
         self._forget(member)
         self._numbers[member.number] = None
-        return lost
+        return keys
 
     def load(self, name: Hashable) -> ReplicaLoad:
         return self._members[name].load
@@ -467,10 +467,10 @@ class Router:
             estimated_rows = int(self._matched_rows(prompt.namespace, tokens, with_coming=False)[member.number])
         place = self.index.enter(self.index.root(prompt.namespace), tokens)
         self.index.send(place, member.number)
-        sent = Sent(replica, prompt, matched_rows, place, estimated_rows)
-        self.in_flight[key] = sent
+        request = Sent(replica, prompt, matched_rows, place, estimated_rows)
+        self.in_flight[key] = request
         member.load.send(len(prompt.tokens) - matched_rows, prompt.limit)
-        return sent
+        return request
 
     def worked(self, replica: Hashable, prefill_rows: int, decode_rows: int, seconds: float) -> None:
         """Books that a replica has computed these rows in so many seconds. Without such calls its load falls only as
@@ -483,20 +483,20 @@ class Router:
         output_rows  how many tokens it made; None: it failed, or was taken back
         cached_rows  how many rows of its prompt were cached; None: unknown
         """
-        sent = self.in_flight.pop(key)
-        member, prompt = self._members[sent.replica], sent.prompt
+        request = self.in_flight.pop(key)
+        member, prompt = self._members[request.replica], request.prompt
         rows = len(prompt.tokens)
         if output_rows is not None and prompt.limit:
             self._outputs.end(output_rows, prompt.limit)
         if member.estimate is not None and output_rows is not None:
-            counts = sent.estimated_rows, sent.matched_rows, cached_rows
+            counts = request.estimated_rows, request.matched_rows, cached_rows
             member.estimate.answered(prompt.namespace, prompt.tokens, *counts)
             if (events := member.estimate.events()) is not None:
                 self.take(member.name, events)
-        self.index.unsend(sent.place, member.number)
-        computed = 0 if output_rows is None else rows - (sent.matched_rows if cached_rows is None else cached_rows)
-        member.load.end((rows - sent.matched_rows, prompt.limit), (computed, output_rows or 0))
-        return sent
+        self.index.unsend(request.place, member.number)
+        computed = 0 if output_rows is None else rows - (request.matched_rows if cached_rows is None else cached_rows)
+        member.load.end((rows - request.matched_rows, prompt.limit), (computed, output_rows or 0))
+        return request
 
     def expected_output(self, limit: int) -> int:
         """Returns how many tokens a request with this limit is expected to make, by the outputs that have ended."""

@@ -58,10 +58,10 @@ class ExpectedOutputs:
         return max(map(_difference, *zip(*pairs, strict=True)))
 
 
-def _difference(got: Tensor, wanted: Tensor) -> float:
+def _difference(got: Tensor, expected: Tensor) -> float:
     """Returns by how much results of prompts [prompts, size] differ, in parts of their length: the most of all prompts,
     and of a rounded dtype what half of them differ by at most, since rounding may give a token to another expert."""
-    parts = (got - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1).clamp(min=1e-6)
+    parts = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=1e-6)
     return (parts.max() if _is_exact(got.dtype) else parts.median()).item()
 
 
@@ -96,9 +96,9 @@ def expected_of(model: TransformersLM) -> tuple[ExpectedOutputs, float]:
     whole, config = model.whole, model.config
     if "position_ids" not in inspect.signature(type(model.decoder).forward).parameters:
         raise refused(config, "its modules take no position_ids, so rows cannot say where they stand")
-    for key, why in HIDDEN.items():
+    for key, reason in HIDDEN.items():
         if getattr(whole.config, key, None):
-            raise refused(config, f"{why} ({key})")
+            raise refused(config, f"{reason} ({key})")
     if not getattr(whole, "_supports_attention_backend", False):
         raise refused(config, "its attention does not go through transformers' attention interface")
     with refusing(config, "its modules fail"):
@@ -186,12 +186,12 @@ def check(model: TransformersLM, expected: ExpectedOutputs, most: float) -> None
             ids, logits = [0, config.vocab_size - 1, config.vocab_size // 2], model.logits(states)
             pairs.append(("logits", logits.to(expected.logits.dtype), expected.logits))
             pairs.append(("logits of some tokens", model.logits(states, ids), logits[:, ids]))
-    for what, got, wanted in pairs:
-        difference = _difference(got, wanted) if got.shape == wanted.shape else torch.inf
+    for name, got, expected_values in pairs:
+        difference = _difference(got, expected_values) if got.shape == expected_values.shape else torch.inf
         if not difference <= most:
             raise refused(
                 config,
-                f"rows that prompts share give other {what} than whole prompts do (by {difference:.1g} of their "
+                f"rows that prompts share give other {name} than whole prompts do (by {difference:.1g} of their "
                 f"length, in place of {most:.1g}), so something but attention over keys goes from token to token",
             )
 

@@ -141,7 +141,7 @@ class ReadyStates(nn.Module):
 
     last_hidden_state: Tensor | None = None
 
-    def forward(self, *given: Any, **also_given: Any) -> ReadyStates:
+    def forward(self, *arguments: Any, **options: Any) -> ReadyStates:
         return self
 
     def __getitem__(self, number: int) -> Tensor | None:

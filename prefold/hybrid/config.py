@@ -68,21 +68,21 @@ class HybridConfig(ModelConfig):
     rotated_dim: int | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, mixers: Sequence[str], **more: Any) -> HybridConfig:
-        """Returns a hybrid with the sizes of another model. mixers: of each layer; more: fields of HybridConfig.
+    def of(cls, config: ModelConfig, mixers: Sequence[str], **values: Any) -> HybridConfig:
+        """Returns a hybrid with the sizes of another model. mixers: of each layer; values: fields of HybridConfig.
 
         Raises UnsupportedModelError for a kind of mixer that is not known, and for a model without attention.
         """
         if len(mixers) != config.layers:
             raise UnsupportedModelError(f"layer_types has {len(mixers)} entries; it must have {config.layers}")
         if unknown := set(mixers) - {ATTENTION, *_MIXERS}:
-            known = ", ".join([ATTENTION, *_MIXERS])
-            raise UnsupportedModelError(f"layers of the kind {sorted(unknown)[0]!r} are not known; these are: {known}")
+            kinds = ", ".join([ATTENTION, *_MIXERS])
+            raise UnsupportedModelError(f"layers of the kind {sorted(unknown)[0]!r} are not known; these are: {kinds}")
         if ATTENTION not in mixers:
             raise UnsupportedModelError("no layer has attention; a model of states alone is not supported")
         own = {entry.name: getattr(config, entry.name) for entry in fields(ModelConfig)}
         planes = tuple(plane for plane, mixer in zip(config.planes, mixers, strict=True) if mixer == ATTENTION)
-        return cls(**own | {"planes": planes, "mixers": tuple(mixers), **more})
+        return cls(**own | {"planes": planes, "mixers": tuple(mixers), **values})
 
     @property
     def visited(self) -> tuple[int, ...]:

@@ -278,9 +278,9 @@ class StateScheduler(GenerateScheduler):
         stored: dict[Node, State] = {}
         free, victims, evicted = iter(self._free), self._victims(needed, stored), list[Node]()
         for node in (*needed, *rows_wanted):
-            reach, own = plan.reach(node), self.states.get(node)
+            reach, state = plan.reach(node), self.states.get(node)
             assert reach is not None
-            slot = next(free, None) if own is None or node in evicted else own.slot
+            slot = next(free, None) if state is None or node in evicted else state.slot
             if slot is None and (victim := next(victims, None)) is not None:
                 evicted.append(victim)
                 slot = self.states[victim].slot
@@ -321,7 +321,7 @@ class StateScheduler(GenerateScheduler):
     ) -> tuple[StateRuns, tuple[Node, ...]]:
         """Returns how states go through the rows of a plan, and the nodes whose states they start from. nodes: those
         with rows in the step, in the order of the rows"""
-        begun = Counter(node.parent for node in nodes if not plan.first(node))
+        num_begun = Counter(node.parent for node in nodes if not plan.first(node))
         first, source, ends, slots = list[int](), list[int](), list[int](), list[int]()
         run_of: dict[Node, int] = {}
         read: dict[Node, None] = {}
@@ -337,7 +337,7 @@ class StateScheduler(GenerateScheduler):
                 source.append(ZERO if is_root else self.states[start].slot)
                 if not is_root:
                     read[start] = None
-            elif above in stored or begun[above] > 1 or row != plan.last_row[above] + 1:
+            elif above in stored or num_begun[above] > 1 or row != plan.last_row[above] + 1:
                 first.append(row)
                 source.append(-1 - run_of[above])
             else:  # the same run goes on

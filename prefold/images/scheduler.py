@@ -243,21 +243,21 @@ class ImageScheduler(EnginePart):
         self.media.add_tree(scheduler.tree)
         waiting: dict[int, list[Hashable]] = {}
         media_by_prompt: list[list[Medium]] = []
-        lost: dict[Hashable, Exception] = {}
+        failures: dict[Hashable, Exception] = {}
         for sequence in scheduler.running:
-            if sequence.ready or sequence.key not in self._keys or sequence.key in lost:
+            if sequence.ready or sequence.key not in self._keys or sequence.key in failures:
                 continue
             try:
                 media = self.media.find(_image_rows(sequence))
             except LookupError:
-                lost[sequence.key] = _failure("its request has ended")
+                failures[sequence.key] = _failure("its request has ended")
                 continue
             media_by_prompt.append(media)
             for medium in media:
                 waiting.setdefault(first_id(medium), []).append(sequence.key)
         self._waiting = waiting
         self.is_waiting = self.need_next(media_by_prompt)
-        return lost
+        return failures
 
     def after_plan(self, rows: int | None, seconds: float) -> Mapping[Hashable, Exception]:
         """Runs the tower if requests wait for an image, for about as long as its pace allows after a step. Returns an
@@ -266,8 +266,8 @@ class ImageScheduler(EnginePart):
         failed = self.advance(allowed, idle=rows is None) if self.is_waiting else None
         if failed is None:
             return {}
-        medium, why = failed
-        return {key: _failure(why) for key in self._waiting.get(first_id(medium), ())}
+        medium, reason = failed
+        return {key: _failure(reason) for key in self._waiting.get(first_id(medium), ())}
 
     def seconds_after(self, rows: int, seconds: float) -> float:
         """Records a step of so many rows, and returns for how many seconds the tower may run after it."""
@@ -299,11 +299,11 @@ class ImageScheduler(EnginePart):
             self._make_room(self._bytes(medium))
         computing = time.perf_counter()
         result = self._worker.start(EncodeImage(medium.ids, tiles, stop)).result()
-        ended = time.perf_counter()
-        self._credit = 0.0 if idle else self._credit - (ended - started)
+        ended_at = time.perf_counter()
+        self._credit = 0.0 if idle else self._credit - (ended_at - started)
         before, run.num_done, run.tiles = run.operations, stop, None
-        self._note_rate(run.operations - before, ended - computing)
-        self._meter.add(seconds={"tower": ended - started})
+        self._note_rate(run.operations - before, ended_at - computing)
+        self._meter.add(seconds={"tower": ended_at - started})
         error: str | None = unread or result.error
         if result.is_done:
             del self._runs[first_id(medium)]
@@ -413,8 +413,8 @@ class ImageScheduler(EnginePart):
         return len(medium.ids) * self._row_bytes
 
 
-def _failure(why: str) -> InputError:
-    return InputError(f"an image cannot be encoded: {why}", field="image", code="image_failed")
+def _failure(reason: str) -> InputError:
+    return InputError(f"an image cannot be encoded: {reason}", field="image", code="image_failed")
 
 
 def _image_rows(sequence: SequenceState) -> np.ndarray:

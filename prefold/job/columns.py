@@ -303,8 +303,8 @@ def need_pyarrow(purpose: str) -> Any:
 
 
 class _Unfit(Exception):
-    def __init__(self, name: str, why: str):
-        super().__init__(why)
+    def __init__(self, name: str, reason: str):
+        super().__init__(reason)
         self.name = name
 
 
@@ -323,8 +323,8 @@ def write_parquet(lines: Iterable[bytes], path: Path, form: TableForm) -> list[s
             columns[error.name] = pa.string()
 
 
-def _note(name: str, why: str) -> str:
-    return f"the column {name!r} is written as text: {why}"
+def _note(name: str, reason: str) -> str:
+    return f"the column {name!r} is written as text: {reason}"
 
 
 def _column_types(pa: Any, lines: Iterable[bytes], form: TableForm) -> tuple[dict[str, Any], dict[str, str]]:

@@ -111,15 +111,15 @@ class Journal:
         assert self.job is not None
         differing = differences(self.job, job)
         if differing:
-            listed = "\n  ".join(differing)
+            lines = "\n  ".join(differing)
             raise JobError(
-                f"{self.path} belongs to another job:\n  {listed}\ngive the same input and options to resume it "
+                f"{self.path} belongs to another job:\n  {lines}\ngive the same input and options to resume it "
                 "(--grown: the input may have become longer), --overwrite to start again, or -o NAME to write elsewhere"
             )
-        ended = None
+        end_entry = None
         for _, entry, _ in self._entries():
-            ended = entry.get("ended")
-        self._replay(output_bytes, whole=has_final and covers(ended, limit))
+            end_entry = entry.get("ended")
+        self._replay(output_bytes, whole=has_final and covers(end_entry, limit))
 
     def cut(self) -> None:
         """Cuts off everything after the last valid entry."""
@@ -197,11 +197,11 @@ class Journal:
             self._end, self._crc = end, crc
 
 
-def covers(ended: dict[str, Any] | None, limit: int | None) -> bool:
-    """Returns whether an ended job has done all that a job with this --limit would do. ended: as `Journal.end_entry`"""
-    if ended is None:
+def covers(end_entry: dict[str, Any] | None, limit: int | None) -> bool:
+    """Returns whether an ended job has done all that a job with this --limit would do. end_entry: as of Journal"""
+    if end_entry is None:
         return False
-    return ended["limit"] is None or (limit is not None and limit <= ended["limit"])
+    return end_entry["limit"] is None or (limit is not None and limit <= end_entry["limit"])
 
 
 def _seal(entry: dict[str, Any], before: int) -> tuple[bytes, int]:

@@ -182,9 +182,9 @@ def place(plan: JobPlan, config: ModelConfig, replicas: int) -> list[PlacedSegme
     rows = np.concatenate(([0], np.cumsum(lengths.astype(np.int64) - shared)))
     out = []
     for start, stop in cost.cut(0, len(lengths), [1.0] * replicas):
-        again = int(shared[start]) if start < stop else 0
+        shared_rows = int(shared[start]) if start < stop else 0
         flops = cost.of(start, stop)
-        out.append(PlacedSegment(stop - start, int(rows[stop] - rows[start]) + again, again, flops))
+        out.append(PlacedSegment(stop - start, int(rows[stop] - rows[start]) + shared_rows, shared_rows, flops))
     return out
 
 

@@ -367,10 +367,10 @@ class Reader:
         chunk = self._chunks.pop(task)
         works = iter(self._works(task, chunk.items))
         for number, parsed in chunk.records:
-            mine = [next(works) for _ in parsed.items]
+            parts = [next(works) for _ in parsed.items]
             # All tags of a record are made before its first request is spooled, as that may fail: of a record that
             # was spooled in part, the missing results would be waited for.
-            requests = _first_error(mine) or attempt(with_tags, number, parsed.meta, mine, self._job.seed)
+            requests = _first_error(parts) or attempt(with_tags, number, parsed.meta, parts, self._job.seed)
             if isinstance(requests, InputError):
                 self._fail(number, parsed.meta, requests)
                 continue
@@ -403,8 +403,8 @@ class Reader:
     def _others_wait(self, task: str) -> bool:
         """Returns whether requests of another task have waited for long."""
         late = time.monotonic() - TURN_SECONDS
-        others = [feed.since for name, feed in list(self._feeds.items()) if name != task]
-        return any(since is not None and since < late for since in others)
+        starts = [feed.since for name, feed in list(self._feeds.items()) if name != task]
+        return any(since is not None and since < late for since in starts)
 
     def _works(self, task: str, items: list[Any]) -> list[Any]:
         """Returns the Work of each item, or its InputError. If the model cannot do the task, all items get that

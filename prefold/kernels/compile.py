@@ -100,14 +100,14 @@ def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path,
     sources = sorted(folder.glob("*.cpp"))
     objects = [target.with_name(f"{target.stem}-{source.stem}.o") for source in sources]
     commands = [
-        [*compiler, *flags, "-fPIC", "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects, strict=True)
+        [*compiler, *flags, "-fPIC", "-c", str(source), "-o", str(path)]
+        for source, path in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(len(commands)) as pool:
         list(pool.map(run_compiler, commands))
     run_compiler([*compiler, *flags, "-shared", *map(str, objects), "-o", str(target)])
-    for made in objects:
-        made.unlink()
+    for path in objects:
+        path.unlink()
 
 
 def compile_probe(compiler: Sequence[str], target: Path) -> None:

@@ -474,20 +474,20 @@ class Decoding:
         if self.visits.coda:
             outputs.visit[place] = batch.length[drafted.members[exits]] - 1
         # Slots of visits that they do not make are for the rows behind them.
-        which, deeper = np.nonzero(outputs.owns_slot[place, :, row] & (np.arange(batch.most) > last[:, None]))
-        at = place[which], deeper
-        outputs.owns_slot[(*at, row[which])] = False
+        numbers, deeper = np.nonzero(outputs.owns_slot[place, :, row] & (np.arange(batch.most) > last[:, None]))
+        at = place[numbers], deeper
+        outputs.owns_slot[(*at, row[numbers])] = False
         outputs.spare_at[at] -= 1
         outputs.num_spare[at] += 1
         # Deeper visits reuse the K/V of these rows, unless K/V must be made of a state for the row or one before it.
         reused = batch.reused[route, last]
-        which, deeper = np.nonzero((reused >= 0) & (outputs.num_settled[place] == row[:, None]))
-        reused, place, row = reused[which, deeper], place[which], row[which]
+        numbers, deeper = np.nonzero((reused >= 0) & (outputs.num_settled[place] == row[:, None]))
+        reused, place, row = reused[numbers, deeper], place[numbers], row[numbers]
         slots = outputs.slots[place, reused, row]
         outputs.slots[place, deeper, row] = slots
         outputs.has_left[place, deeper, row] = True
         outputs.num_settled[place, deeper] = row + 1
-        outputs.add_runs(place, deeper, slots, 1, start[exits[which]] + row)
+        outputs.add_runs(place, deeper, slots, 1, start[exits[numbers]] + row)
         return int(batch.rest[route, last].sum())
 
     def note_exits(self, drafted: DecodeRows, was_read: np.ndarray) -> None:

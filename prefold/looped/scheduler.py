@@ -224,8 +224,8 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
     def _book(self, visit: NodeVisit, take: Take, queries: np.ndarray, has_exited: np.ndarray) -> None:
         """Books the rows that a step brought to a visit."""
         sequence, first, stop = take.sequence, visit.num_settled, visit.num_settled + take.rows
-        own = queries >= 0
-        has_left = np.where(own, has_exited[queries], True) if len(has_exited) else ~own
+        has_query = queries >= 0
+        has_left = np.where(has_query, has_exited[queries], True) if len(has_exited) else ~has_query
         visit.has_left[first:stop] = has_left
         visit.settle(take.rows)
         if take.t == 0:
@@ -234,10 +234,11 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
             self.stats.recomputed_rows += take.rows
             visit.node.lost = visit.num_pending > 0
         if not sequence.is_open and visit.prefix[-1] >= 0:
-            saved = int(np.count_nonzero(has_left & own)) * sum(unit >= 0 for unit in sequence.route[take.t + 1 :])
+            num_later = sum(unit >= 0 for unit in sequence.route[take.t + 1 :])
+            saved = int(np.count_nonzero(has_left & has_query)) * num_later
             self.stats.block_calls_saved += saved
             self.stats.kv_bytes_freed += saved * self._slot_bytes
-        self.stats.kv_bytes_freed -= int(np.count_nonzero(visit.owns_slot[first:stop] & ~own)) * self._slot_bytes
+        self.stats.kv_bytes_freed -= int(np.count_nonzero(visit.owns_slot[first:stop] & ~has_query)) * self._slot_bytes
 
     def _go_on(self, sequence: LoopedSequence, block: int) -> None:
         """Goes on with the route as the router says, and ends it where it says exit or there are no visits left."""

@@ -192,11 +192,11 @@ class LoopedSequence(SequenceState):
         """Returns the slots of the states with which rows come to visit t, int64; 0 before the first."""
         slots = np.zeros(rows.stop - rows.start, np.int64)
         for earlier in range(t - 1, -1, -1):
-            own, is_left = node.visits[self.prefixes[earlier]], self.has_left(node, earlier, rows)
-            has_state = own.owns_slot[rows]
+            earlier_visit, is_left = node.visits[self.prefixes[earlier]], self.has_left(node, earlier, rows)
+            has_state = earlier_visit.owns_slot[rows]
             if is_left is not None:
                 has_state = has_state & ~is_left  # a row that was projected has none
-            slots = np.where((slots == 0) & has_state, own.slots[rows], slots)
+            slots = np.where((slots == 0) & has_state, earlier_visit.slots[rows], slots)
             if slots.all():
                 break
         return slots

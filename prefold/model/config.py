@@ -251,10 +251,10 @@ class ModelConfig:
         them; None: there is no choice."""
         for rope in self.ropes:
             if rope.kind == "longrope":
-                trained, which = rope.settings["original_max_position_embeddings"], "up to"
-                which = "more than" if rope.settings["is_long"] else which
-                chosen = f"positions have LongRoPE's factors for {which} {trained:,} tokens"
-                return f"{chosen}, by a context_length of {self.max_positions:,}"
+                trained, comparison = rope.settings["original_max_position_embeddings"], "up to"
+                comparison = "more than" if rope.settings["is_long"] else comparison
+                words = f"positions have LongRoPE's factors for {comparison} {trained:,} tokens"
+                return f"{words}, by a context_length of {self.max_positions:,}"
         return None
 
     @property

@@ -69,7 +69,7 @@ def check_int8(
     }
     remedies = {"dtype": f"use --dtype bfloat16 or float32, or {REMEDY}", "weights": "leave --weights out"}
     if problem := next((words for words, is_so in problems.items() if is_so), None):
-        remedy = next((remedy for what, remedy in remedies.items() if what in problem.split()), REMEDY)
+        remedy = next((remedy for word, remedy in remedies.items() if word in problem.split()), REMEDY)
         raise InputError(f"there is no int8 arithmetic: {problem}", field="arithmetic", remedy=remedy)
     if weights == "int8" and is_quantised:
         message = "the checkpoint's weights are quantised already, and to quantise them again would lose more"
@@ -117,8 +117,8 @@ class Report:
             text += f" (least cosine of a layer {min(self.cosines[n] for n in used):.4f}"
             text += ")" if self.logits is None else f", of logits {self.logits:.4f})"
         if self.kept_layers:
-            named = ", ".join(f"{n} ({self.cosines[n]:.3f})" for n in self.kept_layers)
-            text += f"; {name} in those that int8 changes too much: {named}"
+            layers = ", ".join(f"{n} ({self.cosines[n]:.3f})" for n in self.kept_layers)
+            text += f"; {name} in those that int8 changes too much: {layers}"
         if self.num_requantised:
             text += f"; {self.num_requantised} matrices of mixed types quantised a second time"
         return text
@@ -222,7 +222,7 @@ def fill_in_int8(
         linears = [] if number is None else _linears(model.layers[number])
         for place, weight in group:
             linear = weight.owner
-            if weight.attribute != "weight" or not any(linear is one for one in linears):
+            if weight.attribute != "weight" or not any(linear is item for item in linears):
                 fill_one(place, weight, pool)
                 continue
             assert isinstance(linear, Linear)

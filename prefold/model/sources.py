@@ -110,7 +110,7 @@ class TensorPlace:
             values = self.file.get_slice(self.name)[index]
         return values.T if self.transposed else values
 
-    def _in_turn(self, rows: slice, *others: slice) -> Tensor:
+    def _in_turn(self, rows: slice, *inputs: slice) -> Tensor:
         """Returns rows of a matrix, or numbers of a bias, whose outputs are some of those of a stack's matrix."""
         if self.scales is not None:
             stacks = ((self.file, self.name), self.scales)
@@ -119,7 +119,7 @@ class TensorPlace:
         else:
             matrix = self.file.get_slice(self.name)[self.matrix]
             values = (matrix.T if self.transposed else matrix)[self.outputs][rows]
-        return values[(slice(None), *others)]
+        return values[(slice(None), *inputs)]
 
 
 def in_order(values: Tensor, order: Sequence[int] | None) -> Tensor:
@@ -154,25 +154,25 @@ class SafetensorsSource:
                 if templates := names.of_stack(stored):
                     self._add_stack(checkpoint, files, stored, templates, names.in_turn)
                     continue
-                here = names.of_tensor(stored)
-                if not here:
+                own_names = names.of_tensor(stored)
+                if not own_names:
                     continue
-                if here[0] in self._places:
+                if own_names[0] in self._places:
                     raise CheckpointError(f"{checkpoint.path} has the tensor {stored!r} twice")
                 shape = tuple(file.get_slice(stored).get_shape())
-                transposed = names.transposed and here[0].startswith("layers.") and len(shape) == 2
+                transposed = names.transposed and own_names[0].startswith("layers.") and len(shape) == 2
                 shape = shape[::-1] if transposed else shape
-                flat = len(here) > 1 and len(shape) > 2
+                flat = len(own_names) > 1 and len(shape) > 2
                 shape = (math.prod(shape),) if flat else shape
-                orders = [config.head_order if self.IN_HEADS.search(name) else None for name in here]
-                if len(here) == 1:
-                    self._places[here[0]] = TensorPlace(file, stored, None, transposed, False, orders[0])
-                    self.shapes[here[0]] = shape
+                orders = [config.head_order if self.IN_HEADS.search(name) else None for name in own_names]
+                if len(own_names) == 1:
+                    self._places[own_names[0]] = TensorPlace(file, stored, None, transposed, False, orders[0])
+                    self.shapes[own_names[0]] = shape
                     continue
-                sizes = config.fused_sizes(here)
+                sizes = config.fused_sizes(own_names)
                 if shape[0] != sum(sizes):
                     raise CheckpointError(f"{stored} of {checkpoint.name} has {shape[0]} outputs, not {sum(sizes)}")
-                for name, size, end, order in zip(here, sizes, accumulate(sizes), orders, strict=True):
+                for name, size, end, order in zip(own_names, sizes, accumulate(sizes), orders, strict=True):
                     self._places[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, order)
                     self.shapes[name] = (size, *shape[1:])
 
@@ -312,11 +312,11 @@ class GGUFSource:
                     self._stored[name] = (stored, number * tensor.shape[1] + rows.start)
                     self.shapes[name] = shape
                 continue
-            here = names.of_tensor(stored)
-            sizes = config.fused_sizes(here) if len(here) > 1 else tensor.shape[:1]
-            if len(here) > 1 and tensor.shape[0] != sum(sizes):
+            own_names = names.of_tensor(stored)
+            sizes = config.fused_sizes(own_names) if len(own_names) > 1 else tensor.shape[:1]
+            if len(own_names) > 1 and tensor.shape[0] != sum(sizes):
                 raise CheckpointError(f"{stored} of {file.path} has {tensor.shape[0]} outputs, not {sum(sizes)}")
-            for name, size, last in zip(here, sizes, accumulate(sizes), strict=True):
+            for name, size, last in zip(own_names, sizes, accumulate(sizes), strict=True):
                 self._stored[name] = (stored, last - size)
                 shape = (size, *tensor.shape[1:])
                 thin = tuple(number for number in wanted.get(name, ()) if number != 1)

@@ -191,8 +191,9 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
         yield Weight(
             layer, "sinks", ((f"{attention}sinks", config.heads),), places=(places["sinks"],) if places else ()
         )
-    if (own := getattr(layer, "own_weights", None)) is not None:  # a layer of another kind, or with other linears
-        yield from own(prefix)
+    own_weights = getattr(layer, "own_weights", None)  # a layer of another kind, or with other linears, has it
+    if own_weights is not None:
+        yield from own_weights(prefix)
         yield from layer.mlp.weights(prefix, places)
         return
     if layer.splits_q:

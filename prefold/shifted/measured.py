@@ -122,9 +122,9 @@ def permitted(cache: CacheOptions | None, model: Mapping[str, Any]) -> CacheOpti
         was, now = measured.model.get(name), model.get(name)
         if was != now:
             raise _refused(f"{cache.shifted} was measured with the {name} {_short(was)}, and this is {_short(now)}")
-    why = measured.drift.unmet(measured.bound)
-    if why is not None:
-        raise _refused(f"{cache.shifted} does not meet its bound: {why}")
+    reason = measured.drift.unmet(measured.bound)
+    if reason is not None:
+        raise _refused(f"{cache.shifted} does not meet its bound: {reason}")
     return replace(cache, shifted=measured.settings)
 
 
