@@ -221,7 +221,8 @@ class Carry:
         groups = []
         for wave in self._waves:
             length = (self._stop - self.runs.first)[wave]
-            cuts = {*range(0, len(wave), MOST_RUNS), *(np.flatnonzero(np.diff(_classes(length))) + 1).tolist()}
+            classes = np.frexp(length)[1]  # binary logarithms: runs of one class fill half of a padded tensor or more
+            cuts = {*range(0, len(wave), MOST_RUNS), *(np.flatnonzero(np.diff(classes)) + 1).tolist()}
             for group in np.split(wave, sorted(cuts - {0})):
                 first, stop = self.runs.first[group, None], self._stop[group, None]
                 rows = first + np.arange(int((stop - first).max(initial=0)))
@@ -239,11 +240,6 @@ class Carry:
                     )
                 )
         return groups
-
-
-def _classes(length: np.ndarray) -> np.ndarray:
-    """Returns the binary logarithm of each run's length: runs of one class fill half of a padded tensor or more."""
-    return np.frexp(length)[1]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

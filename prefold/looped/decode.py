@@ -198,7 +198,7 @@ class Decoding:
         late = self._late(batch, numbers)
         cost = 1 + np.bincount(np.searchsorted(numbers, late[0][late[2]]), minlength=len(numbers))
         if cost.sum() > most:
-            order = np.argsort(-outputs.waited[batch.place[numbers]], kind="stable")
+            order = np.argsort(-outputs.steps_waited[batch.place[numbers]], kind="stable")
             fits = order[cost[order].cumsum() <= most]
             is_chosen = np.isin(late[0], numbers[fits] if fits.size else numbers[order[0]])
             if not fits.size:
@@ -438,10 +438,10 @@ class Decoding:
         """Resets the waiting time of sequences with rows in a step, and raises that of the others. Returns how many
         slots all sequences that generate would need if nothing was shared."""
         outputs = self.outputs
-        outputs.waited[batch.place] += 1
+        outputs.steps_waited[batch.place] += 1
         if drafted is not None:
-            outputs.waited[drafted.place] = 0
-            outputs.waited[batch.place[drafted.late_members]] = 0
+            outputs.steps_waited[drafted.place] = 0
+            outputs.steps_waited[batch.place[drafted.late_members]] = 0
         return int(((outputs.row[batch.place] + 1 + batch.start) * batch.length).sum())
 
     def book(self, drafted: DecodeRows, result: VisitResult, has_left: np.ndarray) -> int:

@@ -112,7 +112,7 @@ class VisitDraft:
                 self.room -= rows
                 if len(part[0]) or len(part[1]):
                     self.parts.append(part)
-            for sequence in sorted(group.prompts, key=lambda sequence: -sequence.waited):
+            for sequence in sorted(group.prompts, key=lambda sequence: -sequence.steps_waited):
                 if self.room:
                     self._take(sequence)
             if self.has_rows:
@@ -129,14 +129,14 @@ class VisitDraft:
         visit = outputs.visit[batch.place[numbers]]
         if not visits.refill and visit.any():  # those that begin a row wait for those on their way
             numbers, visit = numbers[visit > 0], visit[visit > 0]
-        route, waited = batch.route[numbers], outputs.waited[batch.place[numbers]]
+        route, steps_waited = batch.route[numbers], outputs.steps_waited[batch.place[numbers]]
         unit = batch.units[route, visit]
         kind = route * batch.most + visit if by_template else unit
         for value in np.unique(kind).tolist():
             members = np.flatnonzero(kind == value)
             block = int(unit[members[0]])
             key = (block, int(visit[members[0]]), batch.routes[route[members[0]]]) if by_template else block
-            groups[key] = _Group(block, numbers[members], [], int(waited[members].max()), len(members))
+            groups[key] = _Group(block, numbers[members], [], int(steps_waited[members].max()), len(members))
         if len(batch.sequences) < len(running):
             for sequence in running:
                 if not sequence.ready:
@@ -158,7 +158,7 @@ class VisitDraft:
         key = (unit, sequence.visit, tuple(sequence.route)) if self.slots.visits.group == "template" else unit
         group = groups.setdefault(key, _Group(unit, np.zeros(0, np.int64)))
         group.prompts.append(sequence)
-        group.longest = max(group.longest, sequence.waited)
+        group.longest = max(group.longest, sequence.steps_waited)
         group.rows += sum(visit.num_pending for visit in sequence.at(sequence.visit))
 
     def _advance(self, sequence: LoopedSequence) -> None:

@@ -24,7 +24,7 @@ class OutputRows:
     num_runs             int64 [places, visits]
     spare_at, num_spare  int64 [places, visits]: the first of the slots claimed for rows to come, and how many they are
     visit                int64 [places]: the visit that the sequence's rows come to next
-    waited               int64 [places]: for how many steps the sequence has waited
+    steps_waited         int64 [places]: for how many steps the sequence has waited
     row, token           int64 [places]: the last row of the tail, and its token; -1 and 0 where it has none
     decides, leaves      int64 [places]: from how many visits on that row's criteria decide, and after how many it
                          leaves in any case; or NEVER
@@ -44,7 +44,7 @@ class OutputRows:
         self.run_start, self.run_count, self.run_position = (np.zeros((0, visits, _RUNS), np.int64) for _ in range(3))
         self.num_settled, self.num_runs = (np.zeros((0, visits), np.int64) for _ in range(2))
         self.spare_at, self.num_spare = (np.zeros((0, visits), np.int64) for _ in range(2))
-        self.visit, self.waited, self.row, self.token, self.decides, self.leaves = (
+        self.visit, self.steps_waited, self.row, self.token, self.decides, self.leaves = (
             np.zeros(0, np.int64) for _ in range(6)
         )
 
@@ -83,7 +83,7 @@ class OutputRows:
             array[place, :, :rows] = 0
         for array in (self.num_settled, self.num_runs, self.num_spare):
             array[place] = 0
-        self.visit[place], self.waited[place], self.row[place] = 0, 0, -1
+        self.visit[place], self.steps_waited[place], self.row[place] = 0, 0, -1
         self._free.append(place)
         if self._size[1] > _ROWS and 4 * rows > self._size[1]:
             self._shrink()
@@ -126,7 +126,7 @@ class OutputRows:
             (places, self.visits, rows): ("slots", "owns_slot", "has_left"),
             (places, self.visits, runs): ("run_start", "run_count", "run_position"),
             (places, self.visits): ("num_settled", "num_runs", "spare_at", "num_spare"),
-            (places,): ("visit", "waited", "row", "token", "decides", "leaves"),
+            (places,): ("visit", "steps_waited", "row", "token", "decides", "leaves"),
         }
         for shape, names in shapes.items():
             for name in names:

@@ -166,7 +166,7 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
             for sequence in self.running:
                 if not sequence.ready:
                     unshared += (len(sequence.tail) + sequence.leaf.stop) * max(1, len(sequence.route))
-                    sequence.waited = 0 if sequence in moving else sequence.waited + 1
+                    sequence.steps_waited = 0 if sequence in moving else sequence.steps_waited + 1
         stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
 
     def commit(

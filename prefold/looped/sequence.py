@@ -58,17 +58,17 @@ def leaves_after(number: np.ndarray | int, decides: np.ndarray, leaves: np.ndarr
 class LoopedSequence(SequenceState):
     """A LoopedSequence is a SequenceState whose rows go through blocks a visit at a time.
 
-    namespace of its rows
-    route     the visits that are known: blocks, PRELUDE first and CODA last where the model has them
-    is_open   whether the router has still to say how the route goes on
-    prefixes  the route prefix of each visit
-    exits     when rows leave
-    visits    how rows go through the model
+    namespace     of its rows
+    route         the visits that are known: blocks, PRELUDE first and CODA last where the model has them
+    is_open       whether the router has still to say how the route goes on
+    prefixes      the route prefix of each visit
+    exits         when rows leave
+    visits        how rows go through the model
     exit_record   the route and exits that were decided before
-    outputs   the arrays that hold the slots of its tail, while it runs
-    visit     the index of the visit that its rows come to next; as many as the route has: all rows are there
-    waited    for how many steps it has waited
-    rows_there     how many leading rows of the prompt were there at each of the visits that it has come to
+    outputs       the arrays that hold the slots of its tail, while it runs
+    visit         the index of the visit that its rows come to next; as many as the route has: all rows are there
+    steps_waited  for how many steps it has waited
+    rows_there    how many leading rows of the prompt were there at each of the visits that it has come to
     """
 
     __slots__ = ("exit_record", "exits", "is_open", "namespace", "outputs", "prefixes", "rows_there", "visits")
@@ -114,14 +114,14 @@ class LoopedSequence(SequenceState):
         self.outputs.visit[self.tail.place] = visit
 
     @property
-    def waited(self) -> int:
+    def steps_waited(self) -> int:
         place = self.tail.place
-        return 0 if place is None else int(self.outputs.waited[place])
+        return 0 if place is None else int(self.outputs.steps_waited[place])
 
-    @waited.setter
-    def waited(self, steps: int) -> None:
+    @steps_waited.setter
+    def steps_waited(self, steps: int) -> None:
         assert self.tail.place is not None
-        self.outputs.waited[self.tail.place] = steps
+        self.outputs.steps_waited[self.tail.place] = steps
 
     def run(self) -> None:
         """Starts the sequence: its tail gets a place in the arrays, and its rows come to the first visit."""

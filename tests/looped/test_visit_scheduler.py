@@ -219,7 +219,7 @@ def test_nobody_waits_for_long():
         scheduler.submit(number, np.array([number % 3, 1], np.int32), limit=8, exits=Exits(route=route))
     while scheduler.has_work:
         run_step(scheduler, worker, {}, [])
-        longest = max([longest, *(one.waited for one in scheduler.running if one.key == 5)])
+        longest = max([longest, *(one.steps_waited for one in scheduler.running if one.key == 5)])
     assert longest <= 3 + 1
 
 
@@ -341,7 +341,7 @@ def test_steps_that_become_smaller():
     while len(ended) < 8:
         scheduler.max_batch_rows = 3 if all(one.ready for one in scheduler.running) else 64
         run_step(scheduler, worker, ended, [])
-        longest = max([longest, *(one.waited for one in scheduler.running)])
+        longest = max([longest, *(one.steps_waited for one in scheduler.running)])
     assert longest <= 8
     for number in range(8):
         check_alone([number % 2, 1, number % 3], 0, 9, Exits(0.4, 2), VISITS, ended[number, 0], decided[number])
