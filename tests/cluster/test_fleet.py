@@ -448,8 +448,8 @@ def test_what_a_lost_replica_had_not_answered_counts_as_computed_again():
         one = FleetRun(fleet, spool.windows(max_tokens=100), RunCall(Readout("tokens")), None)
         fleet.stats = Stats(unique_tokens=100, generation=GenerationStats())
         one._counted_rows = True
-        one._count_loss(fleet_module._Work(reported=50, answered=20))
+        one._count_loss(fleet_module._Work(reported_rows=50, answered_rows=20))
         assert fleet.stats.unique_tokens == 70 and fleet.stats.generation.recomputed_rows == 30
         one._count_loss(None)
-        one._count_loss(fleet_module._Work(reported=5, answered=20))
+        one._count_loss(fleet_module._Work(reported_rows=5, answered_rows=20))
         assert fleet.stats.unique_tokens == 70 and fleet.stats.generation.recomputed_rows == 30

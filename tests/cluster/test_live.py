@@ -84,7 +84,7 @@ class Told:
 
 def sorted_job(rng) -> OfflineSource:
     """A job of some requests whose tags are 10,000 and more."""
-    count, options = int(rng.integers(1, 60)), LeaseOptions(seconds=1.0, least=10.0, begun=(5, 1e9))
+    count, options = int(rng.integers(1, 60)), LeaseOptions(seconds=1.0, least_cost=10.0, begun_most=(5, 1e9))
     source = OfflineSource(
         StreamCost(rng.integers(4, 9, count), np.zeros(count, int)), ["replica 1"], lambda _: options
     )
