@@ -381,8 +381,7 @@ class ClassifyOptions(TaskOptions):
     instructions: str = option("", "What comes before the examples and the text.")
     examples: Sequence[object] = option((), 'Pairs (text, label), or {"text": ..., "label": ...}.')
     template: str | None = option(
-        None,
-        "How an example is written, with {text} and then {label}; by default two lines, Text: and Label:.",
+        None, "How an example is written, with {text} and then {label}; by default two lines, Text: and Label:."
     )
     separator: str = option("\n\n", "What stands between examples; by default an empty line.", None)
     normalization: Normalization | None = option(
@@ -391,8 +390,7 @@ class ClassifyOptions(TaskOptions):
         one_of=(None, "tokens", "bytes"),
     )
     calibrate: bool = option(
-        False,
-        "Whether to calibrate the labels with texts without content (contextual calibration, Zhao et al. 2021).",
+        False, "Whether to calibrate the labels with texts without content (contextual calibration, Zhao et al. 2021)."
     )
 
 
@@ -403,9 +401,7 @@ class ScoreOptions(TaskOptions):
     task = "score"
 
     prefix_token: int | None = option(
-        None,
-        "The token id that stands for an empty prompt; by default BOS, or EOS where there is none.",
-        None,
+        None, "The token id that stands for an empty prompt; by default BOS, or EOS where there is none.", None
     )
 
 

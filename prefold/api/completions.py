@@ -111,11 +111,6 @@ def sampled(parameters: Iterable[str]) -> Any:
     return msgspec.defstruct("Sampled", fields, bases=(Streamed,), kw_only=True)
 
 
-def sampling_of(body: Any, parameters: Iterable[str] = _SAMPLING) -> dict[str, Any]:
-    """Returns {field of Sampling: value} of a body's parameters."""
-    return {_SAMPLING[name]: value for name in parameters if (value := getattr(body, name)) is not None}
-
-
 class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
     """A Generating is the body of a request for text."""
 
@@ -168,7 +163,7 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
 
     def sampling(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Returns the sampling options, and puts the name of the parameter with the grammar into `meta`."""
-        sampling = sampling_of(self)
+        sampling = {field: value for name, field in _SAMPLING.items() if (value := getattr(self, name)) is not None}
         forms = {
             "response_format": _response_format(self.response_format),
             "structured_outputs": _structured_outputs(self.structured_outputs),

@@ -21,6 +21,7 @@ from .prefixes import EstimatedCache, Place, PrefixIndex, token_bytes
 _FEW = 16  # the mean length of outputs counts as if so many more outputs had ended at their limits
 # The fields of a Standing with a number for each replica, in the order of `Router._standing`.
 _COLUMNS = ("waits", "starts", "prefill_seconds", "requests", "total", "cached_rows", "capacity")
+_LARGE_PART = 0.3  # of a prefix
 _DECAY = 0.98  # the weight of a measurement as a share of the next one's: about the last 50 count
 
 
@@ -413,16 +414,16 @@ class Router:
             self.index.release(place, start, 1 << member.number)
         member.runs, member.cached_rows = {}, 0
 
-    def matched_rows(self, prompt: Prompt, *, with_coming: bool = True) -> dict[Hashable, int]:
+    def matched_rows(self, prompt: Prompt) -> dict[Hashable, int]:
         """Returns {replica: how many leading rows of a prompt it holds, or will hold after the work that it was sent};
         replicas without such rows are left out."""
-        rows = self._matched_rows(prompt.namespace, token_bytes(prompt.tokens), with_coming)
+        rows = self._matched_rows(prompt.namespace, token_bytes(prompt.tokens))
         return {self._numbers[i].name: int(rows[i]) for i in np.flatnonzero(rows).tolist()}  # type: ignore[union-attr]
 
-    def holders(self, namespace: Hashable, prefix: np.ndarray, *, least: float = 0.3) -> list[Hashable]:
-        """Returns the replicas that hold, or will hold, at least the share `least` of a prefix."""
+    def holders(self, namespace: Hashable, prefix: np.ndarray) -> list[Hashable]:
+        """Returns the replicas that hold, or will hold, a large part of a prefix."""
         rows = self._matched_rows(namespace, token_bytes(prefix))
-        return [self._numbers[i].name for i in np.flatnonzero(rows >= max(1, least * len(prefix))).tolist()]  # type: ignore[union-attr]
+        return [self._numbers[i].name for i in np.flatnonzero(rows >= max(1, _LARGE_PART * len(prefix))).tolist()]  # type: ignore[union-attr]
 
     def seconds_to_wait(self, replica: Hashable) -> float:
         """Returns how long a replica needs for its remaining work."""

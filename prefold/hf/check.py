@@ -214,11 +214,7 @@ def refusing(config: TransformersConfig, what: str) -> Iterator[None]:
 
 def _arguments(prompt: np.ndarray, device: torch.device) -> dict[str, Any]:
     tokens = torch.from_numpy(prompt.astype(np.int64)).to(device)[None]
-    return {
-        "input_ids": tokens,
-        "position_ids": torch.arange(tokens.shape[1], device=device)[None],
-        "use_cache": False,
-    }
+    return {"input_ids": tokens, "position_ids": torch.arange(tokens.shape[1], device=device)[None], "use_cache": False}
 
 
 def _mask(

@@ -145,10 +145,7 @@ def add_mixer(name: str, kind: MixerKind) -> None:
 
 def _conv_linears(config: HybridConfig) -> Linears:
     hidden = config.hidden
-    return {
-        "in_proj": (hidden, [("conv.in_proj", 3 * hidden)]),
-        "out_proj": (hidden, [("conv.out_proj", hidden)]),
-    }
+    return {"in_proj": (hidden, [("conv.in_proj", 3 * hidden)]), "out_proj": (hidden, [("conv.out_proj", hidden)])}
 
 
 _MIXERS: dict[str, MixerKind] = {
@@ -157,7 +154,7 @@ _MIXERS: dict[str, MixerKind] = {
         _conv_linears,
         lambda config: (StateShape((config.sizes["taps"] - 1, config.hidden)),),
         lambda config: config.hidden * (config.sizes["taps"] + 5 * config.sizes["bias"]),
-    ),
+    )
 }
 
 
@@ -186,13 +183,7 @@ def _delta_weights(config: HybridConfig) -> int:
 
 
 add_mixer(
-    "linear_attention",
-    MixerKind(
-        "prefold.hybrid.layers:GatedDeltaNet",
-        _delta_linears,
-        _delta_states,
-        _delta_weights,
-    ),
+    "linear_attention", MixerKind("prefold.hybrid.layers:GatedDeltaNet", _delta_linears, _delta_states, _delta_weights)
 )
 
 

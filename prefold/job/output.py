@@ -98,16 +98,15 @@ class Output:
     def close(self) -> None: ...
 
 
-def open_output(options: OutputOptions, job: dict[str, Any], stream: TextIO | None = None) -> Output:
+def open_output(options: OutputOptions, job: dict[str, Any]) -> Output:
     """Returns the opened output of the job with the fingerprint `job`, which resumes if the job's journal exists.
     Raises JobError if the output is not this job's, or cannot be written."""
     if options.path is None:
         if options.keep_order:
             raise JobError("--keep-order needs an output file: add -o FILE")
-        stream = stream or sys.stdout
-        if stream is None or stream.closed:
+        if sys.stdout is None or sys.stdout.closed:
             raise JobError("standard output is closed; add -o FILE")
-        return StreamOutput(stream)
+        return StreamOutput(sys.stdout)
     return FileOutput(options, job)
 
 

@@ -13,7 +13,7 @@ from ..prefix import RowCost, StreamCost, common_prefix_lengths, lexsort_sequenc
 from ..prefix.segments import keys_seen
 from ..report.icicle import StreamShape, icicle, walk
 from ..report.progress import Counts, Progress
-from ..stream import Spool, Window
+from ..stream import Window
 from .output import Output
 from .reader import Job, Reader
 
@@ -80,12 +80,11 @@ def plan_job(
     window: int = 1 << 20,
     max_batch_rows: int = 4096,
     progress: Progress | None = None,
-    make_spool: Callable[[], Spool] = Spool,
 ) -> JobPlan:
     """Reads, tokenises and sorts a job, and returns its JobPlan."""
     plan, counts = JobPlan(), Counts()
     tally = _Tally(plan)
-    job = Job(source, adapter, tasks, lambda: None, tally, limit=limit, make_spool=make_spool)
+    job = Job(source, adapter, tasks, lambda: None, tally, limit=limit)
     reader = Reader(job, counts)
     progress = progress or Progress()
     reader.start()

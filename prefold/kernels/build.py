@@ -27,10 +27,10 @@ def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
     return _kept(_name(flags), make, again)
 
 
-def is_built(flags: Sequence[str] = NATIVE) -> bool:
+def is_built() -> bool:
     """Returns whether `build` has its library in the cache, and need not compile."""
     try:
-        return (cache_folder() / "kernels" / _name(flags)).exists()
+        return (cache_folder() / "kernels" / _name(NATIVE)).exists()
     except (OSError, RuntimeError):
         return False
 

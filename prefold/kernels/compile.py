@@ -95,9 +95,9 @@ def compiler_or_error() -> str:
     return compiler
 
 
-def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path, *, folder: Path = SOURCES) -> None:
-    """Runs a compiler process for each source of a folder, side by side, then one to link."""
-    sources = sorted(folder.glob("*.cpp"))
+def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path) -> None:
+    """Runs a compiler process for each source, side by side, then one to link."""
+    sources = sorted(SOURCES.glob("*.cpp"))
     objects = [target.with_name(f"{target.stem}-{source.stem}.o") for source in sources]
     commands = [
         [*compiler, *flags, "-fPIC", "-c", str(source), "-o", str(path)]

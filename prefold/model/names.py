@@ -135,22 +135,14 @@ FUSED = Names(
     }
 )
 GGUF_FUSED = replace(
-    GGUF,
-    parts={
-        **GGUF.parts,
-        "attn_qkv": FUSED.parts["self_attn.qkv_proj"],
-        "ffn_up": FUSED.parts["mlp.gate_up_proj"],
-    },
+    GGUF, parts={**GGUF.parts, "attn_qkv": FUSED.parts["self_attn.qkv_proj"], "ffn_up": FUSED.parts["mlp.gate_up_proj"]}
 )
 # By the architecture of GGUF files that call things otherwise.
 GGUF_OF = {"phi3": GGUF_FUSED}
 STARCODER2 = Names(parts={"mlp.c_fc": ("mlp.up_proj",), "mlp.c_proj": ("mlp.down_proj",)})
 # The MLP that every row of Granite 4 goes through, which in its dense models is the only MLP.
 GRANITE4 = Names(
-    parts={
-        "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
-        "shared_mlp.output_linear": ("mlp.down_proj",),
-    }
+    parts={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"), "shared_mlp.output_linear": ("mlp.down_proj",)}
 )
 # Of models that norm attention's and the MLP's results too, before they are added.
 GGUF_OUT_NORMS = replace(

@@ -140,10 +140,7 @@ class LiveProgress(Progress):
     def tick(self, counts: Counts) -> None:
         is_known = counts.phase == "computing" and counts.read_all and counts.tokens
         self._bar.update(
-            self._task,
-            description=self.text(counts),
-            total=1 if is_known else None,
-            completed=counts.share_done,
+            self._task, description=self.text(counts), total=1 if is_known else None, completed=counts.share_done
         )
 
     def note(self, text: str) -> None:

@@ -67,9 +67,7 @@ def kv_bytes(size: int | None, device: torch.device, ranks: int = 1) -> int:
         return min(share, KV_MOST_ON_CPU) if device.type == "cpu" else share
     if size > free:
         raise InputError(
-            f"kv_memory is {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
-            field="kv_memory",
-            remedy="give less",
+            f"kv_memory is {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free", field="kv_memory", remedy="give less"
         )
     return size
 
