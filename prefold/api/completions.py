@@ -72,8 +72,8 @@ class StreamOptions(Body):
     include_obfuscation: Ignored = None
 
 
-class Streamed(Batchable, kw_only=True):
-    """A Streamed is the body of a request whose response may be streamed."""
+class Streamable(Batchable, kw_only=True):
+    """A Streamable is the body of a request whose response may be streamed."""
 
     stream: Annotated[bool, doc("Whether the answer is sent as server-sent events.")] = False
     stream_options: StreamOptions | None = None
@@ -108,7 +108,7 @@ def sampled(parameters: Iterable[str]) -> Any:
         (name, Annotated[Any, doc_of_option(_SAMPLING[name], **_SCHEMAS.get(_SAMPLING[name], {}))], None)
         for name in parameters
     ]
-    return msgspec.defstruct("Sampled", fields, bases=(Streamed,), kw_only=True)
+    return msgspec.defstruct("Sampled", fields, bases=(Streamable,), kw_only=True)
 
 
 class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
@@ -132,11 +132,11 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         "return_tokens_as_token_ids": (False,), "logits_processors": (), "modalities": (["text"],),
         "function_call": ("none",), "functions": (), "guided_whitespace_pattern": (),
     }  # fmt: skip
-    batch: ClassVar = Streamed.batch | {
+    batch: ClassVar = Streamable.batch | {
         "prompt_logprobs": ((), "use the task score, or ask for them outside of a batch"),
         "echo": ((False,), "use the task score, or ask for it outside of a batch"),
     }
-    remedies: ClassVar = Streamed.remedies | {
+    remedies: ClassVar = Streamable.remedies | {
         "best_of": "use n, and choose among the choices",
         "function_call": "use tools",
         "functions": "use tools",

@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..options import SamplerOptions, http_names
 from .answers import ChoiceText, Events
 from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, ServedModel, TaskOrder, converted, doc
-from .completions import Chat, Effort, Streamed, ToolChoice, Tools, chat_body, sampled, usage_of
+from .completions import Chat, Effort, Streamable, ToolChoice, Tools, chat_body, sampled, usage_of
 
 Body = dict[str, Any]
 
@@ -63,7 +63,7 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         "background": (False,), "truncation": ("disabled",), "conversation": (), "prompt": (), "max_tool_calls": (),
         "previous_response_id": (),
     }  # fmt: skip
-    remedies: ClassVar = Streamed.remedies | {
+    remedies: ClassVar = Streamable.remedies | {
         "truncation": "shorten the input, or give truncate_prompt_tokens",
         "previous_response_id": "send the whole conversation as input, since no responses are stored",
         "include": f'give ["{_LOGPROBS}"], or leave it out',

@@ -273,8 +273,8 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Sent:
-    """A Sent is a request that a replica has.
+class SentRequest:
+    """A SentRequest is a request that a replica has.
 
     matched_rows    leading rows that the replica held, or was about to compute, when the request was sent
     estimated_rows  leading rows that it held then, of a replica that does not report its cache; 0 of others
@@ -314,7 +314,7 @@ class Router:
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy: Policy = BestStart() if policy is None else policy
         self.index = PrefixIndex()
-        self.in_flight: dict[Hashable, Sent] = {}
+        self.in_flight: dict[Hashable, SentRequest] = {}
         self._members: dict[Hashable, _Member] = {}
         self._numbers: list[_Member | None] = []
         self._outputs = Outputs()
@@ -455,7 +455,7 @@ class Router:
         assert member is not None
         return member.name
 
-    def send(self, key: Hashable, prompt: Prompt, replica: Hashable) -> Sent:
+    def send(self, key: Hashable, prompt: Prompt, replica: Hashable) -> SentRequest:
         """Books that a replica is sent a request. Raises InputError if a request with this key is in flight."""
         if key in self.in_flight:
             raise InputError(f"the request {key!r} was sent already", field="key", remedy="give each its own key")
@@ -468,7 +468,7 @@ class Router:
             estimated_rows = int(self._matched_rows(prompt.namespace, tokens, with_coming=False)[member.number])
         place = self.index.enter(self.index.root(prompt.namespace), tokens)
         self.index.send(place, member.number)
-        request = Sent(replica, prompt, matched_rows, place, estimated_rows)
+        request = SentRequest(replica, prompt, matched_rows, place, estimated_rows)
         self.in_flight[key] = request
         member.load.send(len(prompt.tokens) - matched_rows, prompt.limit)
         return request
@@ -478,7 +478,7 @@ class Router:
         requests end."""
         self._members[replica].load.work(prefill_rows, decode_rows, seconds)
 
-    def end(self, key: Hashable, *, output_rows: int | None = None, cached_rows: int | None = None) -> Sent:
+    def end(self, key: Hashable, *, output_rows: int | None = None, cached_rows: int | None = None) -> SentRequest:
         """Books the end of a request.
 
         output_rows  how many tokens it made; None: it failed, or was taken back

@@ -20,7 +20,7 @@ from ..report.page import StepLog
 from ..report.progress import Counts, Progress
 from ..types import Stats
 from .flow import Flow, Job
-from .reader import Ready
+from .reader import ReadyBatch
 
 TICK_SECONDS = 0.25
 WAITING = "the replicas load the model"  # what a job on a fleet does before the first is ready
@@ -162,7 +162,7 @@ class _Run:
         self.counts.phase = "reading"
         return engine
 
-    def _compute(self, batch: Ready) -> None:
+    def _compute(self, batch: ReadyBatch) -> None:
         engine, shape, facts = self._engine, self.summary.shape, self._engine.facts
         # What is given away in ranges, or does not share, is looked at in its order afterwards; a stream as it goes by.
         watches = shape is not None and (batch.spool is None or (facts.sharing == "full" and not facts.divides))

@@ -69,9 +69,7 @@ class TextStream:
 
     @property
     def num_tokens(self) -> int:
-        return (
-            len(self._starts) if self._finder.stop_start is None else bisect_left(self._starts, self._finder.stop_start)
-        )
+        return len(self._starts) if self._finder.start is None else bisect_left(self._starts, self._finder.start)
 
     @property
     def num_given(self) -> int:
@@ -106,14 +104,14 @@ class StopFinder:
     Of several stops the one that ends first is found, and of those that end at the same place the longest. That does
     not depend on how the text is parted.
 
-    stop        the stop text that was found, None while there is none
-    stop_start  where it begins: letters of the whole text before it
+    stop   the stop text that was found, None while there is none
+    start  where it begins: letters of the whole text before it
     """
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
         self.stop: str | None = None
-        self.stop_start: int | None = None
+        self.start: int | None = None
         self._tail = ""  # the end of the text, which may be the beginning of a stop
         self._num_passed = 0  # letters of the text before `_tail`
         self._free = 0  # a stop that ends within the first so many letters does not count
@@ -131,7 +129,7 @@ class StopFinder:
             self._free = self._num_passed + len(self._tail) + len(likely_text)
         elif self._find(self._tail + likely_text):
             self._tail += likely_text
-            return self._pass(self.stop_start - self._num_passed)
+            return self._pass(self.start - self._num_passed)
         return self._pass(len(self._tail) - self._beginning(self._tail))
 
     def finish(self) -> str:
@@ -151,7 +149,7 @@ class StopFinder:
                 best, self.stop = (start + len(stop), start), stop
         if best is None:
             return False
-        self.stop_start = self._num_passed + best[1]
+        self.start = self._num_passed + best[1]
         return True
 
     def _beginning(self, text: str) -> int:
