@@ -132,7 +132,7 @@ def test_an_image_is_sent_once_while_it_is_needed(llms):
         # Sorted, the requests of an image come together: each replica has its part of them.
         assert 12 <= sends < 20 and any(gone for _, _, gone in replicas.held)
         for host in replicas.hosts.values():
-            assert len(host._pictures._media) == len(host._pictures._theirs) < 12
+            assert len(host._pictures._media) == len(host._pictures._driver_ids) < 12
 
 
 def test_a_replica_that_is_lost_has_held_nothing(llms):
@@ -200,7 +200,7 @@ def test_a_new_run_begins_without_images(llms):
     ids = np.arange(one.images.processor.rows_per_tile, dtype=np.int32) + MEDIA_BASE
     host.hold([SentImage(b"key", "", ids, pictures(1)[0].pixels)], [])
     host.begin(RunCall(Readout("last")))
-    assert not host._pictures._media and not host._pictures._theirs
+    assert not host._pictures._media and not host._pictures._driver_ids
     host.close()
 
 
