@@ -166,7 +166,7 @@ def attend_slots(
     *,
     scale: float,
     window: int | None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Returns attention of q [queries, heads, dim], its last dimension contiguous, shaped as q; keys and values [slots,
     kv_heads, dim]; sinks [heads]."""

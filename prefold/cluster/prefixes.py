@@ -229,12 +229,7 @@ class EstimatedCache:
         return self._reporter.drain()
 
     def answered(
-        self,
-        namespace: Hashable,
-        tokens: np.ndarray,
-        estimated_rows: int = 0,
-        matched_rows: int = 0,
-        cached_rows: int | None = None,
+        self, namespace: Hashable, tokens: np.ndarray, estimated_rows: int, matched_rows: int, cached_rows: int | None
     ) -> None:
         """Books that a prompt was answered, so that its rows are held.
 

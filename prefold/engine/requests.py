@@ -193,13 +193,7 @@ class RequestBuilder:
     """
 
     def __init__(
-        self,
-        facts: Facts,
-        eos_ids: Sequence[int],
-        *,
-        reserve: bool,
-        checks: Iterable[Callable[..., None]] = (),
-        keeps: bool = True,
+        self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool, checks: Iterable[Callable[..., None]], keeps: bool
     ):
         self.facts, self.eos_ids, self._reserve = facts, tuple(eos_ids), reserve
         self._checks, self._keeps = checks, keeps

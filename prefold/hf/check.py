@@ -218,13 +218,7 @@ def _arguments(prompt: np.ndarray, device: torch.device) -> dict[str, Any]:
 
 
 def _mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Any,
-    device: Any = None,
-    dtype: Any = None,
-    **options: Any,
+    batch_size: int, q_length: int, kv_length: int, mask_function: Any, device: Any = None, **options: Any
 ) -> Tensor:
     """Returns something that a model hands on as its mask, and that says what it shows."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
