@@ -27,12 +27,7 @@ class StateStream(PrefillScheduler):
     """
 
     def __init__(
-        self,
-        *arguments: Any,
-        before: StateStream | None,
-        note: Callable[[int], object],
-        follows: bool = False,
-        **options: Any,
+        self, *arguments: Any, before: StateStream | None, note: Callable[[int], object], follows: bool, **options: Any
     ):
         super().__init__(*arguments, follows=follows, **options)
         self._note = note
