@@ -141,13 +141,13 @@ class StateKernels(Family):
     @staticmethod
     def _conv(x: Tensor, states: Tensor, taps: Tensor, bias: Tensor | None, places: ConvPlaces) -> ConvCall:
         """Returns the part of a call that says what is convolved."""
-        count, num_kept, channels = states.shape
-        if taps.shape != (num_kept + 1, channels) or x.stride()[1] != 1 or places.above.shape != (num_kept, len(x)):
+        count, kept, channels = states.shape
+        if taps.shape != (kept + 1, channels) or x.stride()[1] != 1 or places.above.shape != (kept, len(x)):
             raise ValueError(f"taps {list(taps.shape)}, states {list(states.shape)} and x {list(x.shape)} do not fit")
         return ConvCall(
             x.data_ptr(), states.data_ptr(), taps.data_ptr(), _address(bias), places.above.ctypes.data,
-            places.below.ctypes.data, places.to.ctypes.data, len(x), x.stride()[0], channels, num_kept,
-            count * num_kept, len(places.to),
+            places.below.ctypes.data, places.to.ctypes.data, len(x), x.stride()[0], channels, kept, count * kept,
+            len(places.to),
         )  # fmt: skip
 
 
