@@ -237,15 +237,15 @@ def main() -> None:
     checkpoint = resolve(arguments.model, load_format="dummy" if random else "auto")
     if arguments.layers:
         checkpoint = replace(checkpoint, config=checkpoint.config | {"num_hidden_layers": arguments.layers})
-    how = {"dtype": arguments.dtype, "threads": arguments.threads, "max_running": 256}
-    llm = LLM(checkpoint, weights="dtype", **how)
+    options = {"dtype": arguments.dtype, "threads": arguments.threads, "max_running": 256}
+    llm = LLM(checkpoint, weights="dtype", **options)
     cases = cases_of(arguments)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         peers, files = open_peers(arguments, llm, cases, scratch, stack)
         ours = {OURS: llm}
         for kind, file in files.items() if arguments.stored else ():
-            ours[f"{OURS}, {kind} as stored"] = LLM(str(file), weights="file", **how)
+            ours[f"{OURS}, {kind} as stored"] = LLM(str(file), weights="file", **options)
         seconds, rates = measure(ours, peers, cases, arguments)
     rate = {name: median([one[name] for one in rates]) for name in rates[0]}
     limits = {name: limit(llm.config, case, rate, llm.dtype.itemsize) for name, case in cases.items()}

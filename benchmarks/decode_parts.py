@@ -108,8 +108,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
     checkpoint, dtype = resolve(options.model, load_format="dummy"), getattr(torch, options.dtype)
-    how = {"load_format": "dummy", "threads": options.threads, "cache": "off"}
-    llm = LLM(options.model, dtype=options.dtype, device="cpu", **how)
+    settings = {"load_format": "dummy", "threads": options.threads, "cache": "off"}
+    llm = LLM(options.model, dtype=options.dtype, device="cpu", **settings)
     model = llm.model
     plain = load_model(checkpoint, dtype=dtype, device="cpu", pack=False)
     theirs = [one_dnn(linear.weight) for linear, _ in linears(plain, 1)]

@@ -151,7 +151,7 @@ def write_q8(source: Path, target: Path) -> Path:
 
 
 def load(case: str, folder: Path, model: str, q8: str) -> LLM:
-    how = {
+    settings = {
         "float32": (str(folder), {"dtype": "float32", "weights": "dtype"}),
         "bfloat16": (str(folder), {"dtype": "bfloat16", "weights": "dtype"}),
         "int8": (str(folder), {"dtype": "bfloat16", "weights": "int8", "arithmetic": "int8"}),
@@ -159,7 +159,7 @@ def load(case: str, folder: Path, model: str, q8: str) -> LLM:
         "q8": (q8, {"dtype": "float32", "weights": "file"}),
         "q8-int8": (q8, {"dtype": "bfloat16", "arithmetic": "int8"}),
     }
-    name, options = how[case]
+    name, options = settings[case]
     return LLM(name, device="cpu", **options)
 
 

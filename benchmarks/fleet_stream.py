@@ -137,7 +137,7 @@ def two(rows: int, repeats: int) -> list[dict[str, Any]]:
                         "on admission": (g.first_admission_hits + g.cross_window_hits) / asked,
                         "in step": g.in_step_hits / asked, "computed": g.prefill_rows / asked,
                         "again": g.recomputed_rows / asked,
-                        "computed, simulated": some[-1][2].hits.computed / asked,
+                        "computed, simulated": some[-1][2].hits.rows_computed / asked,
                     }
                 )  # fmt: skip
     finally:

@@ -59,9 +59,11 @@ def main() -> None:
             engines = {}  # one for all rounds: with a threshold it learns from one to the next
             for mode in seconds:
                 # Mean pooling: every row of the last layer is computed, as the published grid does.
-                how = {"sharing": "full", "sharing_threshold": arguments.threshold}
-                how = (how if mode == "auto" else {"sharing": mode}) | {"max_batch_rows": arguments.max_batch_rows}
-                engines[mode] = ModelEngine(LocalWorker(model), EngineOptions(**how))
+                options = {"sharing": "full", "sharing_threshold": arguments.threshold}
+                options = (options if mode == "auto" else {"sharing": mode}) | {
+                    "max_batch_rows": arguments.max_batch_rows
+                }
+                engines[mode] = ModelEngine(LocalWorker(model), EngineOptions(**options))
             for number in range(arguments.repeats):
                 for mode, values in list(seconds.items())[:: 1 if number % 2 else -1]:
                     requests = [Request(p) for p in prompts]

@@ -305,9 +305,9 @@ def http(options: argparse.Namespace) -> list[dict[str, Any]]:
             "rows": {"images": {"media_memory": 0}},
             "the tower's store": {"cache": "off"},
         }
-        for what, how in kept.items():
+        for what, settings in kept.items():
             with (
-                LLM(model, dtype=options.dtype, **how) as llm,
+                LLM(model, dtype=options.dtype, **settings) as llm,
                 serving(llm, served_names=("m",), api_keys=f"{here}/keys.toml") as server,
             ):
                 guesses = 4 if options.smoke else options.guesses

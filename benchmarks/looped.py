@@ -120,17 +120,17 @@ def decode_cells(options: argparse.Namespace) -> Cells:
     def one(nodes: int | None, hidden: int, batch: int, prompt: int, out: int, blocks: int = 2) -> dict[str, Any]:
         folder = trained_model(options.out, nodes, options.seeds[0], options.steps)[0] if nodes else None
         given = (hidden, batch, prompt, out, options.repeats, options.device)
-        how = {"blocks": blocks, "dtype": options.dtype, "only": options.paths}
-        return looped_served.decode(folder, nodes or 0, *given, **how)
+        settings = {"blocks": blocks, "dtype": options.dtype, "only": options.paths}
+        return looped_served.decode(folder, nodes or 0, *given, **settings)
 
     cells: Cells = {}
     for batch in options.batches:
         for out in options.outs:
             for nodes in options.nodes:
                 run = partial(one, nodes, 0, batch, 0, out)
-                how = {"seed": options.seeds[0]}
+                selection = {"seed": options.seeds[0]}
                 cells[f"decode-trained-{nodes}-{batch}-{out}"] = Cell.of(
-                    run, options, "repeats", "paths", "steps", **how
+                    run, options, "repeats", "paths", "steps", **selection
                 )
             for hidden, prompt in itertools.product(options.hidden, options.prompts):
                 size = hidden, batch, prompt, out

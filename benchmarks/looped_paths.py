@@ -70,8 +70,8 @@ class Paths:
         fixed, hard = (routed_by(checkpoint, kind, threshold) for kind in ("fixed", "hard"))
 
         def make(checkpoint: Checkpoint, **options: Any) -> LLM:
-            how = {"dtype": "float32", "device": device, "kv_memory": 1 << 31, "cache": "off"}
-            llm = self._stack.enter_context(closing(LLM(checkpoint, **how, **options)))
+            settings = {"dtype": "float32", "device": device, "kv_memory": 1 << 31, "cache": "off"}
+            llm = self._stack.enter_context(closing(LLM(checkpoint, **settings, **options)))
             prepare(llm.model)
             return llm
 

@@ -49,8 +49,8 @@ def accuracy(folder: Path, nodes: int, device: str) -> dict[str, Any]:
         gate = visit_logprobs(llm.model, queries.batch(llm.model))[1]
     found: dict[str, Any] = {}
 
-    def ask(name: str, one: LLM, threshold: float, **how: Any) -> None:
-        answers = tokens_of(one, requests(queries.prompts, max_tokens=1, exit_threshold=threshold, **how))
+    def ask(name: str, one: LLM, threshold: float, **options: Any) -> None:
+        answers = tokens_of(one, requests(queries.prompts, max_tokens=1, exit_threshold=threshold, **options))
         right = np.array(answers)[:, 0] == queries.wanted[-1]
         made = visits_at_exit(gate, RowExits(threshold)).cpu().numpy() + 1
         found[name] = {
@@ -249,8 +249,8 @@ def decode(
     def make(**options: Any) -> LLM:
         if folder is None:
             return random_llm(hidden, 8, device, blocks=blocks, dtype=dtype, **options)
-        how = {"dtype": "float32", "device": device, "kv_memory": 1 << 30, "cache": "off"}
-        return LLM(str(folder), **how, max_running=max(256, batch), **options)
+        settings = {"dtype": "float32", "device": device, "kv_memory": 1 << 30, "cache": "off"}
+        return LLM(str(folder), **settings, max_running=max(256, batch), **options)
 
     read, single = make(), make(looped={"exits": "save", "step_visits": 1})
     save, no_refill = make(looped={"exits": "save"}), make(looped={"exits": "save", "refill": False})

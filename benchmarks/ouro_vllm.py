@@ -70,8 +70,10 @@ if asked["ouro"]:
     ModelRegistry.register_model("OuroForCausalLM", module.OuroForCausalLM)
 llm = LLM(asked["folder"], dtype="float32", enforce_eager=True, skip_tokenizer_init=True, block_size=32,
           max_model_len=256, max_num_seqs=16, enable_prefix_caching=False)
-how = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, prompt_logprobs=1, detokenize=False)
-outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], how, use_tqdm=False)
+sampling = SamplingParams(
+    temperature=0, max_tokens=asked["tokens"], ignore_eos=True, prompt_logprobs=1, detokenize=False
+)
+outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], sampling, use_tqdm=False)
 found = [
     {
         "tokens": list(one.outputs[0].token_ids),

@@ -49,7 +49,7 @@ def grouped(rng: np.random.Generator, num: int, length: int, groups: int, shared
 
 
 def mixed(rng: np.random.Generator, num_tokens: int) -> list:
-    """Ragged: prompts out of a few templates, some of them going on from an earlier one, some repeated."""
+    """RaggedLists: prompts out of a few templates, some of them going on from an earlier one, some repeated."""
     templates = [rng.integers(0, VOCAB, rng.integers(20, 300), dtype=np.int32) for _ in range(6)]
     sequences: list[np.ndarray] = []
     total = 0

@@ -195,9 +195,9 @@ def served(
         if keys:
             Path(folder, "keys.toml").write_text(KEYS)
             options["api_keys"] = f"{folder}/keys.toml"
-        how = {"dtype": arguments.dtype, "max_batch_rows": rows, "cache": CacheOptions()}
+        settings = {"dtype": arguments.dtype, "max_batch_rows": rows, "cache": CacheOptions()}
         with (
-            LLM(model, kv_memory=arguments.kv_memory, **how) as llm,
+            LLM(model, kv_memory=arguments.kv_memory, **settings) as llm,
             serving(llm, **options) as server,
             httpx.Client(base_url=server.url, timeout=300) as client,
         ):

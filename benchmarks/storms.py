@@ -365,13 +365,13 @@ class Failing:
     """A Failing worker raises an error at the number-th call of a kind, or from that call on. It stands in for methods
     of the engine's worker, which does the rest.
 
-    how     "start": the call raises; "result": that of its ticket does; "lasting": all such calls do from then on
+    mode    "start": the call raises; "result": that of its ticket does; "lasting": all such calls do from then on
     seen    how many calls of each kind there were
     struck  whether the call came
     """
 
-    def __init__(self, llm: LLM, kind: str = "", number: int = 0, error: Any = None, how: str = "start"):
-        self.kind, self.number, self.error, self.how = kind, number, error, how
+    def __init__(self, llm: LLM, kind: str = "", number: int = 0, error: Any = None, mode: str = "start"):
+        self.kind, self.number, self.error, self.mode = kind, number, error, mode
         self.seen, self.struck = Counter[str](), False
         worker = llm.engine.worker
         self._methods = {name: getattr(worker, name) for name in ("start", *METHODS)}
@@ -381,7 +381,7 @@ class Failing:
 
     def strikes(self, kind: str) -> bool:
         self.seen[kind] += 1
-        strikes = kind == self.kind and self.seen[kind] >= self.number and (self.how == "lasting" or not self.struck)
+        strikes = kind == self.kind and self.seen[kind] >= self.number and (self.mode == "lasting" or not self.struck)
         self.struck |= strikes
         return strikes
 
@@ -392,7 +392,7 @@ class Failing:
 
     def start(self, message: Any, prepared: Any = None) -> Any:
         strikes = self.strikes(type(message).__name__)
-        if strikes and self.how != "result":
+        if strikes and self.mode != "result":
             raise self.error("made up")
         ticket = self._methods["start"](message, prepared)
         return _Raising(self.error) if strikes else ticket
@@ -448,11 +448,11 @@ def failures(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
         wanted = [call(llm) for call in calls]
         disturbed(llm, calls, wanted, Counter())
         for kind in sorted(kinds.seen):
-            hows = ("start", "result", "lasting") if kind[0].isupper() else ("start", "lasting")
-            for error, how in itertools.product(ERRORS, hows):
+            modes = ("start", "result", "lasting") if kind[0].isupper() else ("start", "lasting")
+            for error, mode in itertools.product(ERRORS, modes):
                 for number in range(1, 1000):
                     watch = Watch(LLM(llm.checkpoint, **given(llm)), ())
-                    failing = Failing(watch.llm, kind, number, error, how)
+                    failing = Failing(watch.llm, kind, number, error, mode)
                     disturbed(watch.llm, calls, wanted, watch.counts)
                     failing.kind = ""
                     if failing.struck:
@@ -463,7 +463,7 @@ def failures(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
                         watch.see(call, call(watch.llm))
                     counts = watch.end()
                     if bad := {k: v for k, v in counts.items() if k in BAD and v}:
-                        print(f"{name}: {kind} {number} {error.__name__} {how}: {bad}", file=sys.stderr)
+                        print(f"{name}: {kind} {number} {error.__name__} {mode}: {bad}", file=sys.stderr)
                     watch.llm.close()
                     total.update(counts)
                     if not failing.struck:

@@ -92,8 +92,8 @@ class LLM(NumericTasks, Texts):
         try:
             ranks = ALONE if self._team is None else self._team.ranks
             place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": ranks}
-            how = {"seed": o.seed, "config": self.config, "keep": o.weights, "int8": int8}
-            self.model = load_model(self.checkpoint, **place, **how)
+            loading = {"seed": o.seed, "config": self.config, "keep": o.weights, "int8": int8}
+            self.model = load_model(self.checkpoint, **place, **loading)
             self.config = self.model.config
             parts = parts_of(self.model, self.checkpoint, o.seed)
             loaded = {
@@ -146,10 +146,10 @@ class LLM(NumericTasks, Texts):
         """Returns what the results depend on beside requests, as JSON: the model's files, the dtype, the adapters, and
         the arithmetic and the dtype of keys and values where these are not the dtype."""
         loaded = {name: folder_digest(Path(folder)) for name, folder in (self.options.adapters or {}).items()}
-        named = {"dtype": str(self.dtype).removeprefix("torch."), "adapters": loaded}
+        settings = {"dtype": str(self.dtype).removeprefix("torch."), "adapters": loaded}
         rare = {"arithmetic": (self.options.arithmetic, "float"), "kv_dtype": (self.options.kv_dtype, "auto")}
-        named |= {name: value for name, (value, default) in rare.items() if value != default}
-        return {"model": model_identity(self.checkpoint), **named}
+        settings |= {name: value for name, (value, default) in rare.items() if value != default}
+        return {"model": model_identity(self.checkpoint), **settings}
 
     def close(self) -> None:
         """Ends the thread that makes the steps, and the processes that hold parts of a split model. Nothing can be

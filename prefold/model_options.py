@@ -314,10 +314,10 @@ def model_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     return keywords
 
 
-def part_of(kind: type[T], options: ModelOptions, **more: Any) -> T:
-    """Returns an object of a dataclass that has the values of the model's options of the same names, and `more`."""
+def part_of(kind: type[T], options: ModelOptions, **values: Any) -> T:
+    """Returns an object of a dataclass that has the values of the model's options of the same names, and `values`."""
     names = [entry.name for entry in fields(cast(Any, kind)) if hasattr(options, entry.name)]
-    return kind(**{name: getattr(options, name) for name in names} | more)
+    return kind(**{name: getattr(options, name) for name in names} | values)
 
 
 def model_fields(*kinds: type) -> dict[str, Field[Any]]:

@@ -268,8 +268,8 @@ def check_values(options: object, declared: Iterable[Field[Any]]) -> None:
     for entry in declared:
         value, kind = getattr(options, entry.name), kind_of(entry)
         allowed = entry.metadata["one_of"]
-        if allowed and not any(type(value) is type(each) and value == each for each in allowed):
-            raise wrong_value(entry.name, value, f"use one of {', '.join(repr(each) for each in allowed)}")
+        if allowed and not any(type(value) is type(choice) and value == choice for choice in allowed):
+            raise wrong_value(entry.name, value, f"use one of {', '.join(repr(choice) for choice in allowed)}")
         if allowed or kind is None or (value is None and entry.default is None):
             continue
         limits = {name: entry.metadata[name] for name in ("least", "most", "above")}
@@ -381,8 +381,7 @@ class ClassifyOptions(TaskOptions):
     instructions: str = option("", "What comes before the examples and the text.")
     examples: Sequence[object] = option((), 'Pairs (text, label), or {"text": ..., "label": ...}.')
     template: str | None = option(
-        None,
-        "How an example is written, with {text} and then {label}; by default two lines, Text: and Label:.",
+        None, "How an example is written, with {text} and then {label}; by default two lines, Text: and Label:."
     )
     separator: str = option("\n\n", "What stands between examples; by default an empty line.", None)
     normalization: Normalization | None = option(
@@ -391,8 +390,7 @@ class ClassifyOptions(TaskOptions):
         one_of=(None, "tokens", "bytes"),
     )
     calibrate: bool = option(
-        False,
-        "Whether to calibrate the labels with texts without content (contextual calibration, Zhao et al. 2021).",
+        False, "Whether to calibrate the labels with texts without content (contextual calibration, Zhao et al. 2021)."
     )
 
 
@@ -403,9 +401,7 @@ class ScoreOptions(TaskOptions):
     task = "score"
 
     prefix_token: int | None = option(
-        None,
-        "The token id that stands for an empty prompt; by default BOS, or EOS where there is none.",
-        None,
+        None, "The token id that stands for an empty prompt; by default BOS, or EOS where there is none.", None
     )
 
 
@@ -451,8 +447,8 @@ def options_of(task: str, values: Mapping[str, Any]) -> TaskOptions:
     """Returns the options of a task. Raises InputError for an unknown task or option, and for bad values."""
     if task not in OPTIONS:
         raise InputError(f"there is no task {task!r}", field="task", remedy=f"the tasks are {', '.join(OPTIONS)}")
-    own = cli_names(task)
-    check_options(task, values, [*own], {name: option for option, names in own.items() for name in names})
+    names_by = cli_names(task)
+    check_options(task, values, [*names_by], {name: option for option, names in names_by.items() for name in names})
     return OPTIONS[task](**values)
 
 

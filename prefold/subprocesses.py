@@ -71,12 +71,12 @@ class Subprocess:
         environment = {name: os.environ[name] for name in variables if name in os.environ}
         environment |= {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        self._socket, theirs = socket.socketpair()
-        with theirs:
+        self._socket, child_end = socket.socketpair()
+        with child_end:
             return subprocess.Popen(
                 self._command,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
+                stdin=child_end.fileno(),
+                stdout=child_end.fileno(),
                 stderr=subprocess.DEVNULL,
                 env=environment,
                 start_new_session=True,  # so that Ctrl-C is for the process that waits for the answer

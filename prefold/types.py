@@ -120,8 +120,8 @@ class Stats(Jsonable):
             part: self.seconds.get(part, 0.0) + other.seconds.get(part, 0.0)
             for part in {**self.seconds, **other.seconds}
         }
-        both = [stats.generation for stats in (self, other) if stats.generation is not None]
-        return Stats(**counts, seconds=seconds, generation=sum(both, GenerationStats()) if both else None)
+        generations = [stats.generation for stats in (self, other) if stats.generation is not None]
+        return Stats(**counts, seconds=seconds, generation=sum(generations, GenerationStats()) if generations else None)
 
     def add_seconds(self, part: str, seconds: float) -> None:
         """Adds to the seconds of a part."""
@@ -365,9 +365,9 @@ class Generated(Jsonable):
     approximate_tokens: int = 0
 
     def __repr__(self) -> str:
-        ended = repr(self.finish_reason) + ("" if self.stop is None else f" at {self.stop!r}")
+        ending = repr(self.finish_reason) + ("" if self.stop is None else f" at {self.stop!r}")
         text = f"tokens={list(self.tokens)}" if self.text is None else f"{self.text!r}, {len(self.tokens)} tokens"
-        return f"Generated({text}, {ended})"
+        return f"Generated({text}, {ending})"
 
 
 def within(namespace: str, salt: str) -> str:

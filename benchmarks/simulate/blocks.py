@@ -142,7 +142,7 @@ class BlockEngine:
                     break
                 rows = min(budget, sequence.rows - found)
                 budget, prefill, pairs = self._advance(sequence, rows, budget, prefill, pairs, ready)
-        self.hits.computed += prefill
+        self.hits.rows_computed += prefill
         ended = self._finish(decode, ready)
         reads = decode + len(ready)
         seconds = self.cost.seconds(StepRows(prefill, decode, keys, pairs, reads))

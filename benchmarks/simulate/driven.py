@@ -69,7 +69,7 @@ class _Driven(Simulation):
         return super().handle(kind, what, now, touched)
 
     def worked(self, number: int, stretch: Stretch, events: CacheEvents | None, now: float) -> bool:
-        self._open[number] -= len(stretch.ended)
+        self._open[number] -= len(stretch.ended_requests)
         if self._driver is None:
             return super().worked(number, stretch, events, now)
         self.push(now + self._driver.delay, "heard", (number, stretch, events))

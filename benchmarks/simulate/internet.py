@@ -111,7 +111,7 @@ class Ranges(Feeder):
 
     def worked(self, replica: int, stretch: Stretch, events: CacheEvents | None, now: float) -> None:
         super().worked(replica, stretch, events, now)
-        if stretch.ended:
+        if stretch.ended_requests:
             self._hungry[replica] = None
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
@@ -179,7 +179,7 @@ def _run(setup: Setup, prompts: Prompts) -> tuple[FleetOutcome, dict[str, float]
     return run, {
         "microseconds of CPU of planning a prompt": 1e6 * seconds / len(prompts),
         "costliest segment, of the mean": max(costs) * setup.replicas / sum(costs),
-        "rows computed, of the unique ones": run.hits.computed / unique,
+        "rows computed, of the unique ones": run.hits.rows_computed / unique,
         "unique rows, of those asked for": unique / float(lengths.sum(dtype=np.int64)),
         "times work was moved": feeder.steals,
         "seconds of CPU of simulating": time.process_time() - started,

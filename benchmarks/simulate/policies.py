@@ -50,8 +50,8 @@ class SGLang(Forgetful):
         most, least = int(requests.max()), int(requests.min())
         if most - least > self.absolute and most > self.relative * least:
             return s.least(s.requests)
-        best = s.least(-s.matched)
-        return best if s.matched[best] > self.threshold * s.rows else s.least(s.held)
+        best = s.least(-s.matched_rows)
+        return best if s.matched_rows[best] > self.threshold * s.rows else s.least(s.cached_rows)
 
 
 class Preble(Forgetful):
@@ -60,11 +60,11 @@ class Preble(Forgetful):
 
     def choose(self, standing: Standing) -> int:
         s = standing
-        longest = int(s.matched[s.allowed].max())
+        longest = int(s.matched_rows[s.allowed].max())
         if longest > s.rows - longest:
-            return s.least(s.waits, s.allowed & (s.matched == longest))
-        fresh = s.rows - s.matched
-        evicted = np.clip(s.held + fresh - s.capacity, 0, fresh)
+            return s.least(s.waits, s.allowed & (s.matched_rows == longest))
+        fresh = s.rows - s.matched_rows
+        evicted = np.clip(s.cached_rows + fresh - s.capacity, 0, fresh)
         return s.least(s.waits + (fresh + evicted) * s.prefill_seconds)
 
 

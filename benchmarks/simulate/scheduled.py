@@ -88,7 +88,7 @@ class ScheduledEngine(RowEngine):
 
     def _count(self, prefill: int) -> None:
         stats, hits = self.scheduler.stats, self.hits
-        hits.computed += prefill
+        hits.rows_computed += prefill
         hits.first_admission = stats.first_admission_hits + stats.cross_window_hits
         hits.in_step = stats.in_step_hits
 

@@ -37,8 +37,8 @@ def read_tools(
         return tools, {"names": [tool["name"] for tool in _functions(tools)], "forced": False} | most, None
     functions = _functions(tools)
     if choice != "required":
-        chosen = choice.get("function", choice) if isinstance(choice, Mapping) else None
-        name = chosen.get("name") if isinstance(chosen, Mapping) else None
+        named_function = choice.get("function", choice) if isinstance(choice, Mapping) else None
+        name = named_function.get("name") if isinstance(named_function, Mapping) else None
         functions = [function for function in functions if function["name"] == name]
         if not functions:
             message = f"'tool_choice' is {choice!r:.100}"
@@ -79,9 +79,9 @@ def grammar_of_calls(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     calls, parameters = [], {}
     for i, function in enumerate(functions):
         # The parameters of each function are a definition of their own, in which its references stay.
-        own = f"#/$defs/{i}"
-        parameters[str(i)] = with_keywords(function.get("parameters") or {"type": "object"}, partial(_moved, own))
-        properties = {"name": {"const": function["name"]}, "arguments": {"$ref": own}}
+        place = f"#/$defs/{i}"
+        parameters[str(i)] = with_keywords(function.get("parameters") or {"type": "object"}, partial(_moved, place))
+        properties = {"name": {"const": function["name"]}, "arguments": {"$ref": place}}
         call = {"type": "object", "properties": properties, "required": list(properties)}
         calls.append(call | {"additionalProperties": False})
     return {"json_schema": (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"$defs": parameters}}
@@ -134,30 +134,30 @@ class ReasoningSplitter:
 
     def add(self, text: str) -> tuple[str, str]:
         """Returns the reasoning and the answer that are certain after `text` is appended."""
-        held, thought = self._pending + text, ""
+        pending, thought = self._pending + text, ""
         if self._is_open is None:
-            begun = held.lstrip()
-            if len(begun) < len(_THINK_OPEN) and _THINK_OPEN.startswith(begun):
-                self._pending = held
+            head = pending.lstrip()
+            if len(head) < len(_THINK_OPEN) and _THINK_OPEN.startswith(head):
+                self._pending = pending
                 return "", ""
-            self._is_open, self._has_answer = begun.startswith(_THINK_OPEN), not begun.startswith(_THINK_OPEN)
-            held = begun[len(_THINK_OPEN) :] if self._is_open else held
+            self._is_open, self._has_answer = head.startswith(_THINK_OPEN), not head.startswith(_THINK_OPEN)
+            pending = head[len(_THINK_OPEN) :] if self._is_open else pending
         if self._is_open:
-            thought, close, after = held.partition(_THINK_CLOSE)
+            thought, close, after = pending.partition(_THINK_CLOSE)
             self._is_open = not close
             if self._is_open:
-                cut = next((n for n in range(len(_THINK_CLOSE) - 1, 0, -1) if held.endswith(_THINK_CLOSE[:n])), 0)
-                after = held[len(held[: len(held) - cut].rstrip()) :]
-            thought = held[: len(held) - len(after) - len(close)].rstrip()
+                size = next((n for n in range(len(_THINK_CLOSE) - 1, 0, -1) if pending.endswith(_THINK_CLOSE[:n])), 0)
+                after = pending[len(pending[: len(pending) - size].rstrip()) :]
+            thought = pending[: len(pending) - len(after) - len(close)].rstrip()
             thought = thought if self._has_thought else thought.lstrip()
             self._has_thought = self._has_thought or bool(thought)
-            held = after
+            pending = after
         if self._is_open:
-            self._pending = held
+            self._pending = pending
             return thought, ""
-        held = held if self._has_answer else held.lstrip()
-        self._has_answer, self._pending = self._has_answer or bool(held), ""
-        return thought, held
+        pending = pending if self._has_answer else pending.lstrip()
+        self._has_answer, self._pending = self._has_answer or bool(pending), ""
+        return thought, pending
 
     def rest(self) -> tuple[str, str]:
         """Returns the remaining reasoning and answer of a text that has ended."""

@@ -132,8 +132,8 @@ class CountTokens(RequestBody, kw_only=True):
             format = {"schema": self.output_config.format.schema}
             chat["response_format"] = {"type": "json_schema", "json_schema": format}
         if (choice := self.tool_choice) is not None:
-            named = {"type": "function", "function": {"name": choice.name}}
-            chat["tool_choice"] = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
+            entry = {"type": "function", "function": {"name": choice.name}}
+            chat["tool_choice"] = entry if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
             chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         (item,), meta = Chat.of(chat).read({})
         is_format = meta.get("format") == "response_format"
@@ -204,8 +204,8 @@ def message_body(meta: Body, results: Sequence[Body], *, model: str, id: str) ->
         content.append(use | {"input": json.loads(function["arguments"])})
     reason, stop = choice["finish_reason"], choice["stop_reason"]
     stop = stop if isinstance(stop, str) else None
-    ended = {"tool_calls": "tool_use", "length": "max_tokens"}.get(reason, "stop_sequence" if stop else "end_turn")
-    body = {"content": content, "stop_reason": ended, "stop_sequence": stop, "usage": _usage(result)}
+    end = {"tool_calls": "tool_use", "length": "max_tokens"}.get(reason, "stop_sequence" if stop else "end_turn")
+    body = {"content": content, "stop_reason": end, "stop_sequence": stop, "usage": _usage(result)}
     return _head(model, id) | body
 
 
@@ -214,11 +214,11 @@ def _head(model: str, id: str) -> Body:
 
 
 def _usage(result: Mapping[str, Any]) -> Body:
-    cached = result["cached_tokens"]
+    cached_tokens = result["cached_tokens"]
     approximate = {name: result[name] for name in ("approximate_tokens",) if name in result}
     return approximate | {
-        "input_tokens": result["num_tokens"] - cached, "output_tokens": result["num_generated"],
-        "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
+        "input_tokens": result["num_tokens"] - cached_tokens, "output_tokens": result["num_generated"],
+        "cache_read_input_tokens": cached_tokens, "cache_creation_input_tokens": 0,
     }  # fmt: skip
 
 
@@ -249,8 +249,8 @@ class MessageEvents(Events):
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
             yield {"type": "content_block_delta", "index": index, "delta": delta}
             yield {"type": "content_block_stop", "index": index}
-        ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield {"type": "message_delta", "delta": ended, "usage": whole["usage"]}
+        ending = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": ending, "usage": whole["usage"]}
         yield {"type": "message_stop"}
 
     def failed(self, status: int, message: str, code: str, param: str | None) -> Body:

@@ -40,8 +40,8 @@ def doc_of_option(name: str, **schema: Any) -> Meta:
     least, most = option.metadata["least"], option.metadata["most"]
     bounds = {"exclusiveMinimum" if option.metadata["above"] else "minimum": least, "maximum": most}
     kind = {int: "integer", float: "number", bool: "boolean"}.get(kind_of(option) or object)
-    own = {"type": kind, **{name: bound for name, bound in bounds.items() if bound is not None}} if kind else {}
-    return doc(option.metadata["doc"], **(schema or own))
+    limits = {"type": kind, **{name: bound for name, bound in bounds.items() if bound is not None}} if kind else {}
+    return doc(option.metadata["doc"], **(schema or limits))
 
 
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -211,8 +211,8 @@ class Settings(Body, kw_only=True):
             name = "truncate_prompt_tokens"
             raise InputError(f"{name!r} is 0", field=name, remedy=self.remedies[name], code="wrong_type")
         # A text goes on at its end, so that it is the beginning of its prompt that is left out.
-        cut = {"truncate": "left" if task == "generate" else True}
-        return cut if limit < 0 else cut | {"max_length": limit}
+        truncation = {"truncate": "left" if task == "generate" else True}
+        return truncation if limit < 0 else truncation | {"max_length": limit}
 
 
 class Batchable(Settings, kw_only=True):
@@ -260,11 +260,11 @@ class Batchable(Settings, kw_only=True):
         """Returns the order of the request. Raises InputError."""
         return self.ordered(served, *self.read({}))
 
-    def ordered(self, served: ServedModel, items: Sequence[Any], meta: dict[str, Any], **more: Any) -> TaskOrder:
-        """Returns the order of these items. meta: as `read` returns it; more: fields of the order"""
+    def ordered(self, served: ServedModel, items: Sequence[Any], meta: dict[str, Any], **values: Any) -> TaskOrder:
+        """Returns the order of these items. meta: as `read` returns it; values: fields of the order"""
         make = partial(self.response, meta, model=served.model, id=served.id)
         options, fields = self.options(self.task), self.fields_of(meta)
-        return TaskOrder(self.task, items, make, options, fields, self.cache_prompt, **more)
+        return TaskOrder(self.task, items, make, options, fields, self.cache_prompt, **values)
 
 
 def converted(

@@ -72,8 +72,8 @@ class StreamOptions(Body):
     include_obfuscation: Ignored = None
 
 
-class Streamed(Batchable, kw_only=True):
-    """A Streamed is the body of a request whose response may be streamed."""
+class Streamable(Batchable, kw_only=True):
+    """A Streamable is the body of a request whose response may be streamed."""
 
     stream: Annotated[bool, doc("Whether the answer is sent as server-sent events.")] = False
     stream_options: StreamOptions | None = None
@@ -108,12 +108,7 @@ def sampled(parameters: Iterable[str]) -> Any:
         (name, Annotated[Any, doc_of_option(_SAMPLING[name], **_SCHEMAS.get(_SAMPLING[name], {}))], None)
         for name in parameters
     ]
-    return msgspec.defstruct("Sampled", fields, bases=(Streamed,), kw_only=True)
-
-
-def sampling_of(body: Any, parameters: Iterable[str] = _SAMPLING) -> dict[str, Any]:
-    """Returns {field of Sampling: value} of a body's parameters."""
-    return {_SAMPLING[name]: value for name in parameters if (value := getattr(body, name)) is not None}
+    return msgspec.defstruct("Sampled", fields, bases=(Streamable,), kw_only=True)
 
 
 class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
@@ -137,11 +132,11 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         "return_tokens_as_token_ids": (False,), "logits_processors": (), "modalities": (["text"],),
         "function_call": ("none",), "functions": (), "guided_whitespace_pattern": (),
     }  # fmt: skip
-    batch: ClassVar = Streamed.batch | {
+    batch: ClassVar = Streamable.batch | {
         "prompt_logprobs": ((), "use the task score, or ask for them outside of a batch"),
         "echo": ((False,), "use the task score, or ask for it outside of a batch"),
     }
-    remedies: ClassVar = Streamed.remedies | {
+    remedies: ClassVar = Streamable.remedies | {
         "best_of": "use n, and choose among the choices",
         "function_call": "use tools",
         "functions": "use tools",
@@ -154,8 +149,8 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         self.check_stream_options()
         items, meta = self.read({})
         meta["system_fingerprint"] = served.fingerprint
-        if echo is not None and echo.listed is not None:
-            meta["prompt_logprobs"] = echo.listed
+        if echo is not None and echo.num_listed is not None:
+            meta["prompt_logprobs"] = echo.num_listed
         if echo is not None and echo.text:
             meta |= {"echo": [item["prompt"] for item in items], "echo_logprobs": echo.logprobs, "llm": served.llm}
         events = None
@@ -168,7 +163,7 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
 
     def sampling(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Returns the sampling options, and puts the name of the parameter with the grammar into `meta`."""
-        sampling = sampling_of(self)
+        sampling = {field: value for name, field in _SAMPLING.items() if (value := getattr(self, name)) is not None}
         forms = {
             "response_format": _response_format(self.response_format),
             "structured_outputs": _structured_outputs(self.structured_outputs),
@@ -219,8 +214,9 @@ class Chat(Generating):
         item |= {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.reasoning_effort is not None:
             # The task checks whether it is an object.
-            own, effort = item.get("chat_template_kwargs", {}), self.reasoning_effort.value
-            item["chat_template_kwargs"] = {"reasoning_effort": effort, **own} if isinstance(own, Mapping) else own
+            variables, effort = item.get("chat_template_kwargs", {}), self.reasoning_effort.value
+            if isinstance(variables, Mapping):
+                item["chat_template_kwargs"] = {"reasoning_effort": effort, **variables}
         meta: dict[str, Any] = {} if self.include_reasoning else {"hides_reasoning": True}
         sampling = {**CHAT_DEFAULTS, **defaults, **self.sampling(meta)}
         if calls is not None:
@@ -279,7 +275,7 @@ class Completion(Generating, kw_only=True):
                     text = prompt + (text or "")
                     if entries is not None:
                         count = meta["echo_logprobs"]
-                        entries = [*(each | {"top": each["top"][:count]} for each in result["prompt"]), *entries]
+                        entries = [*(token | {"top": token["top"][:count]} for token in result["prompt"]), *entries]
                 logprobs = None if entries is None else completion_logprobs(entries)
                 head = {"index": len(choices), "text": text, "logprobs": logprobs}
                 if "prompt_logprobs" in meta:
@@ -353,10 +349,10 @@ def _fingerprint(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 def usage_of(results: Sequence[Result]) -> Result:
     """Returns the usage of a response: tokens of prompts, and of outputs."""
-    prompt, generated, cached = (
+    prompt, generated_tokens, cached_tokens = (
         sum(result[name] for result in results) for name in ("num_tokens", "num_generated", "cached_tokens")
     )
-    details = {"cached_tokens": cached}
+    details = {"cached_tokens": cached_tokens}
     if approximate := sum(result.get("approximate_tokens", 0) for result in results):
         details["approximate_tokens"] = approximate
     choices = [choice for result in results if "thinks" in result for choice in choices_of(result)]
@@ -364,8 +360,8 @@ def usage_of(results: Sequence[Result]) -> Result:
     reasoning = {"completion_tokens_details": {"reasoning_tokens": thought}} if choices else {}
     return reasoning | {
         "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
+        "completion_tokens": generated_tokens,
+        "total_tokens": prompt + generated_tokens,
         "prompt_tokens_details": details,
     }
 
@@ -415,22 +411,22 @@ def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[s
 class Echo:
     """An Echo says which parts of its prompts a request wants in the response.
 
-    text      whether each choice begins with the prompt
-    logprobs  how many of the most likely tokens a choice's log-probabilities list for each token of the prompt; None:
-              there are no log-probabilities
-    listed    how many of the most likely tokens `prompt_logprobs` lists for each token of the prompt; None: none
-    is_all    whether nothing is generated
+    text        whether each choice begins with the prompt
+    logprobs    how many of the most likely tokens a choice's log-probabilities list for each token of the prompt; None:
+                there are no log-probabilities
+    num_listed  how many of the most likely tokens `prompt_logprobs` lists for each token of the prompt; None: none
+    is_all      whether nothing is generated
     """
 
     text: bool
     logprobs: int | None
-    listed: int | None
+    num_listed: int | None
     is_all: bool
 
     @property
     def top(self) -> int | None:
         """Returns how many of the most likely tokens are computed for each token; None: the prompts are not scored."""
-        counts = [count for count in (self.logprobs, self.listed) if count is not None]
+        counts = [count for count in (self.logprobs, self.num_listed) if count is not None]
         return max([1, *counts]) if counts or self.is_all else None
 
 
@@ -440,10 +436,10 @@ def read_echo(body: Any, *, most: int) -> Echo | None:
     InputError."""
     text = getattr(body, "echo", False)
     counts = {"prompt_logprobs": body.prompt_logprobs, "logprobs": body.logprobs if text else None}
-    listed, logprobs = (
+    num_listed, logprobs = (
         None if count is None else checked(int, count, name, least=0, most=most) for name, count in counts.items()
     )
-    if not text and listed is None:
+    if not text and num_listed is None:
         return None
     is_all = hasattr(body, "echo") and body.max_tokens == 0 and body.max_tokens is not False
     if is_all:
@@ -456,7 +452,7 @@ def read_echo(body: Any, *, most: int) -> Echo | None:
             name_of = "echo" if text else "prompt_logprobs"
             message, remedy = f"{name_of} and {name} exclude each other", f"leave {name} out"
             raise InputError(message, field=name_of, remedy=remedy, code="unsupported")
-    return Echo(text, logprobs, listed, is_all)
+    return Echo(text, logprobs, num_listed, is_all)
 
 
 def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[Result | None]:
@@ -545,14 +541,14 @@ class Chunks(Events):
             choice.ids = whole.get("token_ids", [])
             delta: Any = ({"content": rest} if rest else {}) if self._chat else rest
             chunk = self._with_ids(self._chunk(index, delta), choice)
-            (ended,) = chunk["choices"]
+            (entry,) = chunk["choices"]
             if thought:
-                ended["delta"] |= reasoning_of(thought)
+                entry["delta"] |= reasoning_of(thought)
             if "tool_calls" in message:
-                ended["delta"]["tool_calls"] = [{"index": i} | call for i, call in enumerate(message["tool_calls"])]
-            ended |= {name: whole[name] for name in ("finish_reason", "stop_reason")}
+                entry["delta"]["tool_calls"] = [{"index": i} | call for i, call in enumerate(message["tool_calls"])]
+            entry |= {name: whole[name] for name in ("finish_reason", "stop_reason")}
             if tokens := choices_of(result)[sample].get("logprobs", ())[choice.num_logprobs :]:
-                ended["logprobs"] = self._logprobs(choice, list(tokens))
+                entry["logprobs"] = self._logprobs(choice, list(tokens))
             yield chunk
 
     def last(self) -> Iterator[Result]:
@@ -584,9 +580,9 @@ class Chunks(Events):
         choice = {"index": index, "delta" if self._chat else "text": content, "logprobs": None, "finish_reason": None}
         chunk = self._head | {"choices": [choice]}
         if self._options.continuous_usage_stats:
-            generated = sum(count for samples in self._counts.values() for count in samples.values())
-            counts = {"prompt_tokens": self._input_tokens, "completion_tokens": generated}
-            return chunk | {"usage": counts | {"total_tokens": self._input_tokens + generated}}
+            num_generated = sum(count for samples in self._counts.values() for count in samples.values())
+            counts = {"prompt_tokens": self._input_tokens, "completion_tokens": num_generated}
+            return chunk | {"usage": counts | {"total_tokens": self._input_tokens + num_generated}}
         return chunk | ({"usage": None} if self._options.include_usage else {})
 
 

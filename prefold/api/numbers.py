@@ -121,8 +121,8 @@ class Scoring(Batchable):
         """Returns an item of one text and one or many others, or an item for each pair, and what the response needs.
         Raises InputError."""
         sides = []
-        for name, others in (("text_1", ("queries", "data_1")), ("text_2", ("documents", "items", "data_2"))):
-            texts = next((value for each in (name, *others) if (value := getattr(self, each)) is not None), None)
+        for name, aliases in (("text_1", ("queries", "data_1")), ("text_2", ("documents", "items", "data_2"))):
+            texts = next((value for alias in (name, *aliases) if (value := getattr(self, alias)) is not None), None)
             if texts is None:
                 raise InputError(f"{name!r} is missing", field=name, remedy=f"give {name}", code="missing_field")
             if texts == []:

@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..options import SamplerOptions, http_names
 from .answers import ChoiceText, Events
 from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, ServedModel, TaskOrder, converted, doc
-from .completions import Chat, Effort, Streamed, ToolChoice, Tools, chat_body, sampled, usage_of
+from .completions import Chat, Effort, Streamable, ToolChoice, Tools, chat_body, sampled, usage_of
 
 Body = dict[str, Any]
 
@@ -63,7 +63,7 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         "background": (False,), "truncation": ("disabled",), "conversation": (), "prompt": (), "max_tool_calls": (),
         "previous_response_id": (),
     }  # fmt: skip
-    remedies: ClassVar = Streamed.remedies | {
+    remedies: ClassVar = Streamable.remedies | {
         "truncation": "shorten the input, or give truncate_prompt_tokens",
         "previous_response_id": "send the whole conversation as input, since no responses are stored",
         "include": f'give ["{_LOGPROBS}"], or leave it out',
@@ -90,8 +90,8 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         if self.tools:
             chat["tools"] = [_tool(tool) for tool in converted(self.tools, list[Function], "tools", remedies=_REMEDIES)]
         choice = self.tool_choice
-        named = isinstance(choice, Mapping) and choice.get("type") == "function"
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if named else choice
+        is_named = isinstance(choice, Mapping) and choice.get("type") == "function"
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if is_named else choice
         if self.text is not None:
             chat["response_format"] = _format(converted(self.text, Text, "text", remedies=_REMEDIES).format)
         if self.reasoning is not None:
@@ -253,24 +253,24 @@ def responses_body(meta: Body, results: Sequence[Body]) -> Body:
     (choice,) = chat_body(meta, results)["choices"]
     message, id = choice["message"], meta["id"]
     calls = message.get("tool_calls", [])
-    cut = choice["finish_reason"] == "length"
+    is_cut = choice["finish_reason"] == "length"
     output: list[Body] = []
     thought = message.get("reasoning")
     if thought:
-        ended = "completed" if message["content"] or calls or not cut else "incomplete"
-        output.append(_reasoning(id, ended, [_thought(thought)]))
+        status = "completed" if message["content"] or calls or not is_cut else "incomplete"
+        output.append(_reasoning(id, status, [_thought(thought)]))
     if message["content"] or not (calls or thought):
         logprobs = (choice["logprobs"] or {}).get("content") or []
         part = _part(message["content"] or "") | {"logprobs": logprobs}
-        output.append(_message(id, "incomplete" if cut else "completed", [part]))
+        output.append(_message(id, "incomplete" if is_cut else "completed", [part]))
     for i, call in enumerate(calls):
         function = call["function"]
         item = {"id": f"fc_{id}{i}", "type": "function_call", "status": "completed", "call_id": call["id"]}
         output.append(item | {"name": function["name"], "arguments": function["arguments"]})
     usage = usage_of(results)
     return _head(meta) | {
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": output,
         "usage": {
             "input_tokens": usage["prompt_tokens"],
@@ -351,12 +351,12 @@ class ResponseEvents(Events):
                 yield self._event("response.content_part.done", **self._place, part=part)
             else:
                 place = {"item_id": item["id"], "output_index": index}
-                begun = item | {"status": "in_progress", "arguments": ""}
-                yield self._event("response.output_item.added", output_index=index, item=begun)
+                new_item = item | {"status": "in_progress", "arguments": ""}
+                yield self._event("response.output_item.added", output_index=index, item=new_item)
                 arguments = item["arguments"]
                 yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-                done = {"name": item["name"], "arguments": arguments}
-                yield self._event("response.function_call_arguments.done", **place, **done)
+                function_call = {"name": item["name"], "arguments": arguments}
+                yield self._event("response.function_call_arguments.done", **place, **function_call)
             yield self._event("response.output_item.done", output_index=index, item=item)
         yield self._event(f"response.{whole['status']}", response=whole)
 

@@ -43,8 +43,8 @@ class Truncation(Body, kw_only=True):
     def options(self) -> dict[str, Any]:
         """Returns the task's options for truncation, and for the checkpoint's prompt that the body names."""
         name = getattr(self, "prompt_name", None)
-        cut = {"truncate": self.truncation_direction.lower()} if self.truncate else {}
-        return cut if name is None else cut | {"prompt_name": name}
+        truncation = {"truncate": self.truncation_direction.lower()} if self.truncate else {}
+        return truncation if name is None else truncation | {"prompt_name": name}
 
 
 class Prompted(Truncation):
@@ -92,7 +92,7 @@ class TeiRerank(Truncation):
         def make(results: Results) -> Any:
             (result,) = results
             entries = [{"index": i, "score": result["scores"][i]} for i in result["order"]]
-            return [each | {"text": self.texts[each["index"]]} for each in entries] if self.return_text else entries
+            return [entry | {"text": self.texts[entry["index"]]} for entry in entries] if self.return_text else entries
 
         item = {"query": self.query, "documents": self.texts, "top_n": self.top_n}
         return TaskOrder("rerank", [item], make, options, {"documents": "texts"})
@@ -117,10 +117,10 @@ class TeiPredict(Truncation):
         With "parameters", as huggingface_hub sends it, a text is answered as a list of one.
         """
         inputs, parameters = self.inputs, self.parameters or Parameters()
-        is_list = isinstance(inputs, list) and all(isinstance(each, list) for each in inputs)
+        is_list = isinstance(inputs, list) and all(isinstance(item, list) for item in inputs)
         texts: list[Any] = []
-        for i, each in enumerate(inputs if is_list else [inputs]):
-            pair = [each] if isinstance(each, str) else each
+        for i, item in enumerate(inputs if is_list else [inputs]):
+            pair = [item] if isinstance(item, str) else item
             if not isinstance(pair, list) or len(pair) not in (1, 2) or not all(isinstance(text, str) for text in pair):
                 name = f"inputs[{i}]" if is_list else "inputs"
                 message = f"{name!r} is neither a text nor a pair of texts"

@@ -5,7 +5,7 @@ Triton is imported here only when it is used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -58,8 +58,9 @@ def attend_rows(
 
     tables = place_rows(plan, 0 if path_k is None else len(path_k), heads, q.device)
     q, k, v, path_k, path_v = (None if t is None else dense(t) for t in tensors)
-    how: dict[str, Any] = {"scale": scale, "window": plan.window, "path_k": path_k, "path_v": path_v, "sinks": sinks}
-    return row_triton.attend_rows(q, k, v, tables, **how)[0]
+    return row_triton.attend_rows(
+        q, k, v, tables, scale=scale, window=plan.window, path_k=path_k, path_v=path_v, sinks=sinks
+    )[0]
 
 
 def write_slots(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -77,21 +78,13 @@ def place_slots(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTable
 
 
 def attend_slots(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: SlotPlan,
-    heads: Heads,
-    *,
-    scale: float,
-    sinks: Tensor | None = None,
+    q: Tensor, keys: Tensor, values: Tensor, plan: SlotPlan, heads: Heads, *, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     """Returns what `KVStore.attend` does, by Triton's kernels; keys and values [slots, kv_heads, dim]."""
     from . import slot_triton
 
     tables = place_slots(plan, heads, q.device)
-    how: dict[str, Any] = {"scale": scale, "window": plan.window, "sinks": sinks}
-    return slot_triton.attend_slots(dense(q), keys, values, tables, **how)
+    return slot_triton.attend_slots(dense(q), keys, values, tables, scale=scale, window=plan.window, sinks=sinks)
 
 
 def pick_tile(plan: SlotPlan, heads: Heads) -> tuple[int, int]:

@@ -118,14 +118,7 @@ def finite(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bad: Tensor,
-    visible: Tensor,
-    scale: float,
-    cap: float | None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, bad: Tensor, visible: Tensor, scale: float, cap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Returns attention of q [queries, heads, dim] over what `finite` gives, as far as visible bool [queries, keys].
     cap: as of Heads; sinks: as of `RowAttention.attend`."""

@@ -93,17 +93,17 @@ def slot_tables(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTable
     arrays = {"stretches": tiles.stretches, "items": tiles.items, "tile_items": tiles.tile_items}
     if plan.window is not None:
         arrays["query_positions"] = plan.query_positions
-    moved = upload(arrays, device)
+    on_device = upload(arrays, device)
     keys = torch.empty((4, tiles.num_keys), dtype=torch.int32, device=device)
-    spread(moved["stretches"], keys)
+    spread(on_device["stretches"], keys)
     return SlotTables(
         rows=rows,
         block_q=block_q,
         block=block,
         keys=keys,
-        items=moved["items"],
-        tile_items=moved["tile_items"],
-        query_positions=moved.get("query_positions"),
+        items=on_device["items"],
+        tile_items=on_device["tile_items"],
+        query_positions=on_device.get("query_positions"),
     )
 
 
@@ -145,10 +145,10 @@ class FixedTables:
         arrays["tile_items"][: len(tiles.tile_items)] = tiles.tile_items
         if plan.window is not None:
             arrays["query_positions"][: plan.num_queries] = plan.query_positions
-        moved = upload(arrays | {"stretches": tiles.stretches}, tables.keys.device)
+        on_device = upload(arrays | {"stretches": tiles.stretches}, tables.keys.device)
         for name, fixed in self._moved.items():
-            fixed.copy_(moved[name], non_blocking=True)
-        spread(moved["stretches"], tables.keys)
+            fixed.copy_(on_device[name], non_blocking=True)
+        spread(on_device["stretches"], tables.keys)
 
 
 def spread(stretches: Tensor, keys: Tensor) -> None:
@@ -166,7 +166,7 @@ def attend_slots(
     *,
     scale: float,
     window: int | None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Returns attention of q [queries, heads, dim], its last dimension contiguous, shaped as q; keys and values [slots,
     kv_heads, dim]; sinks [heads]."""

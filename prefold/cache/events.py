@@ -160,7 +160,7 @@ class CacheReporter:
         partly = []
         for node in sorted(named, key=lambda node: node.start):
             has_below = any(child in named for child in node.children.values())
-            if node.pending and has_below:
+            if node.num_pending and has_below:
                 partly.append(node)
             self._report(node, len(node) if has_below else node.num_computed)
         for node in partly:

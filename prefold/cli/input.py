@@ -85,9 +85,9 @@ def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample
     """
     from ..job.verify import sample_items
 
-    drawn, left_out = sample_items(rows, input.adapter, count, seed=seed)
+    drawn_rows, left_out = sample_items(rows, input.adapter, count, seed=seed)
     by_task: dict[str, list[Any]] = {}
-    for task, item in drawn:
+    for task, item in drawn_rows:
         by_task.setdefault(task, []).append(item)
     sample, wrong = Sample({}, {}, left_out), []
     for task, items in by_task.items():
@@ -97,8 +97,8 @@ def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample
         if usable:
             sample.items[task], sample.works[task] = (list(column) for column in zip(*usable, strict=True))
     if not sample.works:
-        why = f"; the first: {wrong[0]}" if wrong else ""
-        raise JobError(f"none of the records that were drawn from {input.source.name} is usable{why}")
+        reason = f"; the first: {wrong[0]}" if wrong else ""
+        raise JobError(f"none of the records that were drawn from {input.source.name} is usable{reason}")
     return replace(sample, left_out=left_out + len(wrong))
 
 
@@ -176,10 +176,10 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
         raise click.UsageError(
             "--image of score needs continuations, which are what is scored: add --continuation COLUMN"
         )
-    named = Columns(**columns, id=o.get("id_column"), **_kept(task, o, source.columns))
+    used_columns = Columns(**columns, id=o.get("id_column"), **_kept(task, o, source.columns))
     empty = o.get("empty") == "keep"
     kind = AnswerColumns if o.get("json_columns") else TableAdapter
-    adapter = kind(task, named, render_chat(task, o, tokenizer), chat=chat, keep_empty=empty)
+    adapter = kind(task, used_columns, render_chat(task, o, tokenizer), chat=chat, keep_empty=empty)
     adapter.check(source.columns)
     return adapter
 

@@ -131,9 +131,9 @@ def _check_paths(path: Path | None, input: Input, o: dict[str, Any]) -> None:
     for name in input.names:
         if path is not None and glob.has_magic(name) and not os.path.exists(name) and _matches(path, name):
             raise JobError(f"the output {path} would become part of the input {name}; write it elsewhere")
-    for written, role in ((path, "output"), (o["report"], "report")):
-        if written is not None and used.setdefault(Path(written).resolve(), role) != role:
-            raise JobError(f"the {role} {written} would replace the {used[Path(written).resolve()]}; give another name")
+    for file, role in ((path, "output"), (o["report"], "report")):
+        if file is not None and used.setdefault(Path(file).resolve(), role) != role:
+            raise JobError(f"the {role} {file} would replace the {used[Path(file).resolve()]}; give another name")
     for name in (o["output"], o["report"]):
         if name not in (None, "-"):
             _check_place(Path(name))
@@ -247,14 +247,14 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
     counted in bytes, and rows in tokens, it does not say what was saved."""
     from ..report.progress import format_bytes, format_seconds
 
-    stats, where = summary.stats, o["output"] or "standard output"
+    stats, output = summary.stats, o["output"] or "standard output"
     stored_in = f"stored as {stored}, " if stored else ""
     if not summary.records:
-        lines = [f"prefold: the input holds no records; {where} has none"]
+        lines = [f"prefold: the input holds no records; {output} has none"]
     elif summary.resumed == summary.records and not summary.streams:
-        lines = [f"prefold: nothing left to do, {where} has all {summary.records:,} records"]
+        lines = [f"prefold: nothing left to do, {output} has all {summary.records:,} records"]
     else:
-        lines = [f"prefold: {_count(summary.records, 'record')} written to {where}"]
+        lines = [f"prefold: {_count(summary.records, 'record')} written to {output}"]
         lines[0] += f", {summary.resumed:,} of them before" if summary.resumed else ""
     if summary.errors:
         lines.append(f"  errors    {_count(summary.errors, 'record')} failed; the output says why")

@@ -196,9 +196,9 @@ def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -
     if o.get("ray") is not None:
         from ..cluster.ray_replicas import RayReplicas
 
-        where = {"count": o["replicas"], "address": o["ray"] or None, "backend": backend_name(o)}
+        place = {"count": o["replicas"], "address": o["ray"] or None, "backend": backend_name(o)}
         model = str(Path(o["model"]).absolute()) if Path(o["model"]).exists() else o["model"]
-        replicas: Any = RayReplicas(model, options, **where, notify=notify)
+        replicas: Any = RayReplicas(model, options, **place, notify=notify)
     else:
         inputs = {"checkpoint": checkpoint, "tokenizer": tokenizer, "notify": notify}
         replicas = backend.replicas(o, options, **inputs)
@@ -210,16 +210,16 @@ def load_fleet(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -
 
 def _own_options(o: Options) -> dict[str, Any]:
     """Returns the values of --backend-option by name."""
-    own = {}
+    own_options = {}
     for text in o.get("backend_option") or ():
         name, _, value = text.partition("=")
         if not name or not value:
             raise click.UsageError(f"--backend-option {text!r} is not NAME=VALUE, such as block_size=32")
         try:
-            own[name] = json.loads(value)
+            own_options[name] = json.loads(value)
         except ValueError:
-            own[name] = value
-    return own
+            own_options[name] = value
+    return own_options
 
 
 # ---------------------------------------------------------------------------------------------- tasks

@@ -113,30 +113,30 @@ def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) ->
     name      of the parameter of the command; as a flag too, unless there are `flags`
     settings  of click, in place of what the declaration says
     """
-    about, kind = option.metadata, kind_of(option)
-    words = [value for value in about["one_of"] if isinstance(value, str)]
-    bounds = about["least"], about["most"]
+    metadata, kind = option.metadata, kind_of(option)
+    words = [value for value in metadata["one_of"] if isinstance(value, str)]
+    bounds = metadata["least"], metadata["most"]
     bounded = {int: click.IntRange, float: click.FloatRange}.get(kind or object) if bounds != (None, None) else None
-    metavar = about["metavar"] or {int: "N", float: "X", str: "TEXT"}.get(kind or object)
-    shown: dict[str, Any] = {"help": about["doc"], "metavar": None if words else metavar}
+    metavar = metadata["metavar"] or {int: "N", float: "X", str: "TEXT"}.get(kind or object)
+    arguments: dict[str, Any] = {"help": metadata["doc"], "metavar": None if words else metavar}
     if kind is bool:
-        shown["is_flag"] = True
+        arguments["is_flag"] = True
     elif words:
-        shown["type"] = click.Choice(words)
+        arguments["type"] = click.Choice(words)
     elif str(option.type) in ("tuple[str, ...]", "Collection[str]"):
-        shown["multiple"] = True
+        arguments["multiple"] = True
     elif option.name.endswith(("_bytes", "_memory")):
-        shown |= {"type": BYTES, "metavar": about["metavar"] or "BYTES"}
+        arguments |= {"type": BYTES, "metavar": metadata["metavar"] or "BYTES"}
     else:
-        shown["type"] = kind if bounded is None else bounded(*bounds, min_open=about["above"])
+        arguments["type"] = kind if bounded is None else bounded(*bounds, min_open=metadata["above"])
     return click.option(
-        *(flags or (f"--{name.replace('_', '-')}",)), name, **shown | settings | _OVERRIDES.get(name, {})
+        *(flags or (f"--{name.replace('_', '-')}",)), name, **arguments | settings | _OVERRIDES.get(name, {})
     )
 
 
 def all_of(*decorators: Decorator) -> Decorator:
     """Returns a decorator that adds several options, in their order."""
-    return lambda function: reduce(lambda made, decorator: decorator(made), reversed(decorators), function)
+    return lambda function: reduce(lambda decorated, decorator: decorator(decorated), reversed(decorators), function)
 
 
 def number(flag: str, help: str, default: int | None = None, *, least: int = 1, metavar: str = "N") -> Decorator:
@@ -153,8 +153,8 @@ def _plugins(ctx: click.Context, param: click.Parameter, names: tuple[str, ...])
 
 def declared(parameter: str, option: Field[Any], *flags: str) -> Decorator:
     """Returns the command line's option, with its default, for an option of a model or a server."""
-    shown = kind_of(option) is not bool and option.default not in (None, ())
-    default = {"default": option.default, "show_default": True} if shown else {}
+    shows_default = kind_of(option) is not bool and option.default not in (None, ())
+    default = {"default": option.default, "show_default": True} if shows_default else {}
     return click_option(option, parameter, *flags, **default)
 
 
@@ -364,9 +364,9 @@ def refuse_other_tasks_options(tasks: Collection[str], subject: str) -> None:
         values = {task: options.get(option.name) for task, options in of_task.items()}
         of = [task for task, same in values.items() if same is not None and str(same.help) in str(option.help)]
         if of and not {*of} & {*tasks} and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
-            written = "/".join((*option.opts, *option.secondary_opts))
+            flags = "/".join((*option.opts, *option.secondary_opts))
             tasks_of = " and ".join(filter(None, (", ".join(of[:-1]), of[-1])))
-            raise click.UsageError(f"{written} is for {tasks_of}, and not for {subject}")
+            raise click.UsageError(f"{flags} is for {tasks_of}, and not for {subject}")
 
 
 def refuse_conversation_options(o: dict[str, Any], remedy: str) -> None:
@@ -396,15 +396,15 @@ def job_options(*tasks: str) -> Decorator:
 json_option = click.option("--json", "as_json", is_flag=True, help="Answers, or numbers, as JSON.")
 
 
-def sample_options(*more: Decorator, tasks: Sequence[str] = NUMERIC_TASKS, needs_input: bool = True) -> Decorator:
-    """Returns a decorator that adds the options of commands that inspect a job, or run a part of it. more: further
-    options of the command; tasks: those whose options it has in full. Of generation the other commands have only
-    options that comparisons of runs need."""
+def sample_options(*decorators: Decorator, tasks: Sequence[str] = NUMERIC_TASKS, needs_input: bool = True) -> Decorator:
+    """Returns a decorator that adds the options of commands that inspect a job, or run a part of it. decorators: of
+    further options; tasks: those whose options it has in full. Of generation the other commands have only options that
+    comparisons of runs need."""
     metavar = "INPUT..." if needs_input else "[INPUT]..."
     return all_of(
         click.argument("input", metavar=metavar, nargs=-1, required=needs_input),
         click.option("--task", type=click.Choice(TASKS), help="As for `prefold run`."),
-        *more,
+        *decorators,
         model_options,
         column_options(*TASKS),
         task_options(*tasks),

@@ -44,74 +44,74 @@ def plan(**o: Any) -> None:
 
     input = open_input(o["task"], o["input"], o, weights=False)
     started = time.perf_counter()
-    counted = plan_job(
+    job_plan = plan_job(
         input.source, input.adapter, input.tasks, limit=o["limit"], window=o["window"],
         max_batch_rows=o["max_batch_rows"], progress=open_progress(),
     )  # fmt: skip
     seconds = time.perf_counter() - started
     config = config_from(input.checkpoint.config)
-    costs, row_bytes = cost_of(counted.shape, config), kv_row_bytes(config)
+    costs, row_bytes = cost_of(job_plan.shape, config), kv_row_bytes(config)
     decode = None if input.tokenizer is None else readable(input.tokenizer.decode)
-    segments = place(counted, config, o["replicas"]) if o["replicas"] and counted.tokens else []
+    segments = place(job_plan, config, o["replicas"]) if o["replicas"] and job_plan.tokens else []
     if o["as_json"]:
-        counts = {name: getattr(counted, name) for name in _COUNTS}
+        counts = {name: getattr(job_plan, name) for name in _COUNTS}
         counts |= {"kv_row_bytes": row_bytes, "flops": {"full": asdict(costs[0]), "off": asdict(costs[1])}}
         counts |= {"seconds": seconds} | ({"segments": [asdict(segment) for segment in segments]} if segments else {})
         click.echo(json.dumps(counts))
     else:
-        lines = _lines(counted, costs, row_bytes, seconds, decode, o)
-        click.echo("\n".join([*lines, *(_segment_lines(counted, segments) if segments else [])]))
+        lines = _lines(job_plan, costs, row_bytes, seconds, decode, o)
+        click.echo("\n".join([*lines, *(_segment_lines(job_plan, segments) if segments else [])]))
     if o["report"]:
-        _report(counted, input.checkpoint, input.source, decode, o)
+        _report(job_plan, input.checkpoint, input.source, decode, o)
 
 
-def _lines(counted: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, o: dict[str, Any]) -> list[str]:
+def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, o: dict[str, Any]) -> list[str]:
     from ..job.plan import shared_most
     from ..report.icicle import trie_picture
     from ..report.progress import format_seconds
     from .answers import one_line
 
-    lines = [f"{counted.records:,} records, {counted.requests:,} prompts, the longest of {counted.longest:,} tokens"]
-    if counted.errors:
-        lines.append(f"{counted.errors:,} records would fail, the first with:\n  {counted.first_errors[0]}")
-    if not counted.tokens:
+    lines = [f"{job_plan.records:,} records, {job_plan.requests:,} prompts, the longest of {job_plan.longest:,} tokens"]
+    if job_plan.errors:
+        lines.append(f"{job_plan.errors:,} records would fail, the first with:\n  {job_plan.first_errors[0]}")
+    if not job_plan.tokens:
         return lines
     full, off = costs
     rate, machine = _rate(o["gflops"])
     lines.append("")
     lines.append(f"{'sharing':<9}{'rows':>16}{'saved':>9}{'TFLOP':>12}{'about':>16}")
     for name, rows, flops in (
-        ("full", counted.rows, full.total),
-        ("mlp", counted.rows_mlp, full.linear * counted.rows_mlp / max(1, counted.rows) + off.attention),
-        ("off", counted.tokens, off.total),
+        ("full", job_plan.rows, full.total),
+        ("mlp", job_plan.rows_mlp, full.linear * job_plan.rows_mlp / max(1, job_plan.rows) + off.attention),
+        ("off", job_plan.tokens, off.total),
     ):
-        saved = 1 - rows / counted.tokens
+        saved = 1 - rows / job_plan.tokens
         lines.append(f"{name:<9}{rows:>16,}{saved:>9.1%}{flops / 1e12:>12,.4g}{format_seconds(flops / rate):>16}")
     lines.append(f"at {rate / 1e9:,.0f} GFLOP/s, {machine}; counted in {format_seconds(seconds)}")
-    if counted.outputs:
-        lines += _generation_lines(counted, row_bytes)
+    if job_plan.outputs:
+        lines += _generation_lines(job_plan, row_bytes)
     lines.append("\nThe trie (width: prompts, depth: tokens; the darker, the more prompts share it)")
-    lines += [f"  {line}" for line in trie_picture(counted.shape)]
-    shared = shared_most(counted.shape, decode)
+    lines += [f"  {line}" for line in trie_picture(job_plan.shape)]
+    shared = shared_most(job_plan.shape, decode)
     if shared:
         lines.append(f"\n{'tokens':>8}{'prompts':>10}{'saved':>14}  shared most")
         lines += [f"{p.length:>8,}{p.prompts:>10,}{p.saved:>14,}  {one_line(p.text, 64)!r}" for p in shared]
     return lines
 
 
-def _generation_lines(counted: Any, row_bytes: int) -> list[str]:
+def _generation_lines(job_plan: Any, row_bytes: int) -> list[str]:
     from ..report.progress import format_bytes
 
-    shared, unshared = format_bytes(counted.rows * row_bytes), format_bytes(counted.tokens * row_bytes)
-    tails = format_bytes(counted.output_tokens * row_bytes)
+    shared, unshared = format_bytes(job_plan.rows * row_bytes), format_bytes(job_plan.tokens * row_bytes)
+    tails = format_bytes(job_plan.output_tokens * row_bytes)
     return [
-        f"\nThe prompts only; then {counted.outputs:,} outputs of up to {counted.output_tokens:,} tokens together.",
+        f"\nThe prompts only; then {job_plan.outputs:,} outputs of up to {job_plan.output_tokens:,} tokens together.",
         f"K/V, {format_bytes(row_bytes)} a row: {shared} for all prompts at once ({unshared} unshared), and up to "
         f"{tails} for all outputs. Only those that run are held.",
     ]
 
 
-def _segment_lines(counted: Any, segments: list[Any]) -> list[str]:
+def _segment_lines(job_plan: Any, segments: list[Any]) -> list[str]:
     """Returns the segments as a table, where they are few, and how even they are."""
     lines = []
     if len(segments) <= _SHOWN_SEGMENTS:
@@ -120,12 +120,12 @@ def _segment_lines(counted: Any, segments: list[Any]) -> list[str]:
             counts = f"{segment.prompts:>12,}{segment.rows:>16,}{segment.again:>10,}"
             lines.append(f"{number:>8}{counts}{segment.flops / 1e12:>12,.4g}")
     mean = sum(segment.flops for segment in segments) / len(segments)
-    worst, again = max(segment.flops for segment in segments) / mean, sum(segment.again for segment in segments)
-    outputs = ", outputs counted at their longest" if counted.outputs else ""
+    worst, repeated_rows = max(segment.flops for segment in segments) / mean, sum(segment.again for segment in segments)
+    outputs = ", outputs counted at their longest" if job_plan.outputs else ""
     return [
         *lines,
         f"\n{len(segments):,} segments: the costliest {worst:.3f} times the mean{outputs};"
-        f" {again:,} rows ({again / counted.rows:.2%}) computed twice",
+        f" {repeated_rows:,} rows ({repeated_rows / job_plan.rows:.2%}) computed twice",
     ]
 
 
@@ -145,24 +145,24 @@ def _rate(gflops: float | None) -> tuple[float, str]:
     return 2 * 768**3 / best, "this machine's float32 matrix product (--gflops gives another)"
 
 
-def _report(counted: Any, checkpoint: Any, source: Any, decode: Any, o: dict[str, Any]) -> None:
+def _report(job_plan: Any, checkpoint: Any, source: Any, decode: Any, o: dict[str, Any]) -> None:
     from ..report import Report, write_report
 
     page = Report(
         title=f"plan: {Path(source.name).name} with {checkpoint.name}",
         when=time.strftime("planned %Y-%m-%d %H:%M; nothing was computed"),
-        tokens=counted.tokens,
-        rows=counted.rows,
+        tokens=job_plan.tokens,
+        rows=job_plan.rows,
         seconds=0.0,
         cards=[
-            ("records", f"{counted.records:,}"),
-            ("tokens asked for", f"{counted.tokens:,}"),
-            ("rows to compute", f"{counted.rows:,}"),
-            ("of the tokens saved", f"{counted.saved:.1%}"),
-            ("errors", f"{counted.errors:,}"),
+            ("records", f"{job_plan.records:,}"),
+            ("tokens asked for", f"{job_plan.tokens:,}"),
+            ("rows to compute", f"{job_plan.rows:,}"),
+            ("of the tokens saved", f"{job_plan.saved:.1%}"),
+            ("errors", f"{job_plan.errors:,}"),
         ],
         settings=[("input", source.name), ("model", checkpoint.name), ("task", o["task"] or "OpenAI batch lines")],
-        shape=counted.shape,
+        shape=job_plan.shape,
         decode=decode,
     )
     write_report(page, Path(o["report"]))

@@ -57,10 +57,10 @@ def _open_missing() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
-        sys.stdout = _Closed()
+        sys.stdout = _ClosedStream()
 
 
-class _Closed:
+class _ClosedStream:
     """Stands for a standard output that was closed before the process began."""
 
     closed = True

@@ -44,10 +44,10 @@ def run(**o: Any) -> None:
     run_command(o["task"], o["input"], o)
 
 
-def _command(task: str, metavar: str, short_help: str, *more: Decorator) -> Callable[..., click.Command]:
-    """Returns a decorator that makes the command of a task. more: options that it has of its own."""
+def _command(task: str, metavar: str, short_help: str, *decorators: Decorator) -> Callable[..., click.Command]:
+    """Returns a decorator that makes the command of a task. decorators: options that it has of its own."""
     argument = click.argument("input", metavar=metavar, nargs=-1, required=task != "generate")
-    options = all_of(argument, *more, job_options(task), json_option)
+    options = all_of(argument, *decorators, job_options(task), json_option)
     return lambda function: click.command(short_help=short_help)(options(function))
 
 

@@ -142,8 +142,8 @@ def _lines(differences: list[dict[str, Any]]) -> list[str]:
         if f["task"] == "generate":
             lines.append(f"  texts               {len(f['first_changed']):,} of {f['texts']:,} changed")
             if first := sorted(f["first_changed"]):
-                where = f"{first[0]:,} at the earliest, {first[len(first) // 2]:,} in the middle"
-                lines.append(f"  first other token   number {where} of these texts")
+                places = f"{first[0]:,} at the earliest, {first[len(first) // 2]:,} in the middle"
+                lines.append(f"  first other token   number {places} of these texts")
             continue
         largest = f"{f['values']:.3g} in what the model gave, {f['results']:.3g} in the results"
         lines.append(f"  largest difference  {largest}")

@@ -44,12 +44,12 @@ class Backend:
         """Returns the name of the tokenizer of a model that is not read here; None: its texts are sent."""
         return o.get("tokenizer")
 
-    def options(self, o: Options, llm: Options, own: Options) -> dict[str, Any]:
+    def options(self, o: Options, llm: Options, own_options: Options) -> dict[str, Any]:
         """Returns the options for `host`, which can be pickled.
 
-        llm  the job's options as keywords of `LLM`: device, threads and tensor_parallel say how many CPUs and GPUs a
-             replica has on Ray, and are to be returned
-        own  what --backend-option gave
+        llm          the job's options as keywords of `LLM`: device, threads and tensor_parallel say how many CPUs and
+                     GPUs a replica has on Ray, and are to be returned
+        own_options  what --backend-option gave
         """
         return dict(llm)
 

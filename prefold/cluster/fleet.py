@@ -68,7 +68,7 @@ class Fleet:
         self.replicas = replicas
         self.row_cost = row_cost
         self.stats = Stats()
-        self.steals = self.moved = self.losses = 0
+        self.steals = self.num_moved = self.losses = 0
         self.re_reported = 0  # how often events of a cache were missing, so that the replica reported anew
         self.estimated: set[str] = set()  # replicas whose caches are estimated, because they do not report
         self.counted_apart = False  # whether each replica counted its own unique tokens
@@ -95,7 +95,7 @@ class Fleet:
     def _in_words(self) -> str:
         words = f"{self.num_ready} of {len(self.replicas.names)} at the end"
         words += f", work was divided anew {self.steals:,} times" if self.steals else ""
-        words += f"; {self.losses:,} were lost, {self.moved:,} prompts went to others" if self.losses else ""
+        words += f"; {self.losses:,} were lost, {self.num_moved:,} prompts went to others" if self.losses else ""
         if self.estimated:
             number = "all" if len(self.estimated) == len(self.replicas.names) else f"{len(self.estimated)}"
             words += f"; what the caches of {number} hold was estimated"
@@ -212,8 +212,8 @@ class Fleet:
         if is_back:
             self.notify(f"{name} runs, but what passed between was lost: {reason}; what it had is sent again")
         elif self._absent_reasons.get(name) != reason:
-            again = "; it is started anew" if returns else ""
-            self.notify(f"{name} is lost: {reason}{again}")
+            note = "; it is started anew" if returns else ""
+            self.notify(f"{name} is lost: {reason}{note}")
         if not returns:
             self._absent_reasons[name] = reason
 
@@ -232,17 +232,17 @@ class Fleet:
 class _Work:
     """A _Work counts the work of a replica in this run.
 
-    reported     rows that it reported; only of outputs if the run itself counts rows of prompts
-    answered     how many of these rows were for requests that it has answered
-    drawn        tokens that it drew
-    kept         how many of these tokens are in answers
-    measured_at  when its steps were measured last
+    reported_rows  rows that it reported; only of outputs if the run itself counts rows of prompts
+    answered_rows  how many of these rows were for requests that it has answered
+    drawn_tokens   tokens that it drew
+    kept_tokens    how many of these tokens are in answers
+    measured_at    when its steps were measured last
     """
 
-    reported: int = 0
-    answered: int = 0
-    drawn: int = 0
-    kept: int = 0
+    reported_rows: int = 0
+    answered_rows: int = 0
+    drawn_tokens: int = 0
+    kept_tokens: int = 0
     measured_at: float = 0.0
 
 
@@ -250,11 +250,7 @@ class FleetRun:
     """A FleetRun runs requests on a fleet: `answers` yields their answers, `end` ends the run on the replicas."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        source: Windows | LiveInput,
-        call: RunCall,
-        on_step: Callable[[StepInfo], None] | None,
+        self, fleet: Fleet, source: Windows | LiveInput, call: RunCall, on_step: Callable[[StepInfo], None] | None
     ):
         self.fleet, self.on_step = fleet, on_step
         self.offline: OfflineSource | None = None
@@ -314,7 +310,7 @@ class FleetRun:
         for name in self._work.keys() & fleet.ready.keys():
             fleet.replicas.order(name, "end")
         fleet.steals += 0 if self.offline is None else self.offline.steals
-        fleet.moved += self.book.moved
+        fleet.num_moved += self.book.num_moved
         if self._counts_rows and (self._counted_rows or not self._generates):
             fleet.stats.unique_tokens += self._unique_rows()
         fleet.counted_apart |= self.call.online and self._counted_rows and len(fleet.replicas.names) > 1
@@ -432,13 +428,13 @@ class FleetRun:
         if self.online is not None and self.call.in_slots and not fleet.ready[name].reports_cache:
             fleet.estimated.add(name)
 
-    def _lose(self, name: str, lost: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
+    def _lose(self, name: str, loss: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
         self._count_loss(self._work.pop(name, None))
         self._killed.discard(name)
         if self._pictures is not None:
             self._pictures.lose(name)
-        for tag in self.book.lose(name, died=lost.died):
-            message = f"replicas were lost while they worked on it, the last one on it alone: {lost.reason}"
+        for tag in self.book.lose(name, died=loss.died):
+            message = f"replicas were lost while they worked on it, the last one on it alone: {loss.reason}"
             remedy = "see what is unusual about the record, or run it again by itself"
             yield tag, InputError(message, remedy=remedy, code="replicas_lost")
 
@@ -466,32 +462,32 @@ class FleetRun:
             rows = generation.decode_rows - generation.discarded_rows if is_counted else 0
             stats.unique_tokens = unique + rows
         if (work := self._work.get(name)) is not None:
-            work.reported += rows
-            work.drawn += 0 if generation is None else generation.generated_tokens
+            work.reported_rows += rows
+            work.drawn_tokens += 0 if generation is None else generation.generated_tokens
 
     def _count_answer(self, name: str, tokens: int, answer: Any) -> None:
         stats, work = self.fleet.stats, self._work[name]
         stats.requests += tokens > 0
         if not (isinstance(answer, list) and answer and isinstance(answer[0], Generated)):
             stats.tokens += tokens
-            work.answered += 0 if self._counts_rows else tokens
+            work.answered_rows += 0 if self._counts_rows else tokens
             return
-        generated = sum(max(0, len(sample.tokens) - 1) for sample in answer)
-        stats.tokens += len(answer) * tokens + generated
-        work.kept += sum(len(sample.tokens) for sample in answer)
-        work.answered += sum(map(_output_rows, answer))
-        work.answered += 0 if self._counts_rows else tokens - (answer[0].cached_tokens or 0)
+        num_generated = sum(max(0, len(sample.tokens) - 1) for sample in answer)
+        stats.tokens += len(answer) * tokens + num_generated
+        work.kept_tokens += sum(len(sample.tokens) for sample in answer)
+        work.answered_rows += sum(map(_output_rows, answer))
+        work.answered_rows += 0 if self._counts_rows else tokens - (answer[0].cached_tokens or 0)
 
     def _count_loss(self, work: _Work | None) -> None:
         """Counts the rows of unanswered requests of a lost replica as recomputed."""
         if work is None or not self._counted_rows or (self._counts_rows and not self._generates):
             return
-        again = max(0, work.reported - work.answered)
+        unanswered_rows = max(0, work.reported_rows - work.answered_rows)
         stats = self.fleet.stats
-        stats.unique_tokens = max(0, stats.unique_tokens - again)
+        stats.unique_tokens = max(0, stats.unique_tokens - unanswered_rows)
         if stats.generation is not None:
-            drawn = max(0, work.drawn - work.kept)
-            stats.generation += GenerationStats(recomputed_rows=again, generated_tokens=-drawn)
+            lost_tokens = max(0, work.drawn_tokens - work.kept_tokens)
+            stats.generation += GenerationStats(recomputed_rows=unanswered_rows, generated_tokens=-lost_tokens)
 
 
 def _output_rows(sample: Generated) -> int:

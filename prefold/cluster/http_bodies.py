@@ -132,29 +132,29 @@ def _check(requests: Sequence[Request], asks: Sampling | Readout, with_text: boo
         lacks = [asks.grammar.kind]
     else:
         lacks = [*([] if with_text else ["tokens without text"]), *not_sent(asks)]
-    for what in lacks:
-        raise _lacks(what)
+    for part in lacks:
+        raise _lacks(part)
 
 
-def _lacks(what: str) -> InputError:
-    return cannot_ask("a server", what, "here (without --url)")
+def _lacks(part: str) -> InputError:
+    return cannot_ask("a server", part, "here (without --url)")
 
 
 def generated_of(answer: Any) -> tuple[list[Generated], Stats]:
     """Returns (the samples of a response, in order, its `usage`)."""
     usage = answer.get("usage") or {}
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))
-    generated = usage.get("completion_tokens") or 0
-    unnamed = [_NOT_KNOWN] * (generated // max(1, len(choices)))
+    generated_tokens = usage.get("completion_tokens") or 0
+    unnamed = [_NOT_KNOWN] * (generated_tokens // max(1, len(choices)))
     out = []
     for choice in choices:
         text = _text_of(choice["message"]) if "message" in choice else choice["text"]
         tokens = tuple(choice.get("token_ids") or unnamed)
         reason: Literal["stop", "length"] = "length" if choice.get("finish_reason") == "length" else "stop"
         stop = choice.get("stop_reason")
-        out.append(Generated(tokens, text, reason, stop if isinstance(stop, (str, int)) else None, cached))
-    return out, generation_stats(usage.get("prompt_tokens") or 0, generated, cached or 0)
+        out.append(Generated(tokens, text, reason, stop if isinstance(stop, (str, int)) else None, cached_tokens))
+    return out, generation_stats(usage.get("prompt_tokens") or 0, generated_tokens, cached_tokens or 0)
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
@@ -167,8 +167,8 @@ def _text_of(message: Mapping[str, Any]) -> str:
             arguments = json.loads(function.get("arguments") or "{}")
         except ValueError:
             arguments = function["arguments"]
-        named = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-        parts.append(f"<tool_call>\n{named}\n</tool_call>")
+        call_text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+        parts.append(f"<tool_call>\n{call_text}\n</tool_call>")
     return "\n".join(parts)
 
 
@@ -278,11 +278,11 @@ def remote_model(
         return Checkpoint.dummy(_ANY, name=f"{model} {over}", path=None), _bytes()
     # The one file of a built-in model holds its tokenizer; of others no weights are needed.
     checkpoint = resolve(folder, load_format="auto" if folder in BUILT_IN else "dummy", notify=notify)
-    own = tokenizer_or_none(checkpoint)
-    if own is None and tokenizer:
+    own_tokenizer = tokenizer_or_none(checkpoint)
+    if own_tokenizer is None and tokenizer:
         raise CheckpointError(f"{tokenizer} has no tokenizer; leave --tokenizer out, and texts are sent")
     values = {name: checkpoint.config[name] for name in ("max_position_embeddings",) if checkpoint.config.get(name)}
-    return Checkpoint.dummy(_ANY | values, name=f"{model} {over}", path=checkpoint.path), own or _bytes()
+    return Checkpoint.dummy(_ANY | values, name=f"{model} {over}", path=checkpoint.path), own_tokenizer or _bytes()
 
 
 def context_of(checkpoint: Checkpoint) -> int | None:

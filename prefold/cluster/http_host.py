@@ -458,7 +458,7 @@ class _Servers(Backend):
         pooling = "--pooling cannot be asked of a server, which pools as its model does; leave it out"
         return pooling if o.get("pooling") else ""
 
-    def options(self, o: Options, llm: Options, own: Options) -> dict[str, Any]:
+    def options(self, o: Options, llm: Options, own_options: Options) -> dict[str, Any]:
         return {} if o.get("max_running") is None else {"most": o["max_running"]}
 
     def replicas(

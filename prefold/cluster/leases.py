@@ -116,7 +116,7 @@ class LeaseBook:
 
     def __init__(self, *sources: Source, numbers: Iterator[int], patience: float = 300.0):
         self.sources: list[Source] = []
-        self.moved = 0  # requests that were sent again because a replica was lost
+        self.num_moved = 0  # requests that were sent again because a replica was lost
         self._numbers, self._patience = numbers, patience
         self._replicas: dict[str, _Replica] = {}
         self._suspects: deque[tuple[Source, Sequence[Places]]] = deque()  # groups, none of them empty
@@ -188,13 +188,13 @@ class LeaseBook:
             prompts = source.prompts([place for places in unanswered for place in sorted(places)])
             if were_suspects and died and len(prompts) == 1:
                 tags += source.give_up(prompts.pop())
-            self.moved += sum(map(len, prompts))
-            begun = len(prompts)
+            self.num_moved += sum(map(len, prompts))
+            num_begun = len(prompts)
             if not were_suspects:
-                begun = source.num_begun(entry.facts, prompts) if died and entry.facts.dies_of_requests else 0
-            suspects = sorted(prompts[:begun])
+                num_begun = source.num_begun(entry.facts, prompts) if died and entry.facts.dies_of_requests else 0
+            suspects = sorted(prompts[:num_begun])
             self._suspects += [(source, group) for group in (divided(suspects) if died else [suspects]) if group]
-            source.put_back(prompts[begun:])
+            source.put_back(prompts[num_begun:])
         return tags
 
     # ----------------------------------------------------------------------------------------------- leases

@@ -107,8 +107,8 @@ class ReplicaHost(Host):
     def _complete(self, report: ReplicaReport) -> None:
         if report.steps or report.answers:
             # The engine's own counters are not reset: a step that is on its way would count into the old ones.
-            counted, self._counted = self._counted, self._engine.stats + Stats()
-            report.stats = _since(self._counted, counted)
+            before, self._counted = self._counted, self._engine.stats + Stats()
+            report.stats = _since(self._counted, before)
 
     def _work(self) -> None:
         while (run := self._runs.get()) is not None:

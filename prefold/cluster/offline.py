@@ -30,18 +30,18 @@ class LeaseOptions:
     """A LeaseOptions says how large leases are.
 
     seconds     about how long a lease takes
-    least       work of less cost is not divided any further
-    most        the largest cost of a lease
-    waiting     a replica gets leases until it has two, and this many requests
-    begun       how many requests, and of what cost, a replica may have begun at once; these are suspects when it is
+    least_cost  work of less cost is not divided any further
+    most_cost   the largest cost of a lease
+    requests    a replica gets leases until it has two, and this many requests
+    begun_most  how many requests, and of what cost, a replica may have begun at once; these are suspects when it is
                 lost
     """
 
     seconds: float = 2.0
-    least: float = 1.0
-    most: float = math.inf
-    waiting: int = 0
-    begun: tuple[int, float] = (1 << 30, math.inf)
+    least_cost: float = 1.0
+    most_cost: float = math.inf
+    requests: int = 0
+    begun_most: tuple[int, float] = (1 << 30, math.inf)
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class OfflineSource(Source):
         speeds = [self._speed(victim, mean), self._speed(own, mean)]
         busy = [self._open_cost(slowest), self._open_cost(thief)]
         rest, stolen = self.cost.cut(*victim.segment, speeds, busy=busy)
-        if stolen.start == stolen.stop or self.cost.of(*stolen) < self._options.least:
+        if stolen.start == stolen.stop or self.cost.of(*stolen) < self._options.least_cost:
             if slowest or self._open(thief):
                 return
             # The victim is the segment of absent replicas, which may join late: take it whole.
@@ -157,10 +157,10 @@ class OfflineSource(Source):
         requests = chain.from_iterable(self.order.read(start, stop) for start, stop in _ranges_of(lease.places))
         tagged, at = [], 0
         for window in cut_into_windows(requests, max_tokens=self._max_tokens, is_sorted=True):
-            own = lease.places[at : (at := at + window.num_requests)]
-            counted = np.where(window.twins, 0, np.diff(window.offsets)).tolist()
-            self._sent.update(zip(own, zip(window.tags, counted, strict=True), strict=True))
-            tagged.append(replace(window, tags=[tag_of(lease.number, place) for place in own]))
+            places = lease.places[at : (at := at + window.num_requests)]
+            lengths = np.where(window.twins, 0, np.diff(window.offsets)).tolist()
+            self._sent.update(zip(places, zip(window.tags, lengths, strict=True), strict=True))
+            tagged.append(replace(window, tags=[tag_of(lease.number, place) for place in places]))
         return tagged
 
     # ---------------------------------------------------------------------------------------------- answers
@@ -178,7 +178,7 @@ class OfflineSource(Source):
         return [(place,) for place in places]
 
     def num_begun(self, facts: ReplicaFacts, prompts: Sequence[Places]) -> int:
-        count, cost = self._options.begun
+        count, cost = self._options.begun_most
         for number, (place,) in enumerate(prompts):
             if number == count or cost <= 0:
                 return number
@@ -199,7 +199,7 @@ class OfflineSource(Source):
 
     def _wants(self, name: str) -> bool:
         open_leases = self._open(name)
-        return len(open_leases) < 2 or sum(len(lease.unanswered) for lease in open_leases) < self._options.waiting
+        return len(open_leases) < 2 or sum(len(lease.unanswered) for lease in open_leases) < self._options.requests
 
     def _speed(self, replica: _Replica, mean: float) -> float:
         """Returns the cost that a replica does in a second; the mean if it has not been measured."""
@@ -216,9 +216,11 @@ class OfflineSource(Source):
         """Returns the cost of a replica's next lease: small before anything is measured, and near the end."""
         o = self._options
         if not (replica.cost_done > 0 and replica.seconds > 0):
-            return o.least
+            return o.least_cost
         assert replica.segment is not None
-        return max(o.least, min(o.most, self._speed(replica, mean) * o.seconds, self.cost.of(*replica.segment) / 4))
+        return max(
+            o.least_cost, min(o.most_cost, self._speed(replica, mean) * o.seconds, self.cost.of(*replica.segment) / 4)
+        )
 
 
 def offline_source(windows: Windows, call: RunCall, row_cost: RowCost, expected: Iterable[str]) -> OfflineSource:
@@ -240,9 +242,9 @@ def offline_source(windows: Windows, call: RunCall, row_cost: RowCost, expected:
         if call.readout.kind == "tokens":
             running = facts.max_running
             least, waiting = 4 * cost.total / max(1, len(order)), running + running // 2
-            return LeaseOptions(least=least, most=most, waiting=waiting, begun=(2 * running, math.inf))
+            return LeaseOptions(least_cost=least, most_cost=most, requests=waiting, begun_most=(2 * running, math.inf))
         step = row * (call.max_batch_rows or facts.max_rows)
-        return LeaseOptions(least=step / 4, most=most, waiting=facts.at_once, begun=(1 << 30, 2 * step))
+        return LeaseOptions(least_cost=step / 4, most_cost=most, requests=facts.at_once, begun_most=(1 << 30, 2 * step))
 
     return OfflineSource(cost, expected, options, order=order, num_rows=rows, max_tokens=windows.max_tokens)
 

@@ -62,11 +62,11 @@ class Limits:
 
 @dataclass(slots=True)
 class _Run:
-    """A _Run is the bucket that a replica has begun. remaining: how many more of its requests the replica may take
+    """A _Run is the bucket that a replica has begun. num_remaining: how many more of its requests the replica may take
     before it chooses again."""
 
     bucket: Bucket
-    remaining: int
+    num_remaining: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Dispatcher:
         """Returns the bucket that a replica should go on with; None if it should wait for more requests."""
         window, run = self.window, self._runs.get(replica)
         if run is not None:
-            bucket = window.current(run.bucket) if run.remaining > 0 else None
+            bucket = window.current(run.bucket) if run.num_remaining > 0 else None
             if bucket is not None:
                 return bucket
             del self._runs[replica]
@@ -170,8 +170,8 @@ class Dispatcher:
             bucket = window.largest(holder, grown=grown)
             if bucket is None:
                 continue
-            again = len(bucket.prefix) * speed.prefill
-            if wait <= self.router.seconds_to_wait(replica) + again:
+            seconds_again = len(bucket.prefix) * speed.prefill
+            if wait <= self.router.seconds_to_wait(replica) + seconds_again:
                 return None  # the holder will be free sooner
             return bucket
         return None
@@ -218,7 +218,7 @@ class Dispatcher:
     def _assign(self, bucket: Bucket, replica: Hashable, share: int | None) -> Assignment:
         """Assigns requests of a bucket to a replica: as many as it has room for, and at most its share."""
         prompt = self._prompt(bucket)
-        held_rows = self.router.matched(prompt).get(replica, 0)
+        held_rows = self.router.matched_rows(prompt).get(replica, 0)
         mean = bucket.tokens / bucket.requests
         room = max(0, self.room(replica) - (len(bucket.prefix) - held_rows))
         first = next(self.window.requests_of(bucket))
@@ -234,7 +234,7 @@ class Dispatcher:
             count = min(count, share)
         run = self._runs.setdefault(replica, _Run(bucket, bucket.requests))
         requests = self.window.take(bucket, int(count * mean))
-        run.bucket, run.remaining = bucket, run.remaining - len(requests)
+        run.bucket, run.num_remaining = bucket, run.num_remaining - len(requests)
         for waiting in requests:
             limit = self._limit_of(waiting.payload)
             prompt_sent = Prompt(waiting.tokens, limit, waiting.namespace, len(bucket.prefix))

@@ -26,24 +26,24 @@ def token_bytes(tokens: np.ndarray) -> bytes:
 class Place:
     """A Place is a node of the router's trie, or the root above all rows of a namespace.
 
-    tokens     the token ids of its rows, as bytes
-    stop       the position behind its last row
-    held       bit r: replica r holds the rows
-    coming     bit r: replica r was sent a prompt that goes through the place and has not ended
-    children   the places below, by the bytes of their first tokens
-    ends       how many runs and prompts end here
-    namespace  for a root: its namespace
-    users      {replica: how many of the prompts that it was sent end here or below}
+    tokens          the token ids of its rows, as bytes
+    stop            the position behind its last row
+    holders         bit r: replica r holds the rows
+    coming_holders  bit r: replica r was sent a prompt that goes through the place and has not ended
+    children        the places below, by the bytes of their first tokens
+    ends            how many runs and prompts end here
+    namespace       for a root: its namespace
+    users           {replica: how many of the prompts that it was sent end here or below}
     """
 
-    __slots__ = ("children", "coming", "ends", "held", "namespace", "parent", "stop", "tokens", "users")
+    __slots__ = ("children", "coming_holders", "ends", "holders", "namespace", "parent", "stop", "tokens", "users")
 
     def __init__(self, parent: Place | None, tokens: bytes, stop: int, namespace: Hashable = None):
         self.parent, self.namespace = parent, namespace
         self.tokens = tokens
         self.stop = stop
-        self.held = 0
-        self.coming = 0
+        self.holders = 0
+        self.coming_holders = 0
         self.ends = 0
         self.children: dict[bytes, Place] | None = None
         self.users: dict[int, int] | None = None
@@ -105,7 +105,7 @@ class PrefixIndex:
         """Marks the rows from `start` to the end of `place` as held. bit: of the replica"""
         at: Place | None = place
         while at is not None and at.stop > start:
-            at.held |= bit
+            at.holders |= bit
             at = at.parent
 
     def release(self, place: Place, start: int, bit: int) -> None:
@@ -113,7 +113,7 @@ class PrefixIndex:
         `place`."""
         at: Place | None = place
         while at is not None and at.stop > start:
-            at.held &= ~bit
+            at.holders &= ~bit
             at = at.parent
         self.leave(place)
 
@@ -124,7 +124,7 @@ class PrefixIndex:
             if at.users is None:
                 at.users = {}
             at.users[replica] = at.users.get(replica, 0) + 1
-            at.coming |= 1 << replica
+            at.coming_holders |= 1 << replica
             at = at.parent
 
     def unsend(self, place: Place, replica: int) -> None:
@@ -137,27 +137,27 @@ class PrefixIndex:
                 at.users[replica] = count
             else:
                 del at.users[replica]
-                at.coming &= ~(1 << replica)
+                at.coming_holders &= ~(1 << replica)
                 at.users = at.users or None
             at = at.parent
         self.leave(place)
 
     def match(self, namespace: Hashable, tokens: bytes) -> Iterator[tuple[int, int, int]]:
-        """Yields (rows, held, coming) along the path of `tokens`: a number of leading rows, and the bits of the
-        replicas that hold them all and that will hold them all. Ends where no replica will."""
+        """Yields (rows, holders, coming holders) along the path of `tokens`: a number of leading rows, and the bits of
+        the replicas that hold them all and that will hold them all. Ends where no replica will."""
         place: Place | None = self.roots.get(namespace)
-        at, size, held, coming = 0, len(tokens), -1, -1
+        at, size, holders, coming_holders = 0, len(tokens), -1, -1
         while place is not None and at < size and place.children:
             place = place.children.get(tokens[at : at + _BYTES])
             if place is None:
                 return
-            coming &= place.held | place.coming
-            if not coming:
+            coming_holders &= place.holders | place.coming_holders
+            if not coming_holders:
                 return
-            held &= place.held
+            holders &= place.holders
             same = _same(place.tokens, tokens, at)
             at += same
-            yield at // _BYTES, held, coming
+            yield at // _BYTES, holders, coming_holders
             if same < len(place.tokens):
                 return
 
@@ -166,7 +166,7 @@ class PrefixIndex:
         above = place.parent
         assert above is not None and above.children is not None and 0 < size < len(place.tokens)
         upper = Place(above, place.tokens[:size], place.stop - (len(place.tokens) - size) // _BYTES)
-        upper.held, upper.coming = place.held, place.coming
+        upper.holders, upper.coming_holders = place.holders, place.coming_holders
         upper.users = None if place.users is None else dict(place.users)
         above.children[place.tokens[:_BYTES]] = upper
         place.parent, place.tokens = upper, place.tokens[size:]
@@ -186,7 +186,7 @@ class PrefixIndex:
                 continue
             if len(place.children) == 1:
                 (child,) = place.children.values()
-                if child.held == place.held and child.users == place.users:
+                if child.holders == place.holders and child.users == place.users:
                     above.children[place.tokens[:_BYTES]] = child
                     child.parent, child.tokens = above, place.tokens + child.tokens
             return
@@ -229,30 +229,24 @@ class EstimatedCache:
         return self._reporter.drain()
 
     def answered(
-        self,
-        namespace: Hashable,
-        tokens: np.ndarray,
-        *,
-        held: int = 0,
-        believed: int = 0,
-        cached: int | None = None,
+        self, namespace: Hashable, tokens: np.ndarray, estimated_rows: int, matched_rows: int, cached_rows: int | None
     ) -> None:
         """Books that a prompt was answered, so that its rows are held.
 
-        held      how many of its leading rows the estimate held when it was sent
-        believed  how many it held then together with the prompts in flight
-        cached    how many were cached, as the answer says; None: it does not say
+        estimated_rows  how many of its leading rows the estimate held when it was sent
+        matched_rows    how many it held then together with the prompts in flight
+        cached_rows     how many were cached, as the answer says; None: it does not say
         """
-        if cached is not None:
-            if cached + _BLOCK < held:
-                self._forget_older_than(namespace, tokens, cached)
-            elif cached > believed + _BLOCK:
-                self._limit(self.capacity + 2 * (cached - believed))
+        if cached_rows is not None:
+            if cached_rows + _BLOCK < estimated_rows:
+                self._forget_older_than(namespace, tokens, cached_rows)
+            elif cached_rows > matched_rows + _BLOCK:
+                self._limit(self.capacity + 2 * (cached_rows - matched_rows))
         self._now += 1
         path = self._tree.insert(namespace, tokens).path()
         self._cache.take(path)
         for node in path:
-            if node.pending:
+            if node.num_pending:
                 node.num_computed = len(node)
                 self._tree.stored(node)
         for node in reversed(path):

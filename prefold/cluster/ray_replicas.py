@@ -236,8 +236,8 @@ def _connect(address: str | None) -> threading.Event:
     except Exception as error:
         named = address or os.environ.get("RAY_ADDRESS")
         problem = f"there is no Ray cluster at {named}" if named else "Ray does not start on this machine"
-        why = _first_lines(error) if outcome.done() else f"it has not answered for {_START_SECONDS:.0f} s"
-        raise JobError(f"{problem}: {why or type(error).__name__}") from None
+        reason = _first_lines(error) if outcome.done() else f"it has not answered for {_START_SECONDS:.0f} s"
+        raise JobError(f"{problem}: {reason or type(error).__name__}") from None
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         # Ray has put a handler in C++ before Python's, which walks the stack first, and now and then ends the process.

@@ -333,21 +333,21 @@ class AsyncHost(Host):
         self._tasks.discard(task)
         self._fill()
 
-    async def _answer(self, call: RunCall, run: int, sent: list[tuple[int, int, Request]]) -> None:
+    async def _answer(self, call: RunCall, run: int, requests: list[tuple[int, int, Request]]) -> None:
         started = time.perf_counter()
         try:
-            answers, stats = await self._ask(call, [request for _, _, request in sent])
+            answers, stats = await self._ask(call, [request for _, _, request in requests])
         except InputError as error:
-            answers, stats = [error] * len(sent), Stats(requests=len(sent))
+            answers, stats = [error] * len(requests), Stats(requests=len(requests))
         except Exception as error:
             self._fail(error)
             return
         if run != self._run:
             return
         seconds = time.perf_counter() - started
-        step = StepInfo(stats.rows_computed, 0, len(sent), stats.tokens, started, seconds, len(sent))
+        step = StepInfo(stats.rows_computed, 0, len(requests), stats.tokens, started, seconds, len(requests))
         with self._changed:
-            self._report.answers += [(lease, place, a) for (lease, place, _), a in zip(sent, answers, strict=True)]
+            self._report.answers += [(lease, place, a) for (lease, place, _), a in zip(requests, answers, strict=True)]
             self._report.steps.append(step)
             self._report.stats = stats + (self._report.stats or Stats())
             self._changed.notify()

@@ -20,7 +20,8 @@ from .prefixes import EstimatedCache, Place, PrefixIndex, token_bytes
 
 _FEW = 16  # the mean length of outputs counts as if so many more outputs had ended at their limits
 # The fields of a Standing with a number for each replica, in the order of `Router._standing`.
-_COLUMNS = ("waits", "starts", "prefill_seconds", "requests", "total", "held", "capacity")
+_COLUMNS = ("waits", "starts", "prefill_seconds", "requests", "total", "cached_rows", "capacity")
+_LARGE_PART = 0.3  # of a prefix
 _DECAY = 0.98  # the weight of a measurement as a share of the next one's: about the last 50 count
 
 
@@ -31,26 +32,26 @@ class Standing:
     rows             rows of the prompt
     prefix           the bytes of the leading tokens that it shares with its bucket
     allowed          bool [R]: whether the replica may be chosen; at least one may
-    matched          int64 [R]: leading rows that the replica holds, or will hold after the work that it was sent
+    matched_rows     int64 [R]: leading rows that the replica holds, or will hold after the work that it was sent
     waits            float64 [R]: seconds until the replica has done the work that it was sent
     starts           float64 [R]: seconds until it begins with the next request that it is sent
     prefill_seconds  float64 [R]: seconds for one row of a prompt
     requests         float64 [R]: requests that it was sent and that have not ended
     total            float64 [R]: requests that it was ever sent
-    held             float64 [R]: rows in its cache
+    cached_rows      float64 [R]: rows in its cache
     capacity         float64 [R]: rows that fit into its cache; infinite if unknown
     """
 
     rows: int
     prefix: bytes
     allowed: np.ndarray
-    matched: np.ndarray
+    matched_rows: np.ndarray
     waits: np.ndarray
     starts: np.ndarray
     prefill_seconds: np.ndarray
     requests: np.ndarray
     total: np.ndarray
-    held: np.ndarray
+    cached_rows: np.ndarray
     capacity: np.ndarray
 
     def least(self, values: np.ndarray, among: np.ndarray | None = None) -> int:
@@ -86,8 +87,8 @@ class BestStart(Forgetful):
 
     def choose(self, standing: Standing) -> int:
         s = standing
-        again = (s.rows - s.matched) * s.prefill_seconds
-        return s.least(s.starts + self.output_weight * s.waits + self.recompute_weight * again)
+        recompute_seconds = (s.rows - s.matched_rows) * s.prefill_seconds
+        return s.least(s.starts + self.output_weight * s.waits + self.recompute_weight * recompute_seconds)
 
 
 class RoundRobin:
@@ -165,17 +166,17 @@ class Speed:
 class Outputs:
     """An Outputs estimates the length of outputs, as their mean share of their limits; all replicas have the same."""
 
-    ended: int = 0
+    num_ended: int = 0
     shares: float = 0.0  # the sum
 
     def end(self, rows: int, limit: int) -> None:
         """Records that an output with this limit has ended after so many tokens."""
-        self.ended += 1
+        self.num_ended += 1
         self.shares += min(1.0, rows / limit)
 
     def expected(self, limit: int) -> int:
         """Returns the expected number of tokens of outputs whose limits add up to `limit`."""
-        share = (self.shares + _FEW) / (self.ended + _FEW)
+        share = (self.shares + _FEW) / (self.num_ended + _FEW)
         return max(1, round(share * limit)) if limit else 0
 
 
@@ -217,15 +218,15 @@ class ReplicaLoad:
         self._prefill_done += prefill_rows
         self._decode_done += decode_rows
 
-    def end(self, sent: tuple[int, int], actual: tuple[int, int]) -> None:
+    def end(self, booked: tuple[int, int], actual: tuple[int, int]) -> None:
         """Books the end of a request.
 
-        sent    its (prefill rows, limit of its output) as of `send`
+        booked  its (prefill rows, limit of its output) as of `send`
         actual  its (prefill rows, decode rows) that were computed
         """
         self.requests -= 1
-        self.prefill_rows -= sent[0]
-        self.limits -= sent[1]
+        self.prefill_rows -= booked[0]
+        self.limits -= booked[1]
         # A replica that does not report its steps has no such rows.
         self._prefill_done = max(0, self._prefill_done - actual[0])
         self._decode_done = max(0, self._decode_done - actual[1])
@@ -233,7 +234,7 @@ class ReplicaLoad:
             self._prefill_done = self._decode_done = 0
 
     @property
-    def remaining(self) -> tuple[int, int]:
+    def remaining_rows(self) -> tuple[int, int]:
         """Returns (prefill rows, decode rows) that are still to be computed."""
         return max(0, self.prefill_rows - self._prefill_done), max(0, self.decode_rows - self._decode_done)
 
@@ -242,7 +243,7 @@ class ReplicaLoad:
         becomes free as requests end."""
         booked = self.prefill_rows + self.decode_rows
         over = max(0.0, booked - capacity)
-        return self.remaining[0] * self.speed.prefill + (self.seconds * over / booked if over else 0.0)
+        return self.remaining_rows[0] * self.speed.prefill + (self.seconds * over / booked if over else 0.0)
 
     @property
     def seconds(self) -> float:
@@ -251,7 +252,7 @@ class ReplicaLoad:
 
     def seconds_at(self, speed: Speed) -> float:
         """Returns how long the remaining work takes at another speed."""
-        prefill, decode = self.remaining
+        prefill, decode = self.remaining_rows
         return prefill * speed.prefill + decode * speed.decode
 
 
@@ -272,18 +273,18 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Sent:
-    """A Sent is a request that a replica has.
+class SentRequest:
+    """A SentRequest is a request that a replica has.
 
-    matched  leading rows that the replica held, or was about to compute, when the request was sent
-    held     leading rows that it held then; only for a replica that does not report its cache, otherwise 0
+    matched_rows    leading rows that the replica held, or was about to compute, when the request was sent
+    estimated_rows  leading rows that it held then, of a replica that does not report its cache; 0 of others
     """
 
     replica: Hashable
     prompt: Prompt
-    matched: int
+    matched_rows: int
     place: Place
-    held: int = 0
+    estimated_rows: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -300,7 +301,7 @@ class _Member:
     epoch: int = -1
     next_event: int = 0
     is_whole: bool = False
-    held: int = 0
+    cached_rows: int = 0
     runs: dict[Hashable, tuple[Place, int]] = field(default_factory=dict)
 
 
@@ -313,7 +314,7 @@ class Router:
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy: Policy = BestStart() if policy is None else policy
         self.index = PrefixIndex()
-        self.in_flight: dict[Hashable, Sent] = {}
+        self.in_flight: dict[Hashable, SentRequest] = {}
         self._members: dict[Hashable, _Member] = {}
         self._numbers: list[_Member | None] = []
         self._outputs = Outputs()
@@ -346,12 +347,12 @@ class Router:
     def leave(self, name: Hashable) -> list[Hashable]:
         """Removes a replica; returns the keys of its requests that have not ended."""
         member = self._members.pop(name)
-        lost = [key for key, request in self.in_flight.items() if request.replica == name]
-        for key in lost:
+        keys = [key for key, request in self.in_flight.items() if request.replica == name]
+        for key in keys:
             self.index.unsend(self.in_flight.pop(key).place, member.number)
         self._forget(member)
         self._numbers[member.number] = None
-        return lost
+        return keys
 
     def load(self, name: Hashable) -> ReplicaLoad:
         return self._members[name].load
@@ -396,14 +397,14 @@ class Router:
                 old, start = runs[event.run]
                 index.leave(old)
             runs[event.run] = (place, start)
-            member.held += len(event.tokens)
+            member.cached_rows += len(event.tokens)
         elif isinstance(event, Cut):
             place, start = runs[event.run]
             runs[event.upper] = (index.cut_at(place, start + event.size), start)
             runs[event.run] = (place, start + event.size)
         elif isinstance(event, RowsRemoved):
             place, start = runs.pop(event.run)
-            member.held -= place.stop - start
+            member.cached_rows -= place.stop - start
             index.release(place, start, bit)
         else:
             self._forget(member)
@@ -411,28 +412,28 @@ class Router:
     def _forget(self, member: _Member) -> None:
         for place, start in member.runs.values():
             self.index.release(place, start, 1 << member.number)
-        member.runs, member.held = {}, 0
+        member.runs, member.cached_rows = {}, 0
 
-    def matched(self, prompt: Prompt, *, with_coming: bool = True) -> dict[Hashable, int]:
+    def matched_rows(self, prompt: Prompt) -> dict[Hashable, int]:
         """Returns {replica: how many leading rows of a prompt it holds, or will hold after the work that it was sent};
         replicas without such rows are left out."""
-        rows = self._matched(prompt.namespace, token_bytes(prompt.tokens), with_coming)
+        rows = self._matched_rows(prompt.namespace, token_bytes(prompt.tokens))
         return {self._numbers[i].name: int(rows[i]) for i in np.flatnonzero(rows).tolist()}  # type: ignore[union-attr]
 
-    def holders(self, namespace: Hashable, prefix: np.ndarray, *, least: float = 0.3) -> list[Hashable]:
-        """Returns the replicas that hold, or will hold, at least the share `least` of a prefix."""
-        rows = self._matched(namespace, token_bytes(prefix))
-        return [self._numbers[i].name for i in np.flatnonzero(rows >= max(1, least * len(prefix))).tolist()]  # type: ignore[union-attr]
+    def holders(self, namespace: Hashable, prefix: np.ndarray) -> list[Hashable]:
+        """Returns the replicas that hold, or will hold, a large part of a prefix."""
+        rows = self._matched_rows(namespace, token_bytes(prefix))
+        return [self._numbers[i].name for i in np.flatnonzero(rows >= max(1, _LARGE_PART * len(prefix))).tolist()]  # type: ignore[union-attr]
 
     def seconds_to_wait(self, replica: Hashable) -> float:
         """Returns how long a replica needs for its remaining work."""
         return self._members[replica].load.seconds
 
-    def _matched(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
+    def _matched_rows(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
         rows = np.zeros(len(self._numbers), np.int64)
         before, last = 0, 0
-        for at, held, coming in self.index.match(namespace, tokens):
-            now = coming if with_coming else held
+        for at, holders, coming_holders in self.index.match(namespace, tokens):
+            now = coming_holders if with_coming else holders
             for number in _bits(before & ~now):
                 rows[number] = last
             before, last = now, at
@@ -454,50 +455,49 @@ class Router:
         assert member is not None
         return member.name
 
-    def send(self, key: Hashable, prompt: Prompt, replica: Hashable) -> Sent:
+    def send(self, key: Hashable, prompt: Prompt, replica: Hashable) -> SentRequest:
         """Books that a replica is sent a request. Raises InputError if a request with this key is in flight."""
         if key in self.in_flight:
             raise InputError(f"the request {key!r} was sent already", field="key", remedy="give each its own key")
         member = self._members[replica]
         if not isinstance(self.policy, Forgetful):
             self.policy.sent(self._standing(prompt, self._members), member.number)
-        tokens, held = token_bytes(prompt.tokens), 0
-        matched = int(self._matched(prompt.namespace, tokens)[member.number])
+        tokens, estimated_rows = token_bytes(prompt.tokens), 0
+        matched_rows = int(self._matched_rows(prompt.namespace, tokens)[member.number])
         if member.estimate is not None:
-            held = int(self._matched(prompt.namespace, tokens, with_coming=False)[member.number])
+            estimated_rows = int(self._matched_rows(prompt.namespace, tokens, with_coming=False)[member.number])
         place = self.index.enter(self.index.root(prompt.namespace), tokens)
         self.index.send(place, member.number)
-        sent = Sent(replica, prompt, matched, place, held)
-        self.in_flight[key] = sent
-        member.load.send(len(prompt.tokens) - matched, prompt.limit)
-        return sent
+        request = SentRequest(replica, prompt, matched_rows, place, estimated_rows)
+        self.in_flight[key] = request
+        member.load.send(len(prompt.tokens) - matched_rows, prompt.limit)
+        return request
 
     def worked(self, replica: Hashable, prefill_rows: int, decode_rows: int, seconds: float) -> None:
         """Books that a replica has computed these rows in so many seconds. Without such calls its load falls only as
         requests end."""
         self._members[replica].load.work(prefill_rows, decode_rows, seconds)
 
-    def end(self, key: Hashable, *, output_rows: int | None = None, cached_rows: int | None = None) -> Sent:
+    def end(self, key: Hashable, *, output_rows: int | None = None, cached_rows: int | None = None) -> SentRequest:
         """Books the end of a request.
 
         output_rows  how many tokens it made; None: it failed, or was taken back
         cached_rows  how many rows of its prompt were cached; None: unknown
         """
-        sent = self.in_flight.pop(key)
-        member, prompt = self._members[sent.replica], sent.prompt
+        request = self.in_flight.pop(key)
+        member, prompt = self._members[request.replica], request.prompt
         rows = len(prompt.tokens)
         if output_rows is not None and prompt.limit:
             self._outputs.end(output_rows, prompt.limit)
         if member.estimate is not None and output_rows is not None:
-            member.estimate.answered(
-                prompt.namespace, prompt.tokens, held=sent.held, believed=sent.matched, cached=cached_rows
-            )
+            counts = request.estimated_rows, request.matched_rows, cached_rows
+            member.estimate.answered(prompt.namespace, prompt.tokens, *counts)
             if (events := member.estimate.events()) is not None:
                 self.take(member.name, events)
-        self.index.unsend(sent.place, member.number)
-        computed = 0 if output_rows is None else rows - (sent.matched if cached_rows is None else cached_rows)
-        member.load.end((rows - sent.matched, prompt.limit), (computed, output_rows or 0))
-        return sent
+        self.index.unsend(request.place, member.number)
+        computed = 0 if output_rows is None else rows - (request.matched_rows if cached_rows is None else cached_rows)
+        member.load.end((rows - request.matched_rows, prompt.limit), (computed, output_rows or 0))
+        return request
 
     def expected_output(self, limit: int) -> int:
         """Returns how many tokens a request with this limit is expected to make, by the outputs that have ended."""
@@ -509,13 +509,13 @@ class Router:
         for member in filter(None, members):
             load = member.load
             starts = load.seconds_to_start(member.capacity)
-            totals = load.requests, load.total, member.held, member.capacity
+            totals = load.requests, load.total, member.cached_rows, member.capacity
             rows[member.number] = load.seconds, starts, load.speed.prefill, *totals
         return Standing(
             rows=len(prompt.tokens),
             prefix=tokens if prompt.prefix is None else tokens[: 4 * prompt.prefix],
             allowed=np.array([member is not None and member.name in among for member in members], bool),
-            matched=self._matched(prompt.namespace, tokens),
+            matched_rows=self._matched_rows(prompt.namespace, tokens),
             **dict(zip(_COLUMNS, rows.T, strict=True)),
         )
 

@@ -88,12 +88,12 @@ def sampling_params(sampling: Sampling, with_text: bool, room: int) -> Any:
 def generated(sample: Any, with_text: bool, cached: int, num_logprobs: int) -> Generated:
     """Returns a sample of vLLM as a Generated, without the token that ended it."""
     tokens = tuple(int(token) for token in sample.token_ids)
-    ended = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
+    has_ended = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
     logprobs = None
     if sample.logprobs is not None:
         pairs = zip(tokens, sample.logprobs, strict=False)
         logprobs = tuple(_logprobs(token, candidates, num_logprobs) for token, candidates in pairs)
-    if ended:
+    if has_ended:
         tokens, logprobs = tokens[:-1], None if logprobs is None else logprobs[: len(tokens) - 1]
     reason: Any = "stop" if sample.finish_reason == "stop" else "length"
     return Generated(tokens, sample.text if with_text else None, reason, sample.stop_reason, cached, logprobs)
@@ -503,10 +503,10 @@ class _Vllm(Backend):
     def tokenizer(self, o: Options) -> str | None:
         return o.get("tokenizer") or o["model"]
 
-    def options(self, o: Options, llm: Options, own: Options) -> dict[str, Any]:
+    def options(self, o: Options, llm: Options, own_options: Options) -> dict[str, Any]:
         place = {name: llm[name] for name in ("device", "threads", "tensor_parallel") if name in llm}
         engine = {theirs: o[ours] for ours, theirs in _NAMES.items() if o.get(ours) is not None}
-        return place | {"engine": {**engine, **own}, "caching": o["sharing"] != "off"}
+        return place | {"engine": {**engine, **own_options}, "caching": o["sharing"] != "off"}
 
     def host(self, model: str, options: Options) -> VllmHost:
         return VllmHost(model, options["engine"], caching=options["caching"])

@@ -61,8 +61,8 @@ class ModelEngine(EngineLoop):
         self.parts = engine_parts(worker, options, self.meter, resources)
         self._choice = SharingChoice(cast(float, options.sharing_threshold))
         self._budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)
-        known: dict[str, Any] = {"adapters": worker.facts.adapters, "depth": worker.facts.depth}
-        self.facts = EngineFacts(cast(Sharing, options.sharing), options=options, max_rows=self._budget.rows, **known)
+        facts: dict[str, Any] = {"adapters": worker.facts.adapters, "depth": worker.facts.depth}
+        self.facts = EngineFacts(cast(Sharing, options.sharing), options=options, max_rows=self._budget.rows, **facts)
 
     def _budget_of(self, rows: int) -> StepBudget:
         """Returns a StepBudget of so many rows. Raises InputError if an image has no room in such a step."""

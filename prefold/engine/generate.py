@@ -46,12 +46,7 @@ class Generator:
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        engine: EngineOptions,
-        budget: StepBudget,
-        meter: Meter,
-        parts: Sequence[EnginePart] = (),
+        self, worker: Worker, engine: EngineOptions, budget: StepBudget, meter: Meter, parts: Sequence[EnginePart] = ()
     ):
         self.worker = worker
         self.options = options = engine.generation
@@ -354,8 +349,8 @@ class Generator:
             sequences = self.scheduler.commit(oldest.step, tokens, ended, result)
             answered = self._answer_done(oldest.step, ended) if True in ended else (0, 0)
             self._end_requests(failures)
-        again = stats.recomputed_rows + stats.discarded_rows - before
-        self._count(oldest, *answered, again, sequences)
+        repeated_rows = stats.recomputed_rows + stats.discarded_rows - before
+        self._count(oldest, *answered, repeated_rows, sequences)
 
     def _answer_done(self, step: GenerateStep, ended: Sequence[bool]) -> tuple[int, int]:
         """Answers the requests that end with a step. Returns how many they are, and how many tokens they have."""
@@ -373,12 +368,12 @@ class Generator:
         return requests, tokens
 
     def _count(
-        self, flight: InFlightStep, requests: int, tokens: int, again: int, sequences: list[SequenceState]
+        self, flight: InFlightStep, requests: int, tokens: int, repeated_rows: int, sequences: list[SequenceState]
     ) -> None:
-        """Counts a step, and tells the listeners of it. again: its rows that had been computed before."""
+        """Counts a step, and tells the listeners of it. repeated_rows: its rows that had been computed before."""
         step, rows = flight.step, flight.step.first_rows
         spent = {"plan": flight.plan, "model": flight.model, "compile": self.worker.compile_seconds()}
-        self._meter.add_step(rows, rows - again, tokens, spent)
+        self._meter.add_step(rows, rows - repeated_rows, tokens, spent)
         # Steps in flight overlap: a step's seconds begin at the end of the step before it, if that is later.
         started_at, self._finished_at = max(flight.started_at, self._finished_at), time.perf_counter()
         seconds = self._finished_at - started_at

@@ -134,13 +134,13 @@ class InFlightStep:
         for numbers, read_out in zip(self.message.numbers, result.numbers, strict=True):
             first = 0
             for read, size in zip(numbers.reads.tolist(), numbers.sizes.tolist(), strict=True):
-                own, first = slice(first, first + size), first + size
+                part, first = slice(first, first + size), first + size
                 if self.step.consumers[read].state == "ended":  # its request may run again, as another sequence
                     continue
                 reader = self.readers[read]
                 assert isinstance(reader, NumberReader)
-                values = read_out.values[own].copy() if reader.has_rows else read_out.values[own.start].copy()
-                reader.result = Result(values, None if read_out.greedy is None else read_out.greedy[own].copy())
+                values = read_out.values[part].copy() if reader.has_rows else read_out.values[part.start].copy()
+                reader.result = Result(values, None if read_out.greedy is None else read_out.greedy[part].copy())
         was_read, ended = result.was_read, list[bool]()
         failures: dict[Hashable, Exception] = {}
         for i, (sequence, reader, token) in enumerate(zip(self.step.consumers, self.readers, tokens, strict=True)):

@@ -193,13 +193,7 @@ class RequestBuilder:
     """
 
     def __init__(
-        self,
-        facts: Facts,
-        eos_ids: Sequence[int],
-        *,
-        reserve: bool,
-        checks: Iterable[Callable[..., None]] = (),
-        keeps: bool = True,
+        self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool, checks: Iterable[Callable[..., None]], keeps: bool
     ):
         self.facts, self.eos_ids, self._reserve = facts, tuple(eos_ids), reserve
         self._checks, self._keeps = checks, keeps
@@ -258,11 +252,7 @@ class RequestBuilder:
         return NumberReader(readout, targets, count)
 
     def _samples(
-        self,
-        request: Request,
-        limit: int,
-        tokenizer: Tokenizer | None,
-        on_text: OnText | None,
+        self, request: Request, limit: int, tokenizer: Tokenizer | None, on_text: OnText | None
     ) -> list[Sample]:
         sampling = request.sampling
         assert sampling is not None

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..options import SamplerOptions, filters_of, penalties_of
 from ..prefix import MEDIA_BASE
-from ..schedule.steps import Drawing, Ragged
+from ..schedule.steps import Drawing, RaggedLists
 from ..text.grammar import Matcher
 from ..types import Sampling
 from ..worker.noise import make_key, make_stream
@@ -129,10 +129,10 @@ def drawing_of(states: Sequence[SamplerState | None], ahead: Sequence[int]) -> D
         filters=np.array([state.filters for state in samplers], np.float64),
         keys=np.array([state.key(n) for _, state, n in reads], np.uint64),
         logprobs=np.array(logprobs, np.int64),
-        bias=Ragged.of([(state.bias_ids, state.bias) for state in samplers]),
-        banned_ids=Ragged.of(end_ids),
+        bias=RaggedLists.of([(state.bias_ids, state.bias) for state in samplers]),
+        banned_ids=RaggedLists.of(end_ids),
         penalties=np.array([state.penalties for state in samplers], np.float64) if has_penalties else None,
-        output_counts=Ragged.of([state.output_counts for state in samplers]) if has_penalties else None,
+        output_counts=RaggedLists.of([state.output_counts for state in samplers]) if has_penalties else None,
         grammar_reads=np.array(grammar_reads, np.int64),
         grammar_masks=np.stack([samplers[i].matcher.mask() for i in grammar_reads]) if grammar_reads else None,  # type: ignore[union-attr]
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from ..checkpoint.gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE
 from ..model.config import MlpKind, add_mlp
 from ..model.families import add_families, with_heads
-from .config import MLP, others
+from .config import MLP, other_weights
 from .families import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
 from .gguf import EXPERTS_OF, GGUF_ARCHITECTURES, OWN_KEYS
 
-add_mlp(MLP, MlpKind("prefold.experts.mlp:Experts", lambda config: {}, others))
+add_mlp(MLP, MlpKind("prefold.experts.mlp:Experts", lambda config: {}, other_weights))
 add_families(
     with_heads("Qwen2MoeForCausalLM", "Qwen2Moe", qwen2_moe)
     | with_heads("Qwen3MoeForCausalLM", "Qwen3Moe", qwen3_moe)

@@ -46,14 +46,14 @@ class ExpertsConfig(ModelConfig):
         ]
 
 
-def mixture(config: ModelConfig, **own: Any) -> ExpertsConfig:
-    """Returns a decoder whose MLPs are mixtures. own: fields of ExpertsConfig, and others that
+def mixture(config: ModelConfig, **values: Any) -> ExpertsConfig:
+    """Returns a decoder whose MLPs are mixtures. values: fields of ExpertsConfig, and others that
     differ."""
     same = {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
-    return ExpertsConfig(**same | own | {"mlp": MLP, "mlp_bias": False})
+    return ExpertsConfig(**same | values | {"mlp": MLP, "mlp_bias": False})
 
 
-def others(config: Any) -> tuple[int, int]:
+def other_weights(config: Any) -> tuple[int, int]:
     """Returns how many weights the mixture of a layer has, and how many of those of its matrices a row meets."""
     beside = config.hidden * (config.experts + 3 * config.shared + config.shared_gate)
     expert = 3 * config.hidden * config.intermediate

@@ -39,7 +39,7 @@ GPT_OSS = Names(
     },
     writes_stacks=True,
     in_turn=True,
-    others=r".*_proj_scales$",  # they are read with the blocks
+    other_names=r".*_proj_scales$",  # they are read with the blocks
 )
 
 

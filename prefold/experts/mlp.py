@@ -95,9 +95,9 @@ class Experts(nn.Module):
         if config.shared:
             unit = WIDTH_UNIT if config.shared >= WIDTH_UNIT * ranks.size else 1
             self.shared_place = share(config.shared, ranks.rank, ranks.size, unit)
-            own = replace(config, mlp="gated", intermediate=self.shared_place.stop - self.shared_place.start)
+            shared_config = replace(config, mlp="gated", intermediate=self.shared_place.stop - self.shared_place.start)
             # Alone: what it gives is summed over ranks together with what the experts give.
-            self.shared = Mlp(own, number, ALONE, **place)
+            self.shared = Mlp(shared_config, number, ALONE, **place)
             if config.shared_gate:
                 self.shared_gate = Linear(hidden, 1, bias=False, **place)
 
@@ -157,8 +157,8 @@ class Experts(nn.Module):
         downs = [(f"{mlp}experts.{n}.down_proj", config.hidden) for n in numbers]
         yield from linear_weights(self.down, *downs, places=places)
         if self.shared is not None:
-            own = self.shared_place
-            of_shared = {"gate_proj": (own,), "up_proj": (own,), "down_proj": (slice(None), own)} if places else {}
+            part = self.shared_place
+            of_shared = {"gate_proj": (part,), "up_proj": (part,), "down_proj": (slice(None), part)} if places else {}
             for weight in self.shared.weights(prefix, of_shared):
                 parts = tuple((name.replace("mlp.", "mlp.shared_expert."), rows) for name, rows in weight.parts)
                 yield replace(weight, parts=parts)

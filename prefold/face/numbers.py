@@ -232,8 +232,8 @@ class NumericTasks(TaskRunner):
         task = self.task("score", **task_options)
         flat = [pair for pairs in lists for pair in pairs]
         call = replace(call, single=single and not many)
-        each = iter(self._scores(task, flat, call))
-        answers = [[next(each) for _ in pairs] if many else next(each) for pairs in lists]
+        results = iter(self._scores(task, flat, call))
+        answers = [[next(results) for _ in pairs] if many else next(results) for pairs in lists]
         return _only(answers) if single else answers
 
     def _scores(self, task: Any, records: Sequence[Any], call: CallForm) -> list[Score | InputError]:

@@ -58,10 +58,10 @@ class ExpectedOutputs:
         return max(map(_difference, *zip(*pairs, strict=True)))
 
 
-def _difference(got: Tensor, wanted: Tensor) -> float:
+def _difference(got: Tensor, expected: Tensor) -> float:
     """Returns by how much results of prompts [prompts, size] differ, in parts of their length: the most of all prompts,
     and of a rounded dtype what half of them differ by at most, since rounding may give a token to another expert."""
-    parts = (got - wanted).float().norm(dim=-1) / wanted.float().norm(dim=-1).clamp(min=1e-6)
+    parts = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1).clamp(min=1e-6)
     return (parts.max() if _is_exact(got.dtype) else parts.median()).item()
 
 
@@ -96,9 +96,9 @@ def expected_of(model: TransformersLM) -> tuple[ExpectedOutputs, float]:
     whole, config = model.whole, model.config
     if "position_ids" not in inspect.signature(type(model.decoder).forward).parameters:
         raise refused(config, "its modules take no position_ids, so rows cannot say where they stand")
-    for key, why in HIDDEN.items():
+    for key, reason in HIDDEN.items():
         if getattr(whole.config, key, None):
-            raise refused(config, f"{why} ({key})")
+            raise refused(config, f"{reason} ({key})")
     if not getattr(whole, "_supports_attention_backend", False):
         raise refused(config, "its attention does not go through transformers' attention interface")
     with refusing(config, "its modules fail"):
@@ -114,10 +114,10 @@ def expected_of(model: TransformersLM) -> tuple[ExpectedOutputs, float]:
 def _whole_prompts(model: TransformersLM) -> ExpectedOutputs:
     states, logits = [], []
     for prompt in prompts_for(model.config.vocab_size):
-        how = _arguments(prompt, model.device)
-        states.append(model.decoder(**how)[0][0, -1])
+        inputs = _arguments(prompt, model.device)
+        states.append(model.decoder(**inputs)[0][0, -1])
         if model.config.lm_head:
-            logits.append(model.whole(**how).logits[0, -1])
+            logits.append(model.whole(**inputs).logits[0, -1])
     return ExpectedOutputs(torch.stack(states), torch.stack(logits) if logits else None)
 
 
@@ -126,14 +126,14 @@ def note(model: TransformersLM) -> TransformersConfig:
     on they call ours."""
     config, whole, rows = model.config, model.whole, model.rows
     use(whole, NOTING)
-    rows.noted = noted = AttentionCalls(min(config.max_positions, MOST_SEEN))
+    rows.calls = calls = AttentionCalls(min(config.max_positions, MOST_SEEN))
     with refusing(config, "its modules fail with another attention"):
         model.decoder(**_arguments(prompts_for(config.vocab_size)[0], whole.device))
-    rows.noted = None
+    rows.calls = None
     use(whole, NAME)
-    if noted.wrong or not noted.heads:
-        raise refused(config, noted.wrong or "none of its attention goes through transformers' attention interface")
-    heads = noted.heads
+    if calls.wrong or not calls.heads:
+        raise refused(config, calls.wrong or "none of its attention goes through transformers' attention interface")
+    heads = calls.heads
     if len({head.cap for head in heads}) > 1:
         raise refused(config, "its attention caps products in some layers alone")
     kv_heads, dim = max(head.kv_heads for head in heads), max(max(head.head_dim, head.value_dim) for head in heads)
@@ -146,7 +146,7 @@ def note(model: TransformersLM) -> TransformersConfig:
         head_dim=dim,
         query_scalar=None if scale == dim**-0.5 else scale**-2,
         attention_cap=heads[0].cap,
-        planes=tuple(noted.planes),
+        planes=tuple(calls.planes),
         attention=tuple(heads),
     )
 
@@ -186,12 +186,12 @@ def check(model: TransformersLM, expected: ExpectedOutputs, most: float) -> None
             ids, logits = [0, config.vocab_size - 1, config.vocab_size // 2], model.logits(states)
             pairs.append(("logits", logits.to(expected.logits.dtype), expected.logits))
             pairs.append(("logits of some tokens", model.logits(states, ids), logits[:, ids]))
-    for what, got, wanted in pairs:
-        difference = _difference(got, wanted) if got.shape == wanted.shape else torch.inf
+    for name, got, expected_values in pairs:
+        difference = _difference(got, expected_values) if got.shape == expected_values.shape else torch.inf
         if not difference <= most:
             raise refused(
                 config,
-                f"rows that prompts share give other {what} than whole prompts do (by {difference:.1g} of their "
+                f"rows that prompts share give other {name} than whole prompts do (by {difference:.1g} of their "
                 f"length, in place of {most:.1g}), so something but attention over keys goes from token to token",
             )
 
@@ -214,21 +214,11 @@ def refusing(config: TransformersConfig, what: str) -> Iterator[None]:
 
 def _arguments(prompt: np.ndarray, device: torch.device) -> dict[str, Any]:
     tokens = torch.from_numpy(prompt.astype(np.int64)).to(device)[None]
-    return {
-        "input_ids": tokens,
-        "position_ids": torch.arange(tokens.shape[1], device=device)[None],
-        "use_cache": False,
-    }
+    return {"input_ids": tokens, "position_ids": torch.arange(tokens.shape[1], device=device)[None], "use_cache": False}
 
 
 def _mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Any,
-    device: Any = None,
-    dtype: Any = None,
-    **how: Any,
+    batch_size: int, q_length: int, kv_length: int, mask_function: Any, device: Any = None, **options: Any
 ) -> Tensor:
     """Returns something that a model hands on as its mask, and that says what it shows."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
@@ -238,44 +228,46 @@ def _mask(
 
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, scaling: Any = None,
-    dropout: float = 0.0, **how: Any,
+    dropout: float = 0.0, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Notes how attention is called, and returns zeros [1, rows, heads, value_dim]."""
-    noted: AttentionCalls = module.prefold_rows.noted
+    calls: AttentionCalls = module.prefold_rows.calls
     window: int | None = None
-    changes = sorted(name for name, setting in how.items() if name not in KNOWN and isinstance(setting, Tensor | float))
+    changes = sorted(
+        name for name, option in options.items() if name not in KNOWN and isinstance(option, Tensor | float)
+    )
     shows = getattr(attention_mask, "prefold_shows", None)
     if shows is None and isinstance(attention_mask, Tensor):
         shows = getattr(attention_mask._base, "prefold_shows", None)
     if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2] or query.shape[0] != 1:
-        noted.wrong = "its attention is over other rows than those of the prompt"
+        calls.wrong = "its attention is over other rows than those of the prompt"
     elif shows is None and attention_mask is not None:
-        noted.wrong = "it makes masks of its own"
+        calls.wrong = "it makes masks of its own"
     elif changes:
-        noted.wrong = f"its attention is called with {', '.join(changes)}, which are not known here"
+        calls.wrong = f"its attention is called with {', '.join(changes)}, which are not known here"
     elif shows is not None:
-        window = _window(shows, noted)
+        window = _window(shows, calls)
     rows, (heads, kv_heads) = query.shape[2], (query.shape[1], key.shape[1])
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
-    sinks = how.get("s_aux") is not None
-    noted.planes.append(Plane(window))
-    noted.heads.append(
-        PlaneHeads(heads, kv_heads, query.shape[3], value.shape[3], scale, how.get("softcap") or None, sinks)
+    sinks = options.get("s_aux") is not None
+    calls.planes.append(Plane(window))
+    calls.heads.append(
+        PlaneHeads(heads, kv_heads, query.shape[3], value.shape[3], scale, options.get("softcap") or None, sinks)
     )
     return value.new_zeros(1, rows, heads, value.shape[3]), None
 
 
-def _window(shows: Callable[..., Any], noted: AttentionCalls) -> int | None:
+def _window(shows: Callable[..., Any], calls: AttentionCalls) -> int | None:
     """Returns the sliding window of a mask; None: each key behind its own is visible. What is neither is noted as
     wrong."""
-    most = noted.most
+    most = calls.most
     keys = torch.arange(most)
 
     def seen_by(query: int) -> Tensor:
         return torch.as_tensor(shows(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys)).expand(most)
 
     if seen_by(0)[1:].any():
-        noted.wrong = "its attention is in both directions"
+        calls.wrong = "its attention is in both directions"
         return None
     last = seen_by(most - 1)
     window = most - int(last.int().argmax()) if last.any() else 1
@@ -283,7 +275,7 @@ def _window(shows: Callable[..., Any], noted: AttentionCalls) -> int | None:
     for query in (number for number in lengths if number < most):
         distance = query - keys
         if not torch.equal(seen_by(query), (distance >= 0) & (distance < window)):
-            noted.wrong = "which keys a row sees is neither all before it nor a sliding window"
+            calls.wrong = "which keys a row sees is neither all before it nor a sliding window"
             return None
     return None if window == most else window
 

@@ -122,9 +122,9 @@ def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
             "the package 'transformers': pip install 'prefold[transformers]'"
         ) from error
     model_type, loader = hf.get("model_type"), HEADS[ends[0] if ends else "ForCausalLM"]
-    theirs = getattr(modeling_auto, TABLES[loader]).get(model_type)
+    model_class = getattr(modeling_auto, TABLES[loader]).get(model_type)
     is_causal = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not is_causal or architecture not in (model_type, theirs):
+    if not is_causal or architecture not in (model_type, model_class):
         beside = " (the checkpoint's own code, auto_map, is never run)" if hf.get("auto_map") else ""
         raise UnsupportedModelError(
             f"the architecture {architecture!r} is not supported: neither prefold nor transformers "
@@ -145,22 +145,22 @@ def config_of(hf: Settings, architecture: str, loader: str) -> TransformersConfi
     settings."""
     config = transformers_config(hf, architecture)
     hf.reads.update(hf.prefix + key for key in hf)  # transformers reads them all
-    known = Settings({key: _of(config, *names) for key, names in SIZES.items()}, hf.file)
-    heads, layers = known.size("num_attention_heads"), known.size("num_hidden_layers", most=MOST_LAYERS)
-    positions = known.size("max_position_embeddings", most=MOST_POSITIONS)
+    sizes = Settings({key: _of(config, *names) for key, names in SIZES.items()}, hf.file)
+    heads, layers = sizes.size("num_attention_heads"), sizes.size("num_hidden_layers", most=MOST_LAYERS)
+    positions = sizes.size("max_position_embeddings", most=MOST_POSITIONS)
     ropes = _ropes(getattr(config, "rope_parameters", None) or {})
     limits = [rope.get(CHANGED_BEHIND[kind]) or _of(config, CHANGED_BEHIND[kind]) for kind, rope in ropes]
     kinds = getattr(config, "layer_types", None) or ()
     window = _of(config, "sliding_window")
-    hidden = known.size("hidden_size")
+    hidden = sizes.size("hidden_size")
     return TransformersConfig(
-        vocab_size=known.size("vocab_size"),
+        vocab_size=sizes.size("vocab_size"),
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=known.size("num_key_value_heads", heads),
-        head_dim=known.size("head_dim", hidden // heads),
-        intermediate=known.size("intermediate_size", 4 * hidden),
+        kv_heads=sizes.size("num_key_value_heads", heads),
+        head_dim=sizes.size("head_dim", hidden // heads),
+        intermediate=sizes.size("intermediate_size", 4 * hidden),
         norm_eps=1e-6,
         rope=None,
         max_positions=min([positions, *filter(None, limits)]),

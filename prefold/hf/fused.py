@@ -62,10 +62,10 @@ class RowMlp(nn.Module):
         adapters: RowAdapters = self.rows.adapters
         if not adapters.adapters:
             return self.down_proj(self.gate_up.activated(flat, ops).view(*x.shape[:-1], -1))
-        both = self.gate_up(flat)
-        for part, name in zip(both.chunk(2, -1), self.names, strict=True):
+        products = self.gate_up(flat)
+        for part, name in zip(products.chunk(2, -1), self.names, strict=True):
             adapters.add(part, flat, 0, name)
-        return self.down_proj(self.gate_up.activate(both, ops).view(*x.shape[:-1], -1))
+        return self.down_proj(self.gate_up.activate(products, ops).view(*x.shape[:-1], -1))
 
 
 def fuse(decoder: nn.Module, prefix: str, rows: RowPass, *, packed: bool) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -100,8 +100,8 @@ def _norm_of(module: nn.Module) -> RowNorm | None:
 def _mlp_of(module: Any, name: str, rows: RowPass) -> RowMlp | None:
     """Returns what can stand in the place of a module that is a gated MLP; None: it is none."""
     linears: list[Any] = [getattr(module, part, None) for part in ("gate_proj", "up_proj", "down_proj")]
-    own = {part.partition(".")[0] for part, _ in module.named_parameters()}
-    if own != {"gate_proj", "up_proj", "down_proj"} or any(type(linear) is not nn.Linear for linear in linears):
+    part_names = {part.partition(".")[0] for part, _ in module.named_parameters()}
+    if part_names != {"gate_proj", "up_proj", "down_proj"} or any(type(linear) is not nn.Linear for linear in linears):
         return None
     gate, up, down = linears
     if (gate.bias is None) != (up.bias is None) or gate.weight.shape != up.weight.shape:
@@ -144,10 +144,10 @@ def rotate_by_kernels(decoder: nn.Module) -> None:
         if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names or forward.__closure__:
             continue
         if forward not in replaced:
-            theirs = forward.__globals__[ROTATION]
-            ours = Rotation(theirs)
-            if ours.is_same(decoder.get_input_embeddings().weight):
-                names = {**forward.__globals__, ROTATION: ours}
+            function = forward.__globals__[ROTATION]
+            rotation = Rotation(function)
+            if rotation.is_same(decoder.get_input_embeddings().weight):
+                names = {**forward.__globals__, ROTATION: rotation}
                 replaced[forward] = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
                 replaced[forward].__kwdefaults__ = forward.__kwdefaults__
             else:
@@ -159,18 +159,18 @@ def rotate_by_kernels(decoder: nn.Module) -> None:
 class Rotation:
     """A Rotation rotates q and k by a kernel, in place of a function of transformers with the same arguments."""
 
-    def __init__(self, theirs: Any):
-        self.theirs = theirs
+    def __init__(self, function: Any):
+        self.function = function
         self._last: tuple[Any, Any, Tensor | None] = None, None, None
 
     def __call__(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *arguments: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         fits = (
             q.dim() == k.dim() == 4 and len(q) == 1 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] == k.shape[-1]
         )
-        if rest or named or not fits or torch.is_grad_enabled():
-            return self.theirs(q, k, cos, sin, *rest, **named)
+        if arguments or options or not fits or torch.is_grad_enabled():
+            return self.function(q, k, cos, sin, *arguments, **options)
         if self._last[0] is not cos or self._last[1] is not sin:  # all layers of a kind have the same
             half = cos.shape[-1] // 2
             self._last = cos, sin, torch.cat((cos[0, :, :half], sin[0, :, :half]), -1).float()
@@ -186,8 +186,8 @@ class Rotation:
         cos, sin = (turn(angles).to(like.dtype) for turn in (torch.cos, torch.sin))
         k = k[..., :16]
         try:
-            theirs = self.theirs(q.clone(), k.clone(), cos, sin)
-            return all(map(_close, theirs, self(q.clone(), k.clone(), cos, sin)))
+            expected = self.function(q.clone(), k.clone(), cos, sin)
+            return all(map(_close, expected, self(q.clone(), k.clone(), cos, sin)))
         except (TypeError, ValueError, RuntimeError, IndexError):
             return False
         finally:

@@ -101,16 +101,16 @@ def _whole(
                 local_files_only=True, output_loading_info=True, **arguments, **more,
             )  # fmt: skip
         except (ImportError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
-            what = " ".join(str(error).split())[:600]
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
             raise UnsupportedModelError(
-                f"transformers {transformers.__version__} cannot load {checkpoint.name}: {type(error).__name__}: {what}"
+                f"transformers {transformers.__version__} cannot load {checkpoint.name}: {cause}"
             ) from error
     if config.is_part:
         info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not TOWERS.match(name)}
     problems = [
-        f"{what.removesuffix('_keys')}: {', '.join(map(str, sorted(info[what], key=str)[:8]))}"
-        for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if info[what]
+        f"{kind.removesuffix('_keys')}: {', '.join(map(str, sorted(info[kind], key=str)[:8]))}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info[kind]
     ]
     if problems:
         raise CheckpointError(f"the tensors of {checkpoint.name} do not fit its config; {'; '.join(problems)}")
@@ -182,12 +182,12 @@ def load_adapter(
             for stored in tensors.keys():  # noqa: SIM118 (not a dict)
                 match = TENSOR.fullmatch(stored)
                 module = match[1] if match else stored
-                here = [known for known in config.linears if known == module or known.endswith(f".{module}")]
-                if match is None or len(here) != 1:
+                places = [linear for linear in config.linears if linear == module or linear.endswith(f".{module}")]
+                if match is None or len(places) != 1:
                     raise UnsupportedModelError(
                         f"{folder} adapts {module}, which is no linear of the model that every row goes through"
                     )
-                setattr(pairs.setdefault(here[0], Pair(module)), match[2].lower(), tensors.get_tensor(stored))
+                setattr(pairs.setdefault(places[0], Pair(module)), match[2].lower(), tensors.get_tensor(stored))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
     if not pairs:

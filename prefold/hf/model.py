@@ -36,7 +36,7 @@ class RowPass:
     attend     computes attention; None: no pass runs
     adapters   which rows have which LoRA adapter
     plane      the plane that the next call of attention is of
-    noted      keeps how attention is called, in the pass in which that is found out (`check`)
+    calls      keeps how attention is called, in the pass in which that is found out (`check`)
     """
 
     attention: Sequence[PlaneHeads] = ()
@@ -45,7 +45,7 @@ class RowPass:
     attend: Attend | None = None
     adapters: RowAdapters = NO_ADAPTERS
     plane: int = 0
-    noted: Any = None
+    calls: Any = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Returns attention of q [rows, heads, dim] over k [rows, kv_heads, dim] and v [rows, kv_heads, value_dim] in
@@ -55,35 +55,35 @@ class RowPass:
         assert self.attend is not None
         if plane >= len(self.attention):
             raise UnsupportedModelError("attention is called more often than in the pass that noted its planes")
-        how, attend = self.attention[plane], self.attend
-        if not math.isclose(how.scale, self.scale, rel_tol=1e-9):
-            q = q * (how.scale / self.scale)
-        heads, kv_heads, dim = self.sizes
-        if (how.heads, how.kv_heads, how.head_dim, how.value_dim) == (heads, kv_heads, dim, dim):
+        own_heads, attend = self.attention[plane], self.attend
+        if not math.isclose(own_heads.scale, self.scale, rel_tol=1e-9):
+            q = q * (own_heads.scale / self.scale)
+        sizes = own_heads.heads, own_heads.kv_heads, own_heads.head_dim, own_heads.value_dim
+        if sizes == (*self.sizes, self.sizes[2]):
             return attend(plane, q, k, v, sinks)
-        sinks = None if sinks is None else self._of_sinks(sinks, how)
-        return self._narrow(attend(plane, *self._widen(q, k, v, how), sinks), how)
+        sinks = None if sinks is None else self._of_sinks(sinks, own_heads)
+        return self._narrow(attend(plane, *self._widen(q, k, v, own_heads), sinks), own_heads)
 
-    def _widen(self, q: Tensor, k: Tensor, v: Tensor, how: PlaneHeads) -> tuple[Tensor, Tensor, Tensor]:
+    def _widen(self, q: Tensor, k: Tensor, v: Tensor, own_heads: PlaneHeads) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v with zeros up to the sizes of the K/V, and KV heads that stand there more than once."""
         heads, kv_heads, dim = self.sizes
-        times, group = how.groups(self.sizes[1])
+        times, group = own_heads.groups(self.sizes[1])
         k, v = (x.repeat_interleave(times, 1) if times > 1 else x for x in (k, v))
         more = kv_heads - k.shape[1]
         q = q.unflatten(1, (-1, group))
-        q = F.pad(q, (0, dim - how.head_dim, 0, heads // kv_heads - group, 0, more)).flatten(1, 2)
+        q = F.pad(q, (0, dim - own_heads.head_dim, 0, heads // kv_heads - group, 0, more)).flatten(1, 2)
         return q, *(F.pad(x, (0, dim - x.shape[-1], 0, more)) for x in (k, v))
 
-    def _narrow(self, o: Tensor, how: PlaneHeads) -> Tensor:
+    def _narrow(self, o: Tensor, own_heads: PlaneHeads) -> Tensor:
         """Returns the part of o [rows, heads, dim] that is of the plane's own heads: [rows, heads, value_dim]."""
-        times, group = how.groups(self.sizes[1])
+        times, group = own_heads.groups(self.sizes[1])
         o = o.unflatten(1, (self.sizes[1], -1))
-        return o[:, : times * how.kv_heads, :group, : how.value_dim].flatten(1, 2)
+        return o[:, : times * own_heads.kv_heads, :group, : own_heads.value_dim].flatten(1, 2)
 
-    def _of_sinks(self, sinks: Tensor, how: PlaneHeads) -> Tensor:
+    def _of_sinks(self, sinks: Tensor, own_heads: PlaneHeads) -> Tensor:
         """Returns sinks [heads] of a plane for the query heads of the K/V."""
         heads, kv_heads, _ = self.sizes
-        group = how.groups(self.sizes[1])[1]
+        group = own_heads.groups(self.sizes[1])[1]
         return F.pad(
             sinks.unflatten(0, (-1, group)), (0, heads // kv_heads - group, 0, kv_heads - len(sinks) // group)
         ).flatten()
@@ -141,7 +141,7 @@ class ReadyStates(nn.Module):
 
     last_hidden_state: Tensor | None = None
 
-    def forward(self, *given: Any, **also_given: Any) -> ReadyStates:
+    def forward(self, *arguments: Any, **options: Any) -> ReadyStates:
         return self
 
     def __getitem__(self, number: int) -> Tensor | None:
@@ -172,7 +172,7 @@ class TransformersLM(CausalLM):
         self.layers = nn.ModuleList()
         self.recompute = self.may_pack = False
         self.head_product, self._stored = None, {}
-        self.given: ReadyStates | None = None
+        self.ready_states: ReadyStates | None = None
         self.wide_head: Head | None = None
 
     def settle(self, config: TransformersConfig) -> None:
@@ -186,8 +186,8 @@ class TransformersLM(CausalLM):
     def take_head(self, name: str) -> None:
         """Puts a ReadyStates in the place of the decoder, which is the module `name` of the model, and a Head in that
         of the LM head where this is a plain linear."""
-        head, self.given = self.whole.get_output_embeddings(), ReadyStates()
-        self.whole.set_submodule(name, self.given)
+        head, self.ready_states = self.whole.get_output_embeddings(), ReadyStates()
+        self.whole.set_submodule(name, self.ready_states)
         if type(head) is not nn.Linear:
             return
         if head.weight is not self.embedding:
@@ -225,11 +225,11 @@ class TransformersLM(CausalLM):
         return hidden if read_rows is None else hidden.index_select(0, read_rows)
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
-        if self.given is None:
+        if self.ready_states is None:
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
         if not len(hidden):
             return wide(hidden).new_empty(0, self.config.vocab_size if ids is None else len(ids))
-        self.given.last_hidden_state, head = hidden[None], self.wide_head
+        self.ready_states.last_hidden_state, head = hidden[None], self.wide_head
         if ids is not None:
             ids = torch.as_tensor(ids, device=hidden.device)
         if head is not None:
@@ -239,14 +239,14 @@ class TransformersLM(CausalLM):
             logits = wide(self.whole(inputs_embeds=hidden[None], use_cache=False).logits[0])
             return logits if ids is None or head is not None else logits[:, ids]
         finally:
-            self.given.last_hidden_state = None
+            self.ready_states.last_hidden_state = None
             if head is not None:
                 head.ids = None
 
 
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, scaling: Any = None,
-    dropout: float = 0.0, s_aux: Tensor | None = None, **how: Any,
+    dropout: float = 0.0, s_aux: Tensor | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Returns attention of query [1, heads, rows, dim] over the keys and values that rows see, [1, rows, heads,
     value_dim]."""

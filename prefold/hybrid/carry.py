@@ -76,13 +76,13 @@ class StateTable:
         for key in self._row_of.keys() - {ZERO, *keys.tolist()}:
             self._free.append(self._row_of.pop(key))
 
-    def _grow(self, more: int) -> None:
+    def _grow(self, rows: int) -> None:
         for parts in self.tensors:
             for number, old in enumerate(parts):
-                parts[number] = old.new_zeros(self.rows + more, *old.shape[1:])
+                parts[number] = old.new_zeros(self.rows + rows, *old.shape[1:])
                 parts[number][: self.rows] = old
-        self._free[:0] = range(self.rows + more - 1, self.rows - 1, -1)
-        self.rows += more
+        self._free[:0] = range(self.rows + rows - 1, self.rows - 1, -1)
+        self.rows += rows
 
 
 @dataclass(eq=False)
@@ -149,47 +149,47 @@ class Carry:
         """Returns a tensor of the rows of the stream as one of the rows that the model computes."""
         return x if self.gather is None else x.index_select(0, self.gather)
 
-    def neighbours(self, kept: int) -> tuple[list[Tensor], Tensor]:
-        """Returns `places` as tensors, those above, and those below in one tensor [k * kept]; they count columns of
+    def neighbours(self, num_kept: int) -> tuple[list[Tensor], Tensor]:
+        """Returns `places` as tensors, those above, and those below in one tensor [k * num_kept]; they count columns of
         `starts` in place of those of the table."""
-        if kept not in self._sent:
-            places, columns = self.places(kept), self.table.rows * kept
+        if num_kept not in self._sent:
+            places, columns = self.places(num_kept), self.table.rows * num_kept
 
             def of_starts(place: np.ndarray) -> Tensor:
-                start = np.searchsorted(self._starts, place // kept)
-                behind = place - columns + len(self._starts) * kept
-                return send(np.where(place < columns, start * kept + place % kept, behind), self.device)
+                start = np.searchsorted(self._starts, place // num_kept)
+                behind = place - columns + len(self._starts) * num_kept
+                return send(np.where(place < columns, start * num_kept + place % num_kept, behind), self.device)
 
-            self._sent[kept] = [of_starts(rows) for rows in places.above], of_starts(places.below.reshape(-1))
-        return self._sent[kept]
+            self._sent[num_kept] = [of_starts(rows) for rows in places.above], of_starts(places.below.reshape(-1))
+        return self._sent[num_kept]
 
-    def places(self, kept: int) -> kernels.ConvPlaces:
-        """Returns of each row the places of the rows 1 to `kept` rows above it on its path, and those of the last
-        `kept` rows on the paths of `runs.ends`.
+    def places(self, num_kept: int) -> kernels.ConvPlaces:
+        """Returns of each row the places of the rows 1 to `num_kept` rows above it on its path, and those of the last
+        `num_kept` rows on the paths of `runs.ends`.
 
-        A place is of the `kept` columns of each of the table's states, one state after another, and then of the rows.
+        A place is of the `num_kept` columns of each of the table's states, one state after another, then of the rows.
         """
-        if kept not in self._conv:
+        if num_kept not in self._conv:
             first, length = self.runs.first, self._stop - self.runs.first
-            columns, base = np.arange(kept), self.table.rows * kept
-            above = np.empty((len(first), kept), np.int64)
-            below = np.empty((len(first), kept), np.int64)
+            columns, base = np.arange(num_kept), self.table.rows * num_kept
+            above = np.empty((len(first), num_kept), np.int64)
+            below = np.empty((len(first), num_kept), np.int64)
             for wave in self._waves:
                 from_run = self._from_run[wave]
-                in_table = self.runs.source[wave, None] * kept + columns
+                in_table = self.runs.source[wave, None] * num_kept + columns
                 above[wave] = np.where(from_run[:, None] >= 0, below[from_run], in_table)
-                at = length[wave, None] - kept + columns
-                outside = np.take_along_axis(above[wave], np.clip(at + kept, 0, kept - 1), 1)
+                at = length[wave, None] - num_kept + columns
+                outside = np.take_along_axis(above[wave], np.clip(at + num_kept, 0, num_kept - 1), 1)
                 below[wave] = np.where(at >= 0, base + first[wave, None] + at, outside)
             run = np.repeat(np.arange(len(first)), length)
             row = np.arange(self.rows)
-            of_rows = np.empty((kept, self.rows), np.int64)
-            for back in range(1, kept + 1):
+            of_rows = np.empty((num_kept, self.rows), np.int64)
+            for back in range(1, num_kept + 1):
                 at = row - first[run] - back
-                outside = above[run, np.clip(at + kept, 0, kept - 1)]
+                outside = above[run, np.clip(at + num_kept, 0, num_kept - 1)]
                 of_rows[back - 1] = np.where(at >= 0, base + row - back, outside)
-            self._conv[kept] = kernels.ConvPlaces(of_rows, below[self.runs.ends], self.runs.slots)
-        return self._conv[kept]
+            self._conv[num_kept] = kernels.ConvPlaces(of_rows, below[self.runs.ends], self.runs.slots)
+        return self._conv[num_kept]
 
     @cached_property
     def order(self) -> kernels.RunOrder:
@@ -221,7 +221,8 @@ class Carry:
         groups = []
         for wave in self._waves:
             length = (self._stop - self.runs.first)[wave]
-            cuts = {*range(0, len(wave), MOST_RUNS), *(np.flatnonzero(np.diff(_classes(length))) + 1).tolist()}
+            classes = np.frexp(length)[1]  # binary logarithms: runs of one class fill half of a padded tensor or more
+            cuts = {*range(0, len(wave), MOST_RUNS), *(np.flatnonzero(np.diff(classes)) + 1).tolist()}
             for group in np.split(wave, sorted(cuts - {0})):
                 first, stop = self.runs.first[group, None], self._stop[group, None]
                 rows = first + np.arange(int((stop - first).max(initial=0)))
@@ -239,11 +240,6 @@ class Carry:
                     )
                 )
         return groups
-
-
-def _classes(length: np.ndarray) -> np.ndarray:
-    """Returns the binary logarithm of each run's length: runs of one class fill half of a padded tensor or more."""
-    return np.frexp(length)[1]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -37,27 +37,27 @@ class StateShape:
 class MixerKind:
     """A MixerKind says what a layer with a state has in place of attention; `HybridConfig.mixers` names it.
 
-    module   the module and the class of what is built, which has the face of `prefold.hybrid.layers.Mixer`
-    linears  returns the linears that every row goes through, of a config; adapters may add to them
-    states   returns the shapes of a layer's state, of a config
-    others   returns how many weights a layer has beside these linears, their biases among them
+    module         the module and the class of what is built, which has the face of `prefold.hybrid.layers.Mixer`
+    linears        returns the linears that every row goes through, of a config; adapters may add to them
+    states         returns the shapes of a layer's state, of a config
+    other_weights  returns how many weights a layer has beside these linears, their biases among them
     """
 
     module: str
     linears: Callable[[HybridConfig], Linears]
     states: Callable[[HybridConfig], tuple[StateShape, ...]]
-    others: Callable[[HybridConfig], int] = lambda config: 0
+    other_weights: Callable[[HybridConfig], int] = lambda config: 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(ModelConfig):
     """A HybridConfig is a ModelConfig some of whose layers have a state that runs along the sequence.
 
-    planes     of the layers that have attention, in their order
-    mixers     of each layer: "attention", or the name of a MixerKind
-    sizes      the numbers that the mixers need, by names of theirs
-    gated      whether what attention gives is multiplied with the sigmoid of a gate, which is computed beside q
-    rotated    how many numbers of each head are rotated, its first ones; None: all
+    planes       of the layers that have attention, in their order
+    mixers       of each layer: "attention", or the name of a MixerKind
+    sizes        the numbers that the mixers need, by names of theirs
+    gated        whether what attention gives is multiplied with the sigmoid of a gate, which is computed beside q
+    rotated_dim  how many numbers of each head are rotated, its first ones; None: all
     """
 
     model: ClassVar[str] = "prefold.hybrid.model:HybridLM"
@@ -65,24 +65,24 @@ class HybridConfig(ModelConfig):
     mixers: tuple[str, ...]
     sizes: Mapping[str, Any] = field(default_factory=dict)
     gated: bool = False
-    rotated: int | None = None
+    rotated_dim: int | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, mixers: Sequence[str], **more: Any) -> HybridConfig:
-        """Returns a hybrid with the sizes of another model. mixers: of each layer; more: fields of HybridConfig.
+    def of(cls, config: ModelConfig, mixers: Sequence[str], **values: Any) -> HybridConfig:
+        """Returns a hybrid with the sizes of another model. mixers: of each layer; values: fields of HybridConfig.
 
         Raises UnsupportedModelError for a kind of mixer that is not known, and for a model without attention.
         """
         if len(mixers) != config.layers:
             raise UnsupportedModelError(f"layer_types has {len(mixers)} entries; it must have {config.layers}")
         if unknown := set(mixers) - {ATTENTION, *_MIXERS}:
-            known = ", ".join([ATTENTION, *_MIXERS])
-            raise UnsupportedModelError(f"layers of the kind {sorted(unknown)[0]!r} are not known; these are: {known}")
+            kinds = ", ".join([ATTENTION, *_MIXERS])
+            raise UnsupportedModelError(f"layers of the kind {sorted(unknown)[0]!r} are not known; these are: {kinds}")
         if ATTENTION not in mixers:
             raise UnsupportedModelError("no layer has attention; a model of states alone is not supported")
         own = {entry.name: getattr(config, entry.name) for entry in fields(ModelConfig)}
         planes = tuple(plane for plane, mixer in zip(config.planes, mixers, strict=True) if mixer == ATTENTION)
-        return cls(**own | {"planes": planes, "mixers": tuple(mixers), **more})
+        return cls(**own | {"planes": planes, "mixers": tuple(mixers), **values})
 
     @property
     def visited(self) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ class HybridConfig(ModelConfig):
         # What the layers without attention lack beside its linears.
         biases = self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden
         lacking = len(kinds) * (biases + self.qk_norm * 2 * self.head_dim)
-        return super().num_parameters + self._more_weights() + sum(kind.others(self) for kind in kinds) - lacking
+        return super().num_parameters + self._more_weights() + sum(kind.other_weights(self) for kind in kinds) - lacking
 
     def _more_weights(self) -> int:
         """Returns how many weights the linears of all layers have beyond those of as many layers with attention."""
@@ -145,10 +145,7 @@ def add_mixer(name: str, kind: MixerKind) -> None:
 
 def _conv_linears(config: HybridConfig) -> Linears:
     hidden = config.hidden
-    return {
-        "in_proj": (hidden, [("conv.in_proj", 3 * hidden)]),
-        "out_proj": (hidden, [("conv.out_proj", hidden)]),
-    }
+    return {"in_proj": (hidden, [("conv.in_proj", 3 * hidden)]), "out_proj": (hidden, [("conv.out_proj", hidden)])}
 
 
 _MIXERS: dict[str, MixerKind] = {
@@ -157,7 +154,7 @@ _MIXERS: dict[str, MixerKind] = {
         _conv_linears,
         lambda config: (StateShape((config.sizes["taps"] - 1, config.hidden)),),
         lambda config: config.hidden * (config.sizes["taps"] + 5 * config.sizes["bias"]),
-    ),
+    )
 }
 
 
@@ -180,19 +177,13 @@ def _delta_states(config: HybridConfig) -> tuple[StateShape, ...]:
     return StateShape((sizes["taps"] - 1, channels)), recurrent
 
 
-def _delta_others(config: HybridConfig) -> int:
+def _delta_weights(config: HybridConfig) -> int:
     sizes = config.sizes
     return _delta_states(config)[0].shape[1] * sizes["taps"] + 2 * sizes["value_heads"] + sizes["value_dim"]
 
 
 add_mixer(
-    "linear_attention",
-    MixerKind(
-        "prefold.hybrid.layers:GatedDeltaNet",
-        _delta_linears,
-        _delta_states,
-        _delta_others,
-    ),
+    "linear_attention", MixerKind("prefold.hybrid.layers:GatedDeltaNet", _delta_linears, _delta_states, _delta_weights)
 )
 
 
@@ -212,13 +203,13 @@ def _mamba_states(config: HybridConfig) -> tuple[StateShape, ...]:
     return StateShape((sizes["taps"] - 1, channels)), recurrent
 
 
-def _mamba_others(config: HybridConfig) -> int:
+def _mamba_weights(config: HybridConfig) -> int:
     sizes, outputs = config.sizes, sum(parts[0][1] for _, parts in _mamba_linears(config).values())
     conv = _mamba_states(config)[0].shape[1] * (sizes["taps"] + sizes["conv_bias"])
     return conv + 3 * sizes["heads"] + sizes["heads"] * sizes["dim"] + sizes["bias"] * outputs
 
 
-add_mixer("mamba", MixerKind("prefold.hybrid.mamba:Mamba2", _mamba_linears, _mamba_states, _mamba_others))
+add_mixer("mamba", MixerKind("prefold.hybrid.mamba:Mamba2", _mamba_linears, _mamba_states, _mamba_weights))
 
 LFM2 = Names(
     parts={
@@ -295,7 +286,7 @@ def qwen3_5(hf: HFConfig) -> HybridConfig:
         o_bias=bias,
         qk_norm=True,
         norm_offset=1.0,
-        names=Names(others=r"mtp\.|model\.visual\."),
+        names=Names(other_names=r"mtp\.|model\.visual\."),
     )
     sizes = {
         "taps": hf.size("linear_conv_kernel_dim", 4, least=2, most=64),
@@ -309,7 +300,7 @@ def qwen3_5(hf: HFConfig) -> HybridConfig:
     if config.activation != "silu":
         raise UnsupportedModelError("the short convolution of Qwen3.5 is followed by silu; hidden_act is not")
     mixers = [ATTENTION if kind == "full_attention" else kind for kind in types]
-    return HybridConfig.of(config, mixers, sizes=sizes, gated=True, rotated=int(head_dim * partial))
+    return HybridConfig.of(config, mixers, sizes=sizes, gated=True, rotated_dim=int(head_dim * partial))
 
 
 def qwen3_5_with_images(hf: HFConfig) -> HybridConfig:
@@ -317,7 +308,7 @@ def qwen3_5_with_images(hf: HFConfig) -> HybridConfig:
     hf = Settings.of(hf)
     hf.get("vision_config")
     config = qwen3_5(hf.settings("text_config"))
-    names = Names(prefix="", before=r"model\.language_model\.", others=r"mtp\.|model\.visual\.")
+    names = Names(prefix="", before=r"model\.language_model\.", other_names=r"mtp\.|model\.visual\.")
     tied = hf.flag("tie_word_embeddings", config.tie_embeddings)
     return replace(config, names=names, tie_embeddings=tied)
 

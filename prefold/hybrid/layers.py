@@ -171,7 +171,7 @@ class GatedDeltaNet(Mixer):
 
 class GatedAttention(Layer):
     """A GatedAttention is a Layer whose attention is multiplied with the sigmoid of a gate, which lies beside q in each
-    head, and of whose heads the first numbers alone may be rotated (`HybridConfig.gated`, `rotated`)."""
+    head, and of whose heads the first numbers alone may be rotated (`HybridConfig.gated`, `rotated_dim`)."""
 
     config: HybridConfig
 

@@ -29,13 +29,13 @@ class HybridLM(CausalLM):
             raise UnsupportedModelError("a model with layers of states is not split over ranks; use tensor_parallel 1")
         if config.mixer(number) is not None:
             return StateLayer(config, number, self.ranks, **place)
-        if config.gated or config.rotated is not None:
+        if config.gated or config.rotated_dim is not None:
             return GatedAttention(config, number, self.ranks, splits_q=True, **place)
         return super().new_layer(number, **place)
 
     def rotary(self, device: torch.device) -> RotaryTables:
         if self._rotary is None or self._rotary.device != device:
-            self._rotary = RotaryTables(self.config.ropes, self.config.rotated or self.config.head_dim, device)
+            self._rotary = RotaryTables(self.config.ropes, self.config.rotated_dim or self.config.head_dim, device)
         return self._rotary
 
     def forward(
@@ -54,11 +54,11 @@ class HybridLM(CausalLM):
         rows, plane = self.start(tokens, positions, attend, read_rows, adapters, media), 0
         for number, layer in enumerate(self.layers):
             read = read_rows if number == self.config.layers - 1 else None
-            how: dict[str, Any] = {"read": read, "adapters": adapters, "ops": rows.ops}
+            options: dict[str, Any] = {"read": read, "adapters": adapters, "ops": rows.ops}
             if isinstance(layer, StateLayer):
-                how["states"] = states.of(number)
+                options["states"] = states.of(number)
             else:
-                how |= {"cos_sin": rows.cos_sin[plane], "attend": partial(attend, plane)}
+                options |= {"cos_sin": rows.cos_sin[plane], "attend": partial(attend, plane)}
                 plane += 1
-            rows.x, rows.delta = layer(rows.x, rows.delta, **how)
+            rows.x, rows.delta = layer(rows.x, rows.delta, **options)
         return self.normed(rows)

@@ -40,14 +40,14 @@ class State:
 class StateStep(GenerateStep):
     """A StateStep is a GenerateStep with what it changes of the states.
 
-    evicted  nodes that lose their states
-    stored   nodes with the states that they have afterwards
-    read     nodes whose states rows start from
+    evicted_nodes  nodes that lose their states
+    new_states     nodes with the states that they have afterwards
+    read_nodes     nodes whose states rows start from
     """
 
-    evicted: tuple[Node, ...] = ()
-    stored: Mapping[Node, State] = field(default_factory=dict)
-    read: tuple[Node, ...] = ()
+    evicted_nodes: tuple[Node, ...] = ()
+    new_states: Mapping[Node, State] = field(default_factory=dict)
+    read_nodes: tuple[Node, ...] = ()
 
 
 @dataclass
@@ -96,7 +96,7 @@ class StatesPlan(StepPlan):
         whether there was room for all."""
         for number, node in enumerate(nodes):
             planned = self.computed_rows.get(node, 0)
-            if missing := node.pending - planned:
+            if missing := node.num_pending - planned:
                 if not self._bring(nodes, number, node.num_computed + planned):
                     return False
                 rows = min(missing, self.room)
@@ -145,8 +145,8 @@ class StateScheduler(GenerateScheduler):
     state_slots  how many there is room for
     """
 
-    def __init__(self, pool: SlotPool, *, state_slots: int, **how: Any):
-        super().__init__(pool, **how)
+    def __init__(self, pool: SlotPool, *, state_slots: int, **options: Any):
+        super().__init__(pool, **options)
         self.state_slots = state_slots
         self.states: dict[Node, State] = {}
         self._free = set(range(ZERO + 1, state_slots + 1))
@@ -154,10 +154,10 @@ class StateScheduler(GenerateScheduler):
         self.tree.on_split.append(self._split_state)
         self.tree.on_drop.append(self._drop_state)
 
-    def _enter(self, key: Hashable, namespace: tuple[Hashable, ...], tokens: np.ndarray, *how: Any) -> None:
+    def _enter(self, key: Hashable, namespace: tuple[Hashable, ...], tokens: np.ndarray, *arguments: Any) -> None:
         if len(tokens) > 1:
             self.tree.insert(namespace, tokens[:-1])
-        super()._enter(key, namespace, tokens, *how)
+        super()._enter(key, namespace, tokens, *arguments)
         for sequence in self._requests[key]:
             if not sequence.tail.tokens:
                 self._unread.setdefault(sequence.leaf, set()).add(sequence)
@@ -219,20 +219,20 @@ class StateScheduler(GenerateScheduler):
     def _lay_out(self, plan: StatesPlan) -> StateStep:
         step = lay_out(plan)
         nodes = sorted(plan.last_row, key=plan.last_row.__getitem__)
-        evicted, stored = self._places(plan)
-        runs, read = self._runs(plan, nodes, stored)
+        evicted_nodes, new_states = self._places(plan)
+        runs, read_nodes = self._runs(plan, nodes, new_states)
         message = StateSlotStep(**_fields(step.message, SlotStep), runs=runs)
         own = _fields(step, GenerateStep) | {"message": message}
-        return StateStep(**own, evicted=evicted, stored=stored, read=read)
+        return StateStep(**own, evicted_nodes=evicted_nodes, new_states=new_states, read_nodes=read_nodes)
 
     def begin(self, step: GenerateStep) -> None:
         assert isinstance(step, StateStep)
-        for node in step.evicted:
+        for node in step.evicted_nodes:
             self._drop_state(node)
-        for node in step.read:
+        for node in step.read_nodes:
             if node in self.states:  # from now on it is the one that was used last
                 self.states[node] = self.states.pop(node)
-        for node, state in step.stored.items():
+        for node, state in step.new_states.items():
             self.states.pop(node, None)
             self.states[node] = state
             self._free.discard(state.slot)
@@ -240,8 +240,8 @@ class StateScheduler(GenerateScheduler):
         for sequence in step.consumers:
             self._was_read(sequence)
         self._before = None  # a step that follows another has runs of its own
-        for node in step.read:
-            if node not in step.stored and not self._is_wanted(node):
+        for node in step.read_nodes:
+            if node not in step.new_states and not self._is_wanted(node):
                 self._drop_state(node)
 
     def _is_wanted(self, node: Node, plan: StatesPlan | None = None) -> bool:
@@ -278,9 +278,9 @@ class StateScheduler(GenerateScheduler):
         stored: dict[Node, State] = {}
         free, victims, evicted = iter(self._free), self._victims(needed, stored), list[Node]()
         for node in (*needed, *rows_wanted):
-            reach, own = plan.reach(node), self.states.get(node)
+            reach, state = plan.reach(node), self.states.get(node)
             assert reach is not None
-            slot = next(free, None) if own is None or node in evicted else own.slot
+            slot = next(free, None) if state is None or node in evicted else state.slot
             if slot is None and (victim := next(victims, None)) is not None:
                 evicted.append(victim)
                 slot = self.states[victim].slot
@@ -321,7 +321,7 @@ class StateScheduler(GenerateScheduler):
     ) -> tuple[StateRuns, tuple[Node, ...]]:
         """Returns how states go through the rows of a plan, and the nodes whose states they start from. nodes: those
         with rows in the step, in the order of the rows"""
-        begun = Counter(node.parent for node in nodes if not plan.first(node))
+        num_begun = Counter(node.parent for node in nodes if not plan.first(node))
         first, source, ends, slots = list[int](), list[int](), list[int](), list[int]()
         run_of: dict[Node, int] = {}
         read: dict[Node, None] = {}
@@ -337,7 +337,7 @@ class StateScheduler(GenerateScheduler):
                 source.append(ZERO if is_root else self.states[start].slot)
                 if not is_root:
                     read[start] = None
-            elif above in stored or begun[above] > 1 or row != plan.last_row[above] + 1:
+            elif above in stored or num_begun[above] > 1 or row != plan.last_row[above] + 1:
                 first.append(row)
                 source.append(-1 - run_of[above])
             else:  # the same run goes on
@@ -353,7 +353,7 @@ class StateScheduler(GenerateScheduler):
         if is_first and sequence.cached_tokens:
             # Rows behind the deepest state are computed again, but for those that another sequence is about to compute.
             there = [node.start + self.states[node].rows for node in path if node in self.states]
-            there += [node.stop for node in path if node not in fresh and node.pending]
+            there += [node.stop for node in path if node not in fresh and node.num_pending]
             sequence.cached_tokens = min(sequence.cached_tokens, max(there, default=0))
 
 

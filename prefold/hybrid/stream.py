@@ -27,14 +27,9 @@ class StateStream(PrefillScheduler):
     """
 
     def __init__(
-        self,
-        *how: Any,
-        before: StateStream | None,
-        note: Callable[[int], object],
-        follows: bool = False,
-        **more: Any,
+        self, *arguments: Any, before: StateStream | None, note: Callable[[int], object], follows: bool, **options: Any
     ):
-        super().__init__(*how, follows=follows, **more)
+        super().__init__(*arguments, follows=follows, **options)
         self._note = note
         trie = self.trie
         inner = trie.parent[trie.parent >= 0]
@@ -104,6 +99,6 @@ class StateStreams:
         self._before: StateStream | None = None
         self._note = note
 
-    def __call__(self, *how: Any, **more: Any) -> StateStream:
-        self._before = StateStream(*how, before=self._before, note=self._note, **more)
+    def __call__(self, *arguments: Any, **options: Any) -> StateStream:
+        self._before = StateStream(*arguments, before=self._before, note=self._note, **options)
         return self._before

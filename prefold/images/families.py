@@ -104,4 +104,4 @@ def _seeing(hf: Settings, text: ModelConfig, tower: TowerConfig) -> SeeingConfig
     """Returns the config of a text model beside a tower. hf: the whole model's, which may say the dtype that the
     checkpoint was saved in."""
     dtype = hf.text("dtype", None) or hf.text("torch_dtype", None) or text.dtype
-    return SeeingConfig.of(replace(text, names=replace(text.names, before=TEXT, others=TOWER), dtype=dtype), tower)
+    return SeeingConfig.of(replace(text, names=replace(text.names, before=TEXT, other_names=TOWER), dtype=dtype), tower)

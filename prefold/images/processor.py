@@ -69,7 +69,7 @@ class Processor(ABC):
     image_token     the token that stands for a row of an image in a Layout's text
     image_token_id  its id
     special         the special tokens of images, which are plain text where a user writes them
-    own             settings that a family reads beside SETTINGS, with their defaults
+    own_settings    settings that a family reads beside SETTINGS, with their defaults
     whole_first     whether the tile of the whole image comes before those of its pieces, or behind them
     tile_size       height and width of every tile
     """
@@ -77,7 +77,7 @@ class Processor(ABC):
     placeholder: str
     image_token: str
     special: frozenset[str]
-    own: Mapping[str, Any]
+    own_settings: Mapping[str, Any]
     whole_first: bool
     tile_size: tuple[int, int]
 
@@ -86,7 +86,7 @@ class Processor(ABC):
         known."""
         self.tower, self.image_token_id = tower, image_token_id
         stored = Settings.of(settings)
-        defaults = {**SETTINGS, **self.own}
+        defaults = {**SETTINGS, **self.own_settings}
         self.settings = Settings(
             {key: value if stored.get(key) is None else stored[key] for key, value in defaults.items()}, stored.file
         )
@@ -187,7 +187,7 @@ class Gemma3Processor(Processor):
 
     placeholder, image_token, whole_first = IMAGE_BEGIN, IMAGE_ROW, True
     special = frozenset((IMAGE_BEGIN, IMAGE_ROW, IMAGE_END))
-    own: Mapping[str, Any] = {
+    own_settings: Mapping[str, Any] = {
         "do_resize": True,
         "size": {"height": 224, "width": 224},
         "resample": BILINEAR,
@@ -242,7 +242,7 @@ class Idefics3Processor(Processor):
     """An Idefics3Processor makes the tiles of images as Idefics3 and SmolVLM want them."""
 
     placeholder, image_token, whole_first = ROW, ROW, False
-    own: Mapping[str, Any] = {
+    own_settings: Mapping[str, Any] = {
         "do_resize": True,
         "size": {"longest_edge": 4 * 364},
         "resample": LANCZOS,

@@ -80,11 +80,11 @@ NO_TILES = np.empty((0, 0, 0, 0), np.float32)  # the tiles of an image that cann
 
 @dataclass(frozen=True, slots=True)
 class _EncodedImage:
-    """An _EncodedImage is an image whose rows the worker has. salt: of its requests; last: its last row's id; size: in
+    """An _EncodedImage is an image whose rows the worker has. salt: of its requests; last_id: of its last row; size: in
     bytes."""
 
     salt: str
-    last: int
+    last_id: int
     size: int
 
 
@@ -92,20 +92,20 @@ class _EncodedImage:
 class _Run:
     """A _Run is an image that the tower has begun.
 
-    until  float64 [pieces of all layers], ascending: the floating-point operations up to the end of each piece
-    done   pieces that are done
-    tiles  the image's tiles, which are read from its file until the tower has them
+    until     float64 [pieces of all layers], ascending: the floating-point operations up to the end of each piece
+    num_done  pieces that are done
+    tiles     the image's tiles, which are read from its file until the tower has them
     """
 
     medium: Medium
     until: np.ndarray
-    done: int = 0
+    num_done: int = 0
     tiles: Future[np.ndarray] | None = None
 
     @property
     def operations(self) -> float:
         """Returns the operations of the pieces that are done."""
-        return float(self.until[self.done - 1]) if self.done else 0.0
+        return float(self.until[self.num_done - 1]) if self.num_done else 0.0
 
     def within(self, operations: float) -> int:
         """Returns how many pieces are done after so many more operations."""
@@ -145,11 +145,6 @@ class ImageScheduler(EnginePart):
         self._was_busy = False  # whether an image was on its way before the last step
         self._keys: set[Hashable] = set()  # requests that have rows of images
         self._waiting: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
-
-    @property
-    def bytes_held(self) -> int:
-        """Returns the bytes of the rows that are kept."""
-        return sum(rows.size for rows in self._encoded.values())
 
     def firsts(self) -> list[int]:
         """Returns the first ids of the images that the worker has something of."""
@@ -248,21 +243,21 @@ class ImageScheduler(EnginePart):
         self.media.add_tree(scheduler.tree)
         waiting: dict[int, list[Hashable]] = {}
         media_by_prompt: list[list[Medium]] = []
-        lost: dict[Hashable, Exception] = {}
+        failures: dict[Hashable, Exception] = {}
         for sequence in scheduler.running:
-            if sequence.ready or sequence.key not in self._keys or sequence.key in lost:
+            if sequence.ready or sequence.key not in self._keys or sequence.key in failures:
                 continue
             try:
                 media = self.media.find(_image_rows(sequence))
             except LookupError:
-                lost[sequence.key] = _failure("its request has ended")
+                failures[sequence.key] = _failure("its request has ended")
                 continue
             media_by_prompt.append(media)
             for medium in media:
                 waiting.setdefault(first_id(medium), []).append(sequence.key)
         self._waiting = waiting
         self.is_waiting = self.need_next(media_by_prompt)
-        return lost
+        return failures
 
     def after_plan(self, rows: int | None, seconds: float) -> Mapping[Hashable, Exception]:
         """Runs the tower if requests wait for an image, for about as long as its pace allows after a step. Returns an
@@ -271,8 +266,8 @@ class ImageScheduler(EnginePart):
         failed = self.advance(allowed, idle=rows is None) if self.is_waiting else None
         if failed is None:
             return {}
-        medium, why = failed
-        return {key: _failure(why) for key in self._waiting.get(first_id(medium), ())}
+        medium, reason = failed
+        return {key: _failure(reason) for key in self._waiting.get(first_id(medium), ())}
 
     def seconds_after(self, rows: int, seconds: float) -> float:
         """Records a step of so many rows, and returns for how many seconds the tower may run after it."""
@@ -292,23 +287,23 @@ class ImageScheduler(EnginePart):
         started = time.perf_counter()
         run = self._runs.get(first_id(medium)) or self._begin(medium)
         tiles = unread = None
-        if not run.done:
+        if not run.num_done:
             loaded = self._loaded(run, seconds if idle else 0.0)
             if loaded is None:
                 return None
             tiles, unread = loaded
         stop = self._stop(run, seconds if unread is None else None, idle)
-        if stop == run.done:
+        if stop == run.num_done:
             return None
-        if not run.done:
+        if not run.num_done:
             self._make_room(self._bytes(medium))
         computing = time.perf_counter()
         result = self._worker.start(EncodeImage(medium.ids, tiles, stop)).result()
-        ended = time.perf_counter()
-        self._credit = 0.0 if idle else self._credit - (ended - started)
-        before, run.done, run.tiles = run.operations, stop, None
-        self._note_rate(run.operations - before, ended - computing)
-        self._meter.add(seconds={"tower": ended - started})
+        ended_at = time.perf_counter()
+        self._credit = 0.0 if idle else self._credit - (ended_at - started)
+        before, run.num_done, run.tiles = run.operations, stop, None
+        self._note_rate(run.operations - before, ended_at - computing)
+        self._meter.add(seconds={"tower": ended_at - started})
         error: str | None = unread or result.error
         if result.is_done:
             del self._runs[first_id(medium)]
@@ -322,15 +317,15 @@ class ImageScheduler(EnginePart):
 
         seconds  None: all pieces. Else the pieces that fit into the time
         idle     True: at least one more piece is done. False: time that earlier calls left unused counts too, and a
-                 piece that does not fit waits, so that `run.done` is returned
+                 piece that does not fit waits, so that `run.num_done` is returned
         """
         last = len(run.until)
         if seconds is None:
             return last
         if idle:
-            return min(last, max(run.done + 1, run.within(seconds * (self._rate or 0.0))))
+            return min(last, max(run.num_done + 1, run.within(seconds * (self._rate or 0.0))))
         self._credit += seconds
-        return run.done + 1 if self._rate is None else min(last, run.within(max(0.0, self._credit) * self._rate))
+        return run.num_done + 1 if self._rate is None else min(last, run.within(max(0.0, self._credit) * self._rate))
 
     def _loaded(self, run: _Run, seconds: float | None) -> tuple[np.ndarray, str | None] | None:
         """Returns (the tiles of an image, None), or (NO_TILES, the reason) if it cannot be read: its rows are NaN then.
@@ -406,7 +401,10 @@ class ImageScheduler(EnginePart):
 
     def _note(self) -> None:
         firsts = sorted(self._encoded)
-        self._bounds = np.array(firsts, np.int64), np.array([self._encoded[first].last for first in firsts], np.int64)
+        self._bounds = (
+            np.array(firsts, np.int64),
+            np.array([self._encoded[first].last_id for first in firsts], np.int64),
+        )
 
     def _all_needed(self) -> set[int]:
         return {first_id(medium) for medium in (*self._needed, *self._in_use)}
@@ -415,14 +413,14 @@ class ImageScheduler(EnginePart):
         return len(medium.ids) * self._row_bytes
 
 
-def _failure(why: str) -> InputError:
-    return InputError(f"an image cannot be encoded: {why}", field="image", code="image_failed")
+def _failure(reason: str) -> InputError:
+    return InputError(f"an image cannot be encoded: {reason}", field="image", code="image_failed")
 
 
 def _image_rows(sequence: SequenceState) -> np.ndarray:
     """Returns the ids of the image rows that have to be computed for a sequence's prompt. If no row is missing, its
     last row runs again."""
     path = sequence.leaf.path()
-    pending = [np.asarray(node.tokens[node.num_computed :]) for node in path if node.pending]
+    pending = [np.asarray(node.tokens[node.num_computed :]) for node in path if node.num_pending]
     ids = np.concatenate(pending) if pending else np.asarray(path[-1].tokens[-1:])
     return ids[ids >= MEDIA_BASE]

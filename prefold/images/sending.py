@@ -121,7 +121,7 @@ class ReplicaImages:
     def __init__(self, table: Any, processor: Processor):
         self._table, self._processor = table, processor
         self._media: dict[int, Medium] = {}  # this replica's, by the driver's first id
-        self._theirs: dict[int, int] = {}  # the driver's first id, by ours
+        self._driver_ids: dict[int, int] = {}  # the driver's first id, by ours
         self._lock = threading.Lock()
 
     def hold(self, pictures: Iterable[SentImage], dropped: Iterable[int]) -> None:
@@ -129,19 +129,19 @@ class ReplicaImages:
         with self._lock:
             for first in dropped:
                 medium = self._media.pop(first)
-                if self._theirs.get(first_id(medium)) == first:
-                    del self._theirs[first_id(medium)]
+                if self._driver_ids.get(first_id(medium)) == first:
+                    del self._driver_ids[first_id(medium)]
             rows, span = self._processor.rows_per_tile, self._processor.span
             for picture in pictures:
                 shape = {"tiles": len(picture.ids) // rows, "rows_per_tile": rows, "span": span, "salt": picture.salt}
                 medium = self._table.medium(picture.key, load=partial(_tiles, self._processor, picture), **shape)
                 self._media[int(picture.ids[0])] = medium
-                self._theirs[first_id(medium)] = int(picture.ids[0])
+                self._driver_ids[first_id(medium)] = int(picture.ids[0])
 
     def clear(self) -> None:
         """Drops all images."""
         with self._lock:
-            self._media, self._theirs = {}, {}
+            self._media, self._driver_ids = {}, {}
 
     def own(self, window: Window) -> Window:
         """Returns a window with this replica's ids, and with the images of its requests."""
@@ -159,7 +159,7 @@ class ReplicaImages:
         """Returns cache events with the driver's ids for the images that this replica has. Other images keep this
         replica's ids: a router finds nothing under them, or at worst expects more of a prompt here than there is."""
         with self._lock:
-            theirs = {first: (own, int(self._media[own].ids[-1])) for first, own in self._theirs.items()}
+            theirs = {first: (own, int(self._media[own].ids[-1])) for first, own in self._driver_ids.items()}
         if not theirs:
             return events
         changed = (

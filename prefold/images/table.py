@@ -58,14 +58,7 @@ class MediaTable:
         return SentImages(self)
 
     def medium(
-        self,
-        key: bytes,
-        *,
-        tiles: int,
-        rows_per_tile: int,
-        span: bool,
-        load: Callable[[], np.ndarray],
-        salt: str = "",
+        self, key: bytes, *, tiles: int, rows_per_tile: int, span: bool, load: Callable[[], np.ndarray], salt: str = ""
     ) -> Medium:
         """Returns the medium of an image: the same object for the same key and salt, as long as it is referred to.
 

@@ -29,7 +29,7 @@ class TowerPass:
     x, delta   their residual stream, x + delta [tiles * patches, hidden]; delta may be None
     attend     computes attention
     qkv        queries, keys and values in the present layer, [tiles * patches, 3 * heads, dim]
-    done       pieces of work that are done, over all layers
+    num_done   pieces of work that are done, over all layers
     """
 
     tiles: int
@@ -38,7 +38,7 @@ class TowerPass:
     attend: TowerAttention
     ops: Ops
     qkv: Tensor | None = None
-    done: int = 0
+    num_done: int = 0
 
     @property
     def units(self) -> int:
@@ -93,9 +93,9 @@ class Tower(nn.Module):
         units = rows.units
         every = 2 * units * self.config.layers
         stop = every if stop is None else min(stop, every)
-        while rows.done < stop:
-            stage, unit = divmod(rows.done, units)
-            last = min(units, unit + stop - rows.done)
+        while rows.num_done < stop:
+            stage, unit = divmod(rows.num_done, units)
+            last = min(units, unit + stop - rows.num_done)
             part = slice(unit * PIECE_ROWS, min(last * PIECE_ROWS, len(rows.x)))
             number, second = divmod(stage, 2)
             layer = cast(TowerLayer, self.layers[number])
@@ -103,8 +103,8 @@ class Tower(nn.Module):
                 layer.finish(rows, part, number)
             else:
                 layer.begin(rows, part)
-            rows.done += last - unit
-        return rows.done >= every
+            rows.num_done += last - unit
+        return rows.num_done >= every
 
     def finish(self, rows: TowerPass) -> Tensor:
         """Returns the projector's output for tiles that have gone through all layers, [tiles * rows, output]."""

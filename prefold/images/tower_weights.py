@@ -95,13 +95,13 @@ PROJECTION = {"gemma3": "mm_input_projection_weight", "idefics3": "modality_proj
 class _RandomTower(RandomSource):
     """A _RandomTower gives random weights, with norms that change nothing."""
 
-    def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
+    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
         if name == PROJECTOR_NORM:
             target.fill_(0)  # stored less one
         elif re.search(r"norm\d?\.weight$", name):
             target.fill_(1)
         else:
-            super().read_into(name, target, where)
+            super().read_into(name, target, part)
 
 
 class _StoredTower:
@@ -118,10 +118,10 @@ class _StoredTower:
         self.shapes[name] = shape[::-1] if name == PROJECTION["gemma3"] else shape
         self._reads[name] = read
 
-    def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
+    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
         values = self._reads[name]()
         values = values.T if name == PROJECTION["gemma3"] else values
-        target.copy_(values.reshape(self.shapes[name])[where])
+        target.copy_(values.reshape(self.shapes[name])[part])
 
 
 # The head that SigLIP pools with, which these models have and do not use, and positions that are no weights.

@@ -88,11 +88,11 @@ class ImageRows:
         images, image_of = np.unique(np.searchsorted(self._firsts, ids, side="right") - 1, return_inverse=True)
         index, parts, start = np.empty(len(ids), np.int64), [], 0
         for number, image in enumerate(images.tolist()):
-            own = image_of == number
-            if image < 0 or ids[own].max() > (entry := self._images[int(self._firsts[image])])[0][-1]:
+            of_image = image_of == number
+            if image < 0 or ids[of_image].max() > (entry := self._images[int(self._firsts[image])])[0][-1]:
                 raise ValueError("a step has rows of an image that the tower has not made")
             image_ids, rows = entry
-            index[own] = start + np.searchsorted(image_ids, ids[own])
+            index[of_image] = start + np.searchsorted(image_ids, ids[of_image])
             parts.append(rows)
             start += len(rows)
         device = self._tower.device

@@ -164,7 +164,7 @@ class PrefoldLM(LM):
         texts = list(texts)
         ids = self._tokenizer.encode_batch(texts, special=False)
         before = [leading_ids(self._tokenizer, text) if text else self._tokenizer.prefix_ids for text in texts]
-        return [np.concatenate(both) for both in zip(before, ids, strict=True)]
+        return [np.concatenate(pair) for pair in zip(before, ids, strict=True)]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Returns the text of a conversation; without its system messages if the template refuses them."""
@@ -173,18 +173,18 @@ class PrefoldLM(LM):
         try:
             return self._tokenizer.render_chat(chat_history, **options)
         except InputError:
-            others = [message for message in chat_history if message["role"] != "system"]
-            if len(others) == len(chat_history):
+            conversation = [message for message in chat_history if message["role"] != "system"]
+            if len(conversation) == len(chat_history):
                 raise
-            return self._tokenizer.render_chat(others, **options)
+            return self._tokenizer.render_chat(conversation, **options)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Returns the chat template, for the harness's record of a run."""
         templates = self._tokenizer.chat_templates.templates
         if not chat_template or not templates:
             return None
-        named = templates.get(chat_template) if isinstance(chat_template, str) else None
-        return named or templates.get("default") or next(iter(templates.values()))
+        template = templates.get(chat_template) if isinstance(chat_template, str) else None
+        return template or templates.get("default") or next(iter(templates.values()))
 
     def get_model_info(self) -> dict[str, Any]:
         """Returns facts about the model, for the harness's record of a run."""
@@ -214,8 +214,8 @@ def _check_options(pretrained: object, options: Mapping[str, object]) -> None:
     if pretrained is None:
         remedy = "add --model_args pretrained=NAME (a hub id, a folder, a .gguf file, or a built-in name)"
         raise InputError("the model is not named", field="pretrained", remedy=remedy, code="missing_option")
-    own = [name for name in inspect.signature(PrefoldLM).parameters if name not in ("options", "device")]
-    check_options("the model", options, sorted([*ModelOptions.__dataclass_fields__, *own]))
+    own_names = [name for name in inspect.signature(PrefoldLM).parameters if name not in ("options", "device")]
+    check_options("the model", options, sorted([*ModelOptions.__dataclass_fields__, *own_names]))
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:

@@ -40,11 +40,11 @@ Make = Callable[[str, Mapping[str, Any]], Any]  # make(name, options) -> a task
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (keywords of `LLM`, all other options). Raises InputError for a cache with approximate results, because
     columns have no mark for them."""
-    own = {name: value for name, value in options.items() if name in LLM_OPTIONS}
-    if getattr(own.get("cache"), "shifted", None) is not None:
+    llm_options = {name: value for name, value in options.items() if name in LLM_OPTIONS}
+    if getattr(llm_options.get("cache"), "shifted", None) is not None:
         message = "chunks are to be reused at other positions, and columns do not say which results are approximate"
         raise InputError(message, field="cache", remedy="leave `shifted` out of the CacheOptions")
-    return own, {name: value for name, value in options.items() if name not in own}
+    return llm_options, {name: value for name, value in options.items() if name not in llm_options}
 
 
 class Model:

@@ -32,14 +32,14 @@ _SINGLE = {"embedding": 1, "embeddings": 2}  # columns of float32 numbers, in li
 class TableForm:
     """A TableForm describes a table's columns, as far as they are known before its lines are read.
 
-    head    columns that come first, and exist even in a table without lines
-    names   columns that a task makes; the values of other columns are the user's. None: the task makes all
-    types   {column: Arrow type} of the columns that a Parquet input gives
-    empty   the object of a line, whose columns a table without lines has behind these
+    head     columns that come first, and exist even in a table without lines
+    columns  columns that a task makes; the values of other columns are the user's. None: the task makes all
+    types    {column: Arrow type} of the columns that a Parquet input gives
+    empty    the object of a line, whose columns a table without lines has behind these
     """
 
     head: tuple[str, ...] = ("record",)
-    names: Collection[str] | None = None
+    columns: Collection[str] | None = None
     types: Mapping[str, Any] = field(default_factory=dict)
     empty: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class TableForm:
 
     def is_made(self, name: str) -> bool:
         """Returns whether a task makes the column of this name."""
-        return self.names is None or name in self.names
+        return self.columns is None or name in self.columns
 
     def kind(self, name: str) -> Kind:
         """Returns a Kind for the column of this name, without values yet."""
@@ -303,8 +303,8 @@ def need_pyarrow(purpose: str) -> Any:
 
 
 class _Unfit(Exception):
-    def __init__(self, name: str, why: str):
-        super().__init__(why)
+    def __init__(self, name: str, reason: str):
+        super().__init__(reason)
         self.name = name
 
 
@@ -323,8 +323,8 @@ def write_parquet(lines: Iterable[bytes], path: Path, form: TableForm) -> list[s
             columns[error.name] = pa.string()
 
 
-def _note(name: str, why: str) -> str:
-    return f"the column {name!r} is written as text: {why}"
+def _note(name: str, reason: str) -> str:
+    return f"the column {name!r} is written as text: {reason}"
 
 
 def _column_types(pa: Any, lines: Iterable[bytes], form: TableForm) -> tuple[dict[str, Any], dict[str, str]]:

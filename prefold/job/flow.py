@@ -18,7 +18,7 @@ from ..stream.live_windows import See, watched
 from ..tasks.base import attempt
 from ..tasks.run import finish, results_of
 from ..types import Owner
-from .reader import Done, Gather, Job, Reader, Ready
+from .reader import DoneRecord, Gather, Job, Reader, ReadyBatch
 
 
 class Flow:
@@ -34,13 +34,7 @@ class Flow:
         self.reader = Reader(job, counts)
 
     def compute(
-        self,
-        engine: Engine,
-        batch: Ready,
-        *,
-        see: See | None = None,
-        stopping: Callable[[], bool],
-        **run: Any,
+        self, engine: Engine, batch: ReadyBatch, *, see: See | None = None, stopping: Callable[[], bool], **run: Any
     ) -> bool:
         """Computes a batch and writes the lines of its records. Returns whether it came to the end.
 
@@ -58,7 +52,7 @@ class Flow:
                     return False
         return not stopping()  # the engine may have stopped for it
 
-    def _results(self, engine: Engine, task: Any, batch: Ready, see: See | None, **run: Any) -> Any:
+    def _results(self, engine: Engine, task: Any, batch: ReadyBatch, see: See | None, **run: Any) -> Any:
         window, spool = self.job.window, batch.spool
         if batch.feed is None:
             assert spool is not None
@@ -81,7 +75,7 @@ class Flow:
         if self.gather.waiting:
             raise AssertionError(f"{self.gather.waiting} records have results missing")
 
-    def _write(self, task: Any, record: Done) -> None:
+    def _write(self, task: Any, record: DoneRecord) -> None:
         adapter, answer = self.job.adapter, attempt(self._line, task, record)
         if isinstance(answer, InputError):
             line = error_text(adapter, record.number, record.meta, answer)
@@ -89,7 +83,7 @@ class Flow:
         else:
             self.job.output.write(record.number, answer, failed=False)
 
-    def _line(self, task: Any, record: Done) -> str:
+    def _line(self, task: Any, record: DoneRecord) -> str:
         """Returns the output line of a record with all results. Raises InputError as the task's `finish` does."""
         results = [finish(task, note, values) for note, values in record.items]
         return dumps(self.job.adapter.line(record.number, record.meta, results))

@@ -54,7 +54,7 @@ class Journal:
     done       the records that are committed
     offset     how many bytes of the lines file are committed
     errors     how many of the committed lines are errors
-    ended      how the job ended, {"limit": its --limit or None}; None while records of it are missing
+    end_entry  how the job ended, {"limit": its --limit or None}; None while records of it are missing
     """
 
     def __init__(self, path: Path):
@@ -66,7 +66,7 @@ class Journal:
         self.done = RecordSet()
         self.offset = 0
         self.errors = 0
-        self.ended: dict[str, Any] | None = None
+        self.end_entry: dict[str, Any] | None = None
         self.job: dict[str, Any] | None = None
         self._crc = 0
         self._end = 0
@@ -111,15 +111,15 @@ class Journal:
         assert self.job is not None
         differing = differences(self.job, job)
         if differing:
-            listed = "\n  ".join(differing)
+            lines = "\n  ".join(differing)
             raise JobError(
-                f"{self.path} belongs to another job:\n  {listed}\ngive the same input and options to resume it "
+                f"{self.path} belongs to another job:\n  {lines}\ngive the same input and options to resume it "
                 "(--grown: the input may have become longer), --overwrite to start again, or -o NAME to write elsewhere"
             )
-        ended = None
+        end_entry = None
         for _, entry, _ in self._entries():
-            ended = entry.get("ended")
-        self._replay(output_bytes, whole=has_final and covers(ended, limit))
+            end_entry = entry.get("ended")
+        self._replay(output_bytes, whole=has_final and covers(end_entry, limit))
 
     def cut(self) -> None:
         """Cuts off everything after the last valid entry."""
@@ -136,7 +136,7 @@ class Journal:
 
     def grow(self, input: dict[str, Any]) -> None:
         """Records that the job's input has become longer. input: its present identity"""
-        self.ended = None
+        self.end_entry = None
         self._append({"input": input})
 
     def finish(self, limit: int | None, *, keeps_lines: bool = True) -> None:
@@ -144,8 +144,8 @@ class Journal:
 
         keeps_lines: whether the lines file is kept when the output was made of it
         """
-        self.ended = {"limit": limit, "keeps_lines": keeps_lines}
-        self._append({"ended": self.ended})
+        self.end_entry = {"limit": limit, "keeps_lines": keeps_lines}
+        self._append({"ended": self.end_entry})
 
     def close(self) -> None:
         """Unlocks the journal, and removes it if nothing was written."""
@@ -193,15 +193,15 @@ class Journal:
                 for number in parse_ranges(entry["done"]):
                     self.done.add(number)
                 self.offset, self.errors = entry["to"], entry["errors"]
-            self.ended = entry.get("ended")
+            self.end_entry = entry.get("ended")
             self._end, self._crc = end, crc
 
 
-def covers(ended: dict[str, Any] | None, limit: int | None) -> bool:
-    """Returns whether an ended job has done all that a job with this --limit would do. ended: as in Journal"""
-    if ended is None:
+def covers(end_entry: dict[str, Any] | None, limit: int | None) -> bool:
+    """Returns whether an ended job has done all that a job with this --limit would do. end_entry: as of Journal"""
+    if end_entry is None:
         return False
-    return ended["limit"] is None or (limit is not None and limit <= ended["limit"])
+    return end_entry["limit"] is None or (limit is not None and limit <= end_entry["limit"])
 
 
 def _seal(entry: dict[str, Any], before: int) -> tuple[bytes, int]:

@@ -98,16 +98,15 @@ class Output:
     def close(self) -> None: ...
 
 
-def open_output(options: OutputOptions, job: dict[str, Any], stream: TextIO | None = None) -> Output:
+def open_output(options: OutputOptions, job: dict[str, Any]) -> Output:
     """Returns the opened output of the job with the fingerprint `job`, which resumes if the job's journal exists.
     Raises JobError if the output is not this job's, or cannot be written."""
     if options.path is None:
         if options.keep_order:
             raise JobError("--keep-order needs an output file: add -o FILE")
-        stream = stream or sys.stdout
-        if stream is None or stream.closed:
+        if sys.stdout is None or sys.stdout.closed:
             raise JobError("standard output is closed; add -o FILE")
-        return StreamOutput(stream)
+        return StreamOutput(sys.stdout)
     return FileOutput(options, job)
 
 
@@ -171,8 +170,8 @@ class FileOutput(Output):
             raise
         self.done, self.errors = self.journal.done, self.journal.errors
         self.count = self.resumed = len(self.done)
-        self.ended = covers(self.journal.ended, self.limit)
-        if self.ended and self.journal.ended is not None and not self.journal.ended.get("keeps_lines", True):
+        self.ended = covers(self.journal.end_entry, self.limit)
+        if self.ended and self.journal.end_entry is not None and not self.journal.end_entry.get("keeps_lines", True):
             self._remove_lines()  # the job was killed between its end and this
 
     def _resume(self, options: OutputOptions) -> bool:
@@ -205,7 +204,7 @@ class FileOutput(Output):
 
     def _check_lines(self, size: int) -> None:
         """Raises JobError if an ended job is to go on, with --grown, and its lines were not kept."""
-        self.journal.ended = None
+        self.journal.end_entry = None
         if size < self.journal.offset:
             raise JobError(
                 f"{self.path} was made without --grown, and its lines are not kept; "

@@ -13,7 +13,7 @@ from ..prefix import RowCost, StreamCost, common_prefix_lengths, lexsort_sequenc
 from ..prefix.segments import keys_seen
 from ..report.icicle import StreamShape, icicle, walk
 from ..report.progress import Counts, Progress
-from ..stream import Spool, Window
+from ..stream import Window
 from .output import Output
 from .reader import Job, Reader
 
@@ -80,12 +80,11 @@ def plan_job(
     window: int = 1 << 20,
     max_batch_rows: int = 4096,
     progress: Progress | None = None,
-    make_spool: Callable[[], Spool] = Spool,
 ) -> JobPlan:
     """Reads, tokenises and sorts a job, and returns its JobPlan."""
     plan, counts = JobPlan(), Counts()
     tally = _Tally(plan)
-    job = Job(source, adapter, tasks, lambda: None, tally, limit=limit, make_spool=make_spool)
+    job = Job(source, adapter, tasks, lambda: None, tally, limit=limit)
     reader = Reader(job, counts)
     progress = progress or Progress()
     reader.start()
@@ -104,7 +103,7 @@ def plan_job(
     finally:
         reader.close()
         progress.close(counts)
-    plan.records, plan.errors = counts.read, tally.errors
+    plan.records, plan.errors = counts.records_read, tally.errors
     plan.requests, plan.tokens, plan.rows = plan.shape.num_requests, plan.shape.num_tokens, plan.shape.num_rows
     return plan
 
@@ -182,9 +181,9 @@ def place(plan: JobPlan, config: ModelConfig, replicas: int) -> list[PlacedSegme
     rows = np.concatenate(([0], np.cumsum(lengths.astype(np.int64) - shared)))
     out = []
     for start, stop in cost.cut(0, len(lengths), [1.0] * replicas):
-        again = int(shared[start]) if start < stop else 0
+        shared_rows = int(shared[start]) if start < stop else 0
         flops = cost.of(start, stop)
-        out.append(PlacedSegment(stop - start, int(rows[stop] - rows[start]) + again, again, flops))
+        out.append(PlacedSegment(stop - start, int(rows[stop] - rows[start]) + shared_rows, shared_rows, flops))
     return out
 
 

@@ -52,8 +52,8 @@ def _encode(value: Any) -> bytes:
 
 
 @dataclass(slots=True)
-class Done:
-    """A Done is a record with all results: the note of each item, and its results in order.
+class DoneRecord:
+    """A DoneRecord is a record with all results: the note of each item, and its results in order.
 
     A result is what the engine gives for a request (see `results_of`).
     """
@@ -65,7 +65,7 @@ class Done:
 
 @dataclass(slots=True)
 class _Item:
-    missing: int
+    num_missing: int
     results: list[Any]
     note: Any = None
 
@@ -74,7 +74,7 @@ class _Item:
 class _PartialRecord:
     """A _PartialRecord is a record of which some results are missing."""
 
-    missing: int
+    num_missing: int
     items: list[_Item | None]
     meta: Any = None
 
@@ -89,13 +89,13 @@ class Gather:
     def waiting(self) -> int:
         return len(self._records)
 
-    def add(self, tag: bytes, result: Any) -> Done | None:
+    def add(self, tag: bytes, result: Any) -> DoneRecord | None:
         """Takes a result. Returns its record if that has all results now, else None."""
         number, item, items, part, parts = _HEAD.unpack_from(tag)
         head = json.loads(tag[_HEAD.size :].decode("utf-8", "surrogatepass")) if part == 0 else None
         if items == 1 and parts == 1:
             note, meta = head
-            return Done(number, meta, [(note, [result])])
+            return DoneRecord(number, meta, [(note, [result])])
         record = self._records.get(number)
         if record is None:
             record = self._records[number] = _PartialRecord(items, [None] * items)
@@ -107,12 +107,12 @@ class Gather:
             if item == 0:
                 record.meta = head[1]
         entry.results[part] = result
-        entry.missing -= 1
-        record.missing -= entry.missing == 0
-        if record.missing:
+        entry.num_missing -= 1
+        record.num_missing -= entry.num_missing == 0
+        if record.num_missing:
             return None
         del self._records[number]
-        return Done(number, record.meta, [(entry.note, entry.results) for entry in record.items])  # type: ignore[union-attr, misc]
+        return DoneRecord(number, record.meta, [(entry.note, entry.results) for entry in record.items])  # type: ignore[union-attr, misc]
 
 
 # Records are tokenised together up to so many texts, and so many bytes: a token takes far more memory than its text.
@@ -155,8 +155,8 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A Ready holds the requests of one task that are ready to run.
+class ReadyBatch:
+    """A ReadyBatch holds the requests of one task that are ready to run.
 
     spool  all of them, but for those in the feed
     feed   those that come while others run. Where there is a spool too, the feed ends when the spool is complete
@@ -207,7 +207,7 @@ class Reader:
         self.error: BaseException | None = None  # why the reading ended
         self._chunks: dict[str, _Chunk] = {}
         # It holds one item at most. An exception that a signal raises within its `get` leaves no lock taken.
-        self._ready: queue.SimpleQueue[Ready | BaseException | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[ReadyBatch | BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="prefold-reader", daemon=True)
         self.stopping = False
         self.has_requests = False
@@ -217,7 +217,7 @@ class Reader:
     def start(self) -> None:
         self._thread.start()
 
-    def batches(self) -> Iterator[Ready]:
+    def batches(self) -> Iterator[ReadyBatch]:
         """Yields the batches as they become ready. Raises what the reading raised."""
         if self._live:
             yield from self._turns()
@@ -230,14 +230,14 @@ class Reader:
                 raise item
             yield item
 
-    def _turns(self) -> Iterator[Ready]:
+    def _turns(self) -> Iterator[ReadyBatch]:
         """Yields the feed whose requests have waited longest, again and again until all feeds are over."""
         while True:
             has_ended = self.has_ended.is_set()
             waiting = [(feed.since, task) for task, feed in list(self._feeds.items()) if feed.since is not None]
             if waiting:
                 task = min(waiting)[1]  # type: ignore[type-var]
-                yield Ready(task, None, self._feeds[task])
+                yield ReadyBatch(task, None, self._feeds[task])
             elif has_ended:
                 break
             else:
@@ -252,7 +252,7 @@ class Reader:
             self._thread.join(2)  # not longer: it may wait for a pipe, and as a daemon it does not keep the process
         while not self._ready.empty():
             item = self._ready.get_nowait()
-            if isinstance(item, Ready) and item.spool is not None:
+            if isinstance(item, ReadyBatch) and item.spool is not None:
                 item.spool.close()
         for spool in self._spools.values():
             spool.close()
@@ -269,7 +269,7 @@ class Reader:
                 feed.end()
             self.has_ended.set()
             for task in list(self._spools):
-                self._put(Ready(task, self._spools.pop(task)))
+                self._put(ReadyBatch(task, self._spools.pop(task)))
             self._put(None)
         except BaseException as error:
             self.error = error
@@ -341,7 +341,7 @@ class Reader:
             yield item
 
     def _take(self, record: Record) -> None:
-        self._counts.read += 1
+        self._counts.records_read += 1
         parsed = self._job.adapter.read(record)  # also for records that are done: it looks for duplicate ids
         if record.number in self._job.output.done:
             return
@@ -367,10 +367,10 @@ class Reader:
         chunk = self._chunks.pop(task)
         works = iter(self._works(task, chunk.items))
         for number, parsed in chunk.records:
-            mine = [next(works) for _ in parsed.items]
+            parts = [next(works) for _ in parsed.items]
             # All tags of a record are made before its first request is spooled, as that may fail: of a record that
             # was spooled in part, the missing results would be waited for.
-            requests = _first_error(mine) or attempt(with_tags, number, parsed.meta, mine, self._job.seed)
+            requests = _first_error(parts) or attempt(with_tags, number, parsed.meta, parts, self._job.seed)
             if isinstance(requests, InputError):
                 self._fail(number, parsed.meta, requests)
                 continue
@@ -395,7 +395,7 @@ class Reader:
             spool = self._spools[task] = self._job.make_spool()
             if self._early and not self._feeds:
                 feed = self._feeds[task] = Feed(0)
-                self._put(Ready(task, spool, feed))
+                self._put(ReadyBatch(task, spool, feed))
         if feed is not None and feed.has_room:
             return feed.put(requests)
         return [spool.add(request, tag) for request, tag in requests]
@@ -403,8 +403,8 @@ class Reader:
     def _others_wait(self, task: str) -> bool:
         """Returns whether requests of another task have waited for long."""
         late = time.monotonic() - TURN_SECONDS
-        others = [feed.since for name, feed in list(self._feeds.items()) if name != task]
-        return any(since is not None and since < late for since in others)
+        starts = [feed.since for name, feed in list(self._feeds.items()) if name != task]
+        return any(since is not None and since < late for since in starts)
 
     def _works(self, task: str, items: list[Any]) -> list[Any]:
         """Returns the Work of each item, or its InputError. If the model cannot do the task, all items get that
@@ -419,10 +419,10 @@ class Reader:
     def _fail(self, number: int, meta: Any, error: InputError) -> None:
         self._job.output.write(number, error_text(self._job.adapter, number, meta, error), failed=True)
 
-    def _put(self, item: Ready | BaseException | None) -> None:
+    def _put(self, item: ReadyBatch | BaseException | None) -> None:
         while not self._ready.empty():
             if self.stopping:
-                if isinstance(item, Ready) and item.spool is not None:
+                if isinstance(item, ReadyBatch) and item.spool is not None:
                     item.spool.close()
                 return
             time.sleep(0.01)

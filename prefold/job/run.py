@@ -20,7 +20,7 @@ from ..report.page import StepLog
 from ..report.progress import Counts, Progress
 from ..types import Stats
 from .flow import Flow, Job
-from .reader import Ready
+from .reader import ReadyBatch
 
 TICK_SECONDS = 0.25
 WAITING = "the replicas load the model"  # what a job on a fleet does before the first is ready
@@ -162,7 +162,7 @@ class _Run:
         self.counts.phase = "reading"
         return engine
 
-    def _compute(self, batch: Ready) -> None:
+    def _compute(self, batch: ReadyBatch) -> None:
         engine, shape, facts = self._engine, self.summary.shape, self._engine.facts
         # What is given away in ranges, or does not share, is looked at in its order afterwards; a stream as it goes by.
         watches = shape is not None and (batch.spool is None or (facts.sharing == "full" and not facts.divides))
@@ -187,12 +187,12 @@ class _Run:
         self.counts.tokens_done += info.tokens_done
         self.counts.requests_done += info.requests_done
         if (generation := self._engine.stats.generation) is not None:
-            self.counts.generated = generation.generated_tokens
+            self.counts.tokens_generated = generation.generated_tokens
         if self.summary.steps is not None:
             self.summary.steps.add(info.started_at, info.seconds, info.rows, info.path_rows, info.running)
 
     def _count(self) -> Counts:
-        self.counts.done, self.counts.errors = self.output.count, self.output.errors
+        self.counts.records_done, self.counts.errors = self.output.count, self.output.errors
         if self.counts.phase == WAITING and self._engine.snapshot().is_ready:
             self.counts.phase = "computing"
         return self.counts

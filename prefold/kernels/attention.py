@@ -120,13 +120,7 @@ class AttentionKernels(Family):
         return self._attend("row_attention", call, q, k.shape[1], scale, cap, sinks)
 
     def slot_attention(
-        self,
-        plane: SlotPlane,
-        q: Tensor,
-        lists: SlotLists,
-        scale: float,
-        cap: float | None = None,
-        sinks: Tensor | None = None,
+        self, plane: SlotPlane, q: Tensor, lists: SlotLists, scale: float, cap: float | None, sinks: Tensor | None
     ) -> Tensor:
         """Returns softmax(q k^T * scale) v over the slots that `lists` lists, [queries, heads, dim] as q is. cap: of
         the scores, as of `prefold.attention.Heads`; sinks: as of `prefold.attention.RowAttention.attend`."""

@@ -19,18 +19,18 @@ def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
     `again` compiles even so. Raises BuildError where it cannot be done.
     """
 
-    def make(compiler: str, made: Path) -> None:
+    def make(compiler: str, path: Path) -> None:
         line = "prefold: compiling the kernels, once on this machine (up to a minute); PREFOLD_KERNELS=0 goes without"
         print(line, file=sys.stderr, flush=True)
-        compile_sources([compiler], flags, made)
+        compile_sources([compiler], flags, path)
 
     return _kept(_name(flags), make, again)
 
 
-def is_built(flags: Sequence[str] = NATIVE) -> bool:
+def is_built() -> bool:
     """Returns whether `build` has its library in the cache, and need not compile."""
     try:
-        return (cache_folder() / "kernels" / _name(flags)).exists()
+        return (cache_folder() / "kernels" / _name(NATIVE)).exists()
     except (OSError, RuntimeError):
         return False
 
@@ -42,7 +42,7 @@ def _name(flags: Sequence[str]) -> str:
 def build_probe() -> Path:
     """Returns the compiled probe (`probe.cpp`), which is compiled unless it is in the cache. Raises BuildError."""
     digest = hashlib.sha256(PROBE.read_bytes() + platform.machine().encode()).hexdigest()[:16]
-    return _kept(f"probe-{digest}.so", lambda compiler, made: compile_probe([compiler], made), False)
+    return _kept(f"probe-{digest}.so", lambda compiler, path: compile_probe([compiler], path), False)
 
 
 def _kept(name: str, make: Callable[[str, Path], None], again: bool) -> Path:
@@ -62,9 +62,9 @@ def _kept(name: str, make: Callable[[str, Path], None], again: bool) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:
-            made = Path(work) / name
-            make(compiler, made)
-            made.replace(target)
+            path = Path(work) / name
+            make(compiler, path)
+            path.replace(target)
     except OSError as error:
         raise BuildError(
             f"cannot write to the cache folder {folder} (set PREFOLD_CACHE to another): {error}"

@@ -95,19 +95,19 @@ def compiler_or_error() -> str:
     return compiler
 
 
-def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path, *, folder: Path = SOURCES) -> None:
-    """Runs a compiler process for each source of a folder, side by side, then one to link."""
-    sources = sorted(folder.glob("*.cpp"))
+def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path) -> None:
+    """Runs a compiler process for each source, side by side, then one to link."""
+    sources = sorted(SOURCES.glob("*.cpp"))
     objects = [target.with_name(f"{target.stem}-{source.stem}.o") for source in sources]
     commands = [
-        [*compiler, *flags, "-fPIC", "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects, strict=True)
+        [*compiler, *flags, "-fPIC", "-c", str(source), "-o", str(path)]
+        for source, path in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(len(commands)) as pool:
         list(pool.map(run_compiler, commands))
     run_compiler([*compiler, *flags, "-shared", *map(str, objects), "-o", str(target)])
-    for made in objects:
-        made.unlink()
+    for path in objects:
+        path.unlink()
 
 
 def compile_probe(compiler: Sequence[str], target: Path) -> None:

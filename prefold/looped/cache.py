@@ -27,16 +27,16 @@ Prefix = tuple[int, ...]
 class NodeVisit:
     """A NodeVisit holds the slots of a node's rows at one visit, which is to the last block of a route prefix.
 
-    node    the node of the rows
-    prefix  the blocks visited, this one included
-    slots   int64 [rows]: where the K/V lies that this visit sees of each row; 0: nowhere yet
-    owned   bool: the slot was claimed for this row at this visit; else it is that of another visit of the row
-    left    bool: the row left after this visit or an earlier one
-    done    how many leading rows are settled: the K/V that this visit sees of them are there
-    users   how many sequences, waiting or running, take this route prefix
+    node         the node of the rows
+    prefix       the blocks visited, this one included
+    slots        int64 [rows]: where the K/V lies that this visit sees of each row; 0: nowhere yet
+    owns_slot    bool: the slot was claimed for this row at this visit; else it is that of another visit of the row
+    has_left     bool: the row left after this visit or an earlier one
+    num_settled  how many leading rows are settled: the K/V that this visit sees of them are there
+    users        how many sequences, waiting or running, take this route prefix
     """
 
-    __slots__ = ("_runs", "done", "left", "node", "owned", "prefix", "slots", "users")
+    __slots__ = ("_runs", "has_left", "node", "num_settled", "owns_slot", "prefix", "slots", "users")
 
     def __init__(self, node: VisitNode, prefix: Prefix):
         self.node, self.prefix, self.users = node, prefix, 0
@@ -45,14 +45,14 @@ class NodeVisit:
     def forget(self) -> None:
         """Forgets all rows; the caller frees their slots."""
         size = len(self.node)
-        self.slots, self.owned, self.left = np.zeros(size, np.int64), np.zeros(size, bool), np.zeros(size, bool)
-        self.done = 0
+        self.slots, self.owns_slot, self.has_left = np.zeros(size, np.int64), np.zeros(size, bool), np.zeros(size, bool)
+        self.num_settled = 0
         self._runs: list[tuple[int, int, int]] | None = None
 
     @property
-    def pending(self) -> int:
+    def num_pending(self) -> int:
         """Returns how many rows are not settled yet."""
-        return len(self.node) - self.done
+        return len(self.node) - self.num_settled
 
     @property
     def root(self) -> Node:
@@ -70,19 +70,20 @@ class NodeVisit:
     def runs(self) -> list[tuple[int, int, int]]:
         """Returns (first slot, count, position of the first row) of each run of slots that the settled rows lie in."""
         if self._runs is None:
-            slots, start = self.slots[: self.done], self.node.start
-            edges = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), self.done] if self.done else []
+            count, start = self.num_settled, self.node.start
+            slots = self.slots[:count]
+            edges = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), count] if count else []
             self._runs = [(int(slots[at]), stop - at, start + at) for at, stop in itertools.pairwise(edges)]
         return self._runs
 
     def settle(self, rows: int) -> None:
         """Counts the next `rows` rows as settled: the K/V that this visit sees of them are there."""
-        self.done, self._runs = self.done + rows, None
-        self.node.num_computed = max(self.node.num_computed, self.done)
+        self.num_settled, self._runs = self.num_settled + rows, None
+        self.node.num_computed = max(self.node.num_computed, self.num_settled)
 
     def give_up(self) -> np.ndarray:
         """Forgets all rows, and returns the slots that were this visit's own, int64."""
-        slots = self.slots[self.owned]
+        slots = self.slots[self.owns_slot]
         self.forget()
         if self.node.account is not None:
             self.node.account.num_slots -= len(slots)
@@ -91,15 +92,15 @@ class NodeVisit:
     def part(self, node: VisitNode, first: int, stop: int) -> NodeVisit:
         """Returns this visit of the rows from `first` up to `stop`, which are those of `node`."""
         part = NodeVisit(node, self.prefix)
-        for name in ("slots", "owned", "left"):
+        for name in ("slots", "owns_slot", "has_left"):
             setattr(part, name, getattr(self, name)[first:stop].copy())
-        part.done = min(max(self.done - first, 0), stop - first)
+        part.num_settled = min(max(self.num_settled - first, 0), stop - first)
         return part
 
     def cut(self, size: int) -> None:
         """Forgets the first `size` rows, which its node has no more."""
-        self.slots, self.owned, self.left = self.slots[size:], self.owned[size:], self.left[size:]
-        self.done, self._runs = max(0, self.done - size), None
+        self.slots, self.owns_slot, self.has_left = self.slots[size:], self.owns_slot[size:], self.has_left[size:]
+        self.num_settled, self._runs = max(0, self.num_settled - size), None
 
 
 class VisitNode(Node):
@@ -137,13 +138,13 @@ class VisitNode(Node):
             first.users = visit.users
             visit.cut(size)
         for node in (upper, self):
-            node.num_computed = max((visit.done for visit in node.visits.values()), default=0)
+            node.num_computed = max((visit.num_settled for visit in node.visits.values()), default=0)
         return upper
 
     @property
     def num_slots(self) -> int:
         """Returns how many slots all visits of its rows hold."""
-        return sum(int(np.count_nonzero(visit.owned)) for visit in self.visits.values())
+        return sum(int(np.count_nonzero(visit.owns_slot)) for visit in self.visits.values())
 
 
 class TailNode(VisitNode):
@@ -167,7 +168,7 @@ class TailNode(VisitNode):
         """Moves the slots of its rows from its visits into the arrays."""
         for visit in self.visits.values() if len(self) else ():
             at = self.place, len(visit.prefix) - 1
-            self.outputs.enter(*at, visit.slots, visit.owned, visit.left, np.array(visit.runs).T)
+            self.outputs.enter(*at, visit.slots, visit.owns_slot, visit.has_left, np.array(visit.runs).T)
             visit.forget()
 
     def leave(self) -> np.ndarray:
@@ -175,9 +176,9 @@ class TailNode(VisitNode):
         rows, outputs = len(self), self.outputs
         for visit in self.visits.values():
             at = self.place, len(visit.prefix) - 1
-            visit.slots, visit.left = outputs.slots[at][:rows].copy(), outputs.left[at][:rows].copy()
-            visit.owned, visit.done = outputs.owned[at][:rows].copy(), int(outputs.done[at])
-        outputs.owned[self.place] = False
+            visit.slots, visit.has_left = outputs.slots[at][:rows].copy(), outputs.has_left[at][:rows].copy()
+            visit.owns_slot, visit.num_settled = outputs.owns_slot[at][:rows].copy(), int(outputs.num_settled[at])
+        outputs.owns_slot[self.place] = False
         return self._release()
 
     def _release(self) -> np.ndarray:
@@ -235,7 +236,7 @@ class VisitCache(RadixCache):
             del self.untaken[node]
             for prefix in [prefix for prefix, visit in node.visits.items() if not visit.users]:
                 self._pool.free(node.visits.pop(prefix).give_up())
-            computed = max((visit.done for visit in node.visits.values()), default=0)
+            computed = max((visit.num_settled for visit in node.visits.values()), default=0)
             if computed < node.num_computed:
                 self._tree.dropped(node)
                 node.num_computed = computed
@@ -253,7 +254,7 @@ class VisitCache(RadixCache):
         assert isinstance(tail, TailNode) and tail.parent is not None
         spare, new = tail.leave(), None
         node, at = tail.parent, 0
-        rows = min((visit.done for visit in tail.visits.values()), default=0)
+        rows = min((visit.num_settled for visit in tail.visits.values()), default=0)
         tokens = np.asarray(tail.tokens[:rows], np.int32)
         while at < rows:
             child = node.children.get(int(tokens[at]))
@@ -262,12 +263,12 @@ class VisitCache(RadixCache):
                 new.priority, new.num_computed = priority, rows - at
                 for prefix, visit in tail.visits.items():
                     new.visits[prefix] = visit.part(new, at, rows)
-                    visit.owned[at:rows] = False
+                    visit.owns_slot[at:rows] = False
                 break
             assert isinstance(child, VisitNode)
             same = common_prefix(child.tokens, tokens[at:])
             # The rows below would have none above them at some visit.
-            if any(prefix not in child.visits or child.visits[prefix].done < same for prefix in tail.visits):
+            if any(prefix not in child.visits or child.visits[prefix].num_settled < same for prefix in tail.visits):
                 break
             child = child if same == len(child) else self._tree.split(child, same)
             node, at = child, at + same

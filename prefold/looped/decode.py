@@ -198,7 +198,7 @@ class Decoding:
         late = self._late(batch, numbers)
         cost = 1 + np.bincount(np.searchsorted(numbers, late[0][late[2]]), minlength=len(numbers))
         if cost.sum() > most:
-            order = np.argsort(-outputs.waited[batch.place[numbers]], kind="stable")
+            order = np.argsort(-outputs.steps_waited[batch.place[numbers]], kind="stable")
             fits = order[cost[order].cumsum() <= most]
             is_chosen = np.isin(late[0], numbers[fits] if fits.size else numbers[order[0]])
             if not fits.size:
@@ -207,11 +207,11 @@ class Decoding:
         if len(late[0]):
             place = batch.place[late[0]]
             visit = outputs.visit[place]
-            needs = np.flatnonzero(late[2] & ~outputs.owned[place, visit, late[1]])
+            needs = np.flatnonzero(late[2] & ~outputs.owns_slot[place, visit, late[1]])
             slots = self.slots.allocate(len(needs))
             at = needs[: len(slots)]
             outputs.slots[place[at], visit[at], late[1][at]] = slots
-            outputs.owned[place[at], visit[at], late[1][at]] = True
+            outputs.owns_slot[place[at], visit[at], late[1][at]] = True
             self._hold(batch, late[0][at], np.ones_like(at))
             if len(slots) < len(needs):
                 first = needs[len(slots)]
@@ -225,15 +225,15 @@ class Decoding:
         of each the number of its sequence, the row, and whether its K/V is projected. Enters the slots of others."""
         outputs, place = self.outputs, batch.place[numbers]
         visit = outputs.visit[place]
-        done = outputs.done[place, visit]
-        if (done == outputs.row[place]).all():
+        num_settled = outputs.num_settled[place, visit]
+        if (num_settled == outputs.row[place]).all():
             return NOTHING, NOTHING, np.zeros(0, bool)
-        members, rows = ragged(outputs.row[place] - done)
-        rows += done[members]
+        members, rows = ragged(outputs.row[place] - num_settled)
+        rows += num_settled[members]
         place, visit, earlier = place[members], visit[members], batch.earlier[batch.route[numbers], visit][members]
         reuses = earlier >= 0
         if self.visits.keys == "project":
-            reuses &= (earlier > 0) & outputs.left[place, np.maximum(earlier - 1, 0), rows]
+            reuses &= (earlier > 0) & outputs.has_left[place, np.maximum(earlier - 1, 0), rows]
         slots = outputs.slots[place, np.maximum(earlier, 0), rows]
         outputs.slots[place[reuses], visit[reuses], rows[reuses]] = slots[reuses]
         return numbers[members], rows, ~reuses
@@ -276,7 +276,7 @@ class Decoding:
             at = visit[rows] + number
             unit = batch.units[route[rows], at]
             # All go to one block, and see there what they need of the rows before them.
-            if number and ((unit != unit[0]).any() or (outputs.done[place[rows], at] != row[rows]).any()):
+            if number and ((unit != unit[0]).any() or (outputs.num_settled[place[rows], at] != row[rows]).any()):
                 break
             if unit[0] < 0:
                 leaves = np.full(len(rows), STAYS, np.int8)
@@ -301,17 +301,17 @@ class Decoding:
         there are slots. Returns which rows have a slot, bool. No sequence has the same round twice."""
         outputs, place = self.outputs, batch.place[numbers]
         visit, row = outputs.visit[place] + rounds, outputs.row[place]
-        needs = ~outputs.owned[place, visit, row]
+        needs = ~outputs.owns_slot[place, visit, row]
         short = np.flatnonzero(needs & (outputs.num_spare[place, visit] == 0))
         if short.size:
             self._take_spare(batch, numbers[short], visit[short], rounds[short] > 0)
         takers = np.flatnonzero(needs & (outputs.num_spare[place, visit] > 0))
         at = place[takers], visit[takers]
         outputs.slots[(*at, row[takers])] = outputs.spare_at[at]
-        outputs.owned[(*at, row[takers])] = True
+        outputs.owns_slot[(*at, row[takers])] = True
         outputs.spare_at[at] += 1
         outputs.num_spare[at] -= 1
-        return outputs.owned[place, visit, row]
+        return outputs.owns_slot[place, visit, row]
 
     def _take_spare(self, batch: DecodeBatch, numbers: np.ndarray, visit: np.ndarray, ahead: np.ndarray) -> None:
         """Reserves slots for the last row of each sequence and its next rows at a visit, side by side, as far as there
@@ -387,7 +387,7 @@ class Decoding:
             "run_start": runs[0], "run_count": runs[1], "run_position": runs[2],
             "run_first": runs[3] + first, "run_last": runs[4] + first,
             "project_slots": outputs.slots[late, at, late_row],
-            "project_sources": outputs.slots[late, outputs.left[late, :, late_row].argmax(1), late_row],
+            "project_sources": outputs.slots[late, outputs.has_left[late, :, late_row].argmax(1), late_row],
             "project_preludes": outputs.slots[late, 0, late_row] * batch.has_prelude[batch.route[late_member]],
             "project_positions": batch.start[late_member] + late_row,
             "read_slots": slots[reads],
@@ -402,16 +402,11 @@ class Decoding:
         before = np.maximum(visit - 1, 0)
         if not self.visits.coda or not len(place):
             return before
-        has_left = self.outputs.left[place, :, row]
+        has_left = self.outputs.has_left[place, :, row]
         return np.where(has_left.any(1), np.minimum(has_left.argmax(1), before), before)
 
     def _runs(
-        self,
-        drafted: DecodeRows,
-        route: np.ndarray,
-        visit: np.ndarray,
-        place: np.ndarray,
-        position: np.ndarray,
+        self, drafted: DecodeRows, route: np.ndarray, visit: np.ndarray, place: np.ndarray, position: np.ndarray
     ) -> tuple[np.ndarray, ...]:
         """Returns the runs of keys that queries see: those of their prompts and outputs, and their own."""
         batch, outputs = drafted.batch, self.outputs
@@ -425,14 +420,14 @@ class Decoding:
             visible = ends > begins
             parts.append((start[visible], count[visible], at[visible], begins[visible], ends[visible]))
         # Those of each row's output; then the rows that left before and are settled with this step, and the row itself.
-        number, done = outputs.num_runs[place, visit], outputs.done[place, visit]
+        number, num_settled = outputs.num_runs[place, visit], outputs.num_settled[place, visit]
         query, members = ragged(number)
         of_output = (outputs.run_start, outputs.run_count, outputs.run_position)
         columns = [runs[place[query], visit[query], members] for runs in of_output]
         parts.append((*columns, query, query + 1))
         row = position - batch.start[drafted.members[drafted.rows]]
-        query, members = ragged(row - done + 1)
-        members += done[query]
+        query, members = ragged(row - num_settled + 1)
+        members += num_settled[query]
         start = outputs.slots[place[query], visit[query], members]
         parts.append((start, np.ones_like(start), position[query] - row[query] + members, query, query + 1))
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
@@ -443,10 +438,10 @@ class Decoding:
         """Resets the waiting time of sequences with rows in a step, and raises that of the others. Returns how many
         slots all sequences that generate would need if nothing was shared."""
         outputs = self.outputs
-        outputs.waited[batch.place] += 1
+        outputs.steps_waited[batch.place] += 1
         if drafted is not None:
-            outputs.waited[drafted.place] = 0
-            outputs.waited[batch.place[drafted.late_members]] = 0
+            outputs.steps_waited[drafted.place] = 0
+            outputs.steps_waited[batch.place[drafted.late_members]] = 0
         return int(((outputs.row[batch.place] + 1 + batch.start) * batch.length).sum())
 
     def book(self, drafted: DecodeRows, result: VisitResult, has_left: np.ndarray) -> int:
@@ -459,15 +454,15 @@ class Decoding:
             members, row = drafted.late_members[rank == number], late[rank == number]
             place = batch.place[members]
             visit = outputs.visit[place]
-            outputs.left[place, visit, row] = True
-            outputs.done[place, visit] = row + 1
+            outputs.has_left[place, visit, row] = True
+            outputs.num_settled[place, visit] = row + 1
             outputs.add_runs(place, visit, outputs.slots[place, visit, row], 1, batch.start[members] + row)
         num_visits, rows = drafted.num_visits(result), drafted.rows
         in_round = drafted.rounds < num_visits[rows]
         rows, rounds = rows[in_round], drafted.rounds[in_round]
         place, visit, row = drafted.place[rows], drafted.at[rows] + rounds, drafted.row[rows]
-        outputs.left[place, visit, row] = has_left[rows] & (rounds + 1 == num_visits[rows])
-        outputs.done[place, visit] = row + 1
+        outputs.has_left[place, visit, row] = has_left[rows] & (rounds + 1 == num_visits[rows])
+        outputs.num_settled[place, visit] = row + 1
         start = batch.start[drafted.members]
         outputs.add_runs(place, visit, outputs.slots[place, visit, row], 1, start[rows] + row)
         outputs.visit[drafted.place] = drafted.at + num_visits
@@ -479,27 +474,27 @@ class Decoding:
         if self.visits.coda:
             outputs.visit[place] = batch.length[drafted.members[exits]] - 1
         # Slots of visits that they do not make are for the rows behind them.
-        which, deeper = np.nonzero(outputs.owned[place, :, row] & (np.arange(batch.most) > last[:, None]))
-        at = place[which], deeper
-        outputs.owned[(*at, row[which])] = False
+        numbers, deeper = np.nonzero(outputs.owns_slot[place, :, row] & (np.arange(batch.most) > last[:, None]))
+        at = place[numbers], deeper
+        outputs.owns_slot[(*at, row[numbers])] = False
         outputs.spare_at[at] -= 1
         outputs.num_spare[at] += 1
         # Deeper visits reuse the K/V of these rows, unless K/V must be made of a state for the row or one before it.
         reused = batch.reused[route, last]
-        which, deeper = np.nonzero((reused >= 0) & (outputs.done[place] == row[:, None]))
-        reused, place, row = reused[which, deeper], place[which], row[which]
+        numbers, deeper = np.nonzero((reused >= 0) & (outputs.num_settled[place] == row[:, None]))
+        reused, place, row = reused[numbers, deeper], place[numbers], row[numbers]
         slots = outputs.slots[place, reused, row]
         outputs.slots[place, deeper, row] = slots
-        outputs.left[place, deeper, row] = True
-        outputs.done[place, deeper] = row + 1
-        outputs.add_runs(place, deeper, slots, 1, start[exits[which]] + row)
+        outputs.has_left[place, deeper, row] = True
+        outputs.num_settled[place, deeper] = row + 1
+        outputs.add_runs(place, deeper, slots, 1, start[exits[numbers]] + row)
         return int(batch.rest[route, last].sum())
 
     def note_exits(self, drafted: DecodeRows, was_read: np.ndarray) -> None:
         """Records after how many visits rows left. was_read: bool [reads], which of the reads were made"""
         batch, reads = drafted.batch, drafted.reads[was_read]
         numbers, place, row = drafted.members[reads], drafted.place[reads], drafted.row[reads]
-        has_left = self.outputs.left[place, :, row]
+        has_left = self.outputs.has_left[place, :, row]
         last = np.where(has_left.any(1), has_left.argmax(1), batch.length[numbers] - 1)
         blocks = batch.blocks[batch.route[numbers], last]
         for number, of_row, count in zip(numbers.tolist(), row.tolist(), blocks.tolist(), strict=True):

@@ -112,7 +112,7 @@ class VisitDraft:
                 self.room -= rows
                 if len(part[0]) or len(part[1]):
                     self.parts.append(part)
-            for sequence in sorted(group.prompts, key=lambda sequence: -sequence.waited):
+            for sequence in sorted(group.prompts, key=lambda sequence: -sequence.steps_waited):
                 if self.room:
                     self._take(sequence)
             if self.has_rows:
@@ -129,14 +129,14 @@ class VisitDraft:
         visit = outputs.visit[batch.place[numbers]]
         if not visits.refill and visit.any():  # those that begin a row wait for those on their way
             numbers, visit = numbers[visit > 0], visit[visit > 0]
-        route, waited = batch.route[numbers], outputs.waited[batch.place[numbers]]
+        route, steps_waited = batch.route[numbers], outputs.steps_waited[batch.place[numbers]]
         unit = batch.units[route, visit]
         kind = route * batch.most + visit if by_template else unit
         for value in np.unique(kind).tolist():
             members = np.flatnonzero(kind == value)
             block = int(unit[members[0]])
             key = (block, int(visit[members[0]]), batch.routes[route[members[0]]]) if by_template else block
-            groups[key] = _Group(block, numbers[members], [], int(waited[members].max()), len(members))
+            groups[key] = _Group(block, numbers[members], [], int(steps_waited[members].max()), len(members))
         if len(batch.sequences) < len(running):
             for sequence in running:
                 if not sequence.ready:
@@ -158,15 +158,15 @@ class VisitDraft:
         key = (unit, sequence.visit, tuple(sequence.route)) if self.slots.visits.group == "template" else unit
         group = groups.setdefault(key, _Group(unit, np.zeros(0, np.int64)))
         group.prompts.append(sequence)
-        group.longest = max(group.longest, sequence.waited)
-        group.rows += sum(visit.pending for visit in sequence.at(sequence.visit))
+        group.longest = max(group.longest, sequence.steps_waited)
+        group.rows += sum(visit.num_pending for visit in sequence.at(sequence.visit))
 
     def _advance(self, sequence: LoopedSequence) -> None:
         """Settles a prompt's rows that need no computing, and moves it on to the next visit with pending rows."""
         while sequence.visit < len(sequence.route):
             pending = False
             for visit in sequence.at(sequence.visit):
-                if visit.pending:
+                if visit.num_pending:
                     pending = pending or self._settle_left(sequence, visit)
             if pending:
                 return
@@ -174,20 +174,20 @@ class VisitDraft:
 
     def _settle_left(self, sequence: LoopedSequence, visit: NodeVisit) -> bool:
         """Settles the next rows that left before and whose K/V is there already; returns whether rows are pending."""
-        first, slots = visit.done, sequence.slots_of_left(visit, sequence.visit)
+        first, slots = visit.num_settled, sequence.slots_of_left(visit, sequence.visit)
         count = len(slots) if slots.all() else int((slots == 0).argmax())
         if count:
             visit.slots[first : first + count] = slots[:count]
-            visit.left[first : first + count] = True
+            visit.has_left[first : first + count] = True
             visit.settle(count)
-        return visit.pending > 0
+        return visit.num_pending > 0
 
     def _take(self, sequence: LoopedSequence) -> None:
         """Adds the next rows of a prompt to the step, and the read of its last row."""
         t = sequence.visit
         for visit in sequence.at(t):
             num_taken = self.takes[visit].rows if visit in self.takes else 0
-            missing = visit.pending - num_taken
+            missing = visit.num_pending - num_taken
             if not missing:
                 continue
             if num_taken:
@@ -207,10 +207,10 @@ class VisitDraft:
     def _give(self, sequence: LoopedSequence, visit: NodeVisit) -> int:
         """Gives the next rows of a node slots at the visit that a sequence comes to, as long as there are slots, and
         room for those that are computed or projected. Returns how many rows have slots."""
-        node, first, earlier_slots = visit.node, visit.done, sequence.slots_of_left(visit, sequence.visit)
+        node, first, earlier_slots = visit.node, visit.num_settled, sequence.slots_of_left(visit, sequence.visit)
         needs = earlier_slots == 0  # a slot of its own, to be computed or projected
         count = int(np.searchsorted(np.cumsum(needs), self.room, side="right"))
-        places = np.flatnonzero(needs[:count] & ~visit.owned[first : first + count])
+        places = np.flatnonzero(needs[:count] & ~visit.owns_slot[first : first + count])
         slots = self.slots.allocate(len(places))
         if node.account is not None:
             node.account.hold(len(slots))
@@ -218,7 +218,7 @@ class VisitDraft:
             count = int(places[len(slots)])
             places = places[: len(slots)]
         visit.slots[first + places] = slots
-        visit.owned[first + places] = True
+        visit.owns_slot[first + places] = True
         reused = np.flatnonzero(~needs[:count])
         visit.slots[first + reused] = earlier_slots[reused]
         self.room -= int(np.count_nonzero(needs[:count]))

@@ -22,8 +22,8 @@ from .sequence import ExitRecord
 from .steps import NO_EXITS, LoopedFacts, MakeVisitStore, VisitOptions, exits_row
 
 
-class Unlooped(EnginePart):
-    """An Unlooped is the EnginePart for a model that is not looped; it refuses requests with exits."""
+class UnloopedPart(EnginePart):
+    """An UnloopedPart is the EnginePart for a model that is not looped; it refuses requests with exits."""
 
     def check(self, exits: Exits | None, sharing: Sharing = "full") -> None:
         if exits is not None:
@@ -107,7 +107,7 @@ def engine_part(worker: Worker, options: EngineOptions) -> EnginePart:
     """Returns the EnginePart for a worker's model. Raises InputError where rows should leave, and cannot."""
     looped, visits = worker.facts.of(LoopedFacts), visits_of(worker.facts, options.generation)
     if looped is None:
-        return Unlooped()
+        return UnloopedPart()
     return Passes(looped) if visits is None else Visits(worker, options.generation, visits)
 
 

@@ -84,23 +84,23 @@ class _Rows:
         self.runs.extend((*run, len(self.rows)) for run in visit.runs)
 
     def add(self, visit: NodeVisit, take: Take) -> None:
-        node, sequence, first, count = visit.node, take.sequence, visit.done, take.rows
+        node, sequence, first, count = visit.node, take.sequence, visit.num_settled, take.rows
         rows, base = slice(first, first + count), len(self.rows)
         has_left, slots, prelude = sequence.has_left(node, take.t, rows), visit.slots[rows], np.zeros(count, np.int64)
-        own = np.ones(count, bool) if has_left is None else ~has_left
+        is_query = np.ones(count, bool) if has_left is None else ~has_left
         states = sequence.state_slots(node, take.t, rows)
         if sequence.route[0] == PRELUDE and take.t:
             prelude = node.visits[sequence.prefixes[0]].slots[rows]
         positions = np.arange(node.start + first, node.start + rows.stop)
         leaves, criteria = sequence.leaving(range(node.start + first, node.start + rows.stop), take.t)
         columns = (np.asarray(node.tokens[rows], np.int64), positions, states, prelude, slots, leaves)
-        self.rows += np.stack(columns, 1)[own].tolist()
+        self.rows += np.stack(columns, 1)[is_query].tolist()
         self.criteria += [criteria] * (len(self.rows) - base)
         # A row that is computed is seen from its own query on, another from the next.
-        number = base + np.cumsum(own)
-        self.runs += np.stack((slots, np.ones_like(slots), positions, number - own), 1).tolist()
-        self.queries[visit] = np.where(own, number - 1, -1)
-        projected = np.flatnonzero(~own & visit.owned[rows])
+        number = base + np.cumsum(is_query)
+        self.runs += np.stack((slots, np.ones_like(slots), positions, number - is_query), 1).tolist()
+        self.queries[visit] = np.where(is_query, number - 1, -1)
+        projected = np.flatnonzero(~is_query & visit.owns_slot[rows])
         self.project += np.stack((slots, states, prelude, positions), 1)[projected].tolist()
         self.project_of += [sequence.namespace] * len(projected)
 

@@ -18,13 +18,13 @@ _PLACES, _ROWS, _RUNS = 8, 32, 8  # the smallest size of the arrays
 class OutputRows:
     """OutputRows hold the slots and progress of the tails of running sequences; each tail has a place in the arrays.
 
-    slots, owned, left   [places, visits, rows]: as of NodeVisit
-    done                 int64 [places, visits]: as of NodeVisit
+    slots, owns_slot, has_left   [places, visits, rows]: as of NodeVisit
+    num_settled          int64 [places, visits]: as of NodeVisit
     run_start, run_count, run_position   int64 [places, visits, runs]: the settled rows as runs of neighbouring slots
     num_runs             int64 [places, visits]
     spare_at, num_spare  int64 [places, visits]: the first of the slots claimed for rows to come, and how many they are
     visit                int64 [places]: the visit that the sequence's rows come to next
-    waited               int64 [places]: for how many steps the sequence has waited
+    steps_waited         int64 [places]: for how many steps the sequence has waited
     row, token           int64 [places]: the last row of the tail, and its token; -1 and 0 where it has none
     decides, leaves      int64 [places]: from how many visits on that row's criteria decide, and after how many it
                          leaves in any case; or NEVER
@@ -40,10 +40,11 @@ class OutputRows:
         self._size = (0, _ROWS, _RUNS)
         visits = self.visits
         self.slots = np.zeros((0, visits, _ROWS), np.int64)
-        self.owned, self.left = (np.zeros((0, visits, _ROWS), bool) for _ in range(2))
+        self.owns_slot, self.has_left = (np.zeros((0, visits, _ROWS), bool) for _ in range(2))
         self.run_start, self.run_count, self.run_position = (np.zeros((0, visits, _RUNS), np.int64) for _ in range(3))
-        self.done, self.num_runs, self.spare_at, self.num_spare = (np.zeros((0, visits), np.int64) for _ in range(4))
-        self.visit, self.waited, self.row, self.token, self.decides, self.leaves = (
+        self.num_settled, self.num_runs = (np.zeros((0, visits), np.int64) for _ in range(2))
+        self.spare_at, self.num_spare = (np.zeros((0, visits), np.int64) for _ in range(2))
+        self.visit, self.steps_waited, self.row, self.token, self.decides, self.leaves = (
             np.zeros(0, np.int64) for _ in range(6)
         )
 
@@ -58,13 +59,13 @@ class OutputRows:
         return place
 
     def enter(
-        self, place: int, visit: int, slots: np.ndarray, owned: np.ndarray, has_left: np.ndarray, runs: np.ndarray
+        self, place: int, visit: int, slots: np.ndarray, owns_slot: np.ndarray, has_left: np.ndarray, runs: np.ndarray
     ) -> None:
         """Enters the settled rows of a visit at a place. runs: their starts, counts and positions,
         int64 [3, runs]"""
         rows, count = len(slots), runs.shape[1]
-        self.slots[place, visit, :rows], self.owned[place, visit, :rows] = slots, owned
-        self.left[place, visit, :rows], self.done[place, visit] = has_left, rows
+        self.slots[place, visit, :rows], self.owns_slot[place, visit, :rows] = slots, owns_slot
+        self.has_left[place, visit, :rows], self.num_settled[place, visit] = has_left, rows
         if count > self._size[2]:
             self._resize(self._size[0], self._size[1], 2 * count)
         for array, numbers in zip((self.run_start, self.run_count, self.run_position), runs, strict=True):
@@ -76,13 +77,13 @@ class OutputRows:
         were the tail's own, int64."""
         rows = int(self.row[place]) + 1
         visits, number = ragged(self.num_spare[place])
-        slots = self.slots[place, :, :rows][self.owned[place, :, :rows]]
+        slots = self.slots[place, :, :rows][self.owns_slot[place, :, :rows]]
         slots = np.concatenate((slots, self.spare_at[place, visits] + number))
-        for array in (self.slots, self.owned, self.left):
+        for array in (self.slots, self.owns_slot, self.has_left):
             array[place, :, :rows] = 0
-        for array in (self.done, self.num_runs, self.num_spare):
+        for array in (self.num_settled, self.num_runs, self.num_spare):
             array[place] = 0
-        self.visit[place], self.waited[place], self.row[place] = 0, 0, -1
+        self.visit[place], self.steps_waited[place], self.row[place] = 0, 0, -1
         self._free.append(place)
         if self._size[1] > _ROWS and 4 * rows > self._size[1]:
             self._shrink()
@@ -122,10 +123,10 @@ class OutputRows:
 
     def _resize(self, places: int, rows: int, runs: int) -> None:
         shapes = {
-            (places, self.visits, rows): ("slots", "owned", "left"),
+            (places, self.visits, rows): ("slots", "owns_slot", "has_left"),
             (places, self.visits, runs): ("run_start", "run_count", "run_position"),
-            (places, self.visits): ("done", "num_runs", "spare_at", "num_spare"),
-            (places,): ("visit", "waited", "row", "token", "decides", "leaves"),
+            (places, self.visits): ("num_settled", "num_runs", "spare_at", "num_spare"),
+            (places,): ("visit", "steps_waited", "row", "token", "decides", "leaves"),
         }
         for shape, names in shapes.items():
             for name in names:

@@ -74,8 +74,8 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
         self._slots = SlotAllocator(pool, visits, visit_cache)
         self._decoding = Decoding(self._slots, self._outputs)
         self._draft: VisitDraft | None = None
-        self._begun: VisitPlan | None = None
-        self._failed: list[tuple[Hashable, InputError]] = []
+        self._begun_step: VisitPlan | None = None
+        self._failures: list[tuple[Hashable, InputError]] = []
 
     # -------------------------------------------------------------------------- sequences that come and go
 
@@ -105,20 +105,20 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
         super().clear()
         self._outputs.clear()
         self._decoding.forget()
-        self._draft = self._begun = None
+        self._draft = self._begun_step = None
 
     @property
     def _has_begun(self) -> bool:
-        return self._begun is not None
+        return self._begun_step is not None
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
     def admit(self, limits: StepLimits = NO_LIMITS) -> list[tuple[Hashable, InputError]]:
         """Admits waiting sequences while there is room, and settles the next step, within these limits. Returns the
         requests that can never run, each with its error; they have been ended."""
-        if self._begun is not None:
+        if self._begun_step is not None:
             return []
-        failed, self._failed = self._failed, []
+        failed, self._failures = self._failures, []
         self._draft = None
         if self.cache is not None:
             self.cache.expire()
@@ -147,13 +147,13 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
 
     def plan(self, limits: StepLimits = NO_LIMITS) -> VisitPlan | None:
         """Returns the step that `admit` settled; changes nothing. None where there is none, or one has begun."""
-        if self._draft is None or self._draft.is_empty or self._begun is not None:
+        if self._draft is None or self._draft.is_empty or self._begun_step is not None:
             return None
         return lay_out(self._draft, self._decoding)
 
     def begin(self, step: VisitPlan) -> None:
         """Books a step as being run."""
-        self._begun, self._draft = step, None
+        self._begun_step, self._draft = step, None
         stats = self.stats
         stats.running_peak = max(stats.running_peak, len(self.running))
         if self.pool.used_slots * self._slot_bytes > stats.kv_bytes_peak:
@@ -166,7 +166,7 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
             for sequence in self.running:
                 if not sequence.ready:
                     unshared += (len(sequence.tail) + sequence.leaf.stop) * max(1, len(sequence.route))
-                    sequence.waited = 0 if sequence in moving else sequence.waited + 1
+                    sequence.steps_waited = 0 if sequence in moving else sequence.steps_waited + 1
         stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
 
     def commit(
@@ -180,9 +180,9 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
 
         Raises ValueError where this is not the step that was begun.
         """
-        if self._begun is not step:
+        if self._begun_step is not step:
             raise ValueError("this is not the step that was begun")
-        self._begun, stats = None, self.stats
+        self._begun_step, stats = None, self.stats
         stats.steps += 1
         stats.decode_rows += step.decode_rows
         stats.prefill_rows += step.first_rows - step.decode_rows
@@ -223,21 +223,22 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
 
     def _book(self, visit: NodeVisit, take: Take, queries: np.ndarray, has_exited: np.ndarray) -> None:
         """Books the rows that a step brought to a visit."""
-        sequence, first, stop = take.sequence, visit.done, visit.done + take.rows
-        own = queries >= 0
-        has_left = np.where(own, has_exited[queries], True) if len(has_exited) else ~own
-        visit.left[first:stop] = has_left
+        sequence, first, stop = take.sequence, visit.num_settled, visit.num_settled + take.rows
+        has_query = queries >= 0
+        has_left = np.where(has_query, has_exited[queries], True) if len(has_exited) else ~has_query
+        visit.has_left[first:stop] = has_left
         visit.settle(take.rows)
         if take.t == 0:
             self.tree.stored(visit.node)
         if take.t == 0 and visit.node.lost:
             self.stats.recomputed_rows += take.rows
-            visit.node.lost = visit.pending > 0
+            visit.node.lost = visit.num_pending > 0
         if not sequence.is_open and visit.prefix[-1] >= 0:
-            saved = int(np.count_nonzero(has_left & own)) * sum(unit >= 0 for unit in sequence.route[take.t + 1 :])
+            num_later = sum(unit >= 0 for unit in sequence.route[take.t + 1 :])
+            saved = int(np.count_nonzero(has_left & has_query)) * num_later
             self.stats.block_calls_saved += saved
             self.stats.kv_bytes_freed += saved * self._slot_bytes
-        self.stats.kv_bytes_freed -= int(np.count_nonzero(visit.owned[first:stop] & ~own)) * self._slot_bytes
+        self.stats.kv_bytes_freed -= int(np.count_nonzero(visit.owns_slot[first:stop] & ~has_query)) * self._slot_bytes
 
     def _go_on(self, sequence: LoopedSequence, block: int) -> None:
         """Goes on with the route as the router says, and ends it where it says exit or there are no visits left."""
@@ -248,7 +249,7 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
             message = f"the router's logits after {sequence.num_visits} visits are not finite numbers"
             remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
             self.cancel(sequence.key)
-            self._failed.append((sequence.key, InputError(message, remedy=remedy, code="not_finite")))
+            self._failures.append((sequence.key, InputError(message, remedy=remedy, code="not_finite")))
             return
         # The samples of a request take one route.
         together, ends = list(self._requests[sequence.key]), block >= visits.blocks
@@ -347,7 +348,7 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
             visit.users -= 1
             if visit.users:
                 continue
-            if self.cache is not None and visit.done:
+            if self.cache is not None and visit.num_settled:
                 self.cache.untaken[node] = None  # type: ignore[attr-defined]
             else:
                 self.pool.free(visit.give_up())

@@ -58,17 +58,17 @@ def leaves_after(number: np.ndarray | int, decides: np.ndarray, leaves: np.ndarr
 class LoopedSequence(SequenceState):
     """A LoopedSequence is a SequenceState whose rows go through blocks a visit at a time.
 
-    namespace of its rows
-    route     the visits that are known: blocks, PRELUDE first and CODA last where the model has them
-    is_open   whether the router has still to say how the route goes on
-    prefixes  the route prefix of each visit
-    exits     when rows leave
-    visits    how rows go through the model
+    namespace     of its rows
+    route         the visits that are known: blocks, PRELUDE first and CODA last where the model has them
+    is_open       whether the router has still to say how the route goes on
+    prefixes      the route prefix of each visit
+    exits         when rows leave
+    visits        how rows go through the model
     exit_record   the route and exits that were decided before
-    outputs   the arrays that hold the slots of its tail, while it runs
-    visit     the index of the visit that its rows come to next; as many as the route has: all rows are there
-    waited    for how many steps it has waited
-    rows_there     how many leading rows of the prompt were there at each of the visits that it has come to
+    outputs       the arrays that hold the slots of its tail, while it runs
+    visit         the index of the visit that its rows come to next; as many as the route has: all rows are there
+    steps_waited  for how many steps it has waited
+    rows_there    how many leading rows of the prompt were there at each of the visits that it has come to
     """
 
     __slots__ = ("exit_record", "exits", "is_open", "namespace", "outputs", "prefixes", "rows_there", "visits")
@@ -114,14 +114,14 @@ class LoopedSequence(SequenceState):
         self.outputs.visit[self.tail.place] = visit
 
     @property
-    def waited(self) -> int:
+    def steps_waited(self) -> int:
         place = self.tail.place
-        return 0 if place is None else int(self.outputs.waited[place])
+        return 0 if place is None else int(self.outputs.steps_waited[place])
 
-    @waited.setter
-    def waited(self, steps: int) -> None:
+    @steps_waited.setter
+    def steps_waited(self, steps: int) -> None:
         assert self.tail.place is not None
-        self.outputs.waited[self.tail.place] = steps
+        self.outputs.steps_waited[self.tail.place] = steps
 
     def run(self) -> None:
         """Starts the sequence: its tail gets a place in the arrays, and its rows come to the first visit."""
@@ -158,7 +158,7 @@ class LoopedSequence(SequenceState):
         """Lowers `rows_there` to the leading rows of its prompt that are there at all of these visits."""
         path: list[VisitNode] = self.leaf.path()  # type: ignore[assignment]
         for prefix in prefixes:
-            self.rows_there = min(self.rows_there, sum(node.visits[prefix].done for node in path))
+            self.rows_there = min(self.rows_there, sum(node.visits[prefix].num_settled for node in path))
 
     def at(self, t: int) -> Iterator[NodeVisit]:
         """Yields the NodeVisit of each of its nodes at visit t, from the root down, until it generates."""
@@ -172,31 +172,31 @@ class LoopedSequence(SequenceState):
     def has_left(self, node: VisitNode, t: int, rows: slice) -> np.ndarray | None:
         """Returns which of a node's rows left before visit t, bool; None: none did, or all come to it, for it is the
         coda."""
-        rows_left = node.visits[self.prefixes[t - 1]].left[rows] if t and self.route[t] != CODA else None
+        rows_left = node.visits[self.prefixes[t - 1]].has_left[rows] if t and self.route[t] != CODA else None
         return rows_left if rows_left is not None and rows_left.any() else None
 
     def slots_of_left(self, visit: NodeVisit, t: int) -> np.ndarray:
         """Returns the earlier slot that visit t uses for each unsettled row that left before it, int64; 0 for the other
         unsettled rows, and where K/V has to be projected."""
-        node, rows = visit.node, slice(visit.done, len(visit.node))
+        node, rows = visit.node, slice(visit.num_settled, len(visit.node))
         is_left = self.has_left(node, t, rows)
         earlier = next((at for at in range(t - 1, -1, -1) if self.route[at] == self.route[t]), None)
         if is_left is None or earlier is None or (self.visits.keys == "project" and not earlier):
-            return np.zeros(visit.pending, np.int64)
-        reuses = is_left & ~visit.owned[rows]
+            return np.zeros(visit.num_pending, np.int64)
+        reuses = is_left & ~visit.owns_slot[rows]
         if self.visits.keys == "project":
-            reuses &= node.visits[self.prefixes[earlier - 1]].left[rows]
+            reuses &= node.visits[self.prefixes[earlier - 1]].has_left[rows]
         return np.where(reuses, node.visits[self.prefixes[earlier]].slots[rows], 0)
 
     def state_slots(self, node: VisitNode, t: int, rows: slice) -> np.ndarray:
         """Returns the slots of the states with which rows come to visit t, int64; 0 before the first."""
         slots = np.zeros(rows.stop - rows.start, np.int64)
         for earlier in range(t - 1, -1, -1):
-            own, is_left = node.visits[self.prefixes[earlier]], self.has_left(node, earlier, rows)
-            has_state = own.owned[rows]
+            earlier_visit, is_left = node.visits[self.prefixes[earlier]], self.has_left(node, earlier, rows)
+            has_state = earlier_visit.owns_slot[rows]
             if is_left is not None:
                 has_state = has_state & ~is_left  # a row that was projected has none
-            slots = np.where((slots == 0) & has_state, own.slots[rows], slots)
+            slots = np.where((slots == 0) & has_state, earlier_visit.slots[rows], slots)
             if slots.all():
                 break
         return slots
@@ -250,7 +250,7 @@ class LoopedSequence(SequenceState):
         for unit, prefix in zip(self.route, self.prefixes, strict=True):
             number += unit >= 0
             if unit >= 0:
-                num_visits[(num_visits == 0) & node.visits[prefix].left] = number
+                num_visits[(num_visits == 0) & node.visits[prefix].has_left] = number
         num_visits[num_visits == 0] = number
         return num_visits
 

@@ -113,8 +113,8 @@ def _shares_of(routes: Sequence[Sequence[int]], count: int, loop: Loop) -> Tenso
     for number, route in enumerate(routes):
         loop.check_route(route, f"the route of sequence {number}")
     visits = max(map(len, routes))
-    ended = [[*route, *[loop.blocks] * (visits - len(route))] for route in routes]
-    return F.one_hot(torch.tensor(ended).T, loop.blocks + 1).float()
+    whole_routes = [[*route, *[loop.blocks] * (visits - len(route))] for route in routes]
+    return F.one_hot(torch.tensor(whole_routes).T, loop.blocks + 1).float()
 
 
 def _summed_up(x: Tensor, lengths: Tensor, of_row: Tensor) -> Tensor:

@@ -253,9 +253,9 @@ class VisitStore:
         if outputs is not None:
             self.likely[slots] = outputs.likely.to(torch.int32)
         share = torch.sigmoid(logit)
-        stays, left = self.odds[source].T
-        stays, left = stays.masked_fill(first, 1.0), left.masked_fill(first, 0.0)
-        now = left + share * stays
+        stays, leaves = self.odds[source].T
+        stays, leaves = stays.masked_fill(first, 1.0), leaves.masked_fill(first, 0.0)
+        now = leaves + share * stays
         self.odds[slots] = torch.stack((stays * (1 - share), now), -1)
         share_left = now.cpu().numpy()
         wrong = np.flatnonzero(np.isnan(share_left))
@@ -296,10 +296,10 @@ class VisitStore:
         if drawing is not None:
             drawing = drawing.pick(np.flatnonzero(was_read[drawing.reads]))
             drawing = replace(drawing, reads=order[drawing.reads]) if len(drawing.reads) else None
-        for some in step.numbers:
-            is_made = was_read[some.reads]
-            targets = some.targets[is_made] if len(some.targets) else some.targets
-            numbers.append(Numbers(some.readout, order[some.reads[is_made]], targets))
+        for part in step.numbers:
+            is_made = was_read[part.reads]
+            targets = part.targets[is_made] if len(part.targets) else part.targets
+            numbers.append(Numbers(part.readout, order[part.reads[is_made]], targets))
         return SlotReads(self.model, hidden, SlotStep(*(NOTHING,) * 9, reads, drawing, tuple(numbers)))
 
     def _route(self, routing: Routing) -> np.ndarray:

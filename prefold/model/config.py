@@ -71,14 +71,14 @@ Linears = Mapping[str, tuple[int, Sequence[tuple[str, int]]]]
 class MlpKind:
     """An MlpKind says what the MLP of a layer is; `ModelConfig.mlp` names it.
 
-    module   the module and the class of what is built, which has the face of `prefold.model.decoder_layer.Mlp`
-    linears  returns the linears that every row goes through, of a config; adapters may add to them
-    others   returns how many weights there are beside these in a layer, and how many of them a row meets
+    module         the module and the class of what is built, which has the face of `prefold.model.decoder_layer.Mlp`
+    linears        returns the linears that every row goes through, of a config; adapters may add to them
+    other_weights  returns how many weights there are beside these in a layer, and how many of them a row meets
     """
 
     module: str
     linears: Callable[[ModelConfig], Linears]
-    others: Callable[[ModelConfig], tuple[int, int]] = lambda config: (0, 0)
+    other_weights: Callable[[ModelConfig], tuple[int, int]] = lambda config: (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +169,11 @@ class ModelConfig:
     kv_dtype: str | None = None
     whole: ModelConfig | None = field(default=None, repr=False, compare=False)
 
-    def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **how: Any) -> Any:
+    def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **options: Any) -> Any:
         """Returns what reads the images of items (`ImageInputs`); None: the model takes text alone.
 
-        table  gives the rows of images their ids; None: one of its own
-        how    images are read, as of `images.reading.reader_of`
+        table    gives the rows of images their ids; None: one of its own
+        options  of `images.reading.reader_of`: how images are read
         """
         return None
 
@@ -253,10 +253,10 @@ class ModelConfig:
         them; None: there is no choice."""
         for rope in self.ropes:
             if rope.kind == "longrope":
-                trained, which = rope.settings["original_max_position_embeddings"], "up to"
-                which = "more than" if rope.settings["is_long"] else which
-                chosen = f"positions have LongRoPE's factors for {which} {trained:,} tokens"
-                return f"{chosen}, by a context_length of {self.max_positions:,}"
+                trained, comparison = rope.settings["original_max_position_embeddings"], "up to"
+                comparison = "more than" if rope.settings["is_long"] else comparison
+                words = f"positions have LongRoPE's factors for {comparison} {trained:,} tokens"
+                return f"{words}, by a context_length of {self.max_positions:,}"
         return None
 
     @property
@@ -299,7 +299,7 @@ class ModelConfig:
     def layer_weights(self) -> int:
         """Returns how many weights a row meets in the linears of one layer, without biases."""
         mlp = sum(inputs * size for inputs, parts in self._mlp_linears for _, size in parts)
-        return self.hidden * (2 * self.q_size + 2 * self.kv_size) + mlp + self.mlp_kind.others(self)[1]
+        return self.hidden * (2 * self.q_size + 2 * self.kv_size) + mlp + self.mlp_kind.other_weights(self)[1]
 
     @property
     def _mlp_linears(self) -> Sequence[tuple[int, Sequence[tuple[str, int]]]]:
@@ -330,7 +330,7 @@ class ModelConfig:
         head = (self.num_labels or 0) * self.hidden
         if self.num_labels and self.head_layers == 2:
             head += self.hidden * self.hidden + self.hidden + self.num_labels
-        weights, met = self.mlp_kind.others(self)
+        weights, met = self.mlp_kind.other_weights(self)
         return embeddings + self.layers * (self.layer_weights + weights - met + norms + biases) + norm + head
 
 

@@ -220,13 +220,13 @@ class RowNormedLayer(Layer):
     Of a model that is split over ranks each has a part of a row: they add up their sums of squares.
     """
 
-    def __init__(self, config: ModelConfig, number: int, ranks: Alone, **how: Any):
-        super().__init__(config, number, ranks, **how)
+    def __init__(self, config: ModelConfig, number: int, ranks: Alone, **options: Any):
+        super().__init__(config, number, ranks, **options)
         whole = config.whole or config
         self._sizes, self._alone = (whole.q_size, whole.kv_size), ranks.size == 1
         # A KV head that several ranks have is counted once.
         self._copies = ranks.shard(whole).copies
-        place: dict[str, Any] = {"dtype": how["dtype"], "device": how["device"]}
+        place: dict[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
         self.q_norm = nn.Parameter(torch.empty(config.q_size, **place))
         self.k_norm = nn.Parameter(torch.empty(config.kv_size, **place))
 

@@ -96,11 +96,11 @@ def _is_off(key: str, value: Any, values: Mapping[str, Any]) -> bool:
     """Returns whether a value says what a model without the key does."""
     if key == "sliding_window" and values.get("use_sliding_window") is False:
         return True
-    each = value if isinstance(value, list) else [value]
+    items = value if isinstance(value, list) else [value]
     if key in PLAIN:
-        return all(one == PLAIN[key] for one in each)
+        return all(item == PLAIN[key] for item in items)
     # A factor of 1 changes nothing, and of nothing there is none.
-    return all(not one or (isinstance(one, float) and one == 1) for one in each)
+    return all(not item or (isinstance(item, float) and item == 1) for item in items)
 
 
 def _shown(value: Any) -> str:
@@ -152,8 +152,8 @@ def _config_from(hf: Settings) -> ModelConfig:
             "reranker (docs/models.md), or another program"
         )
     if architecture not in _REFUSED:
-        others = (fallback(hf, architecture, family is not None) for fallback in _FALLBACKS.values())
-        family = next(filter(None, others), family)
+        families = (fallback(hf, architecture, family is not None) for fallback in _FALLBACKS.values())
+        family = next(filter(None, families), family)
     if family is None and architecture in _REFUSED:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
@@ -172,14 +172,14 @@ def _config_from(hf: Settings) -> ModelConfig:
             )
     if hf.get("is_causal") is False:
         raise UnsupportedModelError("the model attends in both directions (is_causal is false); only causal ones work")
-    code, own = hf.get("auto_map"), architecture in _REGISTERED
-    done_here = own or architecture in _OWN_CODE
+    code, is_own = hf.get("auto_map"), architecture in _REGISTERED
+    done_here = is_own or architecture in _OWN_CODE
     if isinstance(code, Mapping) and not done_here and any(str(k).startswith("AutoModel") for k in code):
         raise UnsupportedModelError(
             "the checkpoint brings model code of its own (auto_map), which is never run; remove auto_map from its "
             f"config.json only if it is a plain {architecture}"
         )
-    return _of_registered(architecture, family, hf) if own else family(hf)
+    return _of_registered(architecture, family, hf) if is_own else family(hf)
 
 
 def register_family(architecture: str, family: Family) -> None:
@@ -215,14 +215,14 @@ def add_families(
     _QUANTISED.update(quantised)
 
 
-def add_fallback(family: Fallback, about: str) -> None:
+def add_fallback(family: Fallback, label: str) -> None:
     """Adds what gives families of architectures that the tables do not have.
 
     family  returns the family of a config and its architecture, of which it is said whether the tables have it;
             None: it has none, or leaves it to theirs
-    about   says what it takes, in words
+    label   says what it takes, in words
     """
-    _FALLBACKS[about] = family
+    _FALLBACKS[label] = family
 
 
 def fallbacks() -> list[str]:

@@ -69,7 +69,7 @@ def check_int8(
     }
     remedies = {"dtype": f"use --dtype bfloat16 or float32, or {REMEDY}", "weights": "leave --weights out"}
     if problem := next((words for words, is_so in problems.items() if is_so), None):
-        remedy = next((remedy for what, remedy in remedies.items() if what in problem.split()), REMEDY)
+        remedy = next((remedy for word, remedy in remedies.items() if word in problem.split()), REMEDY)
         raise InputError(f"there is no int8 arithmetic: {problem}", field="arithmetic", remedy=remedy)
     if weights == "int8" and is_quantised:
         message = "the checkpoint's weights are quantised already, and to quantise them again would lose more"
@@ -77,12 +77,7 @@ def check_int8(
 
 
 def probe_tokens(
-    options: Any,
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    tokenizer: Any,
-    dtype: torch.dtype,
-    device: torch.device,
+    options: Any, checkpoint: Checkpoint, config: ModelConfig, tokenizer: Any, dtype: torch.dtype, device: torch.device
 ) -> list[int] | None:
     """Returns the tokens of the text of the probe; None where the options of a model ask for no int8. Raises what
     `check_int8` does."""
@@ -103,29 +98,29 @@ def probe_tokens(
 class Report:
     """A Report says what int8 does to the text of the probe.
 
-    cosines  of what each layer adds, by its number, in the mean of the rows
-    kept     the layers that keep the dtype's arithmetic
-    logits   the least cosine of a row's logits; None: the checkpoint has no LM head
-    again    matrices that are quantised a second time, since a panel of them would have columns of two types
+    cosines          of what each layer adds, by its number, in the mean of the rows
+    kept_layers      the layers that keep the dtype's arithmetic
+    logits           the least cosine of a row's logits; None: the checkpoint has no LM head
+    num_requantised  matrices that are quantised a second time, since a panel of them would have columns of two types
     """
 
     cosines: dict[int, float] = field(default_factory=dict)
-    kept: list[int] = field(default_factory=list)
+    kept_layers: list[int] = field(default_factory=list)
     logits: float | None = None
-    again: int = 0
+    num_requantised: int = 0
 
     def words(self, dtype: torch.dtype) -> str:
         """Returns a sentence for people."""
-        name, used = str(dtype).removeprefix("torch."), [n for n in self.cosines if n not in self.kept]
+        name, used = str(dtype).removeprefix("torch."), [n for n in self.cosines if n not in self.kept_layers]
         text = f"int8 arithmetic in {len(used)} of {len(self.cosines)} layers"
         if used:
             text += f" (least cosine of a layer {min(self.cosines[n] for n in used):.4f}"
             text += ")" if self.logits is None else f", of logits {self.logits:.4f})"
-        if self.kept:
-            named = ", ".join(f"{n} ({self.cosines[n]:.3f})" for n in self.kept)
-            text += f"; {name} in those that int8 changes too much: {named}"
-        if self.again:
-            text += f"; {self.again} matrices of mixed types quantised a second time"
+        if self.kept_layers:
+            layers = ", ".join(f"{n} ({self.cosines[n]:.3f})" for n in self.kept_layers)
+            text += f"; {name} in those that int8 changes too much: {layers}"
+        if self.num_requantised:
+            text += f"; {self.num_requantised} matrices of mixed types quantised a second time"
         return text
 
 
@@ -155,7 +150,7 @@ class Probe:
         cosine = float(F.cosine_similarity(*added, dim=1).mean())
         self.report.cosines[number] = cosine
         if not cosine >= LEAST_COSINE:
-            self.report.kept.append(number)
+            self.report.kept_layers.append(number)
             for (linear, _), before in zip(choices, floats, strict=True):
                 linear.product = before
         self._exact, self._quantised = exact, self._through(number, self._quantised)
@@ -227,7 +222,7 @@ def fill_in_int8(
         linears = [] if number is None else _linears(model.layers[number])
         for place, weight in group:
             linear = weight.owner
-            if weight.attribute != "weight" or not any(linear is one for one in linears):
+            if weight.attribute != "weight" or not any(linear is item for item in linears):
                 fill_one(place, weight, pool)
                 continue
             assert isinstance(linear, Linear)
@@ -235,7 +230,7 @@ def fill_in_int8(
                 assert isinstance(linear.product, Panels)
                 choices.append((linear, linear.product.in_int8()))
                 continue
-            probe.report.again += stored.is_whole(weight)
+            probe.report.num_requantised += stored.is_whole(weight)
             fill_one(-1, weight, beside, pack=False)
             choices.append((linear, linear.in_int8(compiled, pool)))
             linear.pack(beside)

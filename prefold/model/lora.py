@@ -165,8 +165,8 @@ def load_adapter(
     LoRA of a layer's linears, and CheckpointError where files are missing or do not fit, naming what.
     """
     if config.loading:
-        how: Any = {"dtype": dtype, "device": device, "name": name, "ranks": ranks}
-        return named_class(f"{config.loading}:load_adapter")(path, config, **how)
+        options: Any = {"dtype": dtype, "device": device, "name": name, "ranks": ranks}
+        return named_class(f"{config.loading}:load_adapter")(path, config, **options)
     folder = Path(path).expanduser()
     settings = adapter_settings(folder)
     pairs = _read_pairs(folder, config)
@@ -249,11 +249,11 @@ def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair
             for stored in file.keys():  # noqa: SIM118 (not a dict)
                 match = TENSOR.fullmatch(stored)
                 name, side = match.groups() if match else ("", "")
-                here = [MODULE.fullmatch(module) for module in names.of_module(name)]
-                if not all(here):
+                hits = [MODULE.fullmatch(module) for module in names.of_module(name)]
+                if not all(hits):
                     strange.append(stored)
                     continue
-                modules[name] = here
+                modules[name] = hits
                 setattr(pairs.setdefault(name, Pair(name)), side.lower(), file.get_tensor(stored))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
@@ -263,8 +263,8 @@ def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair
         )
     return {
         (int(module[1]), module[2]): part
-        for name, here in modules.items()
-        for module, part in zip(here, _parted(pairs[name], [module[2] for module in here], config, folder), strict=True)
+        for name, hits in modules.items()
+        for module, part in zip(hits, _parted(pairs[name], [module[2] for module in hits], config, folder), strict=True)
     }
 
 

@@ -24,7 +24,7 @@ class Names:
     interleaved  whether the two halves of each head of q and k, which are rotated against each other, are stored
                  number by number in turn
     before       matches what stands before the names of this model, where the checkpoint holds more than that
-    others       matches the beginning of names that are of something else; "": all are of this model
+    other_names  matches the beginning of names that are of something else; "": all are of this model
     negative_exponentials  ends of the names here of tensors whose numbers x are stored as -exp(x)
     """
 
@@ -37,7 +37,7 @@ class Names:
     transposed: bool = False
     interleaved: bool = False
     before: str = ""
-    others: str = ""
+    other_names: str = ""
     negative_exponentials: tuple[str, ...] = ()
 
     def of_module(self, stored: str) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ class Names:
 
     def of_tensor(self, stored: str) -> tuple[str, ...]:
         """Returns the names here of a checkpoint's tensor; none for a tensor of something else."""
-        if self.others and re.match(self.others, stored):
+        if self.other_names and re.match(self.other_names, stored):
             return ()
         module, dot, kind = stored.rpartition(".")
         if of_its_own := self._named(self._own(stored), self.parts):
@@ -135,22 +135,14 @@ FUSED = Names(
     }
 )
 GGUF_FUSED = replace(
-    GGUF,
-    parts={
-        **GGUF.parts,
-        "attn_qkv": FUSED.parts["self_attn.qkv_proj"],
-        "ffn_up": FUSED.parts["mlp.gate_up_proj"],
-    },
+    GGUF, parts={**GGUF.parts, "attn_qkv": FUSED.parts["self_attn.qkv_proj"], "ffn_up": FUSED.parts["mlp.gate_up_proj"]}
 )
 # By the architecture of GGUF files that call things otherwise.
 GGUF_OF = {"phi3": GGUF_FUSED}
 STARCODER2 = Names(parts={"mlp.c_fc": ("mlp.up_proj",), "mlp.c_proj": ("mlp.down_proj",)})
 # The MLP that every row of Granite 4 goes through, which in its dense models is the only MLP.
 GRANITE4 = Names(
-    parts={
-        "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
-        "shared_mlp.output_linear": ("mlp.down_proj",),
-    }
+    parts={"shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"), "shared_mlp.output_linear": ("mlp.down_proj",)}
 )
 # Of models that norm attention's and the MLP's results too, before they are added.
 GGUF_OUT_NORMS = replace(

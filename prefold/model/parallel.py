@@ -179,13 +179,13 @@ class Ranks(Alone):
 
     def embed(self, tokens: Tensor, weight: Tensor | Panels, vocab: slice) -> Tensor:
         assert not isinstance(weight, Panels)  # as `stored_weights` says
-        own, mine = _own(tokens, vocab)
-        return self.sum(F.embedding(own, weight).masked_fill_(~mine[:, None], 0))
+        own_ids, is_own = _own(tokens, vocab)
+        return self.sum(F.embedding(own_ids, weight).masked_fill_(~is_own[:, None], 0))
 
     def pick(self, weight: Tensor | Panels, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
         assert not isinstance(weight, Panels)
-        own, mine = _own(_on(ids, weight.device), vocab)
-        return weight[own].masked_fill_(~mine[:, None], 0)
+        own_ids, is_own = _own(_on(ids, weight.device), vocab)
+        return weight[own_ids].masked_fill_(~is_own[:, None], 0)
 
     def gather(self, logits: Tensor, vocab_size: int) -> Tensor:
         # All pieces have one size, as the collective wants it: the last column of some is no logit.
@@ -211,5 +211,5 @@ def _on(ids: Sequence[int] | Tensor, device: torch.device) -> Tensor:
 
 def _own(ids: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
     """Returns ids as rows of this rank's weight (0 for others'), and which are its own."""
-    mine = (ids >= vocab.start) & (ids < vocab.stop)
-    return torch.where(mine, ids - vocab.start, 0), mine
+    is_own = (ids >= vocab.start) & (ids < vocab.stop)
+    return torch.where(is_own, ids - vocab.start, 0), is_own

@@ -37,7 +37,7 @@ class TensorSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Returns the shape of each tensor by its name."""
 
-    def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
+    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
         """Copies the tensor, or that part of it, into `target` (of its shape, contiguous, any dtype and device)."""
 
 
@@ -89,28 +89,28 @@ class TensorPlace:
     matrix: int | None = None
     scales: tuple[Any, str] | None = None
 
-    def read(self, where: tuple[slice, ...]) -> Tensor:
-        """Returns the part of the tensor at `where`; no more of the file is read. Of heads with an order whole ones."""
-        return in_order(self._read(where), self.order)
+    def read(self, part: tuple[slice, ...]) -> Tensor:
+        """Returns a part of the tensor; no more of the file is read. Of heads with an order whole ones."""
+        return in_order(self._read(part), self.order)
 
-    def _read(self, where: tuple[slice, ...]) -> Tensor:
+    def _read(self, part: tuple[slice, ...]) -> Tensor:
         if self.flat:
-            return self.file.get_tensor(self.name).flatten()[_within(self.outputs, where[0] if where else slice(None))]
+            return self.file.get_tensor(self.name).flatten()[_within(self.outputs, part[0] if part else slice(None))]
         if self.outputs is not None and self.outputs.step is not None:
-            return self._in_turn(*(where or (slice(None),)))
+            return self._in_turn(*(part or (slice(None),)))
         if self.matrix is not None:
-            index = (self.matrix, _within(self.outputs, where[0] if where else slice(None)), *where[1:])
+            index = (self.matrix, _within(self.outputs, part[0] if part else slice(None)), *part[1:])
             return self.file.get_slice(self.name)[index]
-        if self.outputs is None and not where:
+        if self.outputs is None and not part:
             values = self.file.get_tensor(self.name)
         else:
-            index = (_within(self.outputs, where[0] if where else slice(None)), *where[1:])
+            index = (_within(self.outputs, part[0] if part else slice(None)), *part[1:])
             if self.transposed:
                 index = (index[1] if len(index) > 1 else slice(None), index[0])
             values = self.file.get_slice(self.name)[index]
         return values.T if self.transposed else values
 
-    def _in_turn(self, rows: slice, *others: slice) -> Tensor:
+    def _in_turn(self, rows: slice, *inputs: slice) -> Tensor:
         """Returns rows of a matrix, or numbers of a bias, whose outputs are some of those of a stack's matrix."""
         if self.scales is not None:
             stacks = ((self.file, self.name), self.scales)
@@ -119,7 +119,7 @@ class TensorPlace:
         else:
             matrix = self.file.get_slice(self.name)[self.matrix]
             values = (matrix.T if self.transposed else matrix)[self.outputs][rows]
-        return values[(slice(None), *others)]
+        return values[(slice(None), *inputs)]
 
 
 def in_order(values: Tensor, order: Sequence[int] | None) -> Tensor:
@@ -142,7 +142,7 @@ class SafetensorsSource:
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
         """Opens the files. config: of the whole model; where several linears are stored as one it says which rows are
         whose."""
-        self._where: dict[str, TensorPlace] = {}
+        self._places: dict[str, TensorPlace] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         names = config.names
         opened = [file for _, file in self.opened(checkpoint)]
@@ -154,26 +154,26 @@ class SafetensorsSource:
                 if templates := names.of_stack(stored):
                     self._add_stack(checkpoint, files, stored, templates, names.in_turn)
                     continue
-                here = names.of_tensor(stored)
-                if not here:
+                own_names = names.of_tensor(stored)
+                if not own_names:
                     continue
-                if here[0] in self._where:
+                if own_names[0] in self._places:
                     raise CheckpointError(f"{checkpoint.path} has the tensor {stored!r} twice")
                 shape = tuple(file.get_slice(stored).get_shape())
-                transposed = names.transposed and here[0].startswith("layers.") and len(shape) == 2
+                transposed = names.transposed and own_names[0].startswith("layers.") and len(shape) == 2
                 shape = shape[::-1] if transposed else shape
-                flat = len(here) > 1 and len(shape) > 2
+                flat = len(own_names) > 1 and len(shape) > 2
                 shape = (math.prod(shape),) if flat else shape
-                orders = [config.head_order if self.IN_HEADS.search(name) else None for name in here]
-                if len(here) == 1:
-                    self._where[here[0]] = TensorPlace(file, stored, None, transposed, False, orders[0])
-                    self.shapes[here[0]] = shape
+                orders = [config.head_order if self.IN_HEADS.search(name) else None for name in own_names]
+                if len(own_names) == 1:
+                    self._places[own_names[0]] = TensorPlace(file, stored, None, transposed, False, orders[0])
+                    self.shapes[own_names[0]] = shape
                     continue
-                sizes = config.fused_sizes(here)
+                sizes = config.fused_sizes(own_names)
                 if shape[0] != sum(sizes):
                     raise CheckpointError(f"{stored} of {checkpoint.name} has {shape[0]} outputs, not {sum(sizes)}")
-                for name, size, end, order in zip(here, sizes, accumulate(sizes), orders, strict=True):
-                    self._where[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, order)
+                for name, size, end, order in zip(own_names, sizes, accumulate(sizes), orders, strict=True):
+                    self._places[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, order)
                     self.shapes[name] = (size, *shape[1:])
 
     def _add_stack(
@@ -190,9 +190,9 @@ class SafetensorsSource:
         elif in_turn and len(whole) == 4:
             scales, whole = _scales(files, stored, whole), (*whole[:2], whole[2] * mxfp4.BLOCK)
         for name, number, rows, shape in in_stack(stored, whole, templates, in_turn):
-            if name in self._where:
+            if name in self._places:
                 raise CheckpointError(f"{checkpoint.path} has {name!r} twice, once of them in {stored!r}")
-            self._where[name] = TensorPlace(file, stored, rows, turned, matrix=number, scales=scales)
+            self._places[name] = TensorPlace(file, stored, rows, turned, matrix=number, scales=scales)
             self.shapes[name] = shape
 
     @classmethod
@@ -225,17 +225,17 @@ class SafetensorsSource:
             )
         raise CheckpointError(f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json")
 
-    def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
-        target.copy_(self._where[name].read(where))
+    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
+        target.copy_(self._places[name].read(part))
 
     def stored_type(self, name: str) -> tuple[str, int]:
-        place, shape = self._where[name], self.shapes[name]
+        place, shape = self._places[name], self.shapes[name]
         kind = place.file.get_slice(place.name).get_dtype()
         return (kind, 2 * shape[1]) if kind in ("F16", "BF16") and len(shape) == 2 else ("", 0)
 
     def stored(self, name: str) -> StoredRows | None:
         kind, _ = self.stored_type(name)
-        rows = self._where[name].read(()).contiguous() if kind else None
+        rows = self._places[name].read(()).contiguous() if kind else None
         return None if rows is None else StoredRows(kind, rows.view(torch.uint8).numpy())
 
 
@@ -312,24 +312,24 @@ class GGUFSource:
                     self._stored[name] = (stored, number * tensor.shape[1] + rows.start)
                     self.shapes[name] = shape
                 continue
-            here = names.of_tensor(stored)
-            sizes = config.fused_sizes(here) if len(here) > 1 else tensor.shape[:1]
-            if len(here) > 1 and tensor.shape[0] != sum(sizes):
+            own_names = names.of_tensor(stored)
+            sizes = config.fused_sizes(own_names) if len(own_names) > 1 else tensor.shape[:1]
+            if len(own_names) > 1 and tensor.shape[0] != sum(sizes):
                 raise CheckpointError(f"{stored} of {file.path} has {tensor.shape[0]} outputs, not {sum(sizes)}")
-            for name, size, last in zip(here, sizes, accumulate(sizes), strict=True):
+            for name, size, last in zip(own_names, sizes, accumulate(sizes), strict=True):
                 self._stored[name] = (stored, last - size)
                 shape = (size, *tensor.shape[1:])
                 thin = tuple(number for number in wanted.get(name, ()) if number != 1)
                 self.shapes[name] = wanted[name] if thin == shape else shape
 
-    def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
+    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
         (stored, first_row), shape = self._stored[name], self.shapes[name]
         order = self._order_of(name)
         if len(shape) < 2:
             values = _tensor(self.file.dequantize(stored).ravel()[first_row : first_row + shape[0]])
-            target.copy_(self._values(name, values, order)[where])
+            target.copy_(self._values(name, values, order)[part])
             return
-        begin, end, _ = (where[0] if where else slice(None)).indices(shape[0])
+        begin, end, _ = (part[0] if part else slice(None)).indices(shape[0])
         # A head whose rows are in another order in the file is read whole.
         unit = 1 if order is None else len(order)
         step = unit * max(1, self.BLOCK // (unit * math.prod(shape[1:])))
@@ -338,7 +338,7 @@ class GGUFSource:
             rows = self._dequantised(stored, slice(first_row + start, first_row + stop), target.device)
             block = self._values(name, rows, order).view(-1, *shape[1:])
             first, last = max(start, begin), min(stop, end)
-            target[first - begin : last - begin].copy_(block[(slice(first - start, last - start), *where[1:])])
+            target[first - begin : last - begin].copy_(block[(slice(first - start, last - start), *part[1:])])
 
     def stored_type(self, name: str) -> tuple[str, int]:
         stored, shape = self._stored[name][0], self.shapes[name]
@@ -408,15 +408,15 @@ class RandomSource:
     def _pool(self) -> Tensor:
         return torch.randn(self.POOL, generator=torch.Generator().manual_seed(self.seed)) * 0.02
 
-    def read_into(self, name: str, target: Tensor, where: tuple[slice, ...] = ()) -> None:
+    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
         if name.endswith("norm.weight"):
             target.fill_(1 - self.offsets.get(name, 0))
             return
-        if where:
+        if part:
             whole = target.new_empty(self.shapes[name])
             self.read_into(name, whole)
-            target.copy_(whole[where])
+            target.copy_(whole[part])
             return
         pool = self._pool.roll(zlib.crc32(name.encode()) % self.POOL).to(target.device, target.dtype)
-        for part in target.view(-1).split(self.POOL):
-            part.copy_(pool[: len(part)])
+        for values in target.view(-1).split(self.POOL):
+            values.copy_(pool[: len(values)])

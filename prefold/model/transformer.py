@@ -202,8 +202,8 @@ class CausalLM(nn.Module):
             raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
         weight = self.matrix("head")
         if ids is not None:
-            some = self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
-            return some if self.shape_logits is None else self.shape_logits(some)
+            products = self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
+            return products if self.shape_logits is None else self.shape_logits(products)
         fits = not torch.is_grad_enabled() and hidden.dtype == self.dtype and hidden.device == self.device
         product = weight if isinstance(weight, Panels) else self.product_of_head() if fits else None
         logits = wide_product(hidden, weight) if product is None else product.wide(hidden)

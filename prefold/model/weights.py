@@ -64,11 +64,14 @@ def load_model(
         if keep == "file":
             message = "weights of models that other modules than prefold's compute do not stay as they are stored"
             raise InputError(message, field="weights", remedy="leave --weights out")
-        how: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
-        return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **how)
+        options: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
+        return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **options)
     keep = keep if pack else "dtype"
     if keep == "dtype" or checkpoint.gguf is None:
-        _check_size(checkpoint, config, dtype, device, ranks)
+        # By its numbers alone, before there is an object for each layer of what is far too large.
+        size = replace(config, lm_head=False).num_parameters * dtype.itemsize
+        size //= 1 if device.type == "cpu" else ranks.size
+        check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = _shapes(config, dtype)
     every = list(model_weights(model))
@@ -188,8 +191,9 @@ def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -
         yield Weight(
             layer, "sinks", ((f"{attention}sinks", config.heads),), places=(places["sinks"],) if places else ()
         )
-    if (own := getattr(layer, "own_weights", None)) is not None:  # a layer of another kind, or with other linears
-        yield from own(prefix)
+    own_weights = getattr(layer, "own_weights", None)  # a layer of another kind, or with other linears, has it
+    if own_weights is not None:
+        yield from own_weights(prefix)
         yield from layer.mlp.weights(prefix, places)
         return
     if layer.splits_q:
@@ -253,15 +257,6 @@ def check_tensors(checkpoint: Checkpoint, weights: list[Weight], source: TensorS
 def _some(names: list[str], limit: int = 8) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-def _check_size(
-    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Alone
-) -> None:
-    """Refuses, by its numbers alone, what is far too large: before there is an object for each of its layers."""
-    parameters = replace(config, lm_head=False).num_parameters
-    size = parameters * dtype.itemsize // (1 if device.type == "cpu" else ranks.size)
-    check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
 
 
 def check_memory(

@@ -73,13 +73,13 @@ class StreamCost:
     ):
         self.num_prompts = len(lengths)
         whole, path = cost.first_rows(lengths), cost.first_rows(shared)
-        own = whole - path
+        own_rows = whole - path
         if outputs is not None:
-            own += decode * (cost.first_rows(lengths + outputs) - whole)
+            own_rows += decode * (cost.first_rows(lengths + outputs) - whole)
         # What the prompts before each one cost, and what the path above it costs, which a segment that starts there
         # computes again. A segment that starts at prompt c and may cost `limit` ends where the prompts before it
         # cost limit + gain[c], so of the cuts within reach the one of largest gain is the best.
-        self._before = np.concatenate(([0.0], np.cumsum(own)))
+        self._before = np.concatenate(([0.0], np.cumsum(own_rows)))
         self._gain = self._before.copy()
         self._gain[:-1] -= path
         self._longest_path = float(path.max(initial=0.0))

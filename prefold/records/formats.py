@@ -61,16 +61,16 @@ def read_rows(
             return
         except (csv.Error, _TooLong) as error:
             wrong, size = _broken(row, error), row.size
-            row.give_back(len(row.taken) - 1)
-            yield TableLine(row.first, error=wrong, size=size)
+            row.give_back(len(row.lines) - 1)
+            yield TableLine(row.first_line, error=wrong, size=size)
             continue
         if width is not None and cells and len(cells) != width:
-            message = f"line {row.first} has {len(cells)} cells, the header {width}"
+            message = f"line {row.first_line} has {len(cells)} cells, the header {width}"
             remedy = "give it as many cells as the header has, and quote cells that hold a delimiter"
             wrong = InputError(message, remedy=remedy, code="wrong_number_of_fields")
-            yield TableLine(row.first, error=wrong, size=row.size)
+            yield TableLine(row.first_line, error=wrong, size=row.size)
         elif cells:
-            yield TableLine(row.first, cells, size=row.size)
+            yield TableLine(row.first_line, cells, size=row.size)
 
 
 class _TooLong(Exception):
@@ -84,37 +84,37 @@ class _RowLines:
         self._source = iter(lines)
         self._again: deque[str] = deque()
         self._most = most
-        self.first = 1  # number of the row's first line
-        self.taken: list[str] = []
+        self.first_line = 1  # number of the row's first line
+        self.lines: list[str] = []
         self.size = 0
 
     def begin(self) -> None:
         """Marks the next line as the beginning of a row."""
-        self.first += len(self.taken)
-        self.taken = []
+        self.first_line += len(self.lines)
+        self.lines = []
         self.size = 0
 
     def give_back(self, count: int) -> None:
         """Takes the last `count` lines back, to be read again."""
-        self._again.extendleft(reversed(self.taken[len(self.taken) - count :]))
-        del self.taken[len(self.taken) - count :]
+        self._again.extendleft(reversed(self.lines[len(self.lines) - count :]))
+        del self.lines[len(self.lines) - count :]
 
     def __iter__(self) -> _RowLines:
         return self
 
     def __next__(self) -> str:
-        if self.taken and self._most and (len(self.taken) >= self._most or self.size > MAX_CELL_BYTES):
+        if self.lines and self._most and (len(self.lines) >= self._most or self.size > MAX_CELL_BYTES):
             raise _TooLong
         # Undecodable bytes become lone surrogates: the field that has them is reported when it is used.
         line = self._again.popleft() if self._again else next(self._source).decode("utf-8", "surrogateescape")
-        self.taken.append(line)
+        self.lines.append(line)
         self.size += len(line)
         return line
 
 
 def _broken(row: _RowLines, error: Exception) -> InputError:
     """Returns the error of a row whose quotes are broken."""
-    behind, message = len(row.taken) - 1, f"the row that begins in line {row.first} has a quote that"
+    behind, message = len(row.lines) - 1, f"the row that begins in line {row.first_line} has a quote that"
     remedy = "close the quote, or double it"
     if isinstance(error, _TooLong):
         message += f" is not closed within {behind + 1:,} lines"
@@ -122,9 +122,9 @@ def _broken(row: _RowLines, error: Exception) -> InputError:
     elif "unexpected end" in str(error):
         message += " is never closed"
     elif behind:
-        message += f" is closed in the middle of line {row.first + behind}, where no cell ends"
+        message += f" is closed in the middle of line {row.first_line + behind}, where no cell ends"
     else:
-        message = f"line {row.first} is not a valid row: {str(error).partition(' - ')[0]}"
+        message = f"line {row.first_line} is not a valid row: {str(error).partition(' - ')[0]}"
         remedy = "end lines with a line feed, double the quotes inside a quoted cell, and quote cells that hold a quote"
     if behind:
         message += f"; the {behind:,} lines behind it are read as rows of their own"

@@ -256,7 +256,7 @@ def format_ranges(numbers: Iterable[int]) -> str:
     """Returns distinct numbers as a text of ranges such as "1-5,7,9-12"."""
     ordered = np.sort(np.fromiter(numbers, np.int64))
     ranges = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
-    return ",".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in ranges if len(each))
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ranges if len(run))
 
 
 def parse_ranges(text: str) -> Iterator[int]:

@@ -57,7 +57,7 @@ def as_noted(identity: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]
     journal has none, as those of earlier versions, unless the content has changed."""
     if "files" in identity:
         then, now = before.get("files", [before]), identity["files"]
-        return {"files": [as_noted(*both) for both in zip(now, then, strict=False)] + now[len(then) :]}
+        return {"files": [as_noted(*pair) for pair in zip(now, then, strict=False)] + now[len(then) :]}
     content = content_of(identity)
     return content if content == before else identity
 
@@ -180,14 +180,14 @@ class _FileHead(io.RawIOBase):
 
     def __init__(self, path: Path, size: int):
         self._file = path.open("rb", buffering=0)
-        self._left = size
+        self._bytes_left = size
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        read = self._file.readinto(memoryview(buffer)[: self._left]) or 0
-        self._left -= read
+        read = self._file.readinto(memoryview(buffer)[: self._bytes_left]) or 0
+        self._bytes_left -= read
         return read
 
     def close(self) -> None:
@@ -255,9 +255,9 @@ def lines_of(stream: Iterable[bytes]) -> Iterator[bytes]:
         return
     parts: list[bytes] = []
     while block := os.read(number, 1 << 16):
-        first, *others = block.split(b"\n")
+        first, *lines = block.split(b"\n")
         parts.append(first)
-        for part in others:
+        for part in lines:
             yield b"".join(parts) + b"\n"
             parts = [part]
     if last := b"".join(parts):

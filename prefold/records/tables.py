@@ -351,5 +351,5 @@ def with_columns(result: dict[str, Any], repeated: Collection[str], *, every: bo
     prefix, bases = PREFIX, {bare(name, PREFIX) for name in reserved}
     while any(name.startswith(prefix) for name in reserved):
         prefix += PREFIX
-    named = (prefix + name if every or bare(name, PREFIX) in bases else name for name in answer)
-    return result | dict(zip(named, map(plain, answer.values()), strict=True))
+    names = (prefix + name if every or bare(name, PREFIX) in bases else name for name in answer)
+    return result | dict(zip(names, map(plain, answer.values()), strict=True))

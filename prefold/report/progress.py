@@ -13,19 +13,20 @@ from typing import Any, TextIO
 class Counts:
     """A Counts holds the counts that progress shows.
 
-    phase      "reading", "loading the model", "computing", ...
-    read       records read; read_all: whether these are all
-    done       records with their line, those of earlier runs included; errors: error lines among them
-    tokens     tokens spooled; tokens_done: tokens of the requests whose results are there, generated ones included
-    requests   requests spooled; requests_done: those whose results are there
-    rows       rows computed
-    generated  tokens generated
+    phase             "reading", "loading the model", "computing", ...
+    records_read      records read; read_all: whether these are all
+    records_done      records with their line, those of earlier runs included; errors: error lines among them
+    tokens            tokens spooled; tokens_done: tokens of the requests whose results are there, generated ones
+                      included
+    requests          requests spooled; requests_done: those whose results are there
+    rows              rows computed
+    tokens_generated  tokens generated
     """
 
     phase: str = "reading"
-    read: int = 0
+    records_read: int = 0
     read_all: bool = False
-    done: int = 0
+    records_done: int = 0
     resumed: int = 0
     errors: int = 0
     tokens: int = 0
@@ -33,7 +34,7 @@ class Counts:
     requests: int = 0
     requests_done: int = 0
     rows: int = 0
-    generated: int = 0
+    tokens_generated: int = 0
 
     @property
     def saved(self) -> float | None:
@@ -46,7 +47,7 @@ class Counts:
 
         It is counted in tokens; where text is generated in requests, as it is not known how long the texts become.
         """
-        done, all_ = (self.requests_done, self.requests) if self.generated else (self.tokens_done, self.tokens)
+        done, all_ = (self.requests_done, self.requests) if self.tokens_generated else (self.tokens_done, self.tokens)
         return min(1.0, done / all_) if all_ else 0.0
 
 
@@ -68,16 +69,16 @@ class Progress:
         """Returns a line of records, rows, rate, share saved and time left, without those that are not known yet."""
         if counts.phase == "computing" and self._computing is None:
             self._computing = time.monotonic()
-        total = f"/{format_count(counts.read)}" if counts.read_all else ""
+        total = f"/{format_count(counts.records_read)}" if counts.read_all else ""
         if counts.phase != "computing":
-            return f"{counts.phase}: {format_count(counts.read)} records, {format_count(counts.tokens)} tokens"
+            return f"{counts.phase}: {format_count(counts.records_read)} records, {format_count(counts.tokens)} tokens"
         seconds = time.monotonic() - (self._computing or self.started)
-        parts = [f"{format_count(counts.done)}{total} records", f"{format_count(counts.rows)} rows"]
+        parts = [f"{format_count(counts.records_done)}{total} records", f"{format_count(counts.rows)} rows"]
         if seconds > 0.5 and counts.rows:
             parts.append(f"{format_count(counts.rows / seconds)} rows/s")
-        if counts.generated:
-            rate = f" ({format_count(counts.generated / seconds)}/s)" if seconds > 0.5 else ""
-            parts.append(f"{format_count(counts.generated)} tokens generated{rate}")
+        if counts.tokens_generated:
+            rate = f" ({format_count(counts.tokens_generated / seconds)}/s)" if seconds > 0.5 else ""
+            parts.append(f"{format_count(counts.tokens_generated)} tokens generated{rate}")
         if counts.saved is not None:
             parts.append(f"{counts.saved:.1%} saved")
         if counts.errors:
@@ -139,10 +140,7 @@ class LiveProgress(Progress):
     def tick(self, counts: Counts) -> None:
         is_known = counts.phase == "computing" and counts.read_all and counts.tokens
         self._bar.update(
-            self._task,
-            description=self.text(counts),
-            total=1 if is_known else None,
-            completed=counts.share_done,
+            self._task, description=self.text(counts), total=1 if is_known else None, completed=counts.share_done
         )
 
     def note(self, text: str) -> None:

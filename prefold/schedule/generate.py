@@ -140,7 +140,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
             return None
         for running in self._by_route() if self._has_routes else (self.running,):
             plan = self.waiting.fill(self._new_plan(limits), running, limits)
-            if plan.computed_rows or plan.again or plan.repeats:
+            if plan.computed_rows or plan.rereads or plan.repeats:
                 step, route = self._lay_out(plan), next(iter(running)).route
                 return step if route is None else replace(step, message=replace(step.message, route=route))
         return None
@@ -176,7 +176,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
             stats.kv_bytes_unshared_peak = max(stats.kv_bytes_unshared_peak, unshared * self._slot_bytes)
         for node, rows in step.computed_rows:
             node.num_computed += rows
-            node.lost = node.lost and node.pending > 0
+            node.lost = node.lost and node.num_pending > 0
             if self.tree.on_store:
                 self.tree.stored(node)
         for number, sequence in enumerate(step.consumers):
@@ -206,7 +206,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         stats.steps += 1
         stats.decode_rows += step.decode_rows
         stats.prefill_rows += step.num_rows - step.decode_rows
-        stats.recomputed_rows += step.again
+        stats.recomputed_rows += step.recomputed_rows
         finished, late = [], []
         for sequence, token, stop in zip(step.consumers, tokens, ended, strict=True):
             if sequence.state == "ended":
@@ -327,7 +327,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
                 for node in sequence.leaf.path():
                     if node not in counted:
                         counted.add(node)
-                        pending += node.pending
+                        pending += node.num_pending
                 pending += len(sequence.tail)
         return pending
 
@@ -364,7 +364,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         cached = [node for node in path if node not in fresh]
         sequence.cached_tokens = sum(map(len, cached))
         for node in cached:
-            if node.pending:
+            if node.num_pending:
                 stats.in_step_hits += len(node)
             elif node.uses:
                 stats.cross_window_hits += len(node)

@@ -92,15 +92,15 @@ class GenerateStep:
 
     Its rows are its queries. They lie depth-first, so that the rows below a node are neighbours.
 
-    message        the message for the worker; the engine adds how tokens are chosen, and which reads give numbers
-    consumers      the sequence that takes the token, or the numbers, of each of the message's reads
-    namespaces     (namespace, its first query, the query behind its last) of each namespace
-    computed_rows  (node, how many of its rows are computed)
-    decode_rows    how many of the step's rows are the last token of a sequence
-    again          how many of the step's rows had been computed before
-    ahead          positions, slots and counts of the runs of steps that may follow (`following`), for each of them
-    next           the number of the next one among these
-    ids            the tokens that its consumers have taken; None: they are in flight
+    message          the message for the worker; the engine adds how tokens are chosen, and which reads give numbers
+    consumers        the sequence that takes the token, or the numbers, of each of the message's reads
+    namespaces       (namespace, its first query, the query behind its last) of each namespace
+    computed_rows    (node, how many of its rows are computed)
+    decode_rows      how many of the step's rows are the last token of a sequence
+    recomputed_rows  how many of the step's rows had been computed before
+    ahead            positions, slots and counts of the runs of steps that may follow (`following`), for each of them
+    next             the number of the next one among these
+    ids              the tokens that its consumers have taken; None: they are in flight
     """
 
     message: SlotStep
@@ -108,7 +108,7 @@ class GenerateStep:
     namespaces: list[tuple[tuple[Hashable, ...], int, int]]
     computed_rows: list[tuple[Node, int]]
     decode_rows: int
-    again: int
+    recomputed_rows: int
     ahead: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = ()
     next: int = 0
     ids: np.ndarray | None = None
@@ -130,7 +130,7 @@ class StepPlan:
     room           how many more rows may be added
     computed_rows  how many of each node's next rows are computed
     reads          (sequence, node): the sequence takes a token from the last row of the node
-    again          nodes whose last row is computed once more, only for its result, and the sequences that take a token
+    rereads        nodes whose last row is computed once more, only for its result, and the sequences that take a token
                    from it
     repeats        which rows of a node are computed once more, and write no K/V; its new rows follow them
     last_row       the last row in the step of each node that has any, once the step is laid out
@@ -142,7 +142,7 @@ class StepPlan:
     room: int = field(init=False)
     computed_rows: dict[Node, int] = field(default_factory=dict)
     reads: list[tuple[SequenceState, Node]] = field(default_factory=list)
-    again: dict[Node, list[SequenceState]] = field(default_factory=dict)
+    rereads: dict[Node, list[SequenceState]] = field(default_factory=dict)
     repeats: dict[Node, range] = field(default_factory=dict)
     last_row: dict[Node, int] = field(default_factory=dict)
     decode_rows: int = 0
@@ -153,7 +153,7 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         """Returns how many rows were added."""
-        return sum(self.computed_rows.values()) + len(self.again) + sum(map(len, self.repeats.values()))
+        return sum(self.computed_rows.values()) + len(self.rereads) + sum(map(len, self.repeats.values()))
 
     def fill(self, running: Collection[SequenceState]) -> None:
         """Adds a row for each of the sequences that generates, then rows of prompts in the order of the sequences,
@@ -178,11 +178,11 @@ class StepPlan:
         """Adds the span with which the first unfinished prompt goes on, if the sequences that generate would leave too
         little room for it. Returns whether it was added."""
         first = next((sequence for sequence in running if not sequence.ready), None)
-        node = None if first is None else next((node for node in first.leaf.path() if node.pending), None)
+        node = None if first is None else next((node for node in first.leaf.path() if node.num_pending), None)
         if node is None or node.tokens[node.num_computed] < SPAN_BASE:
             return False
         rows = int(np.searchsorted(_starts(node, node.num_computed), 0, side="right"))
-        generating = sum(sequence.tail.pending for sequence in running if sequence.ready)
+        generating = sum(sequence.tail.num_pending for sequence in running if sequence.ready)
         planned = self.num_rows
         if rows <= self.room - generating or (planned and rows > self.max_rows - planned):
             return False
@@ -204,18 +204,18 @@ class StepPlan:
 
     def _add_tail(self, sequence: SequenceState) -> None:
         tail = sequence.tail
-        rows = min(tail.pending, self.room)
+        rows = min(tail.num_pending, self.room)
         self.room -= rows
         if rows:
             self.computed_rows[tail] = rows
-        if rows and rows == tail.pending:
+        if rows and rows == tail.num_pending:
             self.reads.append((sequence, tail))
             self.decode_rows += 1
 
     def _add_prompt(self, sequence: SequenceState) -> None:
         for node in sequence.leaf.path():
             planned = self.computed_rows.get(node, 0)
-            missing = node.pending - planned
+            missing = node.num_pending - planned
             if missing:
                 rows = min(missing, self.room)
                 if rows and self.holds_rows is not None:
@@ -229,11 +229,11 @@ class StepPlan:
             self._add_tail(sequence)
         elif sequence.leaf in self.computed_rows:
             self.reads.append((sequence, sequence.leaf))
-        elif sequence.leaf in self.again:
-            self.again[sequence.leaf].append(sequence)
+        elif sequence.leaf in self.rereads:
+            self.rereads[sequence.leaf].append(sequence)
         elif self.room and (self.holds_rows is None or self._num_available(sequence.leaf, len(sequence.leaf) - 1, 1)):
             # All rows of the prompt are there, but not the result of the last one: that row runs again, for its result.
-            self.again[sequence.leaf] = [sequence]
+            self.rereads[sequence.leaf] = [sequence]
             self.room -= 1
 
 
@@ -251,7 +251,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     Every run of keys (`SlotStep.run_*`) is visible to the queries below its node. The stack therefore holds each node
     twice: once to add its keys and rows, and once, after all nodes below it, to note where its queries end.
     """
-    roots, children = tree_above((*plan.computed_rows, *plan.again, *plan.repeats))
+    roots, children = tree_above((*plan.computed_rows, *plan.rereads, *plan.repeats))
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -310,7 +310,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
                     first.extend((query + _starts(node, from_row)[:rows]).tolist())
                 last.extend([0] * rows)
                 last_row[node] = len(tokens) - 1
-            if node in plan.again:
+            if node in plan.rereads:
                 last_row[node] = len(tokens)
                 tokens.append(int(node.tokens[-1]))
                 positions.append(node.stop - 1)
@@ -318,7 +318,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
             stack.append((node, range(run, len(start))))
             stack.extend((child, None) for child in reversed(children.get(node, ())))
         namespaces.append((root.namespace, first_query, len(tokens)))
-    reads = plan.reads + [(sequence, node) for node, sequences in plan.again.items() for sequence in sequences]
+    reads = plan.reads + [(sequence, node) for node, sequences in plan.rereads.items() for sequence in sequences]
     rows_read = np.array([last_row[node] for _, node in reads], np.int64)
     read_rows, index = np.unique(rows_read, return_inverse=True)
     index = index.reshape(-1)
@@ -335,7 +335,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
         namespaces=namespaces,
         computed_rows=list(plan.computed_rows.items()),
         decode_rows=plan.decode_rows,
-        again=plan.num_rows - sum(rows for node, rows in plan.computed_rows.items() if not node.lost),
+        recomputed_rows=plan.num_rows - sum(rows for node, rows in plan.computed_rows.items() if not node.lost),
     )
 
 
@@ -343,7 +343,7 @@ def following(before: GenerateStep) -> GenerateStep | None:
     """Returns the step with a decode row of each sequence of the step before it, as `lay_out` does, made from that
     step; None if that step had other rows. The sequences must have run without a break since."""
     last, sequences = before.message, before.consumers
-    if before.again or not before.decode_rows == len(before.computed_rows) == before.num_rows:
+    if before.recomputed_rows or not before.decode_rows == len(before.computed_rows) == before.num_rows:
         return None
     ahead, ids, at = before.ahead, before.ids, before.next
     if at == len(ahead):

@@ -100,8 +100,8 @@ class MakeStore(Message):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Ragged:
-    """A Ragged holds, for each of several reads, a list of token ids with a number beside each id.
+class RaggedLists:
+    """A RaggedLists holds, for each of several reads, a list of token ids with a number beside each id.
 
     offsets  int64 [reads + 1]: the ids of the i-th read are ids[offsets[i] : offsets[i + 1]]
     ids      int64
@@ -113,20 +113,20 @@ class Ragged:
     values: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Ragged | None:
-        """Returns a Ragged of the (ids, values) of each read; None if there are no ids at all."""
+    def of(cls, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> RaggedLists | None:
+        """Returns a RaggedLists of the (ids, values) of each read; None if there are no ids at all."""
         sizes = [len(ids) for ids, _ in rows]
         if not any(sizes):
             return None
         ids, values = (np.concatenate([row[i] for row in rows]) for i in range(2))
         return cls(np.concatenate(([0], np.cumsum(sizes))), ids.astype(np.int64), values.astype(np.float32))
 
-    def pick(self, reads: np.ndarray) -> Ragged:
-        """Returns the Ragged of these reads, int64 [n], in their order."""
+    def pick(self, reads: np.ndarray) -> RaggedLists:
+        """Returns the RaggedLists of these reads, int64 [n], in their order."""
         counts = np.diff(self.offsets)[reads]
         offsets = np.concatenate(([0], np.cumsum(counts)))
         places = np.arange(offsets[-1]) + np.repeat(self.offsets[reads] - offsets[:-1], counts)
-        return Ragged(offsets, self.ids[places], self.values[places])
+        return RaggedLists(offsets, self.ids[places], self.values[places])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -151,10 +151,10 @@ class Drawing:
     filters: np.ndarray
     keys: np.ndarray
     logprobs: np.ndarray
-    bias: Ragged | None = None
-    banned_ids: Ragged | None = None
+    bias: RaggedLists | None = None
+    banned_ids: RaggedLists | None = None
     penalties: np.ndarray | None = None
-    output_counts: Ragged | None = None
+    output_counts: RaggedLists | None = None
     grammar_reads: np.ndarray = field(default_factory=lambda: NOTHING)
     grammar_masks: np.ndarray | None = None
 

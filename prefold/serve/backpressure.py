@@ -68,23 +68,23 @@ class Backpressure:
         if not waiting:
             return
         ahead = [entry for entry in waiting if owner.is_batch or not entry[0].is_batch]
-        mine = [entry for entry in waiting if entry[0].tenant == owner.tenant]
+        own_entries = [entry for entry in waiting if entry[0].tenant == owner.tenant]
         tenants = len({entry[0].tenant for entry in ahead} | {owner.tenant})
         limits, options, is_shared = self._keys.limits_of(owner.tenant), self._options, self._keys.num_tenants > 1
         for unit, place, more, most, own_most in (
             ("requests", 1, samples, options.max_waiting_requests, limits.max_waiting_requests),
             ("tokens", 2, 1, options.max_waiting_tokens, limits.max_waiting_tokens),
         ):
-            count, own_count = sum(entry[place] for entry in ahead), sum(entry[place] for entry in mine)
+            count, own_count = sum(entry[place] for entry in ahead), sum(entry[place] for entry in own_entries)
             part = max(1, most // 2) if is_shared else most
             size = min(more, part)
             is_fair = own_count + size <= min(part, most // tenants)
             if own_most is not None and own_count + min(more, own_most) > own_most:
-                self._refuse(mine, f"{own_count} {unit} of yours are waiting, and {own_most} may", more)
+                self._refuse(own_entries, f"{own_count} {unit} of yours are waiting, and {own_most} may", more)
             if not is_fair and count + size > most:
                 self._refuse(ahead, f"{count} {unit} are waiting, and {most} may", more)
             if not is_fair and own_count + size > part:
-                self._refuse(mine, f"{own_count} {unit} of yours are waiting, and {part} may", more)
+                self._refuse(own_entries, f"{own_count} {unit} of yours are waiting, and {part} may", more)
 
     def _refuse(self, waiting: list[tuple[Owner, int, int]], message: str, more: int) -> None:
         """Raises Refusal (429). waiting: the requests that count; more: as how many the new request counts"""

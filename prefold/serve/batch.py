@@ -198,18 +198,18 @@ class BatchWork:
     def _write_lines(self, batch: OpenBatch, body: Body, path: Path) -> tuple[str | None, Counter[str] | None]:
         """Writes the missing lines of a batch. Returns (the status with which it ends, or None if it goes on later; the
         usage of its answers if this call wrote all lines and none is an error, else None)."""
-        source, why = None, body.get("_why", "")
+        source, reason = None, body.get("_why", "")
         try:
             source = self._source(body)
         except JobError as error:  # the file was removed, or the batch ends before it was validated
-            why = str(error)
+            reason = str(error)
         model = self._handler.llm.checkpoint.name
         identity = {"batch": batch.id, "input": body.get("_input") if source is None else source.identity}
         output = batch.output = open_output(OutputOptions(path), identity)
         adapter = self._adapter(body)
         ending: str | None = "failed" if batch.failures >= ATTEMPTS else body.get("_ending") or batch.ending
         if body["_model"] != model:
-            ending, why = ending or "failed", "the model changed"  # lines of one batch are of one model
+            ending, reason = ending or "failed", "the model changed"  # lines of one batch are of one model
         elif source is None:
             ending = ending or "failed"
         try:
@@ -238,9 +238,9 @@ class BatchWork:
                     elif (ending := batch.ending) is None:
                         return None, None
                     elif batch.is_full:
-                        why = "there is no more room for what its tenant stores: delete files"
+                        reason = "there is no more room for what its tenant stores: delete files"
                 if ending != "completed":
-                    self._store.change("batch", batch.id, {"_ending": ending, "_why": why})
+                    self._store.change("batch", batch.id, {"_ending": ending, "_why": reason})
                     if source is not None:
                         self._write_rest(source, self._adapter(body), output, ending)
                 output.finish()
@@ -310,8 +310,8 @@ class BatchWork:
             else:
                 store.drop_content(ids[kind])
         if ending == "failed":
-            why = body.get("_why") or "the server failed at it"
-            error = {"code": "batch_failed", "line": None, "message": f"{why}; create it again", "param": None}
+            reason = body.get("_why") or "the server failed at it"
+            error = {"code": "batch_failed", "line": None, "message": f"{reason}; create it again", "param": None}
             changes["errors"] = {"object": "list", "data": [error]}
         store.add_all([*objects, ("batch", batch.tenant, body | changes, None)])
         return body | changes

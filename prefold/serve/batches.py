@@ -138,7 +138,7 @@ class Batches:
     def _run(self) -> None:
         """Runs batches one after the other."""
         while not self._is_stopping:
-            batch = self._take(lambda each: each.status in RUNNING)
+            batch = self._take(lambda entry: entry.status in RUNNING)
             if batch is None:
                 self._can_run.wait(LOOK_SECONDS)
                 self._can_run.clear()
@@ -155,7 +155,7 @@ class Batches:
             if self._store.troubles:
                 self._store.probe()
             self._drop_ended()
-            batch = self._take(lambda each: each.status == "validating" or each.ending is not None)
+            batch = self._take(lambda entry: entry.status == "validating" or entry.ending is not None)
             if batch is not None:
                 validate = batch.status == "validating" and batch.ending is None
                 self._attempt(self._work.validate if validate else self._work.finish, batch)

@@ -76,18 +76,18 @@ class Detokenize(Body, kw_only=True):
     tokens: Annotated[Any, doc("Token ids.", **IDS)]
 
 
-def taking(kind: type[Body], **more: Any) -> Handle:
-    """Returns the handle of requests with bodies of one kind. more: arguments of the body's `order`"""
+def taking(kind: type[Body], **options: Any) -> Handle:
+    """Returns the handle of requests with bodies of one kind. options: arguments of the body's `order`"""
 
     async def handle(context: RequestContext) -> Response:
-        return await context.answer(kind.of(context.body).order(context.served, **more))  # type: ignore[attr-defined]
+        return await context.answer(kind.of(context.body).order(context.served, **options))  # type: ignore[attr-defined]
 
     return handle
 
 
-def post(dialect: Dialect, path: str, kind: type[Body], **more: Any) -> Entry:
+def post(dialect: Dialect, path: str, kind: type[Body], **options: Any) -> Entry:
     """Returns the entry of a path that takes bodies of one kind."""
-    return Entry(dialect, "POST", path, taking(kind, **more), (kind,))
+    return Entry(dialect, "POST", path, taking(kind, **options), (kind,))
 
 
 async def rerank(context: RequestContext) -> Response:

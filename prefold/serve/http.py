@@ -209,9 +209,9 @@ class Bodies:
         except ClientDisconnect:
             raise ClientGone from None
         finally:
-            counted = sum(map(len, parts))
-            self.num_bytes -= counted
-            self._sizes[tenant.name] -= counted
+            received = sum(map(len, parts))
+            self.num_bytes -= received
+            self._sizes[tenant.name] -= received
             if not self._sizes[tenant.name]:
                 del self._sizes[tenant.name]
         return b"".join(parts)
@@ -232,8 +232,8 @@ class Hosts:
     """
 
     def __init__(self, options: ServeOptions):
-        own = (*LOOPBACK, options.host, socket.gethostname(), *options.allowed_hosts)
-        self._names = {plain(name) for name in own}
+        names = (*LOOPBACK, options.host, socket.gethostname(), *options.allowed_hosts)
+        self._names = {plain(name) for name in names}
         self._is_any_name_right = not (options.is_local or options.allowed_hosts)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -124,9 +124,9 @@ class Store:
         return (self._half if most is None else most) - (row[0] if row else 0)
 
     @staticmethod
-    def full(more: int) -> Refusal:
+    def full(excess: int) -> Refusal:
         """Returns the Refusal for a tenant that would store so many bytes too many."""
-        message = f"what you store here would be {more} bytes more than it may be"
+        message = f"what you store here would be {excess} bytes more than it may be"
         remedy = "delete files that you need no more, or ask for a larger max_stored_bytes"
         return Refusal(413, message, remedy=remedy, code="storage_quota")
 
@@ -240,10 +240,10 @@ class Store:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             if condition is not None:
-                self.troubles[condition] = f"the data folder fails: {why}"
-            message, remedy = f"the server's data folder fails: {why}", "send the request again later"
+                self.troubles[condition] = f"the data folder fails: {reason}"
+            message, remedy = f"the server's data folder fails: {reason}", "send the request again later"
             raise Refusal(503, message, remedy=remedy, code="storage", headers={"retry-after": "5"}) from error
         if condition is not None:
             self.troubles.pop(condition, None)

@@ -190,10 +190,10 @@ class ChunkIndex:
             return
         namespace, end_noted, keys = self._forget(lower)
         for node, low, high in ((upper, 0, upper.stop), (lower, upper.stop, lower.stop)):
-            own = [(end, key) for end, key in keys if low < end <= high]
-            for end, key in own:
+            ends = [(end, key) for end, key in keys if low < end <= high]
+            for end, key in ends:
                 self._blocks.setdefault(namespace, {}).setdefault(key, {})[node] = end
-            self._noted[node] = (namespace, min(max(end_noted, node.start), node.stop), own)
+            self._noted[node] = (namespace, min(max(end_noted, node.start), node.stop), ends)
 
     def _drop(self, node: Node) -> None:
         if node in self._noted:

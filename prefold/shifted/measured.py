@@ -67,8 +67,8 @@ class Drift:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A Measured is the content of the file.
+class Measurement:
+    """A Measurement is the content of the file.
 
     model     which model was measured: its identity, dtype and adapters
     settings  which chunks were reused
@@ -89,7 +89,7 @@ class Measured:
         Path(path).write_text(json.dumps(content | {"drift": asdict(self.drift)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, path: str | PathLike[str]) -> Measured:
+    def read(cls, path: str | PathLike[str]) -> Measurement:
         """Returns what a file says. Raises InputError where it cannot be read, or is no such file."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ class Measured:
 
 
 def permitted(cache: CacheOptions | None, model: Mapping[str, Any]) -> CacheOptions | None:
-    """Returns the options, with the settings of a file that `shifted.chunks` names. model: that of a Measured.
+    """Returns the options, with the settings of a file that `shifted.chunks` names. model: that of a Measurement.
 
     Raises InputError where the file is of another model, its bound was not met, or there is no file for reuse that is
     not a trial.
@@ -117,14 +117,14 @@ def permitted(cache: CacheOptions | None, model: Mapping[str, Any]) -> CacheOpti
         if not cache.shifted.trial:
             raise _refused("chunks are to be reused at other positions, and no file says what that does to results")
         return cache
-    measured = Measured.read(cache.shifted)
+    measured = Measurement.read(cache.shifted)
     for name in ("model", "dtype", "adapters"):
         was, now = measured.model.get(name), model.get(name)
         if was != now:
             raise _refused(f"{cache.shifted} was measured with the {name} {_short(was)}, and this is {_short(now)}")
-    why = measured.drift.unmet(measured.bound)
-    if why is not None:
-        raise _refused(f"{cache.shifted} does not meet its bound: {why}")
+    reason = measured.drift.unmet(measured.bound)
+    if reason is not None:
+        raise _refused(f"{cache.shifted} does not meet its bound: {reason}")
     return replace(cache, shifted=measured.settings)
 
 

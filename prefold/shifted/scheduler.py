@@ -31,8 +31,8 @@ from .options import ShiftedReuse
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Moved:
-    """A Moved is a copy of rows for a request.
+class RowMove:
+    """A RowMove is a copy of rows for a request.
 
     key      the request's
     message  which rows, for the worker
@@ -55,7 +55,7 @@ class ShiftingScheduler(GenerateScheduler):
         super().__init__(pool, cache=cache, **options)
         assert isinstance(cache.shifted, ShiftedReuse) and self.cache is not None
         self.chunks = ChunkIndex(self.tree, cache.shifted)
-        self.moves: list[Moved] = []
+        self.moves: list[RowMove] = []
         self._may_shift: set[Hashable] = set()  # requests of which no sequence was admitted yet
         self._apart: dict[Node, None] = {}  # the nodes of prompts that are not in the trie
 
@@ -116,7 +116,7 @@ class ShiftingScheduler(GenerateScheduler):
             slots=np.concatenate([slots[copy.start - cut : copy.stop - cut] for copy in copies]),
             new_positions=np.concatenate([np.arange(copy.start, copy.stop) for copy in copies]),
         )
-        self.moves.append(Moved(sequence.key, message))
+        self.moves.append(RowMove(sequence.key, message))
         self.stats.copied_rows += len(message.slots)
         return len(message.slots)
 

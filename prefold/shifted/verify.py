@@ -17,7 +17,7 @@ from ..engine.streamed import stream
 from ..errors import InputError, JobError
 from ..model_options import CacheOptions
 from ..types import Generated, Request, Sampling
-from .measured import Bound, Drift, Measured
+from .measured import Bound, Drift, Measurement
 from .options import SETTINGS, ShiftedReuse
 
 # Of each prompt so many likeliest first tokens are compared.
@@ -47,17 +47,17 @@ def run(o: dict[str, Any], input: Any, rows: Iterable[Any]) -> None:
         del llm
     drift = drift_between(requests, *answers)
     bound = Bound(o["tolerance"], 0.01 if o["max_changed"] is None else o["max_changed"])
-    why = drift.unmet(bound)
+    reason = drift.unmet(bound)
     if o["output"] is not None:
-        Measured(identity, settings, bound, drift).write(o["output"])
+        Measurement(identity, settings, bound, drift).write(o["output"])
     if o["as_json"]:
-        click.echo(json.dumps({"bound": asdict(bound), "drift": asdict(drift), "met": why is None}))
+        click.echo(json.dumps({"bound": asdict(bound), "drift": asdict(drift), "met": reason is None}))
     else:
         click.echo(f"{len(requests):,} prompts of {input.source.name}, {bad:,} records left out as unusable; {dtype}\n")
         for line in _lines(drift):
             click.echo(line)
-    if why is not None:
-        click.echo(f"\nthe bound is not met: {why}", err=True)
+    if reason is not None:
+        click.echo(f"\nthe bound is not met: {reason}", err=True)
         sys.exit(1)
 
 

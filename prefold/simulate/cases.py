@@ -183,7 +183,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "requests": run.requests,
         "prompt_tokens": run.prompt_tokens,
         "output_tokens": run.output_tokens,
-        "prompt_rows_computed": run.hits.computed,
+        "prompt_rows_computed": run.hits.rows_computed,
         "steps": run.steps,
         "hits": run.hits.rates(),
         "use": 1 - run.idle_share(),

@@ -30,13 +30,13 @@ class Hits:
     tokens           of all requests, each once
     first_admission  in the cache when the request was first admitted
     in_step          shared with a request that was admitted in the same step
-    computed         rows of prompts that were computed, including rows that were computed again
+    rows_computed    rows of prompts that were computed, including rows that were computed again
     """
 
     tokens: int = 0
     first_admission: int = 0
     in_step: int = 0
-    computed: int = 0
+    rows_computed: int = 0
 
     def add(self, other: Hits) -> None:
         """Adds the counts of another engine."""
@@ -50,44 +50,44 @@ class Hits:
 
 
 class EndedRequest(NamedTuple):
-    """An EndedRequest is a request that has ended. cached: tokens of its prompt that were not computed for it"""
+    """An EndedRequest is a request that has ended. cached_tokens: those of its prompt that were not computed for it"""
 
     request: SimRequest
-    cached: int
+    cached_tokens: int
 
 
 class Stretch(NamedTuple):
-    """A Stretch is a step, or several equal steps. running: the sequences that took part"""
+    """A Stretch is a step, or several equal steps. num_running: how many sequences took part"""
 
     seconds: float
     prefill: int
     decode: int
     steps: int
-    running: int
-    ended: Sequence[EndedRequest] = ()
+    num_running: int
+    ended_requests: Sequence[EndedRequest] = ()
 
 
 class _Node:
     """A _Node is a part of a path. mark: its rows are computed when so many rows of prompts are"""
 
-    __slots__ = ("children", "mark", "number", "parent", "rows", "running", "users")
+    __slots__ = ("children", "mark", "num_running", "number", "parent", "rows", "users")
 
     def __init__(self, parent: _Node | None, number: int, rows: int):
         self.parent, self.number, self.rows = parent, number, rows
         self.children: dict[int, _Node] = {}
         self.users = 0  # sequences that run
         self.mark = 0
-        self.running = 0  # sequences that decode
+        self.num_running = 0  # sequences that decode
 
 
 class _RowSequence:
-    __slots__ = ("cached", "leaf", "mark", "request")
+    __slots__ = ("cached_tokens", "leaf", "mark", "request")
 
     def __init__(self, request: SimRequest):
         self.request = request
         self.leaf: _Node
         self.mark = 0
-        self.cached = 0
+        self.cached_tokens = 0
 
 
 class RowEngine:
@@ -175,8 +175,8 @@ class RowEngine:
             size.note(
                 stretch.prefill // steps, decode, stretch.seconds / steps, max_rows=self._most,
                 waiting=self.num_waiting,
-                began=stretch.running - decode, ended=len(stretch.ended),
-                tokens=sum(ended.request.output for ended in stretch.ended), steps=steps,
+                began=stretch.num_running - decode, ended=len(stretch.ended_requests),
+                tokens=sum(ended.request.output for ended in stretch.ended_requests), steps=steps,
             )  # fmt: skip
         return stretch
 
@@ -204,7 +204,7 @@ class RowEngine:
         # (row, key) pairs of the prompts' rows: on average a row sees half of its prompt.
         pairs = prefill * prefilling[0].request.rows // 2 if prefilling else 0
         done = self._done = self._done + prefill
-        self.hits.computed += prefill
+        self.hits.rows_computed += prefill
         ready = []
         while prefilling and prefilling[0].mark <= done:
             ready.append(prefilling.popleft())
@@ -217,9 +217,9 @@ class RowEngine:
             heapq.heappush(self._decoding, (self._steps + sequence.request.output - 1, self._number, sequence))
             node = sequence.leaf
             while node.parent is not None:
-                if node.running % TILE == 0:
+                if node.num_running % TILE == 0:
                     self._shared_keys += node.rows
-                node.running += 1
+                node.num_running += 1
                 node = node.parent
         return Stretch(seconds, prefill, running, 1, running + len(ready), self._end())
 
@@ -236,8 +236,8 @@ class RowEngine:
             self.free += request.limit - 1
             node = sequence.leaf
             while node.parent is not None:
-                node.running -= 1
-                if node.running % TILE == 0:
+                node.num_running -= 1
+                if node.num_running % TILE == 0:
                     self._shared_keys -= node.rows
                 node.users -= 1
                 if not node.users:
@@ -245,7 +245,7 @@ class RowEngine:
                     if not node.children:
                         self._evictable[node] = None
                 node = node.parent
-            ended.append(EndedRequest(request, sequence.cached))
+            ended.append(EndedRequest(request, sequence.cached_tokens))
         return ended
 
     def _admit(self) -> None:
@@ -287,7 +287,7 @@ class RowEngine:
                 hits.in_step += above.rows
             else:
                 hits.first_admission += above.rows
-            sequence.cached += above.rows
+            sequence.cached_tokens += above.rows
             above = above.parent
         for number, rows in path[depth:]:
             child = node.children[number] = _Node(node, number, rows)

@@ -44,7 +44,7 @@ class Feeder:
 
     def worked(self, replica: int, stretch: Stretch, events: CacheEvents | None, now: float) -> None:
         """Records the steps of a replica, and the events of its cache."""
-        self.in_flight[replica] -= len(stretch.ended)
+        self.in_flight[replica] -= len(stretch.ended_requests)
 
     def give(self, now: float) -> Iterable[tuple[int, Sequence[SimRequest]]]:
         """Returns (replica, requests) for each replica that gets work now."""
@@ -190,7 +190,7 @@ class Simulation:
     def worked(self, number: int, stretch: Stretch, events: CacheEvents | None, now: float) -> bool:
         """Passes a replica's stretch to the feeder, and returns whether work may be given because of it."""
         self.feeder.worked(number, stretch, events, now)
-        return bool(stretch.ended)
+        return bool(stretch.ended_requests)
 
     def _stepped(self, number: int, stretch: Stretch, now: float) -> CacheEvents | None:
         """Counts a replica's stretch, and returns the events of its cache."""
@@ -199,11 +199,11 @@ class Simulation:
         state.is_busy = False
         events = state.engine.events()
         result.steps += stretch.steps
-        if not stretch.ended:
+        if not stretch.ended_requests:
             return events
         state.ended = result.seconds = now
-        result.requests += len(stretch.ended)
-        for request, _ in stretch.ended:
+        result.requests += len(stretch.ended_requests)
+        for request, _ in stretch.ended_requests:
             result.prompt_tokens += request.rows
             result.output_tokens += request.output
             result.waits.append(now - request.arrival)
@@ -369,8 +369,8 @@ class _RouterFeeder(Feeder):
         self.router.worked(replica, stretch.prefill, stretch.decode, stretch.seconds)
         if events is not None:
             self.router.take(replica, events)
-        for ended in stretch.ended:
-            self.router.end(ended.request.key, output_rows=ended.request.output, cached_rows=ended.cached)
+        for ended in stretch.ended_requests:
+            self.router.end(ended.request.key, output_rows=ended.request.output, cached_rows=ended.cached_tokens)
 
 
 class RoutedFeeder(_RouterFeeder):

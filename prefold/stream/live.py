@@ -196,15 +196,6 @@ class LiveWindow:
             current = None if node is None else self._bucket(node, True)
         return current
 
-    def buckets(self) -> Iterator[Bucket]:
-        """Yields all buckets."""
-        for root in list(self._tree.roots.values()):
-            for child in root.children.values():
-                for node, is_whole in self._buckets_below(child):
-                    bucket = self._bucket(node, is_whole)
-                    assert bucket is not None
-                    yield bucket
-
     def take(self, bucket: Bucket, max_tokens: int | None = None) -> list[WaitingRequest]:
         """Removes requests of a bucket from the window and returns them: all, or those that fit into `max_tokens`, but
         at least one. They are neighbours in the trie, so that they share as much as possible. Raises KeyError for a

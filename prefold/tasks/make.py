@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint import read_object
 from ..errors import InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
-from ..options import (
-    FILTERS,
-    ClassifyOptions,
-    EmbedOptions,
-    RerankOptions,
-    TaskOptions,
-    options_of,
-)
+from ..options import FILTERS, ClassifyOptions, EmbedOptions, RerankOptions, TaskOptions, options_of
 from ..types import Exits
 from .base import Inputs, Task
 from .classify import ClassifyHeadTask, ClassifyTask

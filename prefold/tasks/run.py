@@ -139,5 +139,5 @@ def with_seed(request: Request, seed: int, *place: int) -> Request:
     if sampling is None or sampling.seed is not None or not sampling.temperature:
         return request
     digest = hashlib.blake2b(struct.pack(f"<{1 + len(place)}q", seed, *place), digest_size=8).digest()
-    own = int.from_bytes(digest, "little") >> 11
-    return replace(request, sampling=replace(sampling, seed=own))
+    own_seed = int.from_bytes(digest, "little") >> 11
+    return replace(request, sampling=replace(sampling, seed=own_seed))

@@ -237,8 +237,8 @@ def rolling_stretches(
     scored already, as context."""
     size = ids.size if max_length is None else min(max_length, ids.size)
     yield np.concatenate((prefix, ids[: size - 1])), ids[:size]
-    done = size
-    while done < ids.size:
-        stop = min(done + size, ids.size)
-        yield ids[stop - size - 1 : stop - 1], ids[done:stop]
-        done = stop
+    num_done = size
+    while num_done < ids.size:
+        stop = min(num_done + size, ids.size)
+        yield ids[stop - size - 1 : stop - 1], ids[num_done:stop]
+        num_done = stop

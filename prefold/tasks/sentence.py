@@ -212,10 +212,10 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
     tokenizer writes it.
     """
     settings = checkpoint.read_json("config_sentence_transformers.json") or {}
-    own = checkpoint.config.get("sentence_transformers")
+    own_settings = checkpoint.config.get("sentence_transformers")
     older = checkpoint.config.get("sbert_ce_default_activation_function")  # until sentence-transformers 4
-    activation = settings.get("activation_fn") or (own or {}).get("activation_fn") or older or ""
-    if settings.get("model_type") == "CrossEncoder" or own is not None or older is not None:
+    activation = settings.get("activation_fn") or (own_settings or {}).get("activation_fn") or older or ""
+    if settings.get("model_type") == "CrossEncoder" or own_settings is not None or older is not None:
         module = checkpoint.read_json("sentence_bert_config.json") or {}
         as_messages = "message" in (module.get("modality_config") or {})
         prompt = _pair_of_messages(tokenizer) if as_messages and tokenizer is not None else None

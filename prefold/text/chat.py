@@ -104,8 +104,8 @@ class ChatTemplates:
             remedy = "give the name of one of the checkpoint's templates, or the text of a template"
             raise wrong_type(template, "chat_template", "a text", remedy)
         if template is not None:
-            named = self.templates.get(template)
-            if named is None and "{" not in template:
+            template_text = self.templates.get(template)
+            if template_text is None and "{" not in template:
                 names = ", ".join(sorted(self.templates)) or "none"
                 raise InputError(
                     f"the checkpoint has no chat template {template!r}",
@@ -113,7 +113,7 @@ class ChatTemplates:
                     remedy=f"name one that it has ({names}), or give the text of a template",
                     code="no_chat_template",
                 )
-            return ("that was given", template) if named is None else (repr(template), named)
+            return ("that was given", template) if template_text is None else (repr(template), template_text)
         if not self.templates:
             raise InputError(
                 "the checkpoint has no chat template",

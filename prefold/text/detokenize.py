@@ -56,7 +56,7 @@ class TextStream:
         self._min_tokens = min_tokens
         self._starts: list[int] = []  # for each token, the letters of the text before its first one
         self._letters = 0
-        self._given = 0
+        self._num_given = 0
         self._parts: list[str] = []
 
     @property
@@ -65,15 +65,15 @@ class TextStream:
 
     @property
     def stopped(self) -> str | None:
-        return self._finder.found
+        return self._finder.stop
 
     @property
     def num_tokens(self) -> int:
-        return len(self._starts) if self._finder.cut is None else bisect_left(self._starts, self._finder.cut)
+        return len(self._starts) if self._finder.start is None else bisect_left(self._starts, self._finder.start)
 
     @property
     def num_given(self) -> int:
-        return bisect_left(self._starts, self._given)
+        return bisect_left(self._starts, self._num_given)
 
     def add(self, token: int) -> str:
         """Takes a token, and returns the text that is certain now. Do not call it after a stop text."""
@@ -81,7 +81,7 @@ class TextStream:
         self._starts.append(self._letters + self._pieces.start)
         self._letters += len(more)
         search = len(self._starts) > self._min_tokens
-        return self._give(self._finder.add(more, self._pieces.coming, search=search))
+        return self._give(self._finder.add(more, self._pieces.likely_text, search=search))
 
     def finish(self) -> str:
         """Ends the tokens, and returns the rest of the text: "" after a stop text."""
@@ -94,7 +94,7 @@ class TextStream:
     def _give(self, text: str) -> str:
         if text:
             self._parts.append(text)
-            self._given += len(text)
+            self._num_given += len(text)
         return text
 
 
@@ -104,52 +104,52 @@ class StopFinder:
     Of several stops the one that ends first is found, and of those that end at the same place the longest. That does
     not depend on how the text is parted.
 
-    found   the stop text that was found, None while there is none
-    cut     where it begins: letters of the whole text before it
+    stop   the stop text that was found, None while there is none
+    start  where it begins: letters of the whole text before it
     """
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
-        self.found: str | None = None
-        self.cut: int | None = None
-        self._held = ""  # the end of the text, which may be the beginning of a stop
-        self._passed = 0  # letters of the text before `_held`
+        self.stop: str | None = None
+        self.start: int | None = None
+        self._tail = ""  # the end of the text, which may be the beginning of a stop
+        self._num_passed = 0  # letters of the text before `_tail`
         self._free = 0  # a stop that ends within the first so many letters does not count
 
-    def add(self, text: str, coming: str = "", *, search: bool = True) -> str:
+    def add(self, text: str, likely_text: str = "", *, search: bool = True) -> str:
         """Takes more text, and returns the text that certainly precedes any stop; with a stop, the text up to it.
 
-        coming   text that is likely to follow. It is searched too, and returned where it stands before a stop
-        search   False: a stop that is complete within this text does not count
+        likely_text  text that is likely to follow. It is searched too, and returned where it stands before a stop
+        search       False: a stop that is complete within this text does not count
         """
         if not self.stops:
             return text
-        self._held += text
+        self._tail += text
         if not search:
-            self._free = self._passed + len(self._held) + len(coming)
-        elif self._find(self._held + coming):
-            self._held += coming
-            return self._pass(self.cut - self._passed)
-        return self._pass(len(self._held) - self._beginning(self._held))
+            self._free = self._num_passed + len(self._tail) + len(likely_text)
+        elif self._find(self._tail + likely_text):
+            self._tail += likely_text
+            return self._pass(self.start - self._num_passed)
+        return self._pass(len(self._tail) - self._beginning(self._tail))
 
     def finish(self) -> str:
         """Ends the text, and returns the text that was held back."""
-        return self._pass(len(self._held))
+        return self._pass(len(self._tail))
 
     def _pass(self, count: int) -> str:
-        text, self._held = self._held[:count], self._held[count:]
-        self._passed += count
+        text, self._tail = self._tail[:count], self._tail[count:]
+        self._num_passed += count
         return text
 
     def _find(self, text: str) -> bool:
         best: tuple[int, int] | None = None
         for stop in self.stops:
-            start = text.find(stop, max(0, self._free - self._passed - len(stop) + 1))
+            start = text.find(stop, max(0, self._free - self._num_passed - len(stop) + 1))
             if start >= 0 and (best is None or (start + len(stop), start) < best):
-                best, self.found = (start + len(stop), start), stop
+                best, self.stop = (start + len(stop), start), stop
         if best is None:
             return False
-        self.cut = self._passed + best[1]
+        self.start = self._num_passed + best[1]
         return True
 
     def _beginning(self, text: str) -> int:
@@ -167,11 +167,11 @@ class StopFinder:
 class Pieces(Protocol):
     """A Pieces decodes the tokens of one sample, one after the other.
 
-    coming  complete letters that a later token could still change
-    start   where the last token's first letter lies: letters after the text that was certain before this token
+    likely_text  complete letters that a later token could still change
+    start        where the last token's first letter lies: letters after the text that was certain before this token
     """
 
-    coming: str
+    likely_text: str
     start: int
 
     def add(self, token: int) -> str:
@@ -240,7 +240,7 @@ def _bytes(name: str | None) -> bytes:
 class _ByteLevel:
     """A _ByteLevel decodes tokens that are bytes: the text is their UTF-8, with U+FFFD for bytes that are not UTF-8."""
 
-    coming = ""
+    likely_text = ""
 
     def __init__(self, table: _Table):
         self._table = table
@@ -286,12 +286,12 @@ class _ByteFallback:
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
         self._size = 0  # bytes of the current run
         self._run: str | None = ""  # complete letters of the current run; None when it is not UTF-8
-        self.coming = ""
+        self.likely_text = ""
         self.start = 0
 
     def add(self, token: int) -> str:
         piece = self._table[token]
-        self.start = self._size if self._run is None else len(self.coming)
+        self.start = self._size if self._run is None else len(self.likely_text)
         if piece is None:
             return ""
         if isinstance(piece, int):
@@ -308,14 +308,14 @@ class _ByteFallback:
                 self._run += self._decoder.decode(bytes([byte]))
             except UnicodeDecodeError:
                 self._run = None
-        self.coming = _stripped(self._run or "", self._strips)[0]
+        self.likely_text = _stripped(self._run or "", self._strips)[0]
 
     def finish(self) -> str:
         if not self._size:
             return ""
         is_utf8 = self._run is not None and not self._decoder.getstate()[0]
         text = self._strip(self._run if is_utf8 else "\ufffd" * self._size)
-        self._size, self._run, self.coming = 0, "", ""
+        self._size, self._run, self.likely_text = 0, "", ""
         self._decoder.reset()
         return text
 
@@ -341,26 +341,26 @@ class _ByWindow:
     """A _ByWindow decodes with any decoder for which the text of a token depends on few tokens before it: the last
     tokens are decoded with and without the newest one."""
 
-    coming = ""
+    likely_text = ""
     start = 0
 
     def __init__(self, tokenizer: Tokenizer, names: _Table):
         self._decode = tokenizer.decode
         self._names = names
         self._ids: list[int] = []
-        self._settled = 0  # how many of these ids, from the first, have had their text given out
+        self._num_settled = 0  # how many of these ids, from the first, have had their text given out
 
     def add(self, token: int) -> str:
         if self._names[token] is None:  # a special token: it has no text, so later tokens need not look back at it
             return ""
         self._ids.append(token)
         text = self.finish()
-        if text.endswith("\ufffd") and len(self._ids) - self._settled < WINDOW:
+        if text.endswith("\ufffd") and len(self._ids) - self._num_settled < WINDOW:
             return ""
         self._ids = self._ids[-WINDOW:]
-        self._settled = len(self._ids)
+        self._num_settled = len(self._ids)
         return text
 
     def finish(self) -> str:
-        before = self._decode(self._ids[: self._settled], skip_special=True)
+        before = self._decode(self._ids[: self._num_settled], skip_special=True)
         return self._decode(self._ids, skip_special=True)[len(before) :]

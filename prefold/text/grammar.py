@@ -249,7 +249,7 @@ def example_of(schema: Any, root: Any = None, refs: dict[str, Any] | None = None
         refs[reference] = example_of(target, root, refs)
         return refs[reference]
     types = schema.get("type")
-    kind = next((each for each in types if each != "null"), None) if isinstance(types, list) else types
+    kind = next((kind_name for kind_name in types if kind_name != "null"), None) if isinstance(types, list) else types
     if properties := schema.get("properties"):
         return {name: example_of(part, root, refs) for name, part in properties.items()}
     if kind == "array":

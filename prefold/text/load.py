@@ -122,8 +122,8 @@ def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[
     try:
         model = models.BPE(vocab=vocab, merges=[tuple(m.split(" ")) for m in merges], ignore_merges=whole_words)
     except Exception as error:  # the library raises bare Exceptions
-        why = " ".join(str(error).split())
-        raise CheckpointError(f"the GGUF file's vocabulary and merges do not fit each other: {why}") from None
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"the GGUF file's vocabulary and merges do not fit each other: {reason}") from None
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.NFC() if nfc else None
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("", "digits"))

@@ -49,8 +49,8 @@ class TemplateProcess:
                 answer, text = self._subprocess.ask(request, PATIENCE * seconds)
             except SubprocessEnded:
                 remedy = "correct it, or allow it more time with template_seconds (--template-seconds)"
-                why = f"it ran for more than {seconds:g} s, or ended its process"
-                message = f"the chat template {name} was stopped: {why}"
+                reason = f"it ran for more than {seconds:g} s, or ended its process"
+                message = f"the chat template {name} was stopped: {reason}"
                 raise InputError(message, field="chat_template", remedy=remedy, code="template_limit") from None
         if "error" in answer:
             raise InputError(answer["error"], field=answer["field"], remedy=answer["remedy"], code=answer["code"])

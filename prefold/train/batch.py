@@ -80,8 +80,8 @@ class Examples:
     @property
     def num_rows(self) -> np.ndarray:
         """Returns how many tokens of each sequence come before its last target, int64 [B]: only these need rows."""
-        where = np.where(self.is_target, np.arange(len(self.tokens)), 0)
-        return np.maximum.reduceat(where, self.offsets[:-1]) - self.offsets[:-1]
+        rows = np.where(self.is_target, np.arange(len(self.tokens)), 0)
+        return np.maximum.reduceat(rows, self.offsets[:-1]) - self.offsets[:-1]
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of each sequence before its last target: int32 tokens, int64 offsets [B + 1]."""

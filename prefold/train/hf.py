@@ -131,9 +131,9 @@ def completion_logprobs(
     rows = np.flatnonzero(is_target.any(1)).tolist()
     masks = [is_target[i][mask[i]] for i in rows]
     batch = TrainBatch.build(config_of(model), [ids[i][mask[i]] for i in rows], masks=masks, sharing=sharing)
-    where = torch.from_numpy(is_target[:, ids.shape[1] - logits_to_keep :]).to(model.device)
+    is_read = torch.from_numpy(is_target[:, ids.shape[1] - logits_to_keep :]).to(model.device)
     values = logprobs(model, batch)
-    return values.new_zeros(where.shape).masked_scatter(where, values)
+    return values.new_zeros(is_read.shape).masked_scatter(is_read, values)
 
 
 def _attention(

@@ -212,8 +212,8 @@ class _TargetLogprobs(torch.autograd.Function):
                 slope = None if shape is None else shape.gradient(logits)
                 logits_grad = logits.sub_(sums[:, None]).exp_().mul_(-of_rows)
                 at = pairs.within(start, stop)
-                where = (pairs.reads[at], pairs.ids[at] - start)
-                logits_grad.index_put_(where, grad[at], accumulate=True)
+                places = (pairs.reads[at], pairs.ids[at] - start)
+                logits_grad.index_put_(places, grad[at], accumulate=True)
                 if slope is not None:
                     logits_grad *= slope
                 if hidden_grad is not None:

@@ -67,9 +67,7 @@ def kv_bytes(size: int | None, device: torch.device, ranks: int = 1) -> int:
         return min(share, KV_MOST_ON_CPU) if device.type == "cpu" else share
     if size > free:
         raise InputError(
-            f"kv_memory is {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
-            field="kv_memory",
-            remedy="give less",
+            f"kv_memory is {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free", field="kv_memory", remedy="give less"
         )
     return size
 
@@ -153,10 +151,10 @@ class LocalWorker(Worker):
                 with on(self._device), torch.inference_mode():
                     return handler(self, work)
             except torch.OutOfMemoryError as error:
-                why = str(error)
+                reason = str(error)
             # Not while the error is handled: it holds what the failed step made.
             free_cached(self.model.device)
-        raise OutOfMemoryError(f"memory is too small for a step of the model: {why}")
+        raise OutOfMemoryError(f"memory is too small for a step of the model: {reason}")
 
     def forget(self, stream: int) -> None:
         # Without the lock: the garbage collector may call this within `start`, whose stream is another one.
@@ -185,14 +183,14 @@ class LocalWorker(Worker):
         assert batch is not None
         return self.run_batch(batch)
 
-    def run_batch(self, batch: Batch, more: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
-        """Runs a step of a row stream, and returns its ticket. more: further arguments of the model's call"""
+    def run_batch(self, batch: Batch, call_arguments: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
+        """Runs a step of a row stream, and returns its ticket. call_arguments: further ones of the model's call"""
         step = batch.step
         path = self._paths.get(step.stream, NO_PATH)
         if (rows := path.rows) < step.path:
             raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
         path = path if rows == step.path else path.truncate(step.path)
-        arguments = {**self.model.arguments(step), **more}
+        arguments = {**self.model.arguments(step), **call_arguments}
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             arguments["media"] = media
         program = self._program_for(arguments)
@@ -234,10 +232,10 @@ class LocalWorker(Worker):
                 return CompletedTicket(SlotResult(ids))  # each row is read, in order
         return None
 
-    def run_slots(self, step: SlotStep, more: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
-        """Runs a step over slots, and returns its ticket. more: further arguments of the model's call"""
+    def run_slots(self, step: SlotStep, call_arguments: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
+        """Runs a step over slots, and returns its ticket. call_arguments: further ones of the model's call"""
         assert self.store is not None
-        arguments = {**self.model.arguments(step), **more}
+        arguments = {**self.model.arguments(step), **call_arguments}
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             arguments["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..device import runs_triton, send
-from ..schedule.steps import NOT_FINITE, Drawing, Ragged
+from ..schedule.steps import NOT_FINITE, Drawing, RaggedLists
 from ..types import TokenLogprobs
 from .draw import WORK_SIZE, draw
 
@@ -120,13 +120,13 @@ def _forbid(work: Tensor, rows: np.ndarray, bits: np.ndarray) -> None:
     work[places] = work[places].masked_fill_(forbidden.flatten(1)[:, :vocab].bool(), -torch.inf)
 
 
-def _places(work: Tensor, ragged: Ragged) -> Tensor:
+def _places(work: Tensor, ragged: RaggedLists) -> Tensor:
     """Returns where in `work`, taken as one line, lie the ids of each row."""
     starts = np.arange(len(work), dtype=np.int64) * work.shape[-1]
     return send(ragged.ids + starts.repeat(np.diff(ragged.offsets)), work.device)
 
 
-def _penalise(work: Tensor, penalties: np.ndarray, counts: Ragged) -> None:
+def _penalise(work: Tensor, penalties: np.ndarray, counts: RaggedLists) -> None:
     """Changes logits as CTRL (Keskar et al. 2019) says for the repetition penalty, and OpenAI's API reference for the
     other two."""
     weights = penalties.astype(np.float32).repeat(np.diff(counts.offsets), axis=0)

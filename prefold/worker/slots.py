@@ -83,11 +83,11 @@ def slot_plans(
     queries: the rows that query, ascending; None: all.
     """
     first, last, positions = step.run_first, step.run_last, step.positions.astype(np.int64)
-    seen: slice | np.ndarray = slice(None)
+    reads: slice | np.ndarray = slice(None)
     if queries is not None:
         first, last, positions = np.searchsorted(queries, first), np.searchsorted(queries, last), positions[queries]
-        seen = last > first
-    runs = KeyRuns(*(array[seen] for array in (step.run_start, step.run_count, step.run_position, first, last)))
+        reads = last > first
+    runs = KeyRuns(*(array[reads] for array in (step.run_start, step.run_count, step.run_position, first, last)))
     return {window: store.plan(runs, len(positions), positions, window) for window in windows}
 
 

@@ -209,22 +209,22 @@ class TensorParallelWorker(Worker):
             self._end()
 
     def _launch(self, start: Start) -> None:
-        ours, theirs = Pipe()
+        host_end, rank_end = Pipe()
         limit = struct.pack("ll", TIMEOUT_SECONDS, 0)  # a rank that does not read must not hold us for ever
-        with socket.socket(fileno=os.dup(ours.fileno())) as end:
+        with socket.socket(fileno=os.dup(host_end.fileno())) as end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         root = str(Path(__file__).parents[2])
-        command = [sys.executable, "-P", "-m", "prefold.worker.rank", str(theirs.fileno())]
-        descriptors = [theirs.fileno()] if start.memory is None else [theirs.fileno(), start.memory]
+        command = [sys.executable, "-P", "-m", "prefold.worker.rank", str(rank_end.fileno())]
+        descriptors = [rank_end.fileno()] if start.memory is None else [rank_end.fileno(), start.memory]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
-        with theirs:
+        with rank_end:
             # Results may go to standard output: no rank writes there.
             process = subprocess.Popen(
                 command, pass_fds=descriptors, stdout=subprocess.DEVNULL, env=environment, close_fds=True
             )
         self._processes.append(process)
-        self._pipes.append(ours)
-        ours.send(start)
+        self._pipes.append(host_end)
+        host_end.send(start)
 
     def _hear(self, word: Literal["up", "ready"]) -> None:
         """Waits for the word of every rank; raises RankError where one says something else, or nothing."""

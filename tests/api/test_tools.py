@@ -47,10 +47,10 @@ def test_choices():
     assert read_tools([F, G], None) == (filled, HOW, None)
     assert read_tools([F], "none") == (None, None, None)
     assert read_tools(None, None) == (None, None, None)
-    _, how, grammar = read_tools([F, G], "required")
-    assert how == HOW | {"forced": True} and len(grammar["json_schema"]["anyOf"]) == 2
-    _, how, grammar = read_tools([F, G], {"type": "function", "function": {"name": "g"}})
-    assert how["names"] == ["g"] and grammar["json_schema"]["properties"]["name"] == {"const": "g"}
+    _, form, grammar = read_tools([F, G], "required")
+    assert form == HOW | {"forced": True} and len(grammar["json_schema"]["anyOf"]) == 2
+    _, form, grammar = read_tools([F, G], {"type": "function", "function": {"name": "g"}})
+    assert form["names"] == ["g"] and grammar["json_schema"]["properties"]["name"] == {"const": "g"}
 
 
 def test_references_stay_within_the_parameters_of_their_function():

@@ -44,8 +44,8 @@ class Case:
         return visibility(self.nest.end, self.query_rows, self.nest.positions, self.window, self.nest.first)
 
     def expected(self) -> torch.Tensor:
-        how = {"scale": self.scale, "cap": self.cap, "sinks": self.sinks}
-        return dense_attention(self.q.double(), self.k.double(), self.v.double(), self.visible, **how)
+        options = {"scale": self.scale, "cap": self.cap, "sinks": self.sinks}
+        return dense_attention(self.q.double(), self.k.double(), self.v.double(), self.visible, **options)
 
     def check(self) -> None:
         out = self.run()
@@ -105,8 +105,8 @@ class RowCase(Case):
     def run(self) -> torch.Tensor:
         new = slice(self.path, None)
         carried = {"path_k": self.k[: self.path], "path_v": self.v[: self.path]} if self.path else {}
-        how = {"scale": self.scale, "sinks": self.sinks} | carried
-        return self.attention().attend(self.q, self.k[new], self.v[new], self.plan(), **how)
+        options = {"scale": self.scale, "sinks": self.sinks} | carried
+        return self.attention().attend(self.q, self.k[new], self.v[new], self.plan(), **options)
 
 
 def random_slots(rng: np.random.Generator, count: int, jumps: float) -> tuple[np.ndarray, int]:

@@ -31,7 +31,7 @@ def run(engine, requests, check=False):
     while (stretch := engine.step()) is not None:
         seconds, steps = seconds + stretch.seconds, steps + stretch.steps
         prefill, decode = prefill + stretch.prefill, decode + stretch.decode
-        ended += [one.request.key for one in stretch.ended]
+        ended += [one.request.key for one in stretch.ended_requests]
         if check:
             check_books(engine) if isinstance(engine, RowEngine) else engine.check()
     assert sorted(ended) == sorted(request.key for request in requests)
@@ -61,9 +61,9 @@ def test_books_balance_and_every_request_ends(seed):
         hits = engine.hits
         preemptions = getattr(hits, "preemptions", 0)
         assert hits.tokens == sum(request.rows for request in requests)
-        assert prefill == hits.computed >= unique_rows(requests)
+        assert prefill == hits.rows_computed >= unique_rows(requests)
         if not preemptions:
-            assert hits.first_admission + hits.in_step + hits.computed == hits.tokens
+            assert hits.first_admission + hits.in_step + hits.rows_computed == hits.tokens
             assert decode == sum(request.output - 1 for request in requests)
 
 
@@ -75,7 +75,7 @@ def test_both_grains_agree(order):
     every, few = ScheduledEngine(COST, slots=6000), RowEngine(COST, slots=6000)
     exact, coarse = run(every, requests), run(few, requests, check=True)
     assert coarse[1:3] == pytest.approx(exact[1:3], rel=0.02) and coarse[0] == pytest.approx(exact[0], rel=0.03)
-    assert few.hits.computed == pytest.approx(every.hits.computed, rel=0.02)
+    assert few.hits.rows_computed == pytest.approx(every.hits.rows_computed, rel=0.02)
     assert few.hits.first_admission + few.hits.in_step == every.hits.first_admission + every.hits.in_step
 
 
@@ -107,7 +107,7 @@ def test_events_tell_the_router_what_is_held(engine):
         if (events := one.events()) is not None:
             assert router.take(0, events)
             check_router(router)
-        matched.append(router.matched(Prompt(requests[0].tokens())).get(0, 0))
+        matched.append(router.matched_rows(Prompt(requests[0].tokens())).get(0, 0))
     assert max(matched) == 96 and router.load(0).requests == 0
 
 

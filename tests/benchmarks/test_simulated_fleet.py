@@ -34,7 +34,7 @@ MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
 def test_every_request_ends_once_and_time_adds_up(engine, feeder):
     requests = prefix_repetition(240, prefixes=12, prefix=128, suffix=64, output=16)
     run = run_setup(Setup(MACHINE, MODEL, replicas=3, engine=engine, feeder=feeder, load=2.0), requests)
-    assert run.requests == 240 and run.hits.tokens == 240 * 192 and run.hits.computed >= unique_rows(requests)
+    assert run.requests == 240 and run.hits.tokens == 240 * 192 and run.hits.rows_computed >= unique_rows(requests)
     assert run.busy + sum(run.idle.values()) == pytest.approx(3 * run.seconds, rel=1e-6)
 
 
@@ -128,8 +128,8 @@ def test_an_engine_that_begins_anew_tells_what_it_holds_and_counts_from_nothing(
         held = sum(place.stop - place.start for place, _ in feeder.router._members[0].runs.values())
         assert held == unique_rows(requests) + 20 * 3, "rows of outputs are held too, but for the last"
     first, again = found
-    assert first.hits.computed == unique_rows(requests) and first.hits.tokens == again.hits.tokens == 20 * 96
-    assert again.hits.computed == 20, "the last token of each prompt, for its logits"
+    assert first.hits.rows_computed == unique_rows(requests) and first.hits.tokens == again.hits.tokens == 20 * 96
+    assert again.hits.rows_computed == 20, "the last token of each prompt, for its logits"
 
 
 def test_what_each_part_of_the_dispatcher_is_worth():
@@ -144,7 +144,7 @@ def test_what_each_part_of_the_dispatcher_is_worth():
             assert run.requests == len(requests)
             found[without, name] = run
     assert {without for without, _ in found} == {"", *PARTS}
-    assert found["runs", "long"].hits.computed > 1.2 * found["", "long"].hits.computed
+    assert found["runs", "long"].hits.rows_computed > 1.2 * found["", "long"].hits.rows_computed
     assert found["shares", "frequent"].idle_share("tail") > 1.5 * found["", "frequent"].idle_share("tail")
     assert found["copies", "frequent"].seconds > 1.2 * found["", "frequent"].seconds
 

@@ -33,7 +33,7 @@ def test_against_a_set(size, actions):
             pool.free(slots[:half])
             free |= set(slots.tolist())
         assert pool.free_slots == len(free)
-        runs = pool.free_list()
+        runs = sorted(pool._sizes.items())
         assert {slot for start, count in runs for slot in range(start, start + count)} == free
         assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(runs)), "neighbours are one run"
 

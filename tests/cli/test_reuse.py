@@ -12,7 +12,7 @@ from prefold import LLM
 from prefold.cache import CacheOptions
 from prefold.errors import InputError
 from prefold.integrations.shared import split_options
-from prefold.shifted.measured import Bound, Drift, Measured
+from prefold.shifted.measured import Bound, Drift, Measurement
 from prefold.shifted.options import SETTINGS, ShiftedReuse
 
 PARTS = [f"{'abcdef'[i] * 3} passage number {i} says this and that of {'xyzuvw'[i]}. " for i in range(6)]
@@ -37,7 +37,7 @@ def file(prefold, table):
 
 
 def test_what_was_measured(prefold, file, tmp_path):
-    found = Measured.read(file)
+    found = Measurement.read(file)
     assert found.settings == ShiftedReuse(min_tokens=20, recompute=4)
     assert found.bound == Bound(1000.0, 1.0)
     drift = found.drift
@@ -53,7 +53,7 @@ def test_what_was_measured(prefold, file, tmp_path):
 def test_rows_that_are_all_computed_do_not_drift(prefold, table):
     done = prefold(*VERIFY, "--tolerance", "1000", "--cache-reuse-recompute", "100000", "-o", "none.json")
     assert done.exit_code == 1 and "no chunk of the 6 prompts was met elsewhere" in done.stderr
-    assert Measured.read("none.json").drift.logprob == 0
+    assert Measurement.read("none.json").drift.logprob == 0
 
 
 def test_a_bound_that_is_not_met(prefold, table):

@@ -28,7 +28,7 @@ def check_router(router: Router) -> None:
     held: dict[int, int] = {}
     users: dict[int, dict[int, int]] = {}
     for member in router._members.values():
-        assert member.held == sum(place.stop - start for place, start in member.runs.values())
+        assert member.cached_rows == sum(place.stop - start for place, start in member.runs.values())
         for place, start in member.runs.values():
             ends[id(place)] = ends.get(id(place), 0) + 1
             at = place
@@ -47,16 +47,16 @@ def check_router(router: Router) -> None:
             at = at.parent
     for place in places_of(router.index):
         assert place.ends == ends.get(id(place), 0)
-        assert place.held == held.get(id(place), 0)
+        assert place.holders == held.get(id(place), 0)
         assert (place.users or {}) == users.get(id(place), {})
-        assert place.coming == sum(1 << number for number in place.users or {})
+        assert place.coming_holders == sum(1 << number for number in place.users or {})
         assert place.parent is not None and place.parent.children is not None
         assert place.parent.children[place.tokens[:4]] is place and place.start == place.parent.stop
         assert place.ends or place.children, "a place that nobody needs"
     for member in router._members.values():
         loads = [sent for sent in router.in_flight.values() if sent.replica == member.name]
         assert member.load.requests == len(loads)
-        assert member.load.prefill_rows == sum(len(sent.prompt.tokens) - sent.matched for sent in loads)
+        assert member.load.prefill_rows == sum(len(sent.prompt.tokens) - sent.matched_rows for sent in loads)
         assert member.load.limits == sum(sent.prompt.limit for sent in loads)
 
 

@@ -155,7 +155,7 @@ def held_by(router: Router, name) -> set[tuple]:
     bit = 1 << router._members[name].number
     found = set()
     for place in places_of(router.index):
-        if place.held & bit:
+        if place.holders & bit:
             above, at = [], place
             while at.parent is not None:
                 above.append(at)

@@ -126,7 +126,7 @@ def test_a_job_that_began_as_a_stream_goes_on_with_no_wrong_path():
         found += [tag for tag, _ in answers]
         release.set()
     assert len(set(found)) == len(found) == 306
-    assert len([1 for name, _ in replicas.runs if name == "a"]) == 1 and fleet.moved
+    assert len([1 for name, _ in replicas.runs if name == "a"]) == 1 and fleet.num_moved
 
 
 def test_a_replica_goes_on_with_no_other_prompts_path():
@@ -167,7 +167,7 @@ def test_a_replica_that_is_lost_loses_nothing_and_repeats_nothing(generate):
     replicas = ThreadReplicas("abc", before=before)
     with closing(Fleet(replicas, notify=notes.append)) as fleet, filled(generate=generate) as spool:
         assert plain(run(fleet, spool, generate)) == expected(generate=generate)
-    assert lost.is_set() and fleet.moved and notes == ["b is lost: out of luck"]
+    assert lost.is_set() and fleet.num_moved and notes == ["b is lost: out of luck"]
 
 
 def test_a_replica_that_comes_back_works_again():
@@ -395,7 +395,7 @@ def test_the_summary_counts_what_two_replicas_computed(tmp_path, early):
         source = LiveInput(feed, 1 << 16, lambda: spool.windows(max_tokens=500))
         answers = fleet.run(source if early else source.rest(), Readout("tokens"))
         texts = {tag: one.tokens for tag, (one,) in answers}
-        assert len(texts) == 200 and fleet.losses == 1 and fleet.moved
+        assert len(texts) == 200 and fleet.losses == 1 and fleet.num_moved
         for _ in alone.run(whole.windows(max_tokens=1 << 16), Readout("tokens")):
             pass
         stats, outputs = fleet.stats, sum(len(tokens) for tokens in texts.values())
@@ -448,8 +448,8 @@ def test_what_a_lost_replica_had_not_answered_counts_as_computed_again():
         one = FleetRun(fleet, spool.windows(max_tokens=100), RunCall(Readout("tokens")), None)
         fleet.stats = Stats(unique_tokens=100, generation=GenerationStats())
         one._counted_rows = True
-        one._count_loss(fleet_module._Work(reported=50, answered=20))
+        one._count_loss(fleet_module._Work(reported_rows=50, answered_rows=20))
         assert fleet.stats.unique_tokens == 70 and fleet.stats.generation.recomputed_rows == 30
         one._count_loss(None)
-        one._count_loss(fleet_module._Work(reported=5, answered=20))
+        one._count_loss(fleet_module._Work(reported_rows=5, answered_rows=20))
         assert fleet.stats.unique_tokens == 70 and fleet.stats.generation.recomputed_rows == 30

@@ -70,8 +70,8 @@ def test_function_calls_of_an_answer_stay_in_its_text():
     calls = [{"function": {"name": "f", "arguments": '{"x": "né"}'}}, {"function": {"name": "g", "arguments": ""}}]
     choice = {"message": {"content": None, "tool_calls": calls}, "finish_reason": "tool_calls"}
     (one,), _ = generated_of({"choices": [choice]})
-    how = {"names": ["f", "g"], "forced": False}
-    assert calls_in(one.text, how) == ("", [("f", '{"x": "né"}'), ("g", "{}")]) and one.finish_reason == "stop"
+    options = {"names": ["f", "g"], "forced": False}
+    assert calls_in(one.text, options) == ("", [("f", '{"x": "né"}'), ("g", "{}")]) and one.finish_reason == "stop"
     choice["message"] |= {"content": "I ask.", "tool_calls": [{"function": {"name": "f", "arguments": "{half"}}]}
     (one,), _ = generated_of({"choices": [choice]})
     assert one.text.startswith("I ask.") and "{half" in one.text, "what is no call is not lost either"

@@ -118,10 +118,10 @@ def test_a_server_that_cannot_be_met_for_another_reason_is_lost(monkeypatch):
 def test_a_request_that_cannot_be_asked_is_an_error_of_its_record(monkeypatch):
     body = http_host.generation_body
 
-    def failing(request, *rest, **how):
+    def failing(request, *rest, **options):
         if len(request.tokens) == 3:
             raise OverflowError("nobody thought of that")
-        return body(request, *rest, **how)
+        return body(request, *rest, **options)
 
     monkeypatch.setattr(http_host, "generation_body", failing)
     texts = ["one", "four", "\x00messages\x00 x"]

@@ -136,9 +136,9 @@ def test_every_request_is_answered_exactly_once(data):
     num, replicas = data.draw(st.integers(0, 60)), data.draw(st.integers(1, 5))
     options = LeaseOptions(
         seconds=data.draw(st.sampled_from([0.1, 5.0])),
-        least=data.draw(st.sampled_from([1.0, 30.0])),
-        waiting=data.draw(st.sampled_from([0, 10])),
-        begun=data.draw(st.sampled_from([(1 << 30, float("inf")), (3, 50.0)])),
+        least_cost=data.draw(st.sampled_from([1.0, 30.0])),
+        requests=data.draw(st.sampled_from([0, 10])),
+        begun_most=data.draw(st.sampled_from([(1 << 30, float("inf")), (3, 50.0)])),
     )
     names = [f"r{i}" for i in range(replicas)]
     leases = book_of(stream_cost(rng, num, data.draw(st.booleans())), names, options)
@@ -171,7 +171,7 @@ def test_every_request_is_answered_exactly_once(data):
 def test_a_request_that_kills_a_replica_alone_is_given_up_and_no_other(seed):
     rng = np.random.default_rng(seed)
     bad = int(rng.integers(0, 80))
-    leases = book_of(stream_cost(rng, 80), ["a", "b", "c"], LeaseOptions(seconds=5, least=20))
+    leases = book_of(stream_cost(rng, 80), ["a", "b", "c"], LeaseOptions(seconds=5, least_cost=20))
     fleet = FakeFleet(leases, dict.fromkeys("abc", 10.0), frozenset([bad]))
     for name in "abc":
         fleet.at(0.0, "join", name)
@@ -192,12 +192,12 @@ def test_only_where_its_replica_died_a_request_is_under_suspicion_and_given_up()
 
 def test_only_what_may_have_begun_is_under_suspicion():
     cost = StreamCost(np.full(100, 10), np.zeros(100, int))
-    leases = book_of(cost, ["a", "b"], LeaseOptions(least=200, begun=(3, float("inf"))))
+    leases = book_of(cost, ["a", "b"], LeaseOptions(least_cost=200, begun_most=(3, float("inf"))))
     leases.join("a", ReplicaFacts(), 0.0)
     first, second = leases.send(0.0)
     assert len(first.places) == len(second.places) == 20
     commit(leases, "a", first.number, [0, 1], 20.0)
-    assert leases.lose("a") == [] and leases.moved == 38
+    assert leases.lose("a") == [] and leases.num_moved == 38
     leases.join("b", ReplicaFacts(), 30.0)
     found = []
     while leases.num_unanswered:
@@ -246,7 +246,7 @@ def test_uneven_replicas_end_together(speeds):
     rng = np.random.default_rng(0)
     cost = stream_cost(rng, 20_000, outputs=True)
     names = {f"r{i}": 100.0 * speed for i, speed in enumerate(speeds)}
-    leases = book_of(cost, names, LeaseOptions(seconds=2, least=50))
+    leases = book_of(cost, names, LeaseOptions(seconds=2, least_cost=50))
     fleet = FakeFleet(leases, names, checks=False)
     for name in names:
         fleet.at(0.0, "join", name)
@@ -262,7 +262,7 @@ def test_work_goes_on_while_a_replica_loads_and_goes_to_it_when_it_is_there():
     rng = np.random.default_rng(1)
     cost = stream_cost(rng, 5000)
     names = {"a": 100.0, "b": 100.0}
-    leases = book_of(cost, names, LeaseOptions(seconds=2, least=50))
+    leases = book_of(cost, names, LeaseOptions(seconds=2, least_cost=50))
     fleet = FakeFleet(leases, names, checks=False)
     late = 0.3 * cost.total / 200
     fleet.at(0.0, "join", "a")
@@ -275,7 +275,7 @@ def test_work_goes_on_while_a_replica_loads_and_goes_to_it_when_it_is_there():
 def test_replicas_that_do_not_come_cost_few_cuts():
     rng = np.random.default_rng(2)
     cost = stream_cost(rng, 5000)
-    leases = book_of(cost, [f"r{number}" for number in range(99)], LeaseOptions(seconds=2, least=50))
+    leases = book_of(cost, [f"r{number}" for number in range(99)], LeaseOptions(seconds=2, least_cost=50))
     fleet = FakeFleet(leases, {"r1": 100.0, "r7": 100.0}, checks=False)
     for name in fleet.speeds:
         fleet.at(0.0, "join", name)
@@ -290,7 +290,7 @@ def test_one_division_by_speeds_is_enough(speeds):
     """What has not begun is cut so that both end together: nothing is left to be divided many times more."""
     cost = stream_cost(np.random.default_rng(0), 5000, outputs=True)
     names = {f"r{i}": 100.0 * speed for i, speed in enumerate(speeds)}
-    leases = book_of(cost, names, LeaseOptions(seconds=2, least=50))
+    leases = book_of(cost, names, LeaseOptions(seconds=2, least_cost=50))
     fleet = FakeFleet(leases, names, checks=False)
     for name in names:
         fleet.at(0.0, "join", name)
@@ -354,7 +354,7 @@ class Generating:
 
 def generating(names: str, poison: tuple[int, ...], num: int = 600) -> Generating:
     cost = StreamCost(np.full(num, 30), np.zeros(num, int), outputs=np.full(num, 48))
-    options = LeaseOptions(least=4 * cost.total / num, waiting=96, begun=(128, float("inf")))
+    options = LeaseOptions(least_cost=4 * cost.total / num, requests=96, begun_most=(128, float("inf")))
     return Generating(book_of(cost, names, options), names, frozenset(poison))
 
 
@@ -364,7 +364,7 @@ def test_what_a_lost_replica_had_runs_again_together(names):
     fleet.run({60: ("a", True)})
     assert sorted(fleet.answered) == list(range(600)) and not fleet.blamed and fleet.losses == 1
     # One at a time, its 96 requests would take 4,608 steps.
-    assert fleet.leases.moved >= 90 and fleet.steps < 48 * (500 / 64 + 4 + len(names))
+    assert fleet.leases.num_moved >= 90 and fleet.steps < 48 * (500 / 64 + 4 + len(names))
 
 
 @pytest.mark.parametrize("names", ["a", "ab", "abcd"])

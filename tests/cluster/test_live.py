@@ -84,7 +84,7 @@ class Told:
 
 def sorted_job(rng) -> OfflineSource:
     """A job of some requests whose tags are 10,000 and more."""
-    count, options = int(rng.integers(1, 60)), LeaseOptions(seconds=1.0, least=10.0, begun=(5, 1e9))
+    count, options = int(rng.integers(1, 60)), LeaseOptions(seconds=1.0, least_cost=10.0, begun_most=(5, 1e9))
     source = OfflineSource(
         StreamCost(rng.integers(4, 9, count), np.zeros(count, int)), ["replica 1"], lambda _: options
     )
@@ -247,7 +247,7 @@ def test_what_a_lost_replica_had_goes_to_others_and_counts_once():
     fleet = Fleet(replicas, patience=30)
     found = run_all(fleet, feed_of(texts, sampling=Sampling(max_tokens=2)), "tokens")
     fleet.close()
-    assert len(found) == 300 and lost.is_set() and fleet.losses == 1 and fleet.moved > 0
+    assert len(found) == 300 and lost.is_set() and fleet.losses == 1 and fleet.num_moved > 0
     assert fleet.stats.requests == 300 and fleet.stats.tokens == sum(map(len, texts))
 
 

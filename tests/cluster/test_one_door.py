@@ -74,8 +74,8 @@ def engine(request, llms):
 
 
 def requests_of(llm, **sampling):
-    how = Sampling(**sampling) if sampling else None
-    return [Request(llm.tokenizer.encode(prompt), sampling=how) for prompt in PROMPTS]
+    options = Sampling(**sampling) if sampling else None
+    return [Request(llm.tokenizer.encode(prompt), sampling=options) for prompt in PROMPTS]
 
 
 def test_texts_and_numbers_are_those_that_the_llm_gives(engine: Engine, llms):

@@ -230,7 +230,7 @@ def test_a_report_that_is_torn_on_its_way_is_no_loss(long, monkeypatch):
     replicas = ray_replicas.RayReplicas(str(long / "model"), place, count=2)
     with closing(Fleet(replicas, notify=notes.append)) as fleet, spooled() as spool:
         found = dict(fleet.run(spool.windows(max_tokens=1 << 20), Readout("tokens")))
-        assert fleet.losses == 0 and fleet.moved > 0 and counts["told"] >= 9 and counts["refused"] == 8
+        assert fleet.losses == 0 and fleet.num_moved > 0 and counts["told"] >= 9 and counts["refused"] == 8
         assert fleet.num_ready == 2
         assert fleet.stats.requests == 200
     assert {tag: one[0].tokens for tag, one in found.items()} == alone

@@ -141,15 +141,15 @@ def test_a_gap_shows_and_a_snapshot_mends_it():
     assert router.take("a", CacheEvents(0, 0, (CacheCleared(), RowsStored(1, None, one))))
     assert not router.take("a", CacheEvents(0, 3, (RowsStored(3, 2, two),)))
     assert not router.take("a", CacheEvents(0, 4, (RowsRemoved(1),)))
-    assert router.matched(Prompt(np.arange(9))) == {"a": 5}
+    assert router.matched_rows(Prompt(np.arange(9))) == {"a": 5}
     assert router.take("a", CacheEvents(0, 7, (CacheCleared(), RowsStored(9, None, np.arange(9)), Cut(9, 10, 4))))
     assert router.take("a", CacheEvents(0, 3, (RowsRemoved(1),)))  # late: it is passed over
-    assert router.matched(Prompt(np.arange(9))) == {"a": 9}
+    assert router.matched_rows(Prompt(np.arange(9))) == {"a": 9}
     assert router.take("a", CacheEvents(0, 10, (RowsRemoved(9),)))
-    assert router.matched(Prompt(np.arange(9))) == {"a": 4}
+    assert router.matched_rows(Prompt(np.arange(9))) == {"a": 4}
     assert not router.take("a", CacheEvents(0, 11, (RowsRemoved(9),)))  # it is not held
     assert router.take("a", CacheEvents(1, 0, (CacheCleared(),)))  # it was started again
-    assert router.matched(Prompt(np.arange(9))) == {}
+    assert router.matched_rows(Prompt(np.arange(9))) == {}
     check_router(router)
 
 
@@ -159,7 +159,7 @@ def test_a_removal_touches_its_sender_only():
         router.join(name)
         router.take(name, CacheEvents(0, 0, (CacheCleared(), RowsStored(1, None, np.arange(6)))))
     router.take("a", CacheEvents(0, 2, (RowsRemoved(1),)))
-    assert router.matched(Prompt(np.arange(6))) == {"b": 6}
+    assert router.matched_rows(Prompt(np.arange(6))) == {"b": 6}
     check_router(router)
 
 
@@ -170,11 +170,11 @@ def test_blocks_are_runs():
     tokens = np.arange(48)
     blocks = [RowsStored(f"h{i}", f"h{i - 1}" if i else None, tokens[16 * i : 16 * i + 16]) for i in range(3)]
     assert router.take("a", CacheEvents(0, 0, (CacheCleared(), *blocks, blocks[1])))  # the second is told of twice
-    assert router.matched(Prompt(tokens)) == {"a": 48}
+    assert router.matched_rows(Prompt(tokens)) == {"a": 48}
     assert router.take("a", CacheEvents(0, 5, (RowsRemoved("h1"),)))
-    assert router.matched(Prompt(tokens)) == {"a": 16}
+    assert router.matched_rows(Prompt(tokens)) == {"a": 16}
     assert router.take("a", CacheEvents(0, 6, (blocks[1],)))
-    assert router.matched(Prompt(tokens)) == {"a": 48}
+    assert router.matched_rows(Prompt(tokens)) == {"a": 48}
     check_router(router)
 
 
@@ -185,11 +185,11 @@ def test_an_estimate_is_corrected_by_the_answers():
     for i, prompt in enumerate(prompts):
         router.send(i, prompt, "http")
         router.end(i, output_rows=1, cached_rows=0)
-    assert all(router.matched(prompt) == {"http": 1000} for prompt in prompts)
+    assert all(router.matched_rows(prompt) == {"http": 1000} for prompt in prompts)
     router.send("again", prompts[7], "http")
     # It is gone, so all before it are gone as well: 12 prompts fit, and now the next one makes room.
     router.end("again", output_rows=1, cached_rows=0)
-    assert [len(router.matched(prompt)) for prompt in prompts] == [0] * 7 + [1] + [0] + [1] * 11
+    assert [len(router.matched_rows(prompt)) for prompt in prompts] == [0] * 7 + [1] + [0] + [1] * 11
     assert router._members["http"].estimate.capacity == 12_000
     check_router(router)
 
@@ -204,10 +204,10 @@ def test_an_answer_that_says_nothing_of_the_cache_changes_no_estimate(says):
         for prompt in pair:
             router.send(id(prompt), prompt, "http")
         for prompt in pair:
-            held = router.in_flight[id(prompt)].held
+            held = router.in_flight[id(prompt)].estimated_rows
             router.end(id(prompt), output_rows=1, cached_rows=held if says else None)
     assert router._members["http"].estimate.capacity == 100_000
-    assert all(router.matched(prompt) == {"http": 1001} for prompt in prompts)
+    assert all(router.matched_rows(prompt) == {"http": 1001} for prompt in prompts)
     check_router(router)
 
 
@@ -258,15 +258,15 @@ def test_load_falls_as_work_is_done():
     load.send(200, 50)
     assert load.seconds == pytest.approx(1.3)
     load.work(150, 10, 0.25)
-    assert load.remaining == (150, 90)
+    assert load.remaining_rows == (150, 90)
     load.end((100, 50), (100, 5))  # it ended early
-    assert load.remaining == (150, 45)
+    assert load.remaining_rows == (150, 45)
     load.work(150, 45, 0.6)
     load.end((200, 50), (200, 50))
-    assert load.remaining == (0, 0) and load.seconds == 0
+    assert load.remaining_rows == (0, 0) and load.seconds == 0
     load.send(10, 10)
     load.end((10, 10), (10, 3))  # nobody told of steps
-    assert load.remaining == (0, 0)
+    assert load.remaining_rows == (0, 0)
 
 
 def test_speed_is_learned():
@@ -344,7 +344,7 @@ def test_what_ended_requests_took_is_not_taken_for_work_on_others(output, cached
         router.send(key, Prompt(np.full(120, key, np.int32)), "a")
     router.worked("a", done + 60, 0, 1.0)
     router.end(0, output_rows=output, cached_rows=cached)
-    assert router.load("a").remaining == (60, 0)
+    assert router.load("a").remaining_rows == (60, 0)
 
 
 @pytest.mark.parametrize("computed", [0, 4])

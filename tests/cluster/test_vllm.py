@@ -276,7 +276,7 @@ def test_vllm_itself_gives_what_our_engine_gives_and_tells_of_its_blocks(model, 
         router.join("vllm")
         blocks.tell_anew()
         assert router.take("vllm", blocks.drain())
-        held = [router.matched(Prompt(one, namespace=(None, ""))).get("vllm", 0) for one in prompts]
+        held = [router.matched_rows(Prompt(one, namespace=(None, ""))).get("vllm", 0) for one in prompts]
         assert max(held) >= 64 and all(rows % 32 == 0 or rows > 64 for rows in held) and rows_in(blocks) <= 60 * 32
     assert told and all(events.first >= 0 for events in told)
 

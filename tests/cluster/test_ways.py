@@ -274,9 +274,9 @@ WAYS = [
 @pytest.mark.parametrize("way, task", [*WAYS, *[pytest.param(on_ray, task, marks=pytest.mark.slow) for task in TASKS]])
 def test_tables(request, llm, in_one_process, way, task):
     has_ids = way is not to_prefold
-    how = ("--task", "generate" if task == "raw" else task, "--id", "id", *TASKS[task])
-    expected = in_one_process(table(), *how)
-    found = run(table() if has_ids else table()[:-1], *how, *way(request, llm))
+    options = ("--task", "generate" if task == "raw" else task, "--id", "id", *TASKS[task])
+    expected = in_one_process(table(), *options)
+    found = run(table() if has_ids else table()[:-1], *options, *way(request, llm))
     assert sum("error" not in one for one in expected.values()) > 1
     for name, other in found.items():
         one = expected[name]

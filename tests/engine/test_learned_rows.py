@@ -66,10 +66,10 @@ def test_steps_become_small_where_the_device_waits_for_its_weights(monkeypatch):
     assert seconds < 0.85 * large
 
 
-@pytest.mark.parametrize("how", [{"rows": MOST}, {"learns": False}, {}])
-def test_steps_stay_large(monkeypatch, how):
+@pytest.mark.parametrize("options", [{"rows": MOST}, {"learns": False}, {}])
+def test_steps_stay_large(monkeypatch, options):
     """Where a number was given, where the worker computes all the time, and where that is found out."""
-    _, sizes = run(monkeypatch, 0.03 if how else 0.001, **how)
+    _, sizes = run(monkeypatch, 0.03 if options else 0.001, **options)
     assert sum(size > 200 for size in sizes) >= 10
 
 

@@ -83,9 +83,9 @@ def test_one_damaged_logit_is_enough(tmp_path):
 def test_a_result_that_is_no_number_is_the_error_of_its_item(llm, method):
     call = {
         "embed": llm.embed,
-        "classify": lambda texts, **how: llm.classify(texts, ["yes", "no"], **how),
-        "score": lambda texts, **how: llm.score(texts, [[65]] * len(texts), **how),
-        "rerank": lambda texts, **how: llm.rerank([60], texts, template="{query}{document}", **how),
+        "classify": lambda texts, **options: llm.classify(texts, ["yes", "no"], **options),
+        "score": lambda texts, **options: llm.score(texts, [[65]] * len(texts), **options),
+        "rerank": lambda texts, **options: llm.rerank([60], texts, template="{query}{document}", **options),
     }[method]
     with pytest.raises(InputError, match=r"item 1 of \w+: .*not a finite number.*float32") as caught:
         call(PROMPTS)

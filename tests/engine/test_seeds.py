@@ -49,9 +49,9 @@ def test_neither_steps_nor_company_nor_sharing_change_a_draw_in_float32():
     prompts = prefixes(llm)
     assert len(prompts) == POSITIONS
     wanted = draws(llm, prompts, samples=20)
-    for how in ({"rows": 7}, {"rows": 100}, {"sharing": "mlp"}):
-        found = draws(llm, prompts, samples=20, **how)
-        assert (found != wanted).sum(axis=(1, 2)).tolist() == [0, 0, 0], how
+    for options in ({"rows": 7}, {"rows": 100}, {"sharing": "mlp"}):
+        found = draws(llm, prompts, samples=20, **options)
+        assert (found != wanted).sum(axis=(1, 2)).tolist() == [0, 0, 0], options
 
 
 def test_bfloat16_draws_nearly_what_float32_draws():

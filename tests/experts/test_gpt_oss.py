@@ -19,8 +19,8 @@ TOKENS = torch.arange(40) * 7 % 300
 SIZES = {"hidden_size": 64, "intermediate_size": 32}  # whole blocks
 
 
-def logits_of(folder, **how):
-    model = load_model(resolve(str(folder)), dtype=torch.float32, device="cpu", **how)
+def logits_of(folder, **options):
+    model = load_model(resolve(str(folder)), dtype=torch.float32, device="cpu", **options)
     with torch.inference_mode():
         return model.logits(model(TOKENS, torch.arange(40), DenseAttend(model.config)))
 

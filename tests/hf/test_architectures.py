@@ -112,8 +112,8 @@ def test_scores_at_random_cuts(case, sharing):
 @pytest.mark.parametrize("sharing", ["full", "off"])
 def test_generation_with_preemption(case, sharing):
     llm, asked, model, _, _, tolerance = case
-    how = {"slots": max(map(len, asked)) + MAX_TOKENS + 10, "max_running": 16, "reserve_output": False}
-    engine = engine_of(llm, rows=16, sharing=sharing, **how)
+    options = {"slots": max(map(len, asked)) + MAX_TOKENS + 10, "max_running": 16, "reserve_output": False}
+    engine = engine_of(llm, rows=16, sharing=sharing, **options)
     results = generate(engine, [ask(p, max_tokens=MAX_TOKENS, ignore_eos=True) for p in asked])
     assert engine.stats.generation.preemptions > 0
     likeliest(model, asked, results, tolerance)

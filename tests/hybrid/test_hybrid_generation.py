@@ -143,8 +143,8 @@ def test_a_step_that_fails_changes_no_state(pair, monkeypatch):
     engine = engine_of(llm, rows=24, cache=CACHE, **few_states(llm, 30))
     forward = HybridLM.forward
 
-    def failing(self, tokens, *rest, **how):
-        hidden = forward(self, tokens, *rest, **how)
+    def failing(self, tokens, *rest, **options):
+        hidden = forward(self, tokens, *rest, **options)
         if (tokens == 299).any():
             raise ValueError("token 299")
         return hidden

@@ -43,7 +43,7 @@ def write_hybrid_gguf(folder: Path, path: Path, **metadata: int) -> None:
         writer.add_head_count_kv(config.kv_heads)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-        writer.add_rope_dimension_count(config.rotated)
+        writer.add_rope_dimension_count(config.rotated_dim)
         writer.add_rope_dimension_sections([1, 1, 0, 0])
         writer.add_ssm_conv_kernel(sizes["taps"])
         writer.add_ssm_state_size(sizes["key_dim"])
@@ -84,7 +84,7 @@ def test_a_file_gives_what_its_checkpoint_does(folder, tmp_path):
     path = tmp_path / "m.gguf"
     write_hybrid_gguf(folder, path)
     ours, theirs = (config_from(resolve(str(one)).config) for one in (path, folder))
-    assert (ours.mixers, ours.sizes, ours.rotated) == (theirs.mixers, theirs.sizes, theirs.rotated)
+    assert (ours.mixers, ours.sizes, ours.rotated_dim) == (theirs.mixers, theirs.sizes, theirs.rotated_dim)
     llm, texts = LLM(str(path), dtype="float32"), prompts(6)
     expected = hidden_states(reference(folder), texts)
     for sharing in SHARING_MODES:

@@ -52,12 +52,12 @@ class Seeing:
         ids, media = images.encode(text, images.read([(picture, "image")]), "", "prompt")
         return Request(ids, media=media, sampling=Sampling(max_tokens=max_tokens))
 
-    def engine(self, **how) -> ModelEngine:
-        return engine_of(self.llm, media=self.llm.images.table, **how)
+    def engine(self, **options) -> ModelEngine:
+        return engine_of(self.llm, media=self.llm.images.table, **options)
 
-    def one_by_one(self, requests: list[Request], **how) -> list[list[int]]:
+    def one_by_one(self, requests: list[Request], **options) -> list[list[int]]:
         """The answers of an engine with a cache."""
-        engine = self.engine(cache=CacheOptions(min_overlap=0), **how)
+        engine = self.engine(cache=CacheOptions(min_overlap=0), **options)
         return [tokens_of(generate(engine, [request]))[0] for request in requests]
 
 

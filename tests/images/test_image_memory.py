@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from books import check_books
-from generating import image_scheduler
+from generating import bytes_held, image_scheduler
 from noting import ROWS, Noting, desk_of, engine_of, finish, take
 
 from prefold.types import Request, Sampling
@@ -23,7 +23,7 @@ def test_prompts_with_the_same_images_in_another_order():
     for _ in range(100):
         generator.step()
         check_books(generator.scheduler)
-        assert image_scheduler(engine).bytes_held <= ROWS * 10
+        assert bytes_held(image_scheduler(engine)) <= ROWS * 10
     assert len(answers) == 2 and not generator.has_work
     assert engine.stats.tower_runs == 3
 
@@ -35,6 +35,6 @@ def test_an_image_that_the_tower_failed_for_in_numbers_is_made_again():
     desk.need([one])
     with desk.using(one.ids):
         assert list(worker.made) == [one.ids[0]], "the step has rows that are no numbers"
-    assert not worker.made and not desk.bytes_held
+    assert not worker.made and not bytes_held(desk)
     worker.fails = set()
     assert finish(desk) is None and desk.holds_rows(one.ids).all()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from books import check_books
-from generating import AtOnce, image_scheduler
+from generating import AtOnce, bytes_held, image_scheduler
 from noting import PIECES, ROWS, TOWER, Noting, desk_of, engine_of, finish, take
 
 from prefold.cache import CacheOptions
@@ -36,7 +36,7 @@ def test_a_piece_at_a_time():
     )
     assert meter.stats.tower_runs == 1 and "tower" in meter.stats.seconds
     assert finish(desk) is None
-    assert meter.stats.tower_runs == 2 and desk.bytes_held == 80
+    assert meter.stats.tower_runs == 2 and bytes_held(desk) == 80
     assert worker.told[PIECES:] == [(other.ids[0], PIECES)], "all at once, where there is time"
 
 
@@ -178,8 +178,8 @@ def test_memory_and_shares_of_tenants():
     for medium in (*quiet, *flood):
         desk.need([medium])
         finish(desk)
-        assert desk.bytes_held <= 5 * ROWS * 10
-        assert desk.bytes_held == sum(len(ids) * 10 for ids in worker.made.values())
+        assert bytes_held(desk) <= 5 * ROWS * 10
+        assert bytes_held(desk) == sum(len(ids) * 10 for ids in worker.made.values())
     assert all(desk.holds_rows(medium.ids).all() for medium in (*quiet, *flood[-3:]))
     assert meter.stats.tower_runs == 22
     # Of one tenant's what was used last stays.
@@ -206,7 +206,7 @@ def test_rows_that_somebody_waits_for_stay():
         with desk.using(medium.ids):
             assert desk.holds_rows(medium.ids).all()
     assert desk.holds_rows(waiting[2].ids).all() and not desk.holds_rows(waiting[0].ids).any()
-    assert desk.bytes_held <= 3 * ROWS * 10
+    assert bytes_held(desk) <= 3 * ROWS * 10
 
 
 def test_ids_of_what_is_kept_are_not_given_to_another():
@@ -298,7 +298,7 @@ def test_text_goes_on_while_images_wait():
     worker = Noting()
     engine = engine_of(worker)
     desk, generator = image_scheduler(engine), engine.generator
-    desk._stop = lambda run, seconds, idle: run.done + 1
+    desk._stop = lambda run, seconds, idle: run.num_done + 1
     image, told = take(image_scheduler(engine).media, "one"), {}
     text = Request(np.array([1, 2, 3], np.int32), sampling=Sampling(max_tokens=30))
     generator.add(text, None, lambda answer: told.__setitem__("text", answer))
@@ -373,7 +373,7 @@ def test_requests_that_are_cancelled_stop_the_tower():
     worker = Noting()
     engine = engine_of(worker)
     generator, image = engine.generator, take(image_scheduler(engine).media, "one")
-    image_scheduler(engine)._stop = lambda run, seconds, idle: run.done + 1
+    image_scheduler(engine)._stop = lambda run, seconds, idle: run.num_done + 1
     tokens = np.concatenate(([1], image.ids, [2])).astype(np.int32)
     key = generator.add(Request(tokens, sampling=Sampling(max_tokens=2), media=(image,)), None, lambda answer: None)
     generator.step()

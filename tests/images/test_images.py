@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from books import check_books
-from generating import AtOnce, engine_of, generate, image_scheduler, tokens_of
+from generating import AtOnce, bytes_held, engine_of, generate, image_scheduler, tokens_of
 from running import run
 from tiny_vision import drawing, tiny_vision, vision_reference
 
@@ -89,8 +89,8 @@ class Case:
         return Request(tokens, media=tuple(media), salt=salt, **options)
 
     def asked(self, engine: ModelEngine, prompts: list[Prompt], **sampling) -> list[Request]:
-        how = Sampling(**{"max_tokens": MAX_TOKENS, "ignore_eos": True, **sampling})
-        return [self.request(engine, prompt, sampling=how) for prompt in prompts]
+        options = Sampling(**{"max_tokens": MAX_TOKENS, "ignore_eos": True, **sampling})
+        return [self.request(engine, prompt, sampling=options) for prompt in prompts]
 
     def arguments(self, prompt: Prompt) -> dict[str, torch.Tensor]:
         ids = torch.tensor([self.ids(prompt)])
@@ -224,7 +224,7 @@ def test_warm_cache(case):
     before, runs = engine.stats.generation.prefill_rows, engine.stats.tower_runs
     assert runs == 5
     image_scheduler(engine).clear()
-    assert not image_scheduler(engine).bytes_held
+    assert not bytes_held(image_scheduler(engine))
     assert tokens_of(generate(engine, found.asked(engine, asked[:7]))) == greedy[:7]
     assert engine.stats.tower_runs == runs, "an image whose rows are cached is not encoded"
     assert engine.stats.generation.prefill_rows - before == 7, "the last row of each"
@@ -243,10 +243,10 @@ def test_samples_and_penalties(case):
     """A repetition penalty concerns the tokens of a prompt, and no rows of images."""
     found, asked, _, _, _ = case
     engine = engine_of(found.llm, kv_memory=1 << 22)
-    how = {"n": 2, "temperature": 1.0, "seed": 5, "repetition_penalty": 1.3}
-    (together,) = generate(engine, found.asked(engine, [asked[3]], **how))
+    options = {"n": 2, "temperature": 1.0, "seed": 5, "repetition_penalty": 1.3}
+    (together,) = generate(engine, found.asked(engine, [asked[3]], **options))
     alone = engine_of(found.llm, rows=smallest(found), sharing="off", kv_memory=1 << 22)
-    (again,) = generate(alone, found.asked(alone, [asked[3]], **how))
+    (again,) = generate(alone, found.asked(alone, [asked[3]], **options))
     assert [sample.tokens for sample in together] == [sample.tokens for sample in again]
 
 
@@ -352,7 +352,7 @@ def test_others_generate_while_the_tower_runs(case, tmp_path):
     steps = 0
     with pytest.MonkeyPatch.context() as patch:
         # As of a large one: a piece of work at a time, of two a layer.
-        patch.setattr(image_scheduler(engine), "_stop", lambda run, seconds, idle: run.done + 1)
+        patch.setattr(image_scheduler(engine), "_stop", lambda run, seconds, idle: run.num_done + 1)
         while not engine.stats.tower_runs:
             before = engine.stats.generation.decode_rows
             assert engine.generator.step()
@@ -393,7 +393,7 @@ def test_from_several_threads(case):
         assert tokens_of(generate(engine, found.asked(engine, asked))) == greedy
     thread.join()
     assert not failures, failures
-    assert image_scheduler(engine).bytes_held <= image_scheduler(engine)._memory + 5 * 40 * 4 * 36
+    assert bytes_held(image_scheduler(engine)) <= image_scheduler(engine)._memory + 5 * 40 * 4 * 36
 
 
 def test_steps_too_small_for_an_image_are_refused(case):

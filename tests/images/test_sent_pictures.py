@@ -86,9 +86,9 @@ def assert_same(found, expected):
             assert np.allclose(found[tag].values, one.values, atol=1e-5)
 
 
-def fleet_of(llms, table, **how):
+def fleet_of(llms, table, **options):
     facts = {name: replace(facts_of(llm), max_running=4, max_rows=64) for name, llm in zip("ab", llms, strict=True)}
-    replicas = ThreadReplicas("ab", llms=dict(zip("ab", llms, strict=True)), facts=facts, **how)
+    replicas = ThreadReplicas("ab", llms=dict(zip("ab", llms, strict=True)), facts=facts, **options)
     return Fleet(replicas, media=table), replicas
 
 
@@ -132,7 +132,7 @@ def test_an_image_is_sent_once_while_it_is_needed(llms):
         # Sorted, the requests of an image come together: each replica has its part of them.
         assert 12 <= sends < 20 and any(gone for _, _, gone in replicas.held)
         for host in replicas.hosts.values():
-            assert len(host._pictures._media) == len(host._pictures._theirs) < 12
+            assert len(host._pictures._media) == len(host._pictures._driver_ids) < 12
 
 
 def test_a_replica_that_is_lost_has_held_nothing(llms):
@@ -171,8 +171,8 @@ def test_a_replica_has_its_own_ids_and_tells_of_the_drivers(llms):
     one = llms[0]
     table, processor = MediaTable(), one.images.processor
     requests = requests_of(one, table, "tokens", pictures(3), count=6)
-    how = {"tiles": 1, "rows_per_tile": 5, "span": processor.span, "load": lambda: None}
-    taken = [one.images.table.medium(bytes([k]), **how) for k in range(3)]
+    options = {"tiles": 1, "rows_per_tile": 5, "span": processor.span, "load": lambda: None}
+    taken = [one.images.table.medium(bytes([k]), **options) for k in range(3)]
     sent = SentImages(table)
     spool = Spool()
     for request in requests:
@@ -200,7 +200,7 @@ def test_a_new_run_begins_without_images(llms):
     ids = np.arange(one.images.processor.rows_per_tile, dtype=np.int32) + MEDIA_BASE
     host.hold([SentImage(b"key", "", ids, pictures(1)[0].pixels)], [])
     host.begin(RunCall(Readout("last")))
-    assert not host._pictures._media and not host._pictures._theirs
+    assert not host._pictures._media and not host._pictures._driver_ids
     host.close()
 
 

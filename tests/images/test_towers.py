@@ -84,10 +84,10 @@ def test_in_pieces(tmp_path, monkeypatch, size, own):
         for steps in (np.ones(pieces, int), rng.integers(1, 5, pieces)):
             rows = tower.start(tiles, attend)
             for stop in steps.cumsum().tolist():
-                assert rows.done < pieces
+                assert rows.num_done < pieces
                 if tower.go_on(rows, stop):
                     break
-            assert rows.done == pieces
+            assert rows.num_done == pieces
             assert (tower.finish(rows) - whole).abs().max() < 1e-5
 
 

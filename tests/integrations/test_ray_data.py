@@ -155,8 +155,8 @@ def test_a_driver_that_is_killed_is_resumed_by_ray_data(model, llm, tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environment = os.environ | {"PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false"}
 
-    def run(how):
-        command = [sys.executable, "-c", RESUMED, str(tmp_path), model, how]
+    def run(mode):
+        command = [sys.executable, "-c", RESUMED, str(tmp_path), model, mode]
         return subprocess.run(command, env=environment, capture_output=True, timeout=400)
 
     killed = run("kill")

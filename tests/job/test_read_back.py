@@ -35,7 +35,7 @@ TEXTS += ["'", '""', "\\"]
 
 def make(path, lines, form=None, **options):
     """The output of these lines, and the notes on it."""
-    out = open_output(OutputOptions(path, form=form or TableForm(names=("record", "error")), **options), JOB)
+    out = open_output(OutputOptions(path, form=form or TableForm(columns=("record", "error")), **options), JOB)
     for number, line in enumerate(lines, 1):
         out.write(number, dumps({"record": number} | line), "error" in line)
     out.finish()

@@ -96,8 +96,8 @@ def test_results_that_are_not_finite_become_errors(tmp_path):
     llm = fake_llm()
     run = llm.engine.run
 
-    def broken(*arguments, **how):
-        for i, (tag, result) in enumerate(run(*arguments, **how)):
+    def broken(*arguments, **options):
+        for i, (tag, result) in enumerate(run(*arguments, **options)):
             if i == 1:
                 result.values[0] = np.nan
             yield tag, result

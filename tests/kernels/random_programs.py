@@ -209,8 +209,8 @@ def has_tiles() -> bool:
     return ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(permitted)) == 0 and bool(permitted.value >> 18 & 1)
 
 
-def main(library: str, seed: int, models: int, how: str = "") -> None:
-    memory = refuse_tiles() if how == "refused" else None
+def main(library: str, seed: int, models: int, mode: str = "") -> None:
+    memory = refuse_tiles() if mode == "refused" else None
     loader._loaded = loader.LoadedKernels(loader.Kernels(Path(library)), "sanitized")
     loader._loaded.kernels.use_own_threads(True)
     # Products by the library, also where it would leave them to PyTorch.
@@ -238,7 +238,7 @@ def main(library: str, seed: int, models: int, how: str = "") -> None:
         caller = Thread(target=run)  # whose thread ends, and with it what the kernels keep for it
         caller.start()
         caller.join()
-        if how == "forked":
+        if mode == "forked":
             check_forked(run, expected)
         check(run(), expected)
     with ThreadPoolExecutor(3) as pool:  # each model has buffers of its own

@@ -16,7 +16,7 @@ def test_room_is_given_back_when_the_longest_tail_ends():
         tails.room_for(rows)
         tails.row[place] = rows - 1
         tails.slots[place, 1, :rows] = np.arange(rows) * 2 + 1
-        tails.owned[place, 1, :rows] = True
+        tails.owns_slot[place, 1, :rows] = True
         for row in range(0, rows, 100):
             at = np.array([place]), np.array([1])
             tails.add_runs(*at, tails.slots[place, 1, row : row + 1], 1, np.array([row]))
@@ -26,7 +26,7 @@ def test_room_is_given_back_when_the_longest_tail_ends():
     check_tails(tails)
     tails.release(half)
     assert tails.slots.shape == (8, 2, 32) and tails.run_start.shape == (8, 2, 8)
-    assert tails.slots[short, 1, :4].tolist() == [1, 3, 5, 0] and tails.owned[short, 1].sum() == 3
+    assert tails.slots[short, 1, :4].tolist() == [1, 3, 5, 0] and tails.owns_slot[short, 1].sum() == 3
     assert (tails.num_runs[short, 1], tails.run_start[short, 1, 0]) == (1, 1)
     check_tails(tails)
     again = tails.take()

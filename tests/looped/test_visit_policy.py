@@ -19,9 +19,9 @@ VISITS = VisitOptions((0, 1, 0), 2)
 PROMPT = [1, 0, 1, 1, 0, 1]
 
 
-def fair(decided: dict, **how) -> VisitScheduler:
+def fair(decided: dict, **options) -> VisitScheduler:
     """Two sequences of a batch run, an interactive one waits."""
-    scheduler = VisitScheduler(SlotPool(400), VISITS, **{"max_batch_rows": 64, "max_running": 8} | how)
+    scheduler = VisitScheduler(SlotPool(400), VISITS, **{"max_batch_rows": 64, "max_running": 8} | options)
     scheduler.admit_by(FairAdmission())
     prompt = np.array(PROMPT, np.int32)
     for key in ("batch", "other"):
@@ -94,8 +94,8 @@ def test_a_batch_makes_way():
     check_visits(scheduler)
 
 
-def cached(slots: int, **how) -> VisitScheduler:
-    options = {"max_batch_rows": 64, "max_running": 8, "cache": CacheOptions(min_overlap=0)} | how
+def cached(slots: int, **settings) -> VisitScheduler:
+    options = {"max_batch_rows": 64, "max_running": 8, "cache": CacheOptions(min_overlap=0)} | settings
     return VisitScheduler(SlotPool(slots), VISITS, **options)
 
 

@@ -109,9 +109,11 @@ def test_many_traces(trace):
     run_trace(trace)
 
 
-def shared(visits: VisitOptions, rules: list[Exits], prompts: list[list[int]], limit: int = 3, **how) -> VisitScheduler:
+def shared(
+    visits: VisitOptions, rules: list[Exits], prompts: list[list[int]], limit: int = 3, **options
+) -> VisitScheduler:
     """Runs these prompts, the i-th with the i-th rule; each must give what it gives alone."""
-    scheduler = VisitScheduler(SlotPool(2000), visits, **{"max_batch_rows": 64, "max_running": 16} | how)
+    scheduler = VisitScheduler(SlotPool(2000), visits, **{"max_batch_rows": 64, "max_running": 16} | options)
     worker, ended, decided = FakeWorker(visits.blocks), {}, [ExitRecord() for _ in rules]
     for number, (prompt, exits) in enumerate(zip(prompts, rules, strict=True)):
         scheduler.submit(number, np.array(prompt, np.int32), limit=limit, exits=exits, exit_record=decided[number])
@@ -217,7 +219,7 @@ def test_nobody_waits_for_long():
         scheduler.submit(number, np.array([number % 3, 1], np.int32), limit=8, exits=Exits(route=route))
     while scheduler.has_work:
         run_step(scheduler, worker, {}, [])
-        longest = max([longest, *(one.waited for one in scheduler.running if one.key == 5)])
+        longest = max([longest, *(one.steps_waited for one in scheduler.running if one.key == 5)])
     assert longest <= 3 + 1
 
 
@@ -293,8 +295,8 @@ def test_rows_make_several_visits_in_a_step(refill):
     assert ((0, 0, 0, 0, 1, 1) in between) if refill else not between
 
 
-@pytest.mark.parametrize("how", ["prompt", "cancel"])
-def test_a_step_that_is_not_run_keeps_nothing(how):
+@pytest.mark.parametrize("mode", ["prompt", "cancel"])
+def test_a_step_that_is_not_run_keeps_nothing(mode):
     """Slots for visits that rows perhaps do not make are given back where another step is run in its place."""
     visits = VisitOptions((0, 1, 0, 1), 2, step_visits=8)
     scheduler = VisitScheduler(SlotPool(2000), visits, max_batch_rows=64, max_running=8)
@@ -308,7 +310,7 @@ def test_a_step_that_is_not_run_keeps_nothing(how):
         scheduler.admit()
     used = scheduler.pool.used_slots
     assert len(step.message.rounds.blocks) > 1
-    if how == "cancel":
+    if mode == "cancel":
         scheduler.cancel(2)
         check_visits(scheduler)
         assert scheduler.pool.used_slots < used
@@ -316,7 +318,7 @@ def test_a_step_that_is_not_run_keeps_nothing(how):
         scheduler.submit(3, np.array([1, 1], np.int32), limit=9, exits=Exits(0.5, 2), exit_record=decided[3])
     while scheduler.has_work:
         run_step(scheduler, worker, ended, [])
-    for number in range(2 if how == "cancel" else 4):
+    for number in range(2 if mode == "cancel" else 4):
         prompt = [1, 1] if number == 3 else [number % 2, 1, 0]
         check_alone(prompt, 0, 9, Exits(0.5, 2), visits, ended[number, 0], decided[number])
 
@@ -339,7 +341,7 @@ def test_steps_that_become_smaller():
     while len(ended) < 8:
         scheduler.max_batch_rows = 3 if all(one.ready for one in scheduler.running) else 64
         run_step(scheduler, worker, ended, [])
-        longest = max([longest, *(one.waited for one in scheduler.running)])
+        longest = max([longest, *(one.steps_waited for one in scheduler.running)])
     assert longest <= 8
     for number in range(8):
         check_alone([number % 2, 1, number % 3], 0, 9, Exits(0.4, 2), VISITS, ended[number, 0], decided[number])

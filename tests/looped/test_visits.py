@@ -196,8 +196,8 @@ def test_little_memory(gated, reserve):
 def test_samples_and_penalties_and_logprobs(gated):
     """Reads that are not made take no part in how tokens are chosen at those that are."""
     llm, _ = gated
-    how = {"n": 2, "temperature": 0.9, "seed": 5, "logprobs": 2, "repetition_penalty": 1.2, "min_tokens": 3}
-    requests = [request_of(tokens, Exits(0.5), **how) for tokens in prompts(3, count=3)[:2]]
+    options = {"n": 2, "temperature": 0.9, "seed": 5, "logprobs": 2, "repetition_penalty": 1.2, "min_tokens": 3}
+    requests = [request_of(tokens, Exits(0.5), **options) for tokens in prompts(3, count=3)[:2]]
     requests += [request_of(tokens, Exits(0.8)) for tokens in prompts(4, count=3)[:2]]
     together = generate(engine_of(llm), requests)
     alone = [generate(engine_of(llm), [request])[0] for request in requests]

@@ -98,8 +98,8 @@ def test_without_the_probe_the_broken_model_would_be_wrong(tmp_path, monkeypatch
 @needs_int8
 def test_an_llm_says_so_and_its_results_are_others(tmp_path):
     folder = tiny_checkpoint(tmp_path, "llama")
-    how = {"device": "cpu", "dtype": "float32"}
-    with LLM(str(folder), **how) as exact, LLM(str(folder), arithmetic="int8", **how) as llm:
+    options = {"device": "cpu", "dtype": "float32"}
+    with LLM(str(folder), **options) as exact, LLM(str(folder), arithmetic="int8", **options) as llm:
         assert "int8 arithmetic in 3 of 3 layers" in llm.passes and "int8" not in exact.passes
         assert llm.identity == exact.identity | {"arithmetic": "int8"}
         a, b = exact.embed(["one two", "three"]), llm.embed(["one two", "three"])
@@ -126,22 +126,22 @@ def test_refusals(tmp_path, options, message, remedy):
 
 
 def test_refusals_of_a_machine(monkeypatch):
-    how = {"weights": "auto", "ranks": 1, "is_quantised": False}
+    options = {"weights": "auto", "ranks": 1, "is_quantised": False}
     with pytest.raises(InputError, match="this is cuda, and int8 is computed on CPUs"):
-        int8.check_int8(torch.bfloat16, torch.device("cuda"), **how)
+        int8.check_int8(torch.bfloat16, torch.device("cuda"), **options)
     monkeypatch.setattr(int8.kernels, "load", lambda: None)
     with pytest.raises(InputError, match="no compiled kernels here"):
-        int8.check_int8(torch.bfloat16, torch.device("cpu"), **how)
+        int8.check_int8(torch.bfloat16, torch.device("cpu"), **options)
     monkeypatch.setattr(int8.kernels, "load", lambda: type("Without", (), {"has_int8": False})())
     with pytest.raises(InputError, match="no VNNI"):
-        int8.check_int8(torch.bfloat16, torch.device("cpu"), **how)
+        int8.check_int8(torch.bfloat16, torch.device("cpu"), **options)
 
 
 @needs_int8
 def test_weights_that_are_quantised_already():
-    how = {"weights": "int8", "ranks": 1, "is_quantised": True}
+    options = {"weights": "int8", "ranks": 1, "is_quantised": True}
     with pytest.raises(InputError, match="quantised already") as error:
-        int8.check_int8(torch.float32, torch.device("cpu"), **how)
+        int8.check_int8(torch.float32, torch.device("cpu"), **options)
     assert "its blocks are used as they are" in str(error.value)
 
 

@@ -29,8 +29,8 @@ def begin(arguments: list[str], folder: Path, stdin: str = os.devnull) -> BasePr
 def _run(arguments: list[str], folder: str, stdin: str) -> None:
     os.chdir(folder)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    for number, path, how in ((0, stdin, os.O_RDONLY), (1, "stdout", flags), (2, "stderr", flags)):
-        os.dup2(os.open(path, how, 0o644), number)
+    for number, path, mode in ((0, stdin, os.O_RDONLY), (1, "stdout", flags), (2, "stderr", flags)):
+        os.dup2(os.open(path, mode, 0o644), number)
     sys.stdin = os.fdopen(0, encoding="utf-8")
     if arguments[0].endswith(".py"):
         sys.argv = arguments

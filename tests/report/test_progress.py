@@ -28,7 +28,7 @@ def test_plain_lines_come_every_few_seconds(monkeypatch):
     monkeypatch.setattr(module, "time", clock)
     stream = io.StringIO()
     progress = PlainProgress(stream)
-    counts = Counts(phase="reading", read=1200, tokens=34_000)
+    counts = Counts(phase="reading", records_read=1200, tokens=34_000)
     for _ in range(100):
         clock.now += 0.11
         progress.tick(counts)
@@ -39,10 +39,10 @@ def test_rate_share_and_time_left(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     progress = Progress()
-    counts = Counts(phase="computing", read=200, read_all=True, tokens=10_000)
+    counts = Counts(phase="computing", records_read=200, read_all=True, tokens=10_000)
     assert progress.text(counts) == "0/200 records, 0 rows"
     clock.now += 10
-    counts.done, counts.rows, counts.tokens_done, counts.errors = 50, 1000, 2500, 2
+    counts.records_done, counts.rows, counts.tokens_done, counts.errors = 50, 1000, 2500, 2
     assert progress.text(counts) == "50/200 records, 1,000 rows, 100 rows/s, 60.0% saved, 2 errors, 30 s left"
     counts.read_all = False
     assert "left" not in progress.text(counts) and "50 records" in progress.text(counts)
@@ -52,11 +52,11 @@ def test_generation_is_as_far_as_its_requests(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     progress = Progress()
-    counts = Counts(phase="computing", read=4, read_all=True, tokens=100, requests=4, generated=40)
+    counts = Counts(phase="computing", records_read=4, read_all=True, tokens=100, requests=4, tokens_generated=40)
     progress.text(counts)
     clock.now += 10
     # Outputs count as tokens done, so those may be more than the prompts'.
-    counts.rows, counts.requests_done, counts.tokens_done, counts.done = 150, 1, 200, 1
+    counts.rows, counts.requests_done, counts.tokens_done, counts.records_done = 150, 1, 200, 1
     assert counts.share_done == 0.25
     text = progress.text(counts)
     assert text == "1/4 records, 150 rows, 15 rows/s, 40 tokens generated (4/s), 25.0% saved, 30 s left"
@@ -79,7 +79,7 @@ def test_a_terminal_gets_a_bar_and_a_log_lines():
     assert type(open_progress(stream=io.StringIO())) is PlainProgress
     stream = Terminal()
     bar = open_progress(stream=stream)
-    bar.tick(Counts(phase="computing", read=3, read_all=True, tokens=10, tokens_done=5, done=1))
+    bar.tick(Counts(phase="computing", records_read=3, read_all=True, tokens=10, tokens_done=5, records_done=1))
     bar.note("hello")
     bar.close(Counts())
     assert "hello" in stream.getvalue()

@@ -106,11 +106,11 @@ def test_everybody_ends_with_what_they_make_alone(
             mine = [one for one in scheduler.running if one.owner == Owner(tenant)]
             assert share.max_running is None or len(mine) <= share.max_running or quota != share.max_running
 
-    ended, how = {}, {"ahead": lambda: rng.random() < share_ahead, "limits": StepLimits(batch_rows=batch_rows)}
+    ended, options = {}, {"ahead": lambda: rng.random() < share_ahead, "limits": StepLimits(batch_rows=batch_rows)}
     while left:
         arrive()
-        ended |= run_to_end(scheduler, stop_at, arrive, **how)
-    ended |= run_to_end(scheduler, stop_at, **how)
+        ended |= run_to_end(scheduler, stop_at, arrive, **options)
+    ended |= run_to_end(scheduler, stop_at, **options)
     assert not scheduler.has_work and not len(scheduler.waiting)
     for key, (tokens, samples, limit) in asked.items():
         for sample in range(samples):

@@ -97,7 +97,7 @@ def test_what_waits_of_batches_is_not_in_the_way_of_interactive_requests(shared)
 def test_samples_that_are_too_many_are_never_counted(server, monkeypatch):
     seen, check = [], Backpressure.check
     monkeypatch.setattr(
-        Backpressure, "check", lambda self, *args, **how: seen.append(args) or check(self, *args, **how)
+        Backpressure, "check", lambda self, *args, **options: seen.append(args) or check(self, *args, **options)
     )
     body = {"prompt": "yes " * 2000, "n": 10**9}  # long enough to be prepared in a thread
     found = httpx.post(server.url + "/v1/completions", json=body, timeout=60)

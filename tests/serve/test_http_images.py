@@ -185,7 +185,7 @@ def test_uploaded_files(llm, tmp_path, monkeypatch, paths):
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))
     data, question = base64.b64decode(url_of(PICTURES[0]).partition(",")[2]), {"type": "text", "text": "what?"}
-    how = {"model": "m", "max_tokens": 4}
+    options = {"model": "m", "max_tokens": 4}
     with serving(llm, served_names=("m",), api_keys=str(keys), data_dir=str(tmp_path / "data")) as server:
         owner, stranger = (
             openai.OpenAI(base_url=f"{server.url}/v1", api_key=f"k-{name}", max_retries=0) for name in ("a", "b")
@@ -196,7 +196,9 @@ def test_uploaded_files(llm, tmp_path, monkeypatch, paths):
         def ask(client, id):
             content = [{"type": "image_url", "image_url": {"url": id}}, question]
             messages = [{"role": "user", "content": content}]
-            return client.chat.completions.create(messages=messages, temperature=0, **how).choices[0].message.content
+            return (
+                client.chat.completions.create(messages=messages, temperature=0, **options).choices[0].message.content
+            )
 
         expected = ask(owner, url_of(PICTURES[0]))
         assert ask(owner, file.id) == expected
@@ -208,12 +210,12 @@ def test_uploaded_files(llm, tmp_path, monkeypatch, paths):
         client = anthropic.Anthropic(base_url=server.url, api_key="k-a", max_retries=0)
         blocks = [{"type": "image", "source": {"type": "file", "file_id": file.id}}, question]
         message = client.messages.create(
-            messages=[{"role": "user", "content": blocks}], extra_body={"temperature": 0}, **how
+            messages=[{"role": "user", "content": blocks}], extra_body={"temperature": 0}, **options
         )
         assert message.content[0].text == expected
         line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions"}
         content = [{"type": "image_url", "image_url": {"url": file.id}}, question]
-        line["body"] = {"messages": [{"role": "user", "content": content}], "temperature": 0, **how}
+        line["body"] = {"messages": [{"role": "user", "content": content}], "temperature": 0, **options}
         lines = owner.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = owner.batches.create(input_file_id=lines.id, endpoint="/v1/chat/completions", completion_window="24h")
         until(lambda: owner.batches.retrieve(batch.id).status == "completed")

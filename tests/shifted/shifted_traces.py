@@ -12,7 +12,7 @@ from prefold.cache.events import CacheReporter
 from prefold.prefix import MEDIA_BASE, SPAN_BASE
 from prefold.schedule.generate_step import GenerateStep
 from prefold.shifted.options import ShiftedReuse
-from prefold.shifted.scheduler import Moved, ShiftingScheduler
+from prefold.shifted.scheduler import RowMove, ShiftingScheduler
 from tests.schedule.traces import CheckedStore, next_token
 
 IMAGES = [list(range(SPAN_BASE + 10 * i, SPAN_BASE + 10 * i + 3)) for i in range(2)]
@@ -31,7 +31,7 @@ class ShiftedStore(CheckedStore):
     def seen_behind(self, tokens: list[int], query: int) -> int:
         return next((ids[-1] - tokens[query] for ids in IMAGES if tokens[query] in ids and ids[0] >= SPAN_BASE), 0)
 
-    def move(self, moved: Moved, prompt: list[int], namespace: tuple) -> None:
+    def move(self, moved: RowMove, prompt: list[int], namespace: tuple) -> None:
         message = moved.message
         read = {}
         for source, old, new in zip(message.sources, message.positions, message.new_positions, strict=True):

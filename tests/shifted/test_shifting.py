@@ -14,7 +14,7 @@ from prefold.cache import CacheOptions, SlotPool
 from prefold.schedule.fair import FairAdmission
 from prefold.shifted.chunks import MAX_FAILED_STEPS
 from prefold.shifted.options import ShiftedReuse
-from prefold.shifted.scheduler import Moved, ShiftingScheduler
+from prefold.shifted.scheduler import RowMove, ShiftingScheduler
 from tests.schedule.traces import expected, next_token
 
 
@@ -65,7 +65,7 @@ def scheduler_of(slots: int = 300, **shifted) -> ShiftingScheduler:
     )
 
 
-def finish(scheduler: ShiftingScheduler) -> list[Moved]:
+def finish(scheduler: ShiftingScheduler) -> list[RowMove]:
     """Runs what there is; what was copied on the way."""
     found = []
     while True:
@@ -81,8 +81,8 @@ def finish(scheduler: ShiftingScheduler) -> list[Moved]:
         check_books(scheduler)
 
 
-def ask(scheduler, key, tokens, shifts=True, **how) -> list[Moved]:
-    scheduler.submit(key, np.array(tokens, np.int32), limit=2, shifts=shifts, **how)
+def ask(scheduler, key, tokens, shifts=True, **options) -> list[RowMove]:
+    scheduler.submit(key, np.array(tokens, np.int32), limit=2, shifts=shifts, **options)
     return finish(scheduler)
 
 

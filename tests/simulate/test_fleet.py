@@ -28,7 +28,7 @@ def test_every_request_ends_once_and_time_adds_up(feeder):
     run = run_setup(Setup(MACHINE, MODEL, replicas=3, feeder=feeder, load=2.0), requests)
     assert run.requests == 240 and len(run.waits) == 240
     assert run.prompt_tokens == 240 * 192 and run.output_tokens == 240 * 16
-    assert run.hits.tokens == 240 * 192 and run.hits.computed >= unique_rows(requests)
+    assert run.hits.tokens == 240 * 192 and run.hits.rows_computed >= unique_rows(requests)
     assert run.busy + sum(run.idle.values()) == pytest.approx(3 * run.seconds, rel=1e-6)
     assert np.mean(run.use) == pytest.approx(run.busy / (3 * run.seconds), rel=1e-6) and max(run.use) <= 1 + 1e-9
     assert run.idle["load"] == 6.0 and max(run.ended_at) == run.seconds
@@ -49,7 +49,7 @@ def test_segments_compute_once_but_for_a_path_a_cut():
     requests = prefix_repetition(2000, prefixes=40, prefix=256, suffix=64, output=8)
     for replicas in (1, 2, 7):
         run = run_setup(Setup(MACHINE, MODEL, replicas=replicas, feeder="segments"), requests)
-        assert 0 <= run.hits.computed - unique_rows(requests) <= 256 * (replicas - 1 + 10)  # and what was stolen
+        assert 0 <= run.hits.rows_computed - unique_rows(requests) <= 256 * (replicas - 1 + 10)  # and what was stolen
 
 
 def test_prefixes_are_kept_together():
@@ -59,7 +59,7 @@ def test_prefixes_are_kept_together():
         for policy in ("prefix", "round-robin", "least-loaded")
     }
     assert found["prefix"].seconds < 0.95 * min(found["round-robin"].seconds, found["least-loaded"].seconds)
-    assert found["prefix"].hits.computed < 0.8 * found["round-robin"].hits.computed
+    assert found["prefix"].hits.rows_computed < 0.8 * found["round-robin"].hits.rows_computed
 
 
 def test_feeders_are_told_what_steps_take_on_a_slow_replica():

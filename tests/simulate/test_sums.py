@@ -30,7 +30,7 @@ def test_a_step_costs_what_its_parts_cost():
 
 
 def run_of() -> FleetOutcome:
-    hits = Hits(tokens=1000, first_admission=400, in_step=100, computed=500)
+    hits = Hits(tokens=1000, first_admission=400, in_step=100, rows_computed=500)
     run = FleetOutcome(4, seconds=50.0, requests=4, prompt_tokens=1000, output_tokens=3000, busy=120.0, hits=hits)
     run.idle |= {"load": 40.0, "input": 20.0, "border": 14.0, "tail": 6.0}
     run.waits.extend([30.0, 10.0, 40.0, 20.0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from books import check_books
+from books import buckets_of, check_books
 from counts import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,7 +79,7 @@ def test_buckets_are_those_of_the_definition(seed, threshold):
                     assert tuple(bucket.prefix.tolist()) == tuple(waiting.tokens[: len(bucket.prefix)].tolist())
                     left.append(waiting.key)
                 check_books(window)
-        assert {keys_of(window, bucket) for bucket in window.buckets()} == brute_force(inside, threshold)
+        assert {keys_of(window, bucket) for bucket in buckets_of(window)} == brute_force(inside, threshold)
     window.close()
     while len(window):
         # What is not held any more where it was queued goes to the queue None, which may have been looked at already.

@@ -23,7 +23,7 @@ from prefold.schedule.generate import GenerateScheduler
 from prefold.schedule.generate_step import SequenceState
 from prefold.shifted.chunks import ChunkIndex, Key, _images_before, window_hashes
 from prefold.shifted.scheduler import ShiftingScheduler
-from prefold.stream.live import LiveWindow
+from prefold.stream.live import Bucket, LiveWindow
 
 
 @singledispatch
@@ -35,7 +35,7 @@ def check_books(books: Any) -> None:
 @check_books.register(GenerateScheduler)
 def _check_scheduler(scheduler: GenerateScheduler) -> None:
     """Slots, users of nodes and states of sequences agree."""
-    slots_of = [np.arange(start, start + size) for start, size in scheduler.pool.free_list()]
+    slots_of = [np.arange(start, start + size) for start, size in scheduler.pool._sizes.items()]
     users: dict[Node, int] = {}
     states = {"running": scheduler.running, "waiting": scheduler.waiting, "ending": scheduler._ending}
     in_trie = [sequence for sequences in states.values() for sequence in sequences]
@@ -128,7 +128,7 @@ def _check_cache(cache: RadixCache) -> None:
     cached = [node for node in cache._tree.nodes() if node.kept]
     assert set(cached) == set(cache._kept)
     assert cache.rows == sum(node.num_computed for node in cached if not node.pins)
-    assert all(node.users == 0 and node.pending == 0 for node in cached)
+    assert all(node.users == 0 and node.num_pending == 0 for node in cached)
     evictable = {node for node in cached if not node.children and not node.pins}
     leaves = [entry for account in cache.accounts for entry in account.leaves if cache._is_evictable(entry)]
     assert {entry[2] for entry in leaves} == evictable
@@ -148,7 +148,7 @@ def _check_cache(cache: RadixCache) -> None:
         assert all(entry[2].account is account for entry in account.leaves)
     assert cache.rows == sum(account.rows for account in cache.accounts)
     _check_accounts(cache.accounts)
-    pinned = [(node.pending, node.parent) for node in cache._tree.nodes() if node.pins]
+    pinned = [(node.num_pending, node.parent) for node in cache._tree.nodes() if node.pins]
     assert not any(waits or up is None or (up.parent is not None and not up.pins) for waits, up in pinned)
 
 
@@ -201,8 +201,14 @@ def _check_window(window: LiveWindow) -> None:
     assert set(window._tree.nodes()) == set(sums)
     assert window.num_tokens == sum(len(waiting.tokens) for waiting in window._waiting.values())
     entered = {(node, is_whole, -tokens) for heap in window._queues.values() for tokens, _, node, is_whole in heap}
-    for bucket in window.buckets():
+    for bucket in buckets_of(window):
         assert (bucket.node, bucket.is_whole, bucket.tokens) in entered, "a bucket that would never leave"
+
+
+def buckets_of(window: LiveWindow) -> list[Bucket]:
+    """All buckets of a window."""
+    tops = [child for root in window._tree.roots.values() for child in root.children.values()]
+    return [window._bucket(*place) for child in tops for place in window._buckets_below(child)]
 
 
 @check_books.register(Trie)

@@ -23,6 +23,11 @@ def image_scheduler(engine: ModelEngine) -> ImageScheduler:
     return engine.part(ImageScheduler)
 
 
+def bytes_held(scheduler: ImageScheduler) -> int:
+    """The bytes of the rows that are kept."""
+    return sum(rows.size for rows in scheduler._encoded.values())
+
+
 def engine_of(
     llm: LLM, *, rows: int = 4096, sharing: str = "full", slots: int | None = None, media=None, **options
 ) -> ModelEngine:
@@ -37,14 +42,14 @@ def engine_of(
     )
 
 
-def generate(engine: ModelEngine, requests: list[Request], tokenizer=None, window: int = 1 << 20, **how) -> list:
+def generate(engine: ModelEngine, requests: list[Request], tokenizer=None, window: int = 1 << 20, **options) -> list:
     """What each request gave, in order."""
     results: list = [None] * len(requests)
     with Spool() as spool:
         for number, request in enumerate(requests):
             spool.add(request, str(number).encode())
         windows = spool.windows(max_tokens=window, share=engine.facts.sharing == "full")
-        for tag, result in engine.run(windows, Readout("tokens"), tokenizer, **how):
+        for tag, result in engine.run(windows, Readout("tokens"), tokenizer, **options):
             assert results[int(tag)] is None
             results[int(tag)] = result
     engine.call(lambda: check_books(engine.generator.scheduler))

@@ -237,8 +237,8 @@ def reference(folder: Path, head: str = "causal", attention: str = "eager") -> t
         "classifier": transformers.AutoModelForSequenceClassification,
         "bare": transformers.AutoModel,
     }
-    how = {"attn_implementation": attention, "experts_implementation": "eager"}  # others want sizes to be multiples
-    model = loaders[head].from_pretrained(folder, dtype=torch.float32, **how)
+    options = {"attn_implementation": attention, "experts_implementation": "eager"}  # others want sizes to be multiples
+    model = loaders[head].from_pretrained(folder, dtype=torch.float32, **options)
     return model.eval()
 
 

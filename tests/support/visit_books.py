@@ -15,7 +15,7 @@ from prefold.looped.steps import CODA
 
 def check_visits(scheduler: VisitScheduler) -> None:
     """Raises AssertionError where slots, users of nodes and states of sequences do not agree."""
-    held = [np.arange(start, start + size) for start, size in scheduler.pool.free_list()]
+    held = [np.arange(start, start + size) for start, size in scheduler.pool._sizes.items()]
     users: dict[Node, int] = {}
     takes: dict[NodeVisit, int] = {}
     check_admission(scheduler.waiting, scheduler.running)
@@ -39,9 +39,9 @@ def check_visits(scheduler: VisitScheduler) -> None:
         assert is_tail or node.users or node.kept, "a node that nobody needs"
         for visit in node.visits.values():
             assert visit.users == takes.get(visit, 0)
-            assert visit.done <= len(node)
-            held.append(visit.slots[visit.owned])
-            _check_runs(visit.runs, visit.slots[: visit.done], node.start)
+            assert visit.num_settled <= len(node)
+            held.append(visit.slots[visit.owns_slot])
+            _check_runs(visit.runs, visit.slots[: visit.num_settled], node.start)
     places = [sequence.tail.place for sequence in scheduler.running]
     assert len(set(places)) == len(places), "two tails in one place"
     check_tails(scheduler._outputs)
@@ -70,12 +70,20 @@ def _tail_slots(tail: TailNode) -> np.ndarray:
     """Returns the slots that a tail holds in the arrays, those of rows to come too."""
     tails, at = tail.outputs, tail.place
     spare = [np.arange(count) + first for first, count in zip(tails.spare_at[at], tails.num_spare[at], strict=True)]
-    return np.concatenate((tails.slots[at][tails.owned[at]], *spare))
+    return np.concatenate((tails.slots[at][tails.owns_slot[at]], *spare))
 
 
 def check_tails(tails: OutputRows) -> None:
     """Raises AssertionError where anything is left in a place that nobody has."""
-    for array in (tails.slots, tails.owned, tails.left, tails.done, tails.num_runs, tails.num_spare, tails.visit):
+    for array in (
+        tails.slots,
+        tails.owns_slot,
+        tails.has_left,
+        tails.num_settled,
+        tails.num_runs,
+        tails.num_spare,
+        tails.visit,
+    ):
         assert not array[tails._free].any()
 
 
@@ -92,25 +100,25 @@ def _check_tail(sequence: LoopedSequence) -> None:
     for t in range(len(sequence.prefixes) if sequence.ready else 0):
         of_runs = (array[tail.place, t] for array in (tails.run_start, tails.run_count, tails.run_position))
         runs = list(zip(*(numbers[: tails.num_runs[tail.place, t]].tolist() for numbers in of_runs), strict=True))
-        _check_runs(runs, tails.slots[tail.place, t, : tails.done[tail.place, t]], tail.start)
+        _check_runs(runs, tails.slots[tail.place, t, : tails.num_settled[tail.place, t]], tail.start)
 
 
 def _check_deeper(sequence: LoopedSequence) -> None:
     """A visit has no more rows than the one before, and what it sees of a row that left is a slot of that row."""
     for node in sequence.nodes():
         visits = [node.visits[prefix] for prefix in sequence.prefixes]
-        rows = [(visit.done, visit.slots, visit.owned, visit.left) for visit in visits]
+        rows = [(visit.num_settled, visit.slots, visit.owns_slot, visit.has_left) for visit in visits]
         if sequence.ready and node is sequence.tail:
             tails, at = sequence.outputs, sequence.tail.place
-            columns = (tails.done[at].tolist(), tails.slots[at], tails.owned[at], tails.left[at])
+            columns = (tails.num_settled[at].tolist(), tails.slots[at], tails.owns_slot[at], tails.has_left[at])
             rows = list(zip(*columns, strict=True))[: len(visits)]
         own: set[int] = set()
-        done = len(node)
-        for t, (settled, slots, owned, left) in enumerate(rows):
-            assert settled <= done or sequence.route[t] == CODA, "rows that left come to the coda at once"
-            done = settled
+        most = len(node)
+        for t, (num_settled, slots, owns_slot, has_left) in enumerate(rows):
+            assert num_settled <= most or sequence.route[t] == CODA, "rows that left come to the coda at once"
+            most = num_settled
             if t and sequence.route[t] >= 0:
-                assert left[:done][rows[t - 1][3][:done]].all(), "a row that had left is back"
-            own |= {int(slot) for slot in slots[:done]} if t == 0 else set()
-            own |= {int(slot) for slot in slots[owned]}
-            assert {int(slot) for slot in slots[:done]} <= own
+                assert has_left[:most][rows[t - 1][3][:most]].all(), "a row that had left is back"
+            own |= {int(slot) for slot in slots[:most]} if t == 0 else set()
+            own |= {int(slot) for slot in slots[owns_slot]}
+            assert {int(slot) for slot in slots[:most]} <= own

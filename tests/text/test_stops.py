@@ -14,9 +14,9 @@ def run(parts: list[str], stops: list[str]) -> tuple[str, str | None, list[str]]
     finder, given = StopFinder(stops), []
     for part in parts:
         given.append(finder.add(part))
-        if finder.found is not None:
-            assert finder.cut == len("".join(given))
-            return "".join(given), finder.found, given
+        if finder.stop is not None:
+            assert finder.start == len("".join(given))
+            return "".join(given), finder.stop, given
     given.append(finder.finish())
     return "".join(given), None, given
 
@@ -57,15 +57,15 @@ def test_what_is_not_searched_is_no_stop_but_may_begin_one():
     assert finder.add("xab", search=False) == "xa" + "b"
     assert finder.add("a", search=False) == ""
     assert finder.add("b") == ""
-    assert (finder.found, finder.cut) == ("ab", 3)
+    assert (finder.stop, finder.start) == ("ab", 3)
 
 
 def test_likely_text_is_searched_before_it_is_certain():
     finder = StopFinder(["\n"])
     assert finder.add("a", "é") == "a"
     assert finder.add("", "é\nb") == "é"
-    assert (finder.found, finder.cut) == ("\n", 2)
+    assert (finder.stop, finder.start) == ("\n", 2)
     finder = StopFinder(["\n"])
     assert finder.add("a", "\n", search=False) == "a"
     assert finder.add("\nb") == "\nb"
-    assert finder.found is None
+    assert finder.stop is None

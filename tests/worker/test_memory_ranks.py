@@ -174,8 +174,8 @@ def check_equal(alone: ModelEngine, split: ModelEngine, seed: int = 0, adapters=
     found, expected = (read(engine, requests, Readout("logprobs")) for engine in (split, alone))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4)
-    for how in ({}, {"temperature": 1.0, "seed": 3, "logprobs": 2}):
-        asked = [ask(tokens, max_tokens=5, ignore_eos=True, **how) for tokens in prompts(seed)]
+    for options in ({}, {"temperature": 1.0, "seed": 3, "logprobs": 2}):
+        asked = [ask(tokens, max_tokens=5, ignore_eos=True, **options) for tokens in prompts(seed)]
         asked = [replace(request, adapter=name) for request in asked for name in adapters]
         assert tokens_of(generate(split, asked)) == tokens_of(generate(alone, asked))
 

@@ -408,8 +408,8 @@ def test_a_step_that_follows_another_takes_few_calls_of_python(tmp_path, monkeyp
 
 def test_tokens_of_a_step_that_follows_lie_where_they_were_given_or_elsewhere(tmp_path, monkeypatch):
     llm, follow, are_given = load(tmp_path), Program.follow, []
-    prompts, how = ["some text", "other text, which is longer"], {"max_tokens": 24, "ignore_eos": True}
-    given = [one.tokens for one in llm.generate(prompts, **how)]
+    prompts, options = ["some text", "other text, which is longer"], {"max_tokens": 24, "ignore_eos": True}
+    given = [one.tokens for one in llm.generate(prompts, **options)]
 
     def moved(program, batch, step):
         are_given.append(step.tokens is program._last.ids)
@@ -417,7 +417,7 @@ def test_tokens_of_a_step_that_follows_lie_where_they_were_given_or_elsewhere(tm
         return follow(program, batch, step)
 
     monkeypatch.setattr(Program, "follow", moved)
-    assert [one.tokens for one in llm.generate(prompts, **how)] == given
+    assert [one.tokens for one in llm.generate(prompts, **options)] == given
     assert sum(are_given) > 15, are_given
 
 
