@@ -14,7 +14,7 @@ import pytest
 from prefold.kernels.build import build
 from prefold.kernels.compile import PROBE, VARIANTS, compile_sources, find_compiler, run_compiler
 
-PRODUCTS = Path(__file__).parent / "emulated_products.cpp"
+PRODUCTS, ATTENTION = (Path(__file__).parent / f"emulated_{name}.cpp" for name in ("products", "attention"))
 MAIN = '#include <cstdio>\nextern "C" unsigned prefold_probe();\nint main() { printf("%u", prefold_probe()); }\n'
 FLAGS = {variant.name: variant.flags for variant in VARIANTS}
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def compile_program(kind: Kind, target: Path, *sources: Path) -> Path:
     ],
     ids=["avx2", "i8mm", "dotprod", "neon"],
 )
-def test_products_of_blocks_and_of_int8(tmp_path, kind, name, cpu, lesser):
+def test_products_of_blocks_and_of_int8_and_attention(tmp_path, kind, name, cpu, lesser):
     program = compile_program(kind, tmp_path / "products", PRODUCTS)
     library = tmp_path / "kernels.so"
     if kind is X86:
@@ -61,6 +61,9 @@ def test_products_of_blocks_and_of_int8(tmp_path, kind, name, cpu, lesser):
     done = emulated(kind, cpu, program, library, "1", "80")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"int8 {int(name in ('i8mm', 'dotprod'))}, products 1\n" in done.stdout and ", 0 wrong;" in done.stdout
+    attention = compile_program(kind, tmp_path / "attention", ATTENTION)
+    done = emulated(kind, cpu, attention, library, "1", "40")
+    assert done.returncode == 0 and ", 0 wrong;" in done.stdout, done.stdout + done.stderr
     if lesser is not None:
         assert emulated(kind, lesser, program, library, "1", "80").returncode, "emulation takes any instruction"
 

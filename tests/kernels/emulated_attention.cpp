@@ -1,0 +1,247 @@
+// Attention over rows and over slots by a compiled library, beside sums in float64; a program of its own for
+// test_emulated.py, since PyTorch takes minutes to load in emulation.
+//
+//     emulated_attention LIBRARY SEED CASES
+//
+// Each case is a random trie, of which the queries are some rows: over the keys as they lie, the first ones as a path,
+// and over slots that they are written into, in float32, in bfloat16, and in float32 that is kept as bfloat16.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+#include "../../prefold/kernels/src/attention.h"
+
+namespace {
+
+using namespace prefold;
+
+void* library;
+
+template <class F>
+F* function(const char* name) {
+  void* found = dlsym(library, name);
+  if (!found) printf("%s is missing\n", name), exit(2);
+  return reinterpret_cast<F*>(found);
+}
+
+float number(float x) { return x; }
+float number(Bf16 x) {
+  const uint32_t bits = uint32_t{x.bits} << 16;
+  float wide;
+  memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+template <class E>
+E as_element(float x) {
+  if constexpr (std::is_same_v<E, float>) return x;
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  Bf16 half;
+  half.bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  if constexpr (std::is_same_v<E, Bf16>) return half;
+}
+
+struct Case {
+  int64_t heads, kv_heads, dim, keys, path, window;
+  float scale, cap;
+  std::vector<int64_t> end, position, rows, at;  // at: the positions of the queries
+  std::vector<float> sinks;
+};
+
+Case random_case(std::mt19937_64& rng) {
+  Case made;
+  made.kv_heads = 1 + rng() % 2, made.heads = made.kv_heads * (1 + rng() % 5), made.dim = 1 + rng() % 80;
+  made.keys = 1 + rng() % 120, made.path = rng() % made.keys, made.window = rng() % 3 ? 0 : 1 + rng() % 40;
+  made.scale = 1 / std::sqrt(float(made.dim)), made.cap = rng() % 4 ? 0 : 2;
+  std::vector<int64_t> parent;
+  for (int64_t j = 0; j < made.keys; ++j) {  // the path is a chain, above all others
+    int64_t above = j - 1;
+    while (j > made.path && above >= made.path && rng() % 5 == 0) above = parent[above];
+    parent.push_back(above);
+    made.position.push_back(above < 0 ? 0 : made.position[above] + 1);
+    made.end.push_back(j + 1);
+    for (int64_t a = above; a >= 0; a = parent[a]) made.end[a] = j + 1;
+  }
+  for (int64_t j = made.path; j < made.keys; ++j) {
+    if (rng() % 3 == 0 && j + 1 < made.keys) continue;
+    made.rows.push_back(j), made.at.push_back(made.position[j]);
+  }
+  if (rng() % 2) {
+    for (int64_t h = 0; h < made.heads; ++h) made.sinks.push_back(float(rng() % 5) - 2);
+  }
+  return made;
+}
+
+struct Count {
+  int64_t sums = 0, wrong = 0;
+  double most = 0;
+};
+
+// Compares a result [queries, heads, dim] with attention by its definition.
+template <class E>
+void compare(const Case& one, const std::vector<E>& q, const std::vector<E>& k, const std::vector<E>& v,
+             const std::vector<E>& out, double tolerance, const char* what, Count& count) {
+  for (size_t i = 0; i < one.rows.size(); ++i) {
+    for (int64_t h = 0; h < one.heads; ++h) {
+      const int64_t of = h / (one.heads / one.kv_heads);
+      std::vector<double> sum(one.dim);
+      double whole = one.sinks.empty() ? 0 : std::exp(one.sinks[h]);
+      for (int64_t j = 0; j <= one.rows[i]; ++j) {
+        if (one.end[j] <= one.rows[i] || (one.window && one.at[i] - one.position[j] >= one.window)) continue;
+        double score = 0;
+        for (int64_t d = 0; d < one.dim; ++d) {
+          score += double(number(q[(i * one.heads + h) * one.dim + d])) * number(k[(j * one.kv_heads + of) * one.dim + d]);
+        }
+        score *= one.scale;
+        const double weight = std::exp(one.cap ? one.cap * std::tanh(score / one.cap) : score);
+        whole += weight;
+        for (int64_t d = 0; d < one.dim; ++d) sum[d] += weight * number(v[(j * one.kv_heads + of) * one.dim + d]);
+      }
+      for (int64_t d = 0; d < one.dim; ++d, ++count.sums) {
+        const double got = number(out[(i * one.heads + h) * one.dim + d]), error = std::fabs(got - sum[d] / whole);
+        count.most = std::max(count.most, error);
+        if (error < tolerance) continue;
+        if (count.wrong++ < 5) printf("%s, query %zu, head %ld: %g for %g\n", what, i, long(h), got, sum[d] / whole);
+      }
+    }
+  }
+}
+
+TileCall tiles_of(const Case& one, const void* q, void* out) {
+  TileCall call{};
+  call.q = q, call.out = out, call.q_row = one.heads * one.dim, call.q_head = one.dim;
+  call.queries = one.rows.size(), call.heads = one.heads, call.kv_heads = one.kv_heads, call.dim = one.dim;
+  call.sinks = one.sinks.empty() ? nullptr : one.sinks.data();
+  call.scale = one.scale, call.cap = one.cap, call.threads = 1;
+  return call;
+}
+
+template <class E>
+void over_rows(const Case& one, const std::vector<E>& q, const std::vector<E>& k, const std::vector<E>& v,
+               double tolerance, Count& count) {
+  int32_t not_nested = 0;
+  void* handle = function<void*(const int64_t*, int64_t, const int64_t*, const int64_t*, int64_t, const int64_t*, int64_t,
+                                int32_t*)>("prefold_plan_rows")(
+      one.end.data(), one.keys, nullptr, one.rows.data(), one.rows.size(), one.window ? one.position.data() : nullptr,
+      one.window, &not_nested);
+  if (!handle || not_nested) exit(3);
+  int64_t sizes[4];
+  function<void(const void*, int64_t*)>("prefold_row_list_sizes")(handle, sizes);
+  TileLists lists;
+  lists.run_offsets.resize(sizes[0] + 1), lists.mask_offsets.resize(sizes[0] + 1);
+  lists.runs.resize(sizes[1]), lists.masked.resize(sizes[2]);
+  function<void(const void*, int64_t*, int64_t*, Run*, MaskedPair*)>("prefold_copy_row_lists")(
+      handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(), lists.masked.data());
+  function<void(void*)>("prefold_free_row_lists")(handle);
+  std::vector<E> out(q.size());
+  RowCall call{};
+  call.tiles = tiles_of(one, q.data(), out.data());
+  call.tiles.tiles = sizes[0], call.tiles.run_offsets = lists.run_offsets.data();
+  call.tiles.mask_offsets = lists.mask_offsets.data(), call.tiles.runs = lists.runs.data();
+  call.tiles.masked = lists.masked.data();
+  const int64_t row = one.kv_heads * one.dim;
+  call.path_k = k.data(), call.path_v = v.data(), call.k = k.data() + one.path * row, call.v = v.data() + one.path * row;
+  call.k_row = call.v_row = call.path_k_row = call.path_v_row = row;
+  call.k_head = call.v_head = call.path_k_head = call.path_v_head = one.dim;
+  call.path = one.path, call.rows = one.keys - one.path;
+  if (function<int32_t(const RowCall*, int32_t)>("prefold_row_attention")(&call, sizeof(E) == 2)) exit(3);
+  compare(one, q, k, v, out, tolerance, "rows", count);
+}
+
+template <class E>
+void over_slots(const Case& one, const std::vector<E>& q, const std::vector<E>& k, const std::vector<E>& v, bool rounded,
+                double tolerance, std::mt19937_64& rng, Count& count) {
+  std::vector<int64_t> slots, start, size, position, first, last;
+  int64_t free_slot = 1;
+  for (int64_t j = 0; j < one.keys; ++j) {
+    free_slot += rng() % 4 == 0 ? rng() % 5 : 0;
+    slots.push_back(free_slot++);
+    const auto query = [&](int64_t row) {
+      return std::lower_bound(one.rows.begin(), one.rows.end(), row) - one.rows.begin();
+    };
+    const int64_t from = query(j), to = query(one.end[j]);
+    if (from == to) continue;
+    if (!start.empty() && start.back() + size.back() == slots[j] && position.back() + size.back() == one.position[j] &&
+        first.back() == from && last.back() == to) {
+      ++size.back();
+      continue;
+    }
+    start.push_back(slots[j]), size.push_back(1), position.push_back(one.position[j]);
+    first.push_back(from), last.push_back(to);
+  }
+  void* handle =
+      function<void*(const int64_t*, const int64_t*, const int64_t*, const int64_t*, const int64_t*, int64_t, int64_t,
+                     const int64_t*, int64_t, int64_t)>("prefold_plan_slots")(
+          start.data(), size.data(), position.data(), first.data(), last.data(), start.size(), one.rows.size(),
+          one.window ? one.at.data() : nullptr, one.window, one.heads / one.kv_heads);
+  if (!handle) exit(3);
+  int64_t sizes[4];
+  function<void(const void*, int64_t*)>("prefold_slot_list_sizes")(handle, sizes);
+  SlotLists lists;
+  lists.run_offsets.resize(sizes[0] + 1), lists.mask_offsets.resize(sizes[0] + 1), lists.tile_starts.resize(sizes[0] + 1);
+  lists.runs.resize(sizes[1]), lists.masked.resize(sizes[2]), lists.own.resize(sizes[3]);
+  lists.own_offsets.resize(one.rows.size() + 1);
+  function<void(const void*, int64_t*, int64_t*, Run*, MaskedPair*, int64_t*, int64_t*, OwnRun*)>(
+      "prefold_copy_slot_lists")(handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(),
+                                 lists.masked.data(), lists.tile_starts.data(), lists.own_offsets.data(), lists.own.data());
+  function<void(void*)>("prefold_free_slot_lists")(handle);
+  // Room for float32, which is enough for any format; zeros at first.
+  const int64_t padded = (one.dim + 15) / 16 * 16, pairs = (free_slot + 1) / 2, row = one.kv_heads * one.dim;
+  const auto memory = [](int64_t bytes) {
+    void* made = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    return memset(made, 0, (bytes + 4095) / 4096 * 4096);
+  };
+  SlotPlane plane{};
+  plane.keys = memory(one.kv_heads * pairs * 2 * padded * 4), plane.values = memory(one.kv_heads * pairs * 2 * padded * 4);
+  plane.unsafe = static_cast<uint8_t*>(memory(one.kv_heads * pairs + 1));
+  plane.slots = free_slot, plane.kv_heads = one.kv_heads, plane.dim = one.dim, plane.rounded = rounded;
+  const WriteCall write{plane, slots.data(), k.data(), v.data(), row, one.dim, row, one.dim, one.keys, 1};
+  if (function<int32_t(const WriteCall*, int32_t)>("prefold_write_slots")(&write, sizeof(E) == 2)) exit(3);
+  std::vector<E> out(q.size());
+  SlotCall call{tiles_of(one, q.data(), out.data()), plane};
+  call.tiles.tiles = sizes[0], call.tiles.run_offsets = lists.run_offsets.data();
+  call.tiles.mask_offsets = lists.mask_offsets.data(), call.tiles.runs = lists.runs.data();
+  call.tiles.masked = lists.masked.data(), call.tiles.tile_starts = lists.tile_starts.data();
+  call.tiles.own_offsets = lists.own_offsets.data(), call.tiles.own = lists.own.data();
+  if (function<int32_t(const SlotCall*, int32_t)>("prefold_slot_attention")(&call, sizeof(E) == 2)) exit(3);
+  compare(one, q, k, v, out, tolerance, rounded ? "rounded slots" : "slots", count);
+  for (void* made : {plane.keys, plane.values, static_cast<void*>(plane.unsafe)}) free(made);
+}
+
+template <class E>
+void run(const Case& one, bool rounded, double tolerance, std::mt19937_64& rng, Count& count) {
+  std::normal_distribution<float> normal;
+  const auto numbers = [&](int64_t size) {
+    std::vector<E> made(size);
+    for (auto& x : made) {
+      const float any = normal(rng);
+      x = as_element<E>(rounded ? number(as_element<Bf16>(any)) : any);
+    }
+    return made;
+  };
+  const auto q = numbers(one.rows.size() * one.heads * one.dim), k = numbers(one.keys * one.kv_heads * one.dim),
+             v = numbers(one.keys * one.kv_heads * one.dim);
+  over_rows(one, q, k, v, tolerance, count);
+  over_slots(one, q, k, v, rounded, tolerance, rng, count);
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  library = dlopen(arguments[1], RTLD_NOW);
+  if (!library) return puts(dlerror()), 2;
+  std::mt19937_64 rng(atoi(arguments[2]));
+  Count exact, halves;
+  for (int i = 0; i < atoi(arguments[3]); ++i) {
+    const Case one = random_case(rng);
+    run<float>(one, i % 2, 2e-5, rng, exact);
+    run<Bf16>(one, false, 4e-2, rng, halves);
+  }
+  printf("%ld sums, %ld wrong; largest error in float32 %.2g, in bfloat16 %.2g\n", long(exact.sums + halves.sums),
+         long(exact.wrong + halves.wrong), exact.most, halves.most);
+  return exact.wrong || halves.wrong;
+}
