@@ -10,8 +10,9 @@ max_model_len, and what is to be done, which is one of
               log-probabilities of these ids (one list for all, or one a prompt) at the last position; or `targets`:
               the summed log-probability of `targets[i]`, the last tokens of prompts[i]
     cases     {name: {"prompts": lists of token ids, "max_tokens": tokens of each output}}; a line names a case, whose
-              prompts are continued greedily, past the end of text; `found` is the tokens of each output.
-              llama.cpp takes its weights from the file `gguf`.
+              prompts are continued greedily, past the end of text; `found` is the tokens of each output
+
+llama.cpp takes its weights from the file `gguf`.
 """
 
 from __future__ import annotations
@@ -164,19 +165,17 @@ def vllm_generator(job):
     return run, version
 
 
-def llama_generator(job):
-    """llama.cpp's own batches: all prompts, then a token of every sequence a step. The model is the file `gguf`."""
+def load_llama(job, room, sequences):
+    """Returns llama.cpp's module and memory of K/V, and what runs rows (token, position, sequence, whether it is read):
+    it returns the logits of those that are read. The model is the file `gguf`."""
     import llama_cpp as llama
     import numpy as np
 
-    cases = job["cases"].values()
-    most = max(len(case["prompts"]) for case in cases)
-    room = max(sum(len(prompt) + case["max_tokens"] for prompt in case["prompts"]) for case in cases)
     silent = llama.llama_log_callback(lambda level, text, data: None)
     llama.llama_log_set(silent, None)
     llama.llama_backend_init()
     options = llama.llama_context_default_params()
-    options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = room + 256, 2048, 512, most
+    options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = room + 256, 2048, 512, sequences
     options.n_threads = options.n_threads_batch = job["threads"]
     options.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
     options.kv_unified = True
@@ -188,7 +187,6 @@ def llama_generator(job):
     batch = llama.llama_batch_init(2048, 0, 1)
 
     def step(rows):
-        """Runs rows (token, position, sequence, whether it is read); returns the likeliest token of those read."""
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, is_read) in enumerate(rows):
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
@@ -196,15 +194,55 @@ def llama_generator(job):
         if llama.llama_decode(context, batch):
             raise RuntimeError("llama.cpp has no room for the batch")
         logits = [llama.llama_get_logits_ith(context, i) for i, row in enumerate(rows) if row[3]]
-        return [int(np.ctypeslib.as_array(one, (vocabulary,)).argmax()) for one in logits]
+        return [np.ctypeslib.as_array(one, (vocabulary,)) for one in logits]
+
+    step.silent = silent  # which llama.cpp calls
+    return llama, llama.llama_get_memory(context), step
+
+
+def llama_runner(job):
+    """llama.cpp over sorted prompts, each of which goes on from what it shares with the one before, by `ids` alone."""
+    import numpy as np
+
+    room = max(map(len, job["prompts"]))
+    llama, memory, step = load_llama(job, room, 1)
+
+    def run(prompts, ids, targets):
+        values, before = [None] * len(prompts), []
+        llama.llama_memory_clear(memory, True)
+        for i in sorted(range(len(prompts)), key=prompts.__getitem__):
+            prompt = prompts[i]
+            shared = next((at for at, (a, b) in enumerate(zip(prompt, before, strict=False)) if a != b), len(before))
+            shared = min(shared, len(prompt) - 1)
+            llama.llama_memory_seq_rm(memory, 0, shared, -1)
+            rows = [(token, at, 0, at + 1 == len(prompt)) for at, token in enumerate(prompt) if at >= shared]
+            for first in range(0, len(rows), 2048):
+                read = step(rows[first : first + 2048])
+            logits = read[0].astype(np.float64)
+            logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+            values[i], before = logprobs[ids[i]].tolist(), prompt
+        return values
+
+    return run, llama.__version__
+
+
+def llama_generator(job):
+    """llama.cpp's own batches: all prompts, then a token of every sequence a step."""
+    cases = job["cases"].values()
+    most = max(len(case["prompts"]) for case in cases)
+    room = max(sum(len(prompt) + case["max_tokens"] for prompt in case["prompts"]) for case in cases)
+    llama, memory, step = load_llama(job, room, most)
+
+    def likeliest(rows):
+        return [int(logits.argmax()) for logits in step(rows)]
 
     def run(prompts, max_tokens):
-        llama.llama_memory_clear(llama.llama_get_memory(context), True)
+        llama.llama_memory_clear(memory, True)
         rows = [(token, at, i, at + 1 == len(p)) for i, p in enumerate(prompts) for at, token in enumerate(p)]
-        last = [token for first in range(0, len(rows), 2048) for token in step(rows[first : first + 2048])]
+        last = [token for first in range(0, len(rows), 2048) for token in likeliest(rows[first : first + 2048])]
         found = [[token] for token in last]
         for number in range(max_tokens - 1):
-            last = step([(token, len(prompts[i]) + number, i, True) for i, token in enumerate(last)])
+            last = likeliest([(token, len(prompts[i]) + number, i, True) for i, token in enumerate(last)])
             for tokens, token in zip(found, last, strict=True):
                 tokens.append(token)
         return found
@@ -214,7 +252,7 @@ def llama_generator(job):
 
 def scorer(system, job):
     """Returns the run of the prompts of JOB, whatever the line says, and the version."""
-    run, version = {"transformers": transformers_runner, "vllm": vllm_runner}[system](job)
+    run, version = {"transformers": transformers_runner, "vllm": vllm_runner, "llama": llama_runner}[system](job)
     prompts, ids, targets = job["prompts"], job.get("ids"), job.get("targets")
     if ids is not None and not isinstance(ids[0], list):
         ids = [ids] * len(prompts)

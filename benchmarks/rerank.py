@@ -1,6 +1,9 @@
-"""Times reranking on a CPU: prefold's three modes, transformers and vLLM on the same prompts and weights, in one run.
+"""Times reranking on a CPU: prefold's three modes, transformers, vLLM and llama.cpp on the same prompts, in one run.
 
-    python benchmarks/rerank.py --data msmarco.jsonl.gz --vllm VENV [--pairs 800] [--repeats 3] [--json FILE]
+    python benchmarks/rerank.py --data msmarco.jsonl.gz --vllm VENV [--llama VENV] [--pairs 800] [--repeats 3]
+        [--json FILE]
+
+All have the same weights, llama.cpp those of the model's GGUF file as it stores them.
 
 Data: a line a query, {"query": ..., "passages": [{"text": ...}, ...]}. Timed from token ids to scores;
 loading, and each system's warm-up, are not. Systems take turns, so that a drift of the machine's speed hits all.
@@ -45,6 +48,7 @@ def main() -> None:
     parser.add_argument("--modes", default="full,mlp,off")
     parser.add_argument("--transformers", action="store_true", help="also transformers, batches of 16 by length")
     parser.add_argument("--vllm", help="a virtual environment with vLLM in it")
+    parser.add_argument("--llama", help="a virtual environment with llama-cpp-python in it")
     parser.add_argument("--blocks", default="32,default", help="block sizes of vLLM, each in a process of its own")
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -86,6 +90,9 @@ def main() -> None:
             python = python_of(arguments.vllm)
             sizes = {name: {"block": int(name)} if name != "default" else {} for name in arguments.blocks.split(",")}
             peers += [(f"vLLM, block {name}", "vllm", python, options) for name, options in sizes.items()]
+        if arguments.llama:
+            gguf = str(llm.checkpoint.gguf.path)
+            peers.append(("llama.cpp", "llama", python_of(arguments.llama), {"gguf": gguf}))
         opened = {}
         for name, system, python, options in peers:
             peer = stack.enter_context(Peer(python, system, job | options))
