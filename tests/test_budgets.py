@@ -43,7 +43,7 @@ BUDGETS = {
     "cluster": (4800, 3500),
     "serve": (4227, 3900),
     "simulate": (1223, 1150),
-    "integrations": (939, 800),
+    "integrations": (942, 800),
     "cli": (2871, 2500),
 }
 

@@ -72,6 +72,8 @@ class PrefoldBatches:
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yields the batch with its results."""
+        import pyarrow  # which Ray Data has
+
         if self._column not in batch:
             message = f"there is no column {self._column!r}"
             raise InputError(message, field=self._column, remedy=f"the columns are {', '.join(batch)}")
@@ -79,7 +81,8 @@ class PrefoldBatches:
             raise InputError(f"the batch has a column {name!r} already", field=name, remedy="give prefix=, or error=")
         answers = await self._answers(list(batch[self._column]))
         errors = [str(a) if isinstance(a, InputError) else None for a in answers]
-        out = {**batch, self._error: np.array(errors, object)}
+        # With its type: that of a column of nulls alone is another one, and files of such blocks do not go together.
+        out = {**batch, self._error: pyarrow.array(errors, pyarrow.string())}
         for name, column in self._names.items():
             out[column] = _array([None if isinstance(a, InputError) else a.get(name) for a in answers])
         yield out

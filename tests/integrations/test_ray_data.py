@@ -45,7 +45,12 @@ def run(task, model, *batches, **options):
         return await asyncio.gather(*map(one, batches))
 
     parts = [out for outs in asyncio.run(both()) for out in outs]
-    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
+    assert all(str(part["error"].type) == "string" for part in parts)  # of a half without an error, too
+    return {name: [value for part in parts for value in _values(part[name])] for name in parts[0]}
+
+
+def _values(column):
+    return column.to_pylist() if hasattr(column, "to_pylist") else list(column)
 
 
 def halves():
@@ -167,6 +172,9 @@ def test_a_driver_that_is_killed_is_resumed_by_ray_data(model, llm, tmp_path):
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     kept = [path for path, data in before.items() if path.exists() and path.read_bytes() == data]
     assert kept, "nothing of what was there is left"
+    assert {str(pq.read_schema(path).field("error").type) for path in (tmp_path / "out").glob("*.parquet")} == {
+        "string"
+    }
     found = pq.read_table(tmp_path / "out").to_pylist()
     assert sorted(row["id"] for row in found) == list(range(192))
     assert [row["id"] for row in found if row["error"]] == [7]
