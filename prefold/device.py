@@ -73,7 +73,7 @@ def check_kv_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Raises InputError where keys and values of rows in `dtype` cannot be kept as bfloat16."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         message = f"keys and values of {str(dtype).removeprefix('torch.')} on {device.type} are kept as they are"
-        raise InputError(message, field="kv_dtype", remedy="leave it out (--kv-dtype auto)")
+        raise InputError(message, field="kv_dtype", remedy="use dtype float32, or leave kv_dtype out (--kv-dtype auto)")
 
 
 def computes_bf16() -> bool:

@@ -101,8 +101,9 @@ class LLM(NumericTasks, Texts):
                 for name, folder in (o.adapters or {}).items()
             }
             worker = LocalWorker(self.model, loaded, graphs=o.decode_graphs, parts=parts)
-            # In words, what computes a forward pass, how weights lie in memory, and how positions are chosen.
-            words = (worker.passes, self.model.stored_as, self.config.chosen_positions)
+            # In words, what computes a forward pass, how weights and K/V lie in memory, and how positions are chosen.
+            rounded = "" if o.kv_dtype == "auto" else f"keys and values are kept in {o.kv_dtype}"
+            words = (worker.passes, self.model.stored_as, rounded, self.config.chosen_positions)
             self.passes = "; ".join(filter(None, words))
             if self._team is not None:
                 self._team.join(worker)
