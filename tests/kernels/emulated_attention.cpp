@@ -5,8 +5,6 @@
 //
 // Each case is a random trie, of which the queries are some rows: over the keys as they lie, the first ones as a path,
 // and over slots that they are written into, in float32, in bfloat16, and in float32 that is kept as bfloat16.
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -14,19 +12,11 @@
 #include <random>
 
 #include "../../prefold/kernels/src/attention.h"
+#include "emulated.h"
 
 namespace {
 
 using namespace prefold;
-
-void* library;
-
-template <class F>
-F* function(const char* name) {
-  void* found = dlsym(library, name);
-  if (!found) printf("%s is missing\n", name), exit(2);
-  return reinterpret_cast<F*>(found);
-}
 
 float number(float x) { return x; }
 float number(Bf16 x) {
@@ -232,8 +222,7 @@ void run(const Case& one, bool rounded, double tolerance, std::mt19937_64& rng, 
 }  // namespace
 
 int main(int, char** arguments) {
-  library = dlopen(arguments[1], RTLD_NOW);
-  if (!library) return puts(dlerror()), 2;
+  open_library(arguments[1]);
   std::mt19937_64 rng(atoi(arguments[2]));
   Count exact, halves;
   for (int i = 0; i < atoi(arguments[3]); ++i) {

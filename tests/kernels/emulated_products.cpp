@@ -6,8 +6,6 @@
 // Each case is a random matrix of a type of GGUF, multiplied in float32, in int8 as it is, and in int8 of our own. Errors
 // are relative to the root of the sum of the squares of what is summed. A row alone must have the bits that it has beside
 // other rows.
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -17,6 +15,8 @@
 #include <memory>
 #include <random>
 #include <vector>
+
+#include "emulated.h"
 
 #ifdef __x86_64__
 typedef _Float16 Half;
@@ -43,15 +43,6 @@ const std::vector<Type> kTypes = {
     {8, 32, 34, {0}},    {12, 256, 144, {0, 2}}, {13, 256, 176, {0, 2}}, {14, 256, 210, {208}},
 };
 
-void* library;
-
-template <class F>
-F* function(const char* name) {
-  void* found = dlsym(library, name);
-  if (!found) printf("%s is missing\n", name), exit(2);
-  return reinterpret_cast<F*>(found);
-}
-
 // Panels in memory that begins at a cache line.
 struct Panels {
   std::unique_ptr<uint8_t, decltype(&free)> memory;
@@ -69,8 +60,7 @@ struct Panels {
 }  // namespace
 
 int main(int, char** arguments) {
-  library = dlopen(arguments[1], RTLD_NOW);
-  if (!library) return puts(dlerror()), 2;
+  open_library(arguments[1]);
   const bool has_int8 = function<int32_t()>("prefold_has_int8")();
   const auto panel_size = function<int64_t(int64_t, int64_t)>("prefold_block_panel_size");
   const auto pack = function<void(int64_t, const void*, int64_t, int64_t, void*, int32_t)>("prefold_pack_blocks");
