@@ -161,8 +161,7 @@ def test_bytes_per_slot_are_those_of_the_store(backend):
         assert abs(store.num_bytes - 1000 * KVStore.bytes_per_slot(3, store.heads)) <= 3 * 4096
 
 
-@pytest.mark.parametrize("where", ["k", "v"])
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan, 3.4e38])
+@pytest.mark.parametrize(("where", "bad"), [("k", torch.inf), ("v", torch.nan), ("v", 3.4e38)])
 def test_what_bfloat16_cannot_hold_stays_with_those_that_see_it(backend, where, bad):
     case = SlotCase(random_nest(np.random.default_rng(0), 120, 0.1), heads=(4, 2))
     case.keep(torch.bfloat16)
