@@ -81,7 +81,7 @@ def test_in_batches_of_ray_data(model):
             return [out async for out in made({"text": np.array(["yes", None, *BLANK], object)})]
 
         (out,) = asyncio.run(run())
-        return [error is not None for error in out["error"]]
+        return [error is not None for error in out["error"].to_pylist()]
 
     assert errors("embed") == errors("classify", labels=LABELS) == [False, True, True, True, True]
     for chat in (True, False):
