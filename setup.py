@@ -1,7 +1,9 @@
 """Builds prefold. With PREFOLD_WHEEL=1 a wheel is for this platform, and has the kernels compiled for every variant of
-its kind of CPU; otherwise it is for any platform, and the kernels are compiled on first use."""
+its kind of CPU (on Windows by the compiler of the package ziglang); otherwise it is for any platform, and the kernels
+are compiled on first use."""
 
 import os
+import platform
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -35,6 +37,10 @@ class PlatformDistribution(Distribution):
 
 
 if os.environ.get("PREFOLD_WHEEL") == "1":
-    setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel}, distclass=PlatformDistribution)
+    setup(
+        cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel},
+        distclass=PlatformDistribution,
+        setup_requires=["ziglang>=0.15"] if platform.system() == "Windows" else [],
+    )
 else:
     setup()

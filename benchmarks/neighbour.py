@@ -4,9 +4,9 @@
 
 What is measured: seconds of generating `--tokens` tokens for one prompt, of a quarter as many for 64 prompts, and of
 reranking `--pairs` documents for one query, each in a process that has loaded the built-in model and warmed up. What
-differs is how threads wait for each other: prefold's own threads; OpenMP's with OMP_WAIT_POLICY=PASSIVE (nobody
-spins); and OpenMP's by themselves (GOMP_SPINCOUNT=300000, what libgomp takes where nothing is set). The settings take
-turns, so that a drift of the machine's speed hits all. Ratios are to the passive setting with as many neighbours.
+differs is how threads wait for each other: those of prefold's kernels; and without the kernels PyTorch's, which are
+OpenMP's, where OMP_WAIT_POLICY=PASSIVE lets nobody spin. The settings take turns, so that a drift of the machine's
+speed hits all. Ratios are to the same setting with the least neighbours.
 
 With --checkouts other versions of prefold are measured beside this one, each as it sets its threads itself.
 """
@@ -27,10 +27,9 @@ HERE = Path(__file__).resolve().parent.parent
 SPINNING = "while True: pass"
 SETTINGS: dict[str, dict[str, str]] = {
     "prefold": {},
-    "OpenMP, passive": {"PREFOLD_THREADS": "openmp", "OMP_WAIT_POLICY": "PASSIVE"},
-    "OpenMP by itself": {"PREFOLD_THREADS": "openmp", "GOMP_SPINCOUNT": "300000"},
+    "PyTorch, passive": {"PREFOLD_KERNELS": "0", "OMP_WAIT_POLICY": "PASSIVE"},
 }
-THREADING = ("PREFOLD_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "KMP_BLOCKTIME")
+THREADING = ("PREFOLD_KERNELS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "KMP_BLOCKTIME")
 # A case is not repeated once its runs have taken so long together.
 MOST_SECONDS = 5.0
 CASES = ("decode", "decode 64", "rerank")
@@ -72,10 +71,10 @@ def report(seconds: dict[tuple[int, str], dict[str, list[float]]], path: str | N
 
     rows = []
     for (count, name), found in seconds.items():
-        passive = seconds[count, "OpenMP, passive"]
+        alone = seconds[min(count for count, of in seconds if of == name), name]
         cells = []
         for case in CASES:
-            own, other = statistics.median(found[case]), statistics.median(passive[case])
+            own, other = statistics.median(found[case]), statistics.median(alone[case])
             cells += [f"{own:.3f}", f"{min(found[case]):.3f}-{max(found[case]):.3f}", f"{own / other:.2f}"]
         rows.append([count, name, *cells])
     print(machine())

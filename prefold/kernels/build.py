@@ -19,10 +19,10 @@ def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
     `again` compiles even so. Raises BuildError where it cannot be done.
     """
 
-    def make(compiler: str, path: Path) -> None:
+    def make(compiler: Sequence[str], path: Path) -> None:
         line = "prefold: compiling the kernels, once on this machine (up to a minute); PREFOLD_KERNELS=0 goes without"
         print(line, file=sys.stderr, flush=True)
-        compile_sources([compiler], flags, path)
+        compile_sources(compiler, flags, path)
 
     return _kept(_name(flags), make, again)
 
@@ -42,10 +42,10 @@ def _name(flags: Sequence[str]) -> str:
 def build_probe() -> Path:
     """Returns the compiled probe (`probe.cpp`), which is compiled unless it is in the cache. Raises BuildError."""
     digest = hashlib.sha256(PROBE.read_bytes() + platform.machine().encode()).hexdigest()[:16]
-    return _kept(f"probe-{digest}.so", lambda compiler, path: compile_probe([compiler], path), False)
+    return _kept(f"probe-{digest}.so", compile_probe, False)
 
 
-def _kept(name: str, make: Callable[[str, Path], None], again: bool) -> Path:
+def _kept(name: str, make: Callable[[Sequence[str], Path], None], again: bool) -> Path:
     """Returns the library of a name in the cache folder, which `make` compiles where it is missing, and with `again`.
 
     Many processes may do it at once: each compiles to a name of its own and renames, and the last of them wins with

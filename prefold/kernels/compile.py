@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
@@ -20,7 +24,10 @@ PROBE = HERE / "probe.cpp"
 # gnu++17 (rather than c++17) and these flags let the compiler fuse multiply and add. The ABI notes are about
 # vector arguments of functions that are all inlined.
 COMMON = ("-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
-NATIVE = (*COMMON, "-march=native", "-fopenmp")
+NATIVE = (*COMMON, "-march=native")
+# Code on Windows can lie anywhere as it is, and compilers for it take no such flag.
+_ANYWHERE = () if platform.system() == "Windows" else ("-fPIC",)
+_ZIG = ("-m", "ziglang", "c++")  # https://pypi.org/project/ziglang: Clang, its C++ library, and a linker
 TIMEOUT_SECONDS = 900
 
 
@@ -44,8 +51,7 @@ class Variant(NamedTuple):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Returns the compiler's flags. There is no OpenMP: a second one in the process could be another than PyTorch's
-        (https://github.com/mapequation/infomap/issues/588), and the kernels have threads of their own."""
+        """Returns the compiler's flags."""
         return (*COMMON, *self.march)
 
     @property
@@ -79,49 +85,59 @@ def runnable(bits: int) -> list[Variant]:
     return [variant for variant in variants() if all(bits >> feature & 1 for feature in variant.features)]
 
 
-def find_compiler() -> str | None:
-    """Returns the path of $CXX, g++, c++ or clang++, whichever is there first; None: there is none."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return path
-    return None
+def find_compiler() -> tuple[str, ...] | None:
+    """Returns the command of the compiler: $CXX, g++, c++, clang++ or that of the package ziglang, whichever is there
+    first; None: there is none.
+
+    On Windows $CXX and ziglang alone are asked: there GCC puts vectors where the stack is not aligned for them
+    (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=54412), and Clang may lack a C++ library.
+    """
+    windows = platform.system() == "Windows"
+    for command in (os.environ.get("CXX"), *(() if windows else ("g++", "c++", "clang++"))):
+        words = shlex.split(command or "", posix=not windows)
+        if words and (path := shutil.which(words[0])):
+            return path, *words[1:]
+    return (sys.executable, *_ZIG) if find_spec(_ZIG[1]) else None
 
 
-def compiler_or_error() -> str:
+def compiler_or_error() -> tuple[str, ...]:
     """Returns what `find_compiler` does. Raises BuildError where there is no compiler."""
     compiler = find_compiler()
     if compiler is None:
-        raise BuildError("no C++ compiler found (looked for $CXX, g++, c++, clang++): install g++")
+        raise BuildError("no C++ compiler found ($CXX, g++, c++, clang++): install g++, or the package ziglang")
     return compiler
 
 
 def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path) -> None:
     """Runs a compiler process for each source, side by side, then one to link."""
+    if _ZIG[1] in compiler:  # its name of the instruction set
+        flags = [flag.replace("x86-64-", "x86_64_") for flag in flags]
     sources = sorted(SOURCES.glob("*.cpp"))
-    objects = [target.with_name(f"{target.stem}-{source.stem}.o") for source in sources]
-    commands = [
-        [*compiler, *flags, "-fPIC", "-c", str(source), "-o", str(path)]
-        for source, path in zip(sources, objects, strict=True)
-    ]
-    with ThreadPoolExecutor(len(commands)) as pool:
-        list(pool.map(run_compiler, commands))
-    run_compiler([*compiler, *flags, "-shared", *map(str, objects), "-o", str(target)])
-    for path in objects:
-        path.unlink()
+    with TemporaryDirectory(prefix="build-", dir=target.parent) as work:  # some linkers leave files of their own
+        objects = [str(Path(work, source.stem + ".o")) for source in sources]
+        commands = [
+            [*compiler, *flags, *_ANYWHERE, "-c", str(source), "-o", made]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(len(commands)) as pool:
+            list(pool.map(run_compiler, commands))
+        linked = Path(work, target.name)
+        run_compiler([*compiler, *flags, "-shared", *objects, "-o", str(linked)])
+        linked.replace(target)
 
 
 def compile_probe(compiler: Sequence[str], target: Path) -> None:
     """Compiles the library that says what a CPU and its system offer: for any CPU of this kind."""
-    run_compiler([*compiler, "-O1", "-fPIC", "-shared", str(PROBE), "-o", str(target)])
+    run_compiler([*compiler, "-O1", *_ANYWHERE, "-shared", str(PROBE), "-o", str(target)])
 
 
 def compile_variants(folder: Path) -> None:
     """Compiles the probe, and the library of each variant for machines of this kind. Raises BuildError."""
     compiler = compiler_or_error()
     folder.mkdir(parents=True, exist_ok=True)
-    compile_probe([compiler], folder / "probe.so")
+    compile_probe(compiler, folder / "probe.so")
     for variant in variants():
-        compile_sources([compiler], variant.flags, folder / variant.library)
+        compile_sources(compiler, variant.flags, folder / variant.library)
 
 
 def run_compiler(command: Sequence[str]) -> None:

@@ -156,7 +156,6 @@ FUNCTIONS = {
     "log_sum_exp": (":pqqqppi", ALONE),
     "entropy": (":pqqqpppi", ALONE),
     "draw": (":pqqpppqpi", ALONE),
-    "use_own_threads": ("i:i", ALONE),
     "calm_openmp": (":", ALONE),
 }
 

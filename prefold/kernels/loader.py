@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from .attention import AttentionKernels
 from .blocks import BlockKernels
 from .build import build, build_probe, is_built
@@ -43,17 +41,9 @@ class Kernels(
     def __init__(self, path: Path):
         """Loads the library; raises OSError or AttributeError where the file is no such one."""
         _check_whole(path)
-        # torch is imported above, so that the library finds torch's OpenMP pool and makes none of its own.
         self._calls = bind(ctypes.CDLL(str(path)))
-        # Where products are oneDNN's, on OpenMP's threads, a second pool would be in the way of the first.
-        ours = self.has_products(torch.bfloat16)
-        self.use_own_threads(ours and os.environ.get("PREFOLD_THREADS") != "openmp")
+        # PyTorch's OpenMP, which `.attention` and others have loaded with torch.
         self._calls["calm_openmp"]()
-
-    def use_own_threads(self, own: bool) -> None:
-        """Runs parallel loops on threads of the kernels' own (`src/pool.h`), or, where the library has OpenMP, on those
-        that torch uses too."""
-        self.own_threads = bool(self._calls["use_own_threads"](own))
 
 
 def _check_whole(path: Path) -> None:

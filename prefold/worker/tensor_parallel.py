@@ -287,6 +287,12 @@ def _ending(code: int) -> str:
 
 
 def _check_devices(device: torch.device, size: int) -> None:
+    if sys.platform == "win32":
+        raise InputError(
+            "a model is not split over processes on Windows",
+            field="tensor_parallel",
+            remedy="leave it out, or use WSL 2",
+        )
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise InputError(
             f"tensor_parallel is {size}, and torch sees {torch.cuda.device_count()} GPUs",

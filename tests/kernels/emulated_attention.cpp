@@ -182,8 +182,7 @@ void over_slots(const Case& one, const std::vector<E>& q, const std::vector<E>& 
   // Room for float32, which is enough for any format; zeros at first.
   const int64_t padded = (one.dim + 15) / 16 * 16, pairs = (free_slot + 1) / 2, row = one.kv_heads * one.dim;
   const auto memory = [](int64_t bytes) {
-    void* made = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    return memset(made, 0, (bytes + 4095) / 4096 * 4096);
+    return memset(pages(bytes).release(), 0, bytes);
   };
   SlotPlane plane{};
   plane.keys = memory(one.kv_heads * pairs * 2 * padded * 4), plane.values = memory(one.kv_heads * pairs * 2 * padded * 4);

@@ -45,11 +45,11 @@ const std::vector<Type> kTypes = {
 
 // Panels in memory that begins at a cache line.
 struct Panels {
-  std::unique_ptr<uint8_t, decltype(&free)> memory;
+  std::unique_ptr<uint8_t, FreePages> memory;
   int64_t bytes;
 
   Panels(int64_t count, int64_t size)
-      : memory(static_cast<uint8_t*>(aligned_alloc(64, (count * size + 63) / 64 * 64)), &free), bytes(size) {}
+      : memory(pages(count * size)), bytes(size) {}
   std::vector<BlockPanel> table(int64_t count, int64_t type) const {
     std::vector<BlockPanel> made;
     for (int64_t p = 0; p < count; ++p) made.push_back({memory.get() + p * bytes, type});

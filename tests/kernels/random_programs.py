@@ -212,7 +212,6 @@ def has_tiles() -> bool:
 def main(library: str, seed: int, models: int, mode: str = "") -> None:
     memory = refuse_tiles() if mode == "refused" else None
     loader._loaded = loader.LoadedKernels(loader.Kernels(Path(library)), "sanitized")
-    loader._loaded.kernels.use_own_threads(True)
     # Products by the library, also where it would leave them to PyTorch.
     from prefold.model import products
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -26,12 +27,12 @@ from prefold import __version__, kernels
 from prefold.attention import Heads, RowAttention, visibility
 from prefold.cli import main
 from prefold.kernels import loader
-from prefold.kernels.build import build, fingerprint
+from prefold.kernels.build import build, cpu, fingerprint
 from prefold.kernels.compile import COMMON, NATIVE, BuildError, find_compiler, runnable, variants
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 # Without optimisation: a second, and all the same functions.
-QUICK = ("-std=gnu++17", "-O0", "-fopenmp", "-Wno-psabi")
+QUICK = ("-std=gnu++17", "-O0", "-Wno-psabi")
 
 
 @pytest.fixture
@@ -66,6 +67,7 @@ def quick(tmp_path_factory) -> Path:
 def no_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setattr("prefold.kernels.compile.find_spec", lambda package: None)
 
 
 def check_kernels(loaded: kernels.Kernels, *, rows: int = 90) -> None:
@@ -125,6 +127,32 @@ def test_the_name_tells_flags_and_sources_apart(monkeypatch, tmp_path):
     assert other != plain
     (tmp_path / "a.cpp").write_text("int b;")
     assert fingerprint(NATIVE) != other
+
+
+def test_where_a_compiler_is_looked_for(no_compiler, monkeypatch, tmp_path):
+    assert find_compiler() is None
+    monkeypatch.setattr("prefold.kernels.compile.find_spec", lambda package: package == "ziglang")
+    zig = (sys.executable, "-m", "ziglang", "c++")
+    assert find_compiler() == zig
+    compiler = tmp_path / "c++"
+    compiler.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_compiler() == (str(compiler),)
+    monkeypatch.setattr("platform.system", lambda: "Windows")
+    assert find_compiler() == zig
+    monkeypatch.setenv("CXX", "c++ -stdlib=libc++")
+    assert find_compiler() == (str(compiler), "-stdlib=libc++")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="reads Linux's list")
+def test_the_probe_says_what_linux_says(monkeypatch):
+    flags = set(next(line for line in cpu() if line.startswith("flags")).split())
+    v3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"} <= flags
+    v4 = v3 and {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags
+    has = [v3, v4 and "avx512_vnni" in flags, v4 and "avx512_bf16" in flags,
+           {"amx_tile", "amx_bf16", "amx_int8"} <= flags, v3 and "avx_vnni" in flags]  # fmt: skip
+    monkeypatch.setattr(loader, "LIBRARIES", Path("none"))
+    assert loader._probe() == sum(bit << number for number, bit in enumerate(has))
 
 
 def test_no_compiler_falls_back_with_one_warning(fresh, no_compiler):

@@ -1,4 +1,4 @@
-"""Parallel loops on the kernels' own threads and on OpenMP's: the same results, from any thread, and after a fork."""
+"""Parallel loops: the same results on any number of threads, from any thread, and after a fork."""
 
 from __future__ import annotations
 
@@ -17,15 +17,6 @@ from prefold import kernels
 from prefold.kernels.compile import SOURCES, find_compiler
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
-
-
-@pytest.fixture(params=[True, False], ids=["own", "openmp"])
-def own(request):
-    loaded = kernels.load()
-    before = loaded.own_threads
-    loaded.use_own_threads(request.param)
-    yield request.param
-    loaded.use_own_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +38,7 @@ def products(seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
-def test_same_results_on_any_number_of_threads(own, threads, count):
+def test_same_results_on_any_number_of_threads(threads, count):
     threads(1)
     expected = products(0)
     threads(count)
@@ -56,7 +47,7 @@ def test_same_results_on_any_number_of_threads(own, threads, count):
             assert torch.equal(found, one)
 
 
-def test_many_callers_at_once(own, threads):
+def test_many_callers_at_once(threads):
     threads(1)
     expected = [products(seed) for seed in range(8)]
     threads(3)
@@ -76,7 +67,6 @@ def state(thread: str) -> str:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads what threads do from /proc")
 def test_threads_sleep_after_a_while(threads):
     """Nobody spins while there is nothing to do."""
-    kernels.load().use_own_threads(True)
     threads(4)
     products(0)
     end = time.monotonic() + 60
@@ -91,7 +81,6 @@ import os, sys, torch
 from prefold import kernels
 torch.set_num_threads(3)
 loaded = kernels.load()
-loaded.use_own_threads(True)
 x, packed = torch.randn(40, 512), kernels.pack_words(torch.randn(1024, 512))
 expected = loaded.linear(x, packed, 1024)
 child = os.fork()
@@ -100,16 +89,6 @@ if not child:
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
-
-
-@pytest.mark.parametrize(("value", "own_threads"), [("openmp", False), ("", None)])
-def test_the_environment_chooses(value, own_threads):
-    code = "from prefold import kernels; print(kernels.load().own_threads)"
-    environment = os.environ | {"PREFOLD_THREADS": value}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    loaded = kernels.load()
-    expected = loaded.has_products(torch.bfloat16)
-    assert done.stdout.strip() == str(expected if own_threads is None else own_threads)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libgomp")
@@ -151,7 +130,7 @@ def test_threads_spin_as_long_as_gaps_last_unless_a_core_is_wanted(tmp_path):
     if compiler is None:
         pytest.skip("no C++ compiler")
     program, source = tmp_path / "patience", Path(__file__).parent / "patience.cpp"
-    subprocess.run([compiler, "-std=gnu++17", f"-I{SOURCES}", str(source), "-o", str(program)], check=True)
+    subprocess.run([*compiler, "-std=gnu++17", f"-I{SOURCES}", str(source), "-o", str(program)], check=True)
     done = subprocess.run([program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
         "new 50 500",

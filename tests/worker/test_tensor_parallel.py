@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,6 +161,12 @@ def test_what_a_rank_says_last_is_heard(split):
 def test_more_ranks_than_heads(folder):
     with pytest.raises(InputError, match="use at most 6"):
         LLM(folder, **PLACE, tensor_parallel=7)
+
+
+def test_windows_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(tensor_parallel, "sys", SimpleNamespace(platform="win32"))
+    with pytest.raises(InputError, match="not split over processes on Windows; leave it out"):
+        LLM(folder, **PLACE, tensor_parallel=2)
 
 
 def test_a_checkpoint_that_does_not_load(tmp_path):

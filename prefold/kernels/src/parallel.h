@@ -1,13 +1,9 @@
-// Parallel loops: on threads of our own, or on the OpenMP pool that PyTorch uses too.
+// Parallel loops, on the threads of `pool.h`.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #include "pool.h"
 
@@ -20,21 +16,11 @@ constexpr int64_t kProductsPerThread = 500000;
 // Pieces that a thread's share of a loop is cut into, so that others can take what it has not come to.
 constexpr int64_t kPieces = 4;
 
-// Whether loops run on our own threads. Where PyTorch computes the products (on OpenMP's threads), two pools would be
-// in each other's way.
-extern std::atomic<bool> use_own_threads;
-
 // body(participant) by up to `threads` threads at once; one call of body must be enough to do all the work.
 template <class Body>
 void together(int threads, const Body& body) {
   if (threads <= 1) return body(0);
-  if (use_own_threads.load(std::memory_order_relaxed)) return Pool::of_process().run(threads, body);
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads)
-  body(omp_get_thread_num());
-#else
-  body(0);
-#endif
+  Pool::of_process().run(threads, body);
 }
 
 // body(i) for every i of [0, n), taken one by one in ascending order by whichever thread is free.

@@ -2,8 +2,6 @@
 // keeps somebody else from a core.
 #pragma once
 
-#include <sys/resource.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -17,17 +15,6 @@ struct Watch {
   Clock::time_point since{};
   long switches = 0;
 };
-
-// How often the system has taken this thread's core for another thread. Where no system call says so, each call
-// reports enough of them for threads to sleep early, as is right where nothing is known.
-inline long involuntary_switches() {
-#ifdef RUSAGE_THREAD
-  rusage usage;
-  if (getrusage(RUSAGE_THREAD, &usage) == 0) return usage.ru_nivcsw;
-#endif
-  static std::atomic<long> unknown{0};
-  return unknown += 100;
-}
 
 class Patience {
   using Duration = Clock::duration;

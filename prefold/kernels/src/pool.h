@@ -10,9 +10,6 @@
 // threads tell when somebody does, and then threads sleep after microseconds (`patience.h`).
 #pragma once
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -24,6 +21,7 @@
 #include <thread>
 
 #include "patience.h"
+#include "system.h"
 
 namespace prefold {
 
@@ -48,21 +46,6 @@ bool spin(Clock::duration most, const Ready& ready) {
   return ready();
 }
 
-// Starts a thread that gets no signals: those are for the threads that the program knows of.
-template <class Body>
-void start_thread(Body body) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    std::thread(std::move(body)).detach();
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
-
 inline void sleep_for_ever() {
   std::mutex mutex;
   std::condition_variable never;
@@ -76,8 +59,8 @@ class Pool {
  public:
   // The pool of this process; one that was made before a fork is left to the parent.
   static Pool& of_process() {
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { current().store(nullptr); });
-    (void)registered;
+    static std::once_flag registered;
+    std::call_once(registered, in_forks, [] { current().store(nullptr); });
     Pool* pool = current().load(std::memory_order_acquire);
     if (pool) return *pool;
     Pool* fresh = new Pool;  // never deleted: threads sleep in it until the process ends

@@ -1,12 +1,6 @@
 // Ranks of a split model: processes of one machine that meet in memory which all of them map.
 #pragma once
 
-#include <poll.h>
-#include <sched.h>
-#include <time.h>
-
-#include <vector>
-
 #include "parallel.h"
 #include "vectors.h"
 
@@ -74,26 +68,18 @@ struct Ranks {
     while (!is_there()) {
       const auto now = Clock::now();
       if (now - begun < kYield) {
-        sched_yield();
+        std::this_thread::yield();
         continue;
       }
-      timespec nap{0, 50000};
-      nanosleep(&nap, nullptr);
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
       const double since = std::chrono::duration<double>(now - looked).count();
       if (since < kLook) continue;
       looked = now;
       waited += std::min(since, 1.0);
-      if (has_ended() && !is_there()) return kGone;
+      if (has_ended(pipes, num_pipes) && !is_there()) return kGone;
       if (waited > patience) return kLate;
     }
     return 0;
-  }
-
-  // Whether the other end of a pipe is closed.
-  bool has_ended() const {
-    std::vector<pollfd> ends;
-    for (int64_t i = 0; i < num_pipes; ++i) ends.push_back({pipes[i], 0, 0});
-    return poll(ends.data(), ends.size(), 0) > 0;
   }
 
   // x [count] = the sum of every rank's, in the order of the ranks, rounded once. Where `is_given`, the rank's own is in

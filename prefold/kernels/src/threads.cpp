@@ -1,24 +1,11 @@
-// Which threads the parallel loops run on, and how long OpenMP's threads spin.
+// How long the threads of PyTorch's OpenMP spin.
+#ifdef __linux__
 #include <dlfcn.h>
+#endif
 
 #include <cstdlib>
 
-#include "parallel.h"
-
-namespace prefold {
-
-std::atomic<bool> use_own_threads{false};
-
-}  // namespace prefold
-
-// Returns whether loops run on our own threads from now on: they do, too, where the library has no OpenMP.
-extern "C" int32_t prefold_use_own_threads(int32_t own) {
-#ifndef _OPENMP
-  own = 1;
-#endif
-  prefold::use_own_threads.store(own != 0);
-  return own != 0;
-}
+#include "pool.h"
 
 // Makes OpenMP's threads, which some of PyTorch's operations run on, sleep soon after their work is done.
 //

@@ -1,7 +1,7 @@
 // Memory that a thread keeps between its calls.
 #pragma once
 
-#include <cstdlib>
+#include <cstddef>
 #include <new>
 
 namespace prefold {
@@ -10,24 +10,29 @@ namespace prefold {
 // pages would cost as much as the packing.
 class Workspace {
  public:
-  ~Workspace() { free(memory_); }
+  ~Workspace() { release(); }
 
-  void* reserve(size_t bytes) {
+  void* reserve(std::size_t bytes) {
     if (bytes > size_) {
-      free(memory_);
-      size_ = (bytes + 4095) / 4096 * 4096;
-      memory_ = aligned_alloc(4096, size_);
-      if (!memory_) {
-        size_ = 0;
-        throw std::bad_alloc();
-      }
+      release();
+      const std::size_t pages = (bytes + kPage - 1) / kPage * kPage;
+      memory_ = ::operator new(pages, std::align_val_t{kPage});
+      size_ = pages;
     }
     return memory_;
   }
 
  private:
+  static constexpr std::size_t kPage = 4096;
+
+  void release() {
+    ::operator delete(memory_, std::align_val_t{kPage});
+    memory_ = nullptr;
+    size_ = 0;
+  }
+
   void* memory_ = nullptr;
-  size_t size_ = 0;
+  std::size_t size_ = 0;
 };
 
 }  // namespace prefold
