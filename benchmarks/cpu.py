@@ -1,17 +1,18 @@
-"""Times decoding side by side and prompts on a CPU: prefold, llama.cpp and vLLM's CPU build, beside the limit.
+"""Times decoding side by side and prompts on a CPU: prefold, llama.cpp, OpenVINO GenAI and vLLM's CPU build, beside the
+limit.
 
     python benchmarks/cpu.py [--model smollm2-135m | qwen3-0.6b] [--sequences 1,2,4,8,16,32,64,256] [--prompts 512,2000]
-        [--layers N] [--repeats 5] [--llama VENV] [--types BF16,Q8_0] [--stored] [--vllm VENV]
-        [--json FILE]
+        [--layers N] [--repeats 5] [--llama VENV] [--types BF16,Q8_0] [--stored] [--int8]
+        [--openvino VENV] [--vllm VENV] [--json FILE]
 
 `smollm2-135m` is the built-in model; other names are those of random weights (`prefold models`). Every system runs the
 same weights, and those of llama.cpp's --types are made of them; with --stored prefold runs these files too, its weights
-in memory as stored. Sequences share nothing: each has a prompt of its own, of 330 tokens where at most 8 run side by
-side and of 32 otherwise. All systems get the same token ids and generate
-greedily, past the end of text. The time of a decode step is that of a run with --tokens tokens less that of a run with
-the first one alone, over the steps between them, so that prompts are no part of it. The systems take turns within a
-round, with nothing left in their caches; they stay loaded, and are stopped while it is not their turn. Tables show
-medians over rounds.
+in memory as stored, with --int8 it multiplies them in int8 besides, and OpenVINO runs the file of Q8_0 (of a model with
+a tokenizer). Sequences share nothing: each has a prompt of its own, of 330 tokens where at most 8 run side by side and
+of 32 otherwise. All systems get the same token ids and generate greedily, past the end of text. The time of a decode
+step is that of a run with --tokens tokens less that of a run with the first one alone, over the steps between them, so
+that prompts are no part of it. The systems take turns within a round, with nothing left in their caches; they stay
+loaded, and are stopped while it is not their turn. Tables show medians over rounds.
 
 The limit of a decode step is the time in which all threads read the bytes of the weights, of the LM head and of the K/V
 that the step's rows see, or the time of its operations at the best rate of packed weights, where that is longer. The
@@ -144,6 +145,9 @@ def open_peers(
             subprocess.run([python, "-c", QUANTIZE, str(whole), str(made), kind], check=True, stderr=subprocess.DEVNULL)
             peer = stack.enter_context(Peer(python, "llama", job | {"gguf": str(made)}))
             peers[f"llama.cpp {kind} (llama-cpp-python {peer.version})"] = peer
+    if arguments.openvino:
+        peer = stack.enter_context(Peer(python_of(arguments.openvino), "openvino", job | {"gguf": str(files["Q8_0"])}))
+        peers[f"OpenVINO GenAI {peer.version} Q8_0"] = peer
     if arguments.vllm:
         peer = stack.enter_context(Peer(python_of(arguments.vllm), "vllm", job))
         peers[f"vLLM {peer.version}"] = peer
@@ -229,6 +233,8 @@ def main() -> None:
     parser.add_argument("--llama", metavar="VENV")
     parser.add_argument("--types", default="BF16,Q8_0", help="types of llama.cpp's weights")
     parser.add_argument("--stored", action="store_true", help="run the files of --types, too")
+    parser.add_argument("--int8", action="store_true", help="run the files of --types in int8")
+    parser.add_argument("--openvino", metavar="VENV", help="with --llama, which makes its file")
     parser.add_argument("--vllm", metavar="VENV")
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -246,6 +252,9 @@ def main() -> None:
         ours = {OURS: llm}
         for kind, file in files.items() if arguments.stored else ():
             ours[f"{OURS}, {kind} as stored"] = LLM(str(file), weights="file", **options)
+        for kind, file in files.items() if arguments.int8 else ():
+            if kind not in ("BF16", "F16", "F32"):
+                ours[f"{OURS}, {kind} in int8"] = LLM(str(file), weights="file", arithmetic="int8", **options)
         seconds, rates = measure(ours, peers, cases, arguments)
     rate = {name: median([one[name] for one in rates]) for name in rates[0]}
     limits = {name: limit(llm.config, case, rate, llm.dtype.itemsize) for name, case in cases.items()}

@@ -12,7 +12,7 @@ max_model_len, and what is to be done, which is one of
     cases     {name: {"prompts": lists of token ids, "max_tokens": tokens of each output}}; a line names a case, whose
               prompts are continued greedily, past the end of text; `found` is the tokens of each output
 
-llama.cpp takes its weights from the file `gguf`.
+llama.cpp and OpenVINO take their weights from the file `gguf`.
 """
 
 from __future__ import annotations
@@ -250,6 +250,31 @@ def llama_generator(job):
     return run, llama.__version__
 
 
+def openvino_generator(job):
+    """OpenVINO GenAI's own batches. Where weights are in blocks of int8 or fewer bits, it multiplies in int8."""
+    import numpy as np
+    import openvino
+    import openvino_genai
+
+    cases = job["cases"].values()
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.max_num_batched_tokens = job.get("kv_gib", 4), 4096
+    scheduler.max_num_seqs = max(len(case["prompts"]) for case in cases)
+    scheduler.enable_prefix_caching = False  # a run has no prompts in common with the one before
+    options = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": job["threads"]}
+    pipeline = openvino_genai.LLMPipeline(job["gguf"], "CPU", **options)
+    config = openvino_genai.GenerationConfig()
+    config.ignore_eos, config.do_sample = True, False
+
+    def run(prompts, max_tokens):
+        config.max_new_tokens = max_tokens
+        ids = np.array(prompts, np.int64)  # of one length
+        inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        return [list(map(int, tokens)) for tokens in pipeline.generate(inputs, config).tokens]
+
+    return run, openvino_genai.__version__
+
+
 def scorer(system, job):
     """Returns the run of the prompts of JOB, whatever the line says, and the version."""
     run, version = {"transformers": transformers_runner, "vllm": vllm_runner, "llama": llama_runner}[system](job)
@@ -262,7 +287,12 @@ def scorer(system, job):
 
 def generator(system, job):
     """Returns the run of the case that a line names, and the version."""
-    systems = {"transformers": transformers_generator, "vllm": vllm_generator, "llama": llama_generator}
+    systems = {
+        "transformers": transformers_generator,
+        "vllm": vllm_generator,
+        "llama": llama_generator,
+        "openvino": openvino_generator,
+    }
     run, version = systems[system](job)
     cases = job["cases"]
     run(next(iter(cases.values()))["prompts"][:8], 4)  # warm-up
