@@ -266,7 +266,7 @@ def test_what_cannot_be_done_is_said_in_a_line(prefold, tmp_path, arguments, cod
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("new")) == []
 
 
-def test_interrupted_it_prints_the_command_that_resumes(model, tmp_path, slowed):
+def test_interrupted_it_prints_the_command_that_resumes(prefold, model, tmp_path, slowed):
     write(tmp_path / "in.jsonl", [{"text": f"{i} " * 20} for i in range(150)])
     arguments = ["embed", "in.jsonl", "-o", "my out.jsonl", "-m", model, "--max-batch-rows", "64", "--overwrite"]
     code = "from prefold.cli import main; main()"
@@ -285,12 +285,8 @@ def test_interrupted_it_prints_the_command_that_resumes(model, tmp_path, slowed)
     assert command == f"prefold embed in.jsonl -o 'my out.jsonl' -m {model} --max-batch-rows 64"
     written = len((tmp_path / "my out.jsonl").read_text().splitlines())
     assert 0 < written < 150
-    (tmp_path / "slow").unlink()
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments[:-1], "--limit", "150"],
-        cwd=tmp_path, env=slowed, stderr=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and f"resuming my out.jsonl: {written:,} records are done" in done.stderr
+    done = prefold(*arguments[:-1], "--limit", "150")
+    assert done.exit_code == 0 and f"resuming my out.jsonl: {written:,} records are done" in done.stderr
     got = [json.loads(line)["record"] for line in (tmp_path / "my out.jsonl").read_text().splitlines()]
     assert sorted(got) == list(range(1, 151))
 
@@ -333,7 +329,7 @@ def test_killed_again_and_again_a_job_ends_whole(model, tmp_path, slowed):
     assert sum("error" in line for line in got) == count // 50
 
 
-def test_a_job_over_two_processes_survives_the_death_of_one(model, tmp_path, slowed):
+def test_a_job_over_two_processes_survives_the_death_of_one(prefold, model, tmp_path, slowed):
     write(tmp_path / "in.jsonl", [{"text": f"{i} " * 20} for i in range(150)])
     arguments = ["embed", "in.jsonl", "-o", "out.jsonl", "-m", model, "--max-batch-rows", "64", *FLOAT32]
     code = "from prefold.cli import main; main()"
@@ -349,9 +345,7 @@ def test_a_job_over_two_processes_survives_the_death_of_one(model, tmp_path, slo
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and "Traceback" not in errors
     assert "rank 1 was ended by SIGKILL" in errors and "ended by a failure; what is done is written" in errors
-    (tmp_path / "slow").unlink()
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, env=slowed, check=False)
-    assert done.returncode == 0
+    assert prefold(*arguments).exit_code == 0
     got = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert sorted(line["record"] for line in got) == list(range(1, 151))
     want = LLM(model, dtype="float32").embed([f"{i} " * 20 for i in range(150)])

@@ -158,7 +158,6 @@ def test_embeddings_of_one_body_are_of_one_adapter():
 def test_a_server_that_counts_tokens_is_at_work_however_long_an_answer_takes(monkeypatch, counts):
     """One that counts none is killed, and after some times in which that did not help given up."""
     counted, release, notes = itertools.count(), threading.Event(), []
-    monkeypatch.setattr("prefold.cluster.replicas.LONGEST_WAIT", 0.02)
     monkeypatch.setattr(http_host, "_LOOKS", 600)  # within the patience: every 0.05 s
 
     def hangs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -75,5 +76,10 @@ def state_bytes(llm: LLM) -> int:
 
 @torch.inference_mode()
 def hidden_states(model: torch.nn.Module, prompts: list[list[int]]) -> list[np.ndarray]:
-    """What transformers gives for every row of each prompt, [tokens, hidden]."""
-    return [model.model(torch.tensor([tokens])).last_hidden_state[0].numpy() for tokens in prompts]
+    """What transformers gives for every row of each prompt, [tokens, hidden]; of a prompt it is asked once."""
+    return [_states_of(model, tuple(tokens)) for tokens in prompts]
+
+
+@functools.cache
+def _states_of(model: torch.nn.Module, tokens: tuple[int, ...]) -> np.ndarray:
+    return model.model(torch.tensor([tokens])).last_hidden_state[0].numpy()

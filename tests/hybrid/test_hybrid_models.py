@@ -139,9 +139,13 @@ def test_a_checkpoint_with_a_tower_gives_its_text_model(tmp_path):
             assert np.abs(result.values - states[0, -1].numpy()).max() < 1e-4
 
 
-def test_what_cannot_be_had_is_refused(folder):
+def test_ranks_are_refused(tmp_path):
+    """Of any family: what says so is the class of all hybrids."""
     with pytest.raises((InputError, UnsupportedModelError), match="tensor_parallel"):
-        LLM(str(folder), dtype="float32", device="cpu", tensor_parallel=2)
+        LLM(str(hybrid_checkpoint(tmp_path, "lfm2")), dtype="float32", device="cpu", tensor_parallel=2)
+
+
+def test_what_cannot_be_had_is_refused(folder):
     cache = CacheOptions(shifted=ShiftedReuse(trial=True))
     with pytest.raises(InputError, match="state that runs along the sequence"):
         LLM(str(folder), dtype="float32", cache=cache)

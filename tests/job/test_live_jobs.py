@@ -22,6 +22,12 @@ from prefold.report.progress import Progress
 from prefold.tasks import make_task
 
 
+@pytest.fixture(autouse=True)
+def frequent_commits(monkeypatch):
+    """Who waits for an answer waits until it is written."""
+    monkeypatch.setattr("prefold.job.output.COMMIT_SECONDS", 0.1)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=256))

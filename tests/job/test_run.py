@@ -229,7 +229,8 @@ def test_interrupted_generation_resumes(tmp_path):
     assert sorted(read_lines(out), key=key) == sorted(read_lines(tmp_path / "whole.jsonl"), key=key)
 
 
-def test_a_pipe_that_pauses_gets_its_results(tmp_path):
+def test_a_pipe_that_pauses_gets_its_results(tmp_path, monkeypatch):
+    monkeypatch.setattr("prefold.job.output.COMMIT_SECONDS", 0.1)
     read, write = os.pipe()
     pipe = os.fdopen(write, "w")
     pipe.write('{"text": "a", "k": "id1"}\n{"text": "b", "k": "id2"}\n')
@@ -245,7 +246,7 @@ def test_a_pipe_that_pauses_gets_its_results(tmp_path):
     thread.start()
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (out.exists() and out.read_text().count("\n") >= 2):
-        time.sleep(0.05)
+        time.sleep(0.01)
     assert [line["record"] for line in read_lines(out)] == [1, 2]
     pipe.write('{"text": "c", "k": "id3"}\n')
     pipe.close()
@@ -254,13 +255,14 @@ def test_a_pipe_that_pauses_gets_its_results(tmp_path):
     assert [line["score"] for line in read_lines(out)] == [digest(b"a"), digest(b"b"), digest(b"c")]
 
 
-def test_results_are_written_as_they_come(tmp_path):
+def test_results_are_written_as_they_come(tmp_path, monkeypatch):
+    monkeypatch.setattr("prefold.job.output.COMMIT_SECONDS", 0.1)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 30)
     seen = []
 
     def watch(_):
-        time.sleep(0.05)
+        time.sleep(0.01)
         seen.append(len(out.read_text().splitlines()) if out.exists() else 0)
 
     run_job(table_job(source, out, llm=fake_llm(before=watch)), Progress())
@@ -467,7 +469,7 @@ print("end", flush=True)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_killed_at_random_moments_every_record_has_one_line(tmp_path, streaming):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write_records(source, 1500, bad={3, 900})
+    write_records(source, 800, bad={3, 700})
     (tmp_path / "job.py").write_text(KILLED.format(streaming=streaming))
     said, rng, kills = tmp_path / "stdout", np.random.default_rng(7), 0
     for attempt in range(80):
@@ -476,7 +478,7 @@ def test_killed_at_random_moments_every_record_has_one_line(tmp_path, streaming)
         while process.is_alive() and not (said.exists() and said.read_text()):
             time.sleep(0.005)
         # Later and later, so that a slow machine gets somewhere too.
-        process.join(float(rng.uniform(0.05, 0.5)) + 0.02 * attempt if kills < 4 else None)
+        process.join(float(rng.uniform(0.03, 0.25)) + 0.02 * attempt if kills < 4 else None)
         if process.is_alive():
             process.kill()
             kills += 1

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from batching import LONG, batch_of, client_of, completion, content, ended, lines_of, upload
+from batching import batch_of, client_of, completion, content, ended, lines_of, upload
 from serving import serving, until
 
 from prefold.serve.batch import _digest
@@ -26,7 +26,7 @@ def test_a_restart_goes_on(llm, tmp_path, monkeypatch):
     start = worker.start
     monkeypatch.setattr(worker, "start", lambda *step: time.sleep(0.02) or start(*step))
     with serving(llm, served_names=("tiny",), data_dir=folder) as server, client_of(server) as client:
-        batch = batch_of(client, [completion(i, **LONG) for i in range(100)])
+        batch = batch_of(client, [completion(i, max_tokens=10 + i) for i in range(100)])  # they end one by one
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3)
     monkeypatch.undo()
     with serving(None, data_dir=folder) as server, client_of(server) as client:  # while the model is being loaded
@@ -71,6 +71,7 @@ def test_two_servers_do_not_share_a_folder(kept, llm):
 
 def test_a_locked_database_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
     monkeypatch.setattr("prefold.serve.store.LOCKED_SECONDS", 0.1)
+    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.1)
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
         batch = batch_of(client, [completion(i) for i in range(50)])
         other = sqlite3.connect(tmp_path / "prefold.sqlite", isolation_level=None, check_same_thread=False)
@@ -100,7 +101,8 @@ def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
         fsync(number)
 
     monkeypatch.setattr(os, "fsync", failing)
-    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.2)
+    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("prefold.serve.batches.LOOK_SECONDS", 0.02)
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
         batch = batch_of(client, [completion(i) for i in range(50)])
         until(full.is_set)

@@ -216,7 +216,7 @@ def server(tmp_path):
 @pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.slow)])
 def test_nothing_confirmed_is_lost(server, kills, seed, rounds):
     kills = rounds or kills
-    files, batches = torment(server, kills, kills if seed is None else seed)
+    files, batches = torment(server, kills, kills if seed is None else seed, mean_life=0.3)
     assert batches
     check(server, files, batches)
 

@@ -31,7 +31,8 @@ def broken(llm, monkeypatch):
     monkeypatch.setattr(worker, "start", start)
     # It falls to one row where memory is too small, and other tests share the engine.
     monkeypatch.setattr(llm.engine._budget, "rows", llm.engine._budget.rows)
-    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.2)
+    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("prefold.serve.batches.LOOK_SECONDS", 0.02)
     return errors
 
 

@@ -24,7 +24,7 @@ CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
 def locked(llm, tmp_path_factory):
     path = tmp_path_factory.mktemp("protocol") / "keys.toml"
     path.write_text(KEYS)
-    with serving(llm, api_keys=str(path), header_seconds=0.7, max_header_bytes=4096) as made:
+    with serving(llm, api_keys=str(path), header_seconds=0.5, max_header_bytes=4096) as made:
         yield made
 
 
@@ -72,9 +72,9 @@ def test_a_body_that_comes_behind_its_answer_leaves_the_connection_open(locked):
         raw.socket.sendall(HEAD + b"content-length: 10000\r\n\r\n")
         assert b" 401 " in raw.read_until(b"\r\n\r\n")
         raw.socket.sendall(b"a" * 5000)
-        time.sleep(0.3)
+        time.sleep(0.1)
         raw.socket.sendall(b"a" * 5000)
-    time.sleep(1)  # longer than headers may take
+    time.sleep(0.7)  # longer than headers may take
     raw.send("/health", b"", method="GET")
     assert b'"ready"' in raw.read_until(b"}")
     raw.close()
@@ -142,7 +142,7 @@ def test_an_offer_of_another_protocol_is_ignored(server, length, parts):
 def impatient(llm, tmp_path_factory):
     """A server whose clients must take what they are sent, and a file of 30 MB in it."""
     folder = tmp_path_factory.mktemp("data")
-    with serving(llm, data_dir=str(folder), send_seconds=2.0) as server:
+    with serving(llm, data_dir=str(folder), send_seconds=1.0) as server:
         with client_of(server) as client:
             made = client.files.create(file=("a", b"0123456789" * 3_000_000), purpose="batch")
         yield server, f"/v1/files/{made.id}/content"
@@ -159,7 +159,7 @@ def test_a_client_that_does_not_take_its_answer_is_left(impatient):
 def test_a_client_that_takes_it_slowly_gets_all(impatient):
     server, path = impatient
     raw = Raw(server).send(path, b"", method="GET", headers="connection: close\r\n")
-    got, end = 0, time.monotonic() + 4
+    got, end = 0, time.monotonic() + 2.5
     while part := raw.socket.recv(1 << 18):
         got += len(part)
         if time.monotonic() < end:
@@ -167,7 +167,7 @@ def test_a_client_that_takes_it_slowly_gets_all(impatient):
     assert got > 30_000_000
 
 
-@pytest.mark.parametrize("ping_seconds", [0.5, 60.0])
+@pytest.mark.parametrize("ping_seconds", [0.2, 60.0])
 def test_a_stream_whose_client_takes_nothing_ends(llm, monkeypatch, ping_seconds):
     """Also where comments are sent meanwhile, which nobody takes either."""
     closed = []
@@ -186,7 +186,7 @@ def test_a_stream_whose_client_takes_nothing_ends(llm, monkeypatch, ping_seconds
 
     own = SimpleNamespace(ENTRIES=[Entry(OPENAI, "GET", "/stream", stream)])
     monkeypatch.setattr(app, "DIALECTS", (*app.DIALECTS, own))
-    with serving(llm, send_seconds=1.0, ping_seconds=ping_seconds) as server:
+    with serving(llm, send_seconds=0.5, ping_seconds=ping_seconds) as server:
         raw = Raw(server).send("/stream", b"", method="GET")
         raw.read_until(b"data: ")
         until(lambda: closed and not server.server_state.connections)

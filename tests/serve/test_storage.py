@@ -84,7 +84,7 @@ def test_a_batch_whose_answers_are_too_many_fails(server, monkeypatch):
     engine = server.state.handler.engine
     start = engine.worker.start  # few answers at a time, so that there are looks between them
     monkeypatch.setattr(engine.generator.scheduler, "max_running", 2)
-    monkeypatch.setattr(engine.worker, "start", lambda *given: time.sleep(0.02) or start(*given))
+    monkeypatch.setattr(engine.worker, "start", lambda *given: time.sleep(0.01) or start(*given))
     b, store = client_of(server, "b"), server.state.store
     url, total = "/v1/embeddings", 500
     lines = [{"custom_id": f"{i}", "method": "POST", "url": url, "body": {"input": f"yes {i}"}} for i in range(total)]

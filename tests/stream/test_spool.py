@@ -187,7 +187,7 @@ def peak_bytes(num: int, generate: bool = False) -> int:
 
     def run() -> None:
         rng = np.random.default_rng(0)
-        with Spool(memory_bytes=1 << 20) as filled:
+        with Spool(memory_bytes=1 << 18) as filled:
             for i in range(num):
                 filled.add(request(rng.integers(0, 50_000, 12, dtype=np.int32), i, generate), b"%d" % i)
             total = sum(w.num_requests for w in filled.windows(max_tokens=16_384))
@@ -199,9 +199,9 @@ def peak_bytes(num: int, generate: bool = False) -> int:
 @pytest.mark.parametrize("generate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_memory_does_not_grow_with_the_job(generate):
     peak_bytes(100, generate)  # what is made once, whatever the job
-    most = 10_000 * 32  # less than an object has
+    most = 4000 * 32  # less than an object has
     # Threads that other tests have left may allocate meanwhile, but not each time.
-    assert any(peak_bytes(20_000, generate) < peak_bytes(10_000, generate) + most for _ in range(3))
+    assert any(peak_bytes(8000, generate) < peak_bytes(4000, generate) + most for _ in range(3))
 
 
 @pytest.mark.slow

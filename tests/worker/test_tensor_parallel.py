@@ -145,11 +145,11 @@ def test_a_killed_rank_is_named(split):
 @needs_memory
 def test_a_hung_rank_is_not_waited_for_for_ever(split, monkeypatch):
     """The ranks came up under a limit that a busy machine keeps; then rank 0 waits for the others for less."""
-    monkeypatch.setattr(tensor_parallel, "TIMEOUT_SECONDS", 2)
-    monkeypatch.setattr(tensor_parallel, "LAST_WORD_SECONDS", 0.5)
-    split.model.ranks.view.patience = 2
+    monkeypatch.setattr(tensor_parallel, "TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(tensor_parallel, "LAST_WORD_SECONDS", 0.2)
+    split.model.ranks.view.patience = 1
     os.kill(split._team._processes[0].pid, signal.SIGSTOP)
-    assert "rank 1 has not answered for 2 s" in str(embed_until_it_fails(split))
+    assert "rank 1 has not answered for 1 s" in str(embed_until_it_fails(split))
 
 
 def test_what_a_rank_says_last_is_heard(split):
