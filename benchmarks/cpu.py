@@ -7,7 +7,7 @@ limit.
 
 `smollm2-135m` is the built-in model; other names are those of random weights (`prefold models`). Every system runs the
 same weights, and those of llama.cpp's --types are made of them; with --stored prefold runs these files too, its weights
-in memory as stored, with --int8 it multiplies them in int8 besides, and OpenVINO runs the file of Q8_0 (of a model with
+in memory as stored, with --int8 it multiplies in int8 besides, and OpenVINO runs the file of Q8_0 (of a model with
 a tokenizer). Sequences share nothing: each has a prompt of its own, of 330 tokens where at most 8 run side by side and
 of 32 otherwise. All systems get the same token ids and generate greedily, past the end of text. The time of a decode
 step is that of a run with --tokens tokens less that of a run with the first one alone, over the steps between them, so
@@ -238,6 +238,10 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="VENV")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    if (arguments.stored or arguments.int8 or arguments.openvino) and not arguments.llama:
+        parser.error("llama.cpp writes the files of --types: give --llama")
+    if arguments.openvino and "Q8_0" not in arguments.types.split(","):
+        parser.error("OpenVINO runs the file of Q8_0: name it in --types")
 
     random = arguments.model != "smollm2-135m"
     checkpoint = resolve(arguments.model, load_format="dummy" if random else "auto")

@@ -6,7 +6,7 @@ What is measured: seconds of generating `--tokens` tokens for one prompt, of a q
 reranking `--pairs` documents for one query, each in a process that has loaded the built-in model and warmed up. What
 differs is how threads wait for each other: those of prefold's kernels; and without the kernels PyTorch's, which are
 OpenMP's, where OMP_WAIT_POLICY=PASSIVE lets nobody spin. The settings take turns, so that a drift of the machine's
-speed hits all. Ratios are to the same setting with the least neighbours.
+speed hits all. Ratios are to the same setting with the fewest neighbours.
 
 With --checkouts other versions of prefold are measured beside this one, each as it sets its threads itself.
 """
@@ -29,7 +29,14 @@ SETTINGS: dict[str, dict[str, str]] = {
     "prefold": {},
     "PyTorch, passive": {"PREFOLD_KERNELS": "0", "OMP_WAIT_POLICY": "PASSIVE"},
 }
-THREADING = ("PREFOLD_KERNELS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "KMP_BLOCKTIME")
+THREADING = (
+    "PREFOLD_KERNELS",
+    "PREFOLD_THREADS",
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
+    "OMP_NUM_THREADS",
+    "KMP_BLOCKTIME",
+)
 # A case is not repeated once its runs have taken so long together.
 MOST_SECONDS = 5.0
 CASES = ("decode", "decode 64", "rerank")

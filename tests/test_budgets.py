@@ -22,7 +22,7 @@ BUDGETS = {
     "cache": (1274, 1500),
     "stream": (1378, 1200),
     "schedule": (2241, 2000),
-    "kernels": (1616, 900),
+    "kernels": (1631, 900),
     "attention": (2267, 2050),
     "model": (4507, 2900),
     "worker": (2740, 1950),

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: C++ built on first use with the machine's own compiler, or None.
+"""The compiled CPU kernels: C++ that a wheel has or that is compiled on first use, or None.
 
 `load()` returns the kernels, or None where there is no compiler or PREFOLD_KERNELS=0; everything they do
 has a PyTorch form elsewhere. `status()` says which, and why.

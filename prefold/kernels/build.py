@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -48,8 +47,7 @@ def build_probe() -> Path:
 def _kept(name: str, make: Callable[[Sequence[str], Path], None], again: bool) -> Path:
     """Returns the library of a name in the cache folder, which `make` compiles where it is missing, and with `again`.
 
-    Many processes may do it at once: each compiles to a name of its own and renames, and the last of them wins with
-    the same content.
+    Many processes may do it at once: each compiles under a name of its own, and renames what it made.
     """
     try:
         folder = cache_folder() / "kernels"
@@ -61,11 +59,10 @@ def _kept(name: str, make: Callable[[Sequence[str], Path], None], again: bool) -
     compiler = compiler_or_error()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:
-            path = Path(work) / name
-            make(compiler, path)
-            path.replace(target)
+        make(compiler, target)
     except OSError as error:
+        if target.exists() and not again:  # Windows keeps a library that another process has made and loaded meanwhile
+            return target
         raise BuildError(
             f"cannot write to the cache folder {folder} (set PREFOLD_CACHE to another): {error}"
         ) from error

@@ -28,6 +28,7 @@ NATIVE = (*COMMON, "-march=native")
 # Code on Windows can lie anywhere as it is, and compilers for it take no such flag.
 _ANYWHERE = () if platform.system() == "Windows" else ("-fPIC",)
 _ZIG = ("-m", "ziglang", "c++")  # https://pypi.org/project/ziglang: Clang, its C++ library, and a linker
+_ZIGS_NAMES = {"x86-64-v": "x86_64_v", "armv8.2-a": "generic+v8_2a", "armv8-a": "generic"}
 TIMEOUT_SECONDS = 900
 
 
@@ -63,8 +64,9 @@ class Variant(NamedTuple):
 _X86, _ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 _AVX512 = ("-march=x86-64-v4", "-mavx512vnni")
 # The best first. What differs between two of them is in the sources: a variant that has no code of its own is not here.
+# The code of tiles asks Linux for them.
 VARIANTS = (
-    Variant("amx", _X86, (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"), (0, 1, 2, 3)),
+    Variant("amx", ("x86_64",), (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"), (0, 1, 2, 3)),
     Variant("avx512-bf16", _X86, (*_AVX512, "-mavx512bf16"), (0, 1, 2)),
     Variant("avx512", _X86, _AVX512, (0, 1)),
     Variant("avx2-vnni", _X86, ("-march=x86-64-v3", "-mavxvnni"), (0, 4)),
@@ -91,12 +93,20 @@ def find_compiler() -> tuple[str, ...] | None:
 
     On Windows $CXX and ziglang alone are asked: there GCC puts vectors where the stack is not aligned for them
     (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=54412), and Clang may lack a C++ library.
+    Raises BuildError for a $CXX that cannot be read.
     """
     windows = platform.system() == "Windows"
     for command in (os.environ.get("CXX"), *(() if windows else ("g++", "c++", "clang++"))):
-        words = shlex.split(command or "", posix=not windows)
-        if words and (path := shutil.which(words[0])):
-            return path, *words[1:]
+        if not command:
+            continue
+        if path := shutil.which(command):  # which may have spaces in it
+            return (path,)
+        try:
+            first, *others = (word.strip('"') for word in shlex.split(command, posix=not windows))
+        except ValueError as error:
+            raise BuildError(f"the compiler in $CXX cannot be read: {error}") from None
+        if path := shutil.which(first):
+            return path, *others
     return (sys.executable, *_ZIG) if find_spec(_ZIG[1]) else None
 
 
@@ -109,11 +119,23 @@ def compiler_or_error() -> tuple[str, ...]:
 
 
 def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path) -> None:
-    """Runs a compiler process for each source, side by side, then one to link."""
-    if _ZIG[1] in compiler:  # its name of the instruction set
-        flags = [flag.replace("x86-64-", "x86_64_") for flag in flags]
-    sources = sorted(SOURCES.glob("*.cpp"))
-    with TemporaryDirectory(prefix="build-", dir=target.parent) as work:  # some linkers leave files of their own
+    """Compiles the library of the kernels with these flags. Raises BuildError."""
+    _compile(compiler, flags, sorted(SOURCES.glob("*.cpp")), target)
+
+
+def compile_probe(compiler: Sequence[str], target: Path) -> None:
+    """Compiles the library that says what a CPU and its system offer: for any CPU of this kind. Raises BuildError."""
+    any_cpu = ("-mcpu=baseline",) if _ZIG[1] in compiler else ()  # it means this CPU where none is named
+    _compile(compiler, ("-std=gnu++17", "-O1", *any_cpu), [PROBE], target)
+
+
+def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path], target: Path) -> None:
+    """Runs a compiler process for each source, side by side, then one to link. The library is whole when it is there,
+    also where others compile it too, and nothing else is left beside it."""
+    if _ZIG[1] in compiler:
+        for name, its_name in _ZIGS_NAMES.items():
+            flags = [flag.replace(name, its_name) for flag in flags]
+    with TemporaryDirectory(prefix="build-", dir=target.parent) as work:
         objects = [str(Path(work, source.stem + ".o")) for source in sources]
         commands = [
             [*compiler, *flags, *_ANYWHERE, "-c", str(source), "-o", made]
@@ -124,11 +146,6 @@ def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path)
         linked = Path(work, target.name)
         run_compiler([*compiler, *flags, "-shared", *objects, "-o", str(linked)])
         linked.replace(target)
-
-
-def compile_probe(compiler: Sequence[str], target: Path) -> None:
-    """Compiles the library that says what a CPU and its system offer: for any CPU of this kind."""
-    run_compiler([*compiler, "-O1", *_ANYWHERE, "-shared", str(PROBE), "-o", str(target)])
 
 
 def compile_variants(folder: Path) -> None:
@@ -142,13 +159,14 @@ def compile_variants(folder: Path) -> None:
 
 def run_compiler(command: Sequence[str]) -> None:
     """Runs a command; raises BuildError with the first line of what it complains of."""
+    name = _ZIG[1] if _ZIG[1] in command else command[0]
     try:
         process = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS
         )
     except subprocess.TimeoutExpired:
-        raise BuildError(f"{command[0]} took more than {TIMEOUT_SECONDS} seconds") from None
+        raise BuildError(f"{name} took more than {TIMEOUT_SECONDS} seconds") from None
     if process.returncode:
         lines = process.stderr.strip().splitlines()
         first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
-        raise BuildError(f"{command[0]} failed: {first}")
+        raise BuildError(f"{name} failed: {first}")

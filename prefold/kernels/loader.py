@@ -42,7 +42,7 @@ class Kernels(
         """Loads the library; raises OSError or AttributeError where the file is no such one."""
         _check_whole(path)
         self._calls = bind(ctypes.CDLL(str(path)))
-        # PyTorch's OpenMP, which `.attention` and others have loaded with torch.
+        # Those of PyTorch, which is loaded by now.
         self._calls["calm_openmp"]()
 
 

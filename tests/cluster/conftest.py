@@ -5,5 +5,5 @@ from .vllm_engines import engines  # noqa: F401
 
 @pytest.fixture(autouse=True)
 def short_reports(monkeypatch):
-    """Of replicas that have no news: a fleet that is closed waits until each has made its last report."""
+    """Lets replicas without news report soon: a fleet that is closed waits for the last report of each."""
     monkeypatch.setattr("prefold.cluster.replicas.LONGEST_WAIT", 0.02)

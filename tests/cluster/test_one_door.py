@@ -55,7 +55,7 @@ class Kept(Handle):
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch):
-    """Of the lanes of a fleet, where the requests of another one wait."""
+    """Lets the requests of a lane make room for those of another soon."""
     monkeypatch.setattr("prefold.cluster.lanes._TURN", 0.01)
 
 

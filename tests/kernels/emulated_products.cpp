@@ -69,7 +69,8 @@ int main(int, char** arguments) {
       function<int32_t(const float*, int64_t, int64_t, int64_t, int64_t, void*, int32_t)>("prefold_pack_int8_float32");
   const auto linear = function<int32_t(const float*, int64_t, const void*, const BlockPanel*, const float*, float*, int64_t,
                                        int64_t, int64_t, int32_t, const void*)>("prefold_linear_float32");
-  printf("int8 %d, products %d\n", has_int8, function<int32_t(int32_t)>("prefold_has_products")(0));
+  const auto has_products = function<int32_t(int32_t)>("prefold_has_products");
+  printf("int8 %d, products %d, of bfloat16 %d\n", has_int8, has_products(0), has_products(1));
   std::mt19937_64 rng(atoi(arguments[2]));
   std::normal_distribution<float> normal;
   double most_in_float = 0, most_in_int8 = 0;

@@ -142,8 +142,19 @@ def test_where_a_compiler_is_looked_for(no_compiler, monkeypatch, tmp_path):
     assert find_compiler() == zig
     monkeypatch.setenv("CXX", "c++ -stdlib=libc++")
     assert find_compiler() == (str(compiler), "-stdlib=libc++")
+    spaced = tmp_path / "my tools" / "c++"
+    spaced.parent.mkdir()
+    shutil.copy(compiler, spaced)
+    for written in (str(spaced), f'"{spaced}"'):
+        monkeypatch.setenv("CXX", written)
+        assert find_compiler() == (str(spaced),)
+    monkeypatch.undo()
+    monkeypatch.setenv("CXX", "'c++")
+    with pytest.raises(BuildError, match="CXX cannot be read: No closing quotation"):
+        find_compiler()
 
 
+@needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="reads Linux's list")
 def test_the_probe_says_what_linux_says(monkeypatch):
     flags = set(next(line for line in cpu() if line.startswith("flags")).split())

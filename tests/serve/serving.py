@@ -19,7 +19,7 @@ from prefold.serve.options import ServeOptions
 from prefold.serve.run import Server, bind
 from prefold.serve.state import AppState
 
-# uvicorn looks each 0.1 s whether a server should end, and rests as long before it does: here a tenth of that.
+# uvicorn looks each 0.1 s whether a server should end, and sleeps 0.1 s before it ends: here it is a tenth of that.
 uvicorn.server.asyncio = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 10)})
 
 
