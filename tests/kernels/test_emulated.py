@@ -1,7 +1,7 @@
-"""Libraries of the kernels on emulated CPUs that have what a variant asks for and little else: another instruction ends
-the process. ARM's are compiled on this machine for ARM, and those of Windows for Windows, which Wine stands for: on
-Windows itself the same compiler runs without a name of the system. The tests need qemu's user mode and a cross compiler;
-Wine and the package ziglang."""
+"""Libraries of the kernels on emulated CPUs that have what a variant asks for and little else: another instruction
+ends the process. ARM's are compiled on this machine for ARM, and those of Windows for Windows, which Wine stands for:
+on Windows itself the same compiler runs without a name of the system. The tests need qemu's user mode and a cross
+compiler; Wine and the package ziglang."""
 
 from __future__ import annotations
 
