@@ -6,13 +6,14 @@ limit.
         [--openvino VENV] [--vllm VENV] [--json FILE]
 
 `smollm2-135m` is the built-in model; other names are those of random weights (`prefold models`). Every system runs the
-same weights, and those of llama.cpp's --types are made of them; with --stored prefold runs these files too, its weights
-in memory as stored, with --int8 it multiplies in int8 besides, and OpenVINO runs the file of Q8_0 (of a model with
-a tokenizer). Sequences share nothing: each has a prompt of its own, of 330 tokens where at most 8 run side by side and
-of 32 otherwise. All systems get the same token ids and generate greedily, past the end of text. The time of a decode
-step is that of a run with --tokens tokens less that of a run with the first one alone, over the steps between them, so
-that prompts are no part of it. The systems take turns within a round, with nothing left in their caches; they stay
-loaded, and are stopped while it is not their turn. Tables show medians over rounds.
+same weights, and those of llama.cpp's --types are made of them; with --stored prefold runs these files too, its
+weights in memory as stored, with --int8 it multiplies in int8 besides (these files and its own format), and OpenVINO
+runs the file of Q8_0 (of a model with a tokenizer). Sequences share nothing: each has a prompt of its own, of 330
+tokens where at most 8 run side by side and of 32 otherwise. All systems get the same token ids and generate greedily,
+past the end of text. The time of a decode step is that of a run with --tokens tokens less that of a run with the first
+one alone, over the steps between them, so that prompts are no part of it. The systems take turns within a round, with
+nothing left in their caches; they stay loaded, and are stopped while it is not their turn. Tables show medians over
+rounds.
 
 The limit of a decode step is the time in which all threads read the bytes of the weights, of the LM head and of the K/V
 that the step's rows see, or the time of its operations at the best rate of packed weights, where that is longer. The
@@ -238,7 +239,7 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="VENV")
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    if (arguments.stored or arguments.int8 or arguments.openvino) and not arguments.llama:
+    if (arguments.stored or arguments.openvino) and not arguments.llama:
         parser.error("llama.cpp writes the files of --types: give --llama")
     if arguments.openvino and "Q8_0" not in arguments.types.split(","):
         parser.error("OpenVINO runs the file of Q8_0: name it in --types")
@@ -256,9 +257,11 @@ def main() -> None:
         ours = {OURS: llm}
         for kind, file in files.items() if arguments.stored else ():
             ours[f"{OURS}, {kind} as stored"] = LLM(str(file), weights="file", **options)
+        if arguments.int8 and checkpoint.gguf is None:
+            ours[f"{OURS}, int8 of its own"] = LLM(checkpoint, weights="int8", arithmetic="int8", **options)
         for kind, file in files.items() if arguments.int8 else ():
             if kind not in ("BF16", "F16", "F32"):
-                ours[f"{OURS}, {kind} in int8"] = LLM(str(file), weights="file", arithmetic="int8", **options)
+                ours[f"{OURS}, {kind} in int8"] = LLM(str(file), arithmetic="int8", **options)
         seconds, rates = measure(ours, peers, cases, arguments)
     rate = {name: median([one[name] for one in rates]) for name in rates[0]}
     limits = {name: limit(llm.config, case, rate, llm.dtype.itemsize) for name, case in cases.items()}
