@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--llama", metavar="VENV")
     parser.add_argument("--types", default="BF16,Q8_0", help="types of llama.cpp's weights")
     parser.add_argument("--stored", action="store_true", help="run the files of --types, too")
-    parser.add_argument("--int8", action="store_true", help="run the files of --types in int8")
+    parser.add_argument("--int8", action="store_true", help="multiply in int8, too: those files, and our format")
     parser.add_argument("--openvino", metavar="VENV", help="with --llama, which makes its file")
     parser.add_argument("--vllm", metavar="VENV")
     parser.add_argument("--json")
