@@ -58,7 +58,7 @@ LAYERS = {
         engine/test_choice.py engine/test_learned_rows.py engine/test_handles.py
         hybrid/test_state_books.py images/test_media_table.py
         looped/test_outputs.py looped/test_visit_policy.py
-        shifted/test_shifting.py test_budgets.py test_errors.py test_figures.py test_pages.py
+        shifted/test_shifting.py test_errors.py test_figures.py test_pages.py
     """,
     "model": """
         attention benchmarks cli engine experts face hf hybrid images integrations kernels looped model record shifted
