@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import mmap
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ MALLOC_OPTIONS = {-1: "MALLOC_TRIM_THRESHOLD_", -3: "MALLOC_MMAP_THRESHOLD_"}
 MALLOC_KEEPS = 1 << 30
 # Arrays that are uploaded together begin at multiples of so many int32 numbers: 16 bytes.
 ALIGNMENT = 4
+PAGE = 4096
 
 
 def choose_device(name: str) -> torch.device:
@@ -96,6 +98,21 @@ def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> 
     if needed > free:
         message = f"{subject} needs {needed / 1e9:.1f} GB of memory on {device.type}, and {free / 1e9:.1f} GB are free"
         raise OutOfMemoryError(f"{message}; {remedy}")
+
+
+def zero_pages(size: int) -> Tensor:
+    """Return zeros, uint8 [size], that begin at a page. A page takes memory when it is first written.
+
+    Huge pages are off for this memory. A KV store touches a few rows in each of many regions (one for every plane, head,
+    and K or V), and with huge pages each region would take 2 MB for its first row.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no huge pages here
+        return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)[:size]
+    pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:size]
 
 
 # Of each version of cgroups, by the name of its folder and of its lines in OWN_GROUPS: where a group's limit and its

@@ -3,6 +3,7 @@ compiled kernel reads it, so that a step packs only the rows it adds."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..device import PAGE, zero_pages
 from . import gpu, slot_torch
 from .plan import Heads, check_sinks
 from .slot_plan import KeyRuns, SlotPlan, plan_slots
 
 LANES = 16
-PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +100,14 @@ class KVStore:
         self._fused = heads.fits(self.device) and not self.compiled
         if self.compiled:
             layout = PackedLayout.of(self.compiled, heads)
-            self._memory = _zeros(planes, layout.plane_bytes(slots))
+            self._memory = zero_pages(planes * layout.plane_bytes(slots)).view(planes, -1)
             self._packed = [PackedPlane(memory, layout, slots) for memory in self._memory]
         else:
-            shape = (planes, 2, slots, heads.kv_heads, heads.head_dim)
-            self._memory = torch.zeros(shape, dtype=heads.kept or heads.dtype, device=self.device)
+            shape, dtype = (planes, 2, slots, heads.kv_heads, heads.head_dim), heads.kept or heads.dtype
+            if self.device.type == "cpu":
+                self._memory = zero_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            else:
+                self._memory = torch.zeros(shape, dtype=dtype, device=self.device)
 
     @cached_property
     def structs(self) -> Any:
@@ -198,14 +202,6 @@ class KVStore:
             raise ValueError(
                 f"the plan needs {plan.slots_needed} slots, the store has {self.slots}; pass runs of this store's slots"
             )
-
-
-def _zeros(planes: int, size: int) -> Tensor:
-    """Returns zeros, uint8 [planes, size], from the beginning of a page on, so that no vector that a kernel reads lies
-    in two cache lines. A page takes memory when it is first written (torch would write them all now)."""
-    memory = np.zeros(planes * size + PAGE, np.uint8)
-    first = -memory.ctypes.data % PAGE
-    return torch.from_numpy(memory[first : first + planes * size].reshape(planes, size))
 
 
 def _check_slots(slots: Tensor, count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -291,3 +292,24 @@ def test_bad_input_says_which(backend):
             store.attend(0, q, plan(), 1.0)
     with pytest.raises(ValueError, match="slot"):
         store.attend(0, torch.zeros(1, 2, 16), plan(start=8), 1.0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="counts resident memory as Linux does")
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_first_row_takes_pages_and_not_huge_pages(compiled, monkeypatch):
+    """28 layers of 8 KV heads have 448 regions of keys or values. Huge pages would take 2 MB for each."""
+    if not compiled:
+        monkeypatch.setattr(kernels, "load", lambda: None)
+    heads, planes = Heads(16, 8, 128, torch.bfloat16), 28
+    before = resident_bytes()
+    store = KVStore(planes, heads, 20_000)
+    row = torch.ones(1, 8, 128, dtype=torch.bfloat16)
+    for plane in range(planes):
+        store.write(plane, torch.tensor([1]), row, row)
+    assert store.num_bytes > 2 << 30
+    assert resident_bytes() - before < 100 << 20  # 3 MB, and what other threads of the process took meanwhile
+
+
+def resident_bytes() -> int:
+    line = next(x for x in Path("/proc/self/smaps_rollup").read_text().splitlines() if x.startswith("Rss:"))
+    return 1024 * int(line.split()[1])
