@@ -103,8 +103,8 @@ def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> 
 def zero_pages(size: int) -> Tensor:
     """Return zeros, uint8 [size], that begin at a page. A page takes memory when it is first written.
 
-    Huge pages are off for this memory. A KV store touches a few rows in each of many regions (one for every plane, head,
-    and K or V), and with huge pages each region would take 2 MB for its first row.
+    Huge pages are off for this memory. A KV store touches a few rows in each of many regions (one for every plane,
+    head, and K or V), and with huge pages each region would take 2 MB for its first row.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no huge pages here
         return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)[:size]

@@ -66,9 +66,6 @@ class LLM(NumericTasks, Texts):
         check_process()
         self.options = o = model_options(options)
         self.device = choose_device(o.device)
-        if o.decode_graphs and (self.device.type != "cuda" or o.tensor_parallel > 1 or o.adapters):
-            message = "decode_graphs is for one GPU, and a model without adapters"
-            raise InputError(message, field="decode_graphs", remedy="leave it out")
         # Nothing is downloaded, started or set before the arguments were looked at.
         if o.threads is not None:
             torch.set_num_threads(o.threads)
@@ -85,9 +82,6 @@ class LLM(NumericTasks, Texts):
         if o.kv_dtype != "auto":
             check_kv_dtype(self.dtype, self.device)
             self.config = replace(self.config, kv_dtype=o.kv_dtype)
-        if o.decode_graphs and self.config.attention_cap is not None:
-            message = "decode_graphs is not for models with soft caps on the scores of attention"
-            raise InputError(message, field="decode_graphs", remedy="leave it out")
         self._team = self._start_ranks()
         try:
             ranks = ALONE if self._team is None else self._team.ranks
@@ -100,7 +94,7 @@ class LLM(NumericTasks, Texts):
                 name: load_adapter(folder, self.config, **place, name=name)
                 for name, folder in (o.adapters or {}).items()
             }
-            worker = LocalWorker(self.model, loaded, graphs=o.decode_graphs, parts=parts)
+            worker = LocalWorker(self.model, loaded, parts=parts)
             # In words, what computes a forward pass, how weights and K/V lie in memory, and how positions are chosen.
             rounded = "" if o.kv_dtype == "auto" else f"keys and values are kept in {o.kv_dtype}"
             words = (worker.passes, self.model.stored_as, rounded, self.config.chosen_positions)

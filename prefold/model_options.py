@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, fields
-from numbers import Real
 from os import PathLike
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -150,36 +149,22 @@ class StepOptions(_CheckedOptions):
     sharing: Literal["auto", "full", "mlp", "off"] = option(
         "auto",
         "What is computed once for a shared prefix: everything (full), all but attention (mlp), nothing (off); auto:"
-        " full, as far as the threshold allows.",
+        " full.",
         one_of=("auto", "full", "mlp", "off"), on="engine",
-    )  # fmt: skip
-    sharing_threshold: float | Literal["auto"] = option(
-        "auto",
-        "With sharing auto: if more than this share of a window's tokens is unique, such as 0.85, and off has measured"
-        " faster, the window is computed without sharing. Generated text is always shared. auto: no window is, as full"
-        " costs nothing where nothing is shared.",
-        on="threshold", metavar="SHARE",
     )  # fmt: skip
     max_batch_rows: int | None = option(
         None,
-        "Rows of a step, at most; by default 4,096 on a CPU, on a GPU what its memory takes, and where text is"
-        " generated fewer once that is found to be faster.",
+        "Rows of a step, at most; by default 4,096 on a CPU, on a GPU what its memory takes.",
         least=1, on="engine",
     )  # fmt: skip
     cache_prefill: bool = option(
         False,
-        "Embedding (of last tokens), reranking and classification (with labels of one token, or a head) use and fill"
-        " the cache of generation too, which pays where later calls begin as earlier ones did. A server's do always.",
+        "Embeddings, reranking, classification and scores use and fill the cache of generation too, which pays if later"
+        " calls begin as earlier ones did. A server's always do.",
     )  # fmt: skip
     images: ImageSettings = option(
         ImageSettings(), "Of a model that sees images: its settings, as a mapping; False: it takes text alone."
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        threshold, name = self.sharing_threshold, "sharing_threshold"
-        if threshold != "auto" and not (isinstance(threshold, Real) and threshold is not True and 0 < threshold <= 1):
-            raise wrong_value(name, threshold, 'give "auto", or a number above 0 and at most 1')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,11 +246,6 @@ class ModelOptions(StepOptions, SlotOptions):
     tensor_parallel: int = option(
         1, "Ranks that the model is split over: processes of this machine, on GPUs one each.", least=1, on="engine"
     )
-    decode_graphs: bool = option(
-        False,
-        "Steps that only decode are replayed as captured CUDA graphs, which saves launching their kernels one by one."
-        " Experimental; on one GPU, without adapters.",
-    )
     adapters: Mapping[str, str] | None = option(None, "LoRA adapters that calls may name, {name: PEFT folder}.")
     cache: CacheOptions | None = option(
         "lru",
@@ -276,10 +256,6 @@ class ModelOptions(StepOptions, SlotOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sharing_threshold != "auto" and self.sharing != "auto":
-            message = f"sharing_threshold says when prefixes are shared, and sharing is {self.sharing!r} in any case"
-            remedy = 'leave one of them out, or use sharing "auto"'
-            raise InputError(message, field="sharing_threshold", remedy=remedy)
         if self.weights == "int8" and self.arithmetic != "int8":
             remedy = 'use arithmetic "int8" too (--arithmetic int8)'
             raise InputError("weights of int8 are for int8 arithmetic alone", field="weights", remedy=remedy)

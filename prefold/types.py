@@ -206,7 +206,6 @@ class Readout:
 
     kind        result of a request                                   read at
     "last"      hidden state after the final norm, [hidden]           its last row
-    "first"     hidden state after the final norm, [hidden]           its first row
     "mean"      the float32 mean of these hidden states, [hidden]     all its rows
     "head"      the checkpoint's classification head, [num_labels]    its last row
     "logits"    logits of the vocabulary ids `ids`, [len(ids)]        its last row
@@ -223,7 +222,7 @@ class Readout:
     keeps       of "logprobs" in the slots: whether prompts of one target, too, are among rows whose states are kept
     """
 
-    kind: Literal["last", "first", "mean", "every", "head", "logits", "logprobs", "tokens"]
+    kind: Literal["last", "mean", "every", "head", "logits", "logprobs", "tokens"]
     ids: tuple[int, ...] = ()
     exits: Exits | None = None
     top: int | None = None

@@ -100,8 +100,6 @@ def test_token_ids_and_stats(llm):
     ("arguments", "word"),
     [
         ({"sharing": "some"}, "sharing"),
-        ({"sharing_threshold": 1.5}, "sharing_threshold is 1.5"),
-        ({"sharing_threshold": 0.5, "sharing": "off"}, "sharing is 'off'"),
         ({"max_batch_rows": 0}, "max_batch_rows"),
         ({"threads": 0}, "threads"),
         ({"dtype": "int4"}, "dtype"),
@@ -137,7 +135,7 @@ def test_bad_items_name_themselves(llm):
     "wrong",
     [
         {"threads": 0}, {"max_running": 0}, {"kv_memory": 0}, {"exits": "early"}, {"group": "row"}, {"step_visits": 0},
-        {"cache": "mru"}, {"decode_graphs": True, "device": "cpu"}, {"tensor_parallel": 0}, {"sharing": "some"},
+        {"cache": "mru"}, {"tensor_parallel": 0}, {"sharing": "some"},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )  # fmt: skip

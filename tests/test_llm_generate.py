@@ -193,8 +193,3 @@ def test_a_failed_step_leaves_nothing_of_who_waited(llm, monkeypatch):
     asyncio.run(ask())
     assert not generator.has_work and not generator._open
     assert llm.generate("yes no", max_tokens=2).text is not None
-
-
-def test_graphs_are_for_one_gpu(tmp_path):
-    with pytest.raises(InputError, match="one GPU"):
-        LLM(str(tiny_checkpoint(tmp_path)), device="cpu", decode_graphs=True)

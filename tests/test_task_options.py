@@ -119,7 +119,7 @@ def test_what_the_command_line_sets_reaches_the_model():
         ({"images": {"allow_media_host": "a.org"}}, "allow_media_host", "a list of hosts"),
         ({"images": {"media_memory": -1}}, "media_memory", "0 or more"), ({"threads": "4"}, "threads", "a whole"),
         ({"cache": "mru"}, "cache", "lru, lfu"), ({"dtyp": "float32"}, "dtyp", "mean dtype?"),
-        ({"sharing_threshold": True}, "sharing_threshold", "auto"), ({"load_format": "gguf"}, "load_format", "'dummy'"),
+        ({"load_format": "gguf"}, "load_format", "'dummy'"),
     ],
 )  # fmt: skip
 def test_a_wrong_option_of_a_model_is_named(given, field, says):
@@ -165,7 +165,6 @@ def test_a_model_takes_settings_as_mappings_and_as_objects():
     [
         ("min_p", {"options.py", "worker/draw.py", "worker/draw_triton.py"}),
         ("top_n_sigma", {"options.py", "worker/draw.py", "worker/draw_triton.py"}),
-        ("decode_graphs", {"model_options.py", "llm.py"}),
     ],
 )
 def test_an_option_stands_in_a_table_and_where_it_is_done(name, where):

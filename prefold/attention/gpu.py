@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .plan import Heads
 from .row_plan import RowPlan
-from .slot_plan import KeyRuns, SlotPlan
+from .slot_plan import SlotPlan
 
 if TYPE_CHECKING:
     from .row_triton import RowTables
-    from .slot_triton import FixedTables, SlotTables
+    from .slot_triton import SlotTables
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
@@ -85,28 +84,6 @@ def attend_slots(
 
     tables = place_slots(plan, heads, q.device)
     return slot_triton.attend_slots(dense(q), keys, values, tables, scale=scale, window=plan.window, sinks=sinks)
-
-
-def pick_tile(plan: SlotPlan, heads: Heads) -> tuple[int, int]:
-    """Returns how many rows the best tiles for a plan have, and how many keys its lists then have at most."""
-    from .slot_tiles import listed_keys, pick_rows, stretches
-
-    joined = stretches(plan.runs)
-    rows = pick_rows(joined, heads.group, heads.dtype.itemsize)
-    return rows, listed_keys(joined, rows // heads.group)
-
-
-def fixed_plan(
-    heads: Heads, size: int, rows: int, keys: int, window: int | None, device: torch.device
-) -> tuple[SlotPlan, FixedTables]:
-    """Returns a plan of `size` queries for captured graphs, and its tables: they stay where they are, and it always
-    reads the plan that was loaded into them last. rows: of the tiles; keys: the most that their lists have."""
-    from .slot_triton import FixedTables
-
-    tables = FixedTables(heads, size, rows, keys, window is not None, device)
-    plan = SlotPlan(KeyRuns(*[np.empty(0, np.int64)] * 5), size, None, window, slots_needed=0)
-    plan.kept(("slots", heads, device), lambda: tables.tables)
-    return plan, tables
 
 
 def dense(x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +18,7 @@ from ..device import upload
 from .plan import Heads
 from .row_triton import LOG2_E, fitting_on, hide, load_rows, padded, precision, stack, take_block, take_sink
 from .slot_plan import SlotPlan
-from .slot_tiles import ITEM_FIELDS, ITEMS, pick_rows, slot_tiles, stretches
+from .slot_tiles import pick_rows, slot_tiles, stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,50 +104,6 @@ def slot_tables(plan: SlotPlan, heads: Heads, device: torch.device) -> SlotTable
         tile_items=on_device["tile_items"],
         query_positions=on_device.get("query_positions"),
     )
-
-
-class FixedTables:
-    """Fixed tables stay where they are, for steps of at most `size` queries: `load` lays a plan into them.
-
-    rows      of the tiles
-    keys      entries the lists have at most
-    windowed  whether plans have a sliding window
-    """
-
-    def __init__(self, heads: Heads, size: int, rows: int, keys: int, windowed: bool, device: torch.device):
-        block_q = rows // heads.group
-        self.size, self.num_tiles = size, -(-size // block_q)
-        self.num_items = ITEMS + self.num_tiles
-        shapes = {"items": (len(ITEM_FIELDS), self.num_items), "tile_items": (self.num_tiles + 1,)}
-        if windowed:
-            shapes["query_positions"] = (size,)
-        self._zeros = {name: np.zeros(shape, np.int64) for name, shape in shapes.items()}
-        self._moved = upload(self._zeros, device)
-        self.tables = SlotTables(
-            rows=rows,
-            block_q=block_q,
-            block=block_size(heads, device),
-            keys=torch.zeros((4, keys), dtype=torch.int32, device=device),
-            items=self._moved["items"],
-            tile_items=self._moved["tile_items"],
-            query_positions=self._moved.get("query_positions"),
-        )
-
-    def load(self, plan: SlotPlan) -> None:
-        """Lays in a plan of at most `size` queries. What it has no more of is filled up with items of no tile."""
-        tables = self.tables
-        tiles = slot_tiles(plan, stretches(plan.runs), tables.block_q, tables.block.keys)
-        arrays = {name: zeros.copy() for name, zeros in self._zeros.items()}
-        arrays["items"][0] = -1
-        arrays["items"][:, : tiles.items.shape[1]] = tiles.items
-        arrays["tile_items"][:] = tiles.tile_items[-1]
-        arrays["tile_items"][: len(tiles.tile_items)] = tiles.tile_items
-        if plan.window is not None:
-            arrays["query_positions"][: plan.num_queries] = plan.query_positions
-        on_device = upload(arrays | {"stretches": tiles.stretches}, tables.keys.device)
-        for name, fixed in self._moved.items():
-            fixed.copy_(on_device[name], non_blocking=True)
-        spread(on_device["stretches"], tables.keys)
 
 
 def spread(stretches: Tensor, keys: Tensor) -> None:

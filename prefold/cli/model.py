@@ -156,8 +156,6 @@ def has_fleet(o: Options) -> bool:
         raise click.UsageError(f"--ray and {_asking_for(backend_name(o))} exclude each other")
     if o.get("backend") and o.get("url"):
         raise click.UsageError("--backend and --url exclude each other: a server computes as it likes")
-    if is_fleet and o.get("sharing_threshold", "auto") != "auto":
-        raise click.UsageError("--sharing-threshold is for one process; leave it out, or --ray, --url and --backend")
     if is_fleet and o.get("cache_reuse_shifted"):
         raise click.UsageError("--cache-reuse-shifted is for one process; leave it out, or --ray, --url and --backend")
     for option in ("backend_option", "tokenizer"):

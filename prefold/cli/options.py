@@ -50,12 +50,6 @@ def _bytes(value: Any) -> int:
     return int(float(number) * (1024 if binary else 1000) ** (1 + "kmgt".index(unit) if unit else 0))
 
 
-def _share(value: Any) -> float | str:
-    if value != "auto" and not 0 < float(value) <= 1:
-        raise ValueError
-    return value if value == "auto" else float(value)
-
-
 def _blocks(value: Any) -> tuple[int, ...]:
     if isinstance(value, (list, tuple)):
         return tuple(value)
@@ -63,7 +57,6 @@ def _blocks(value: Any) -> tuple[int, ...]:
 
 
 BYTES = _written(_bytes, "not a number of bytes; write 512MiB, or 4GiB")
-_SHARE = _written(_share, "no share; write auto, or a number above 0 and at most 1, such as 0.85")
 # Named as torch does. Whether the machine has it is not checked here, as that takes torch.
 _DEVICE = _written(lambda value: _matched(r"auto|cpu|cuda(:\d+)?", value)[0],
     "not a device; write auto, cpu, cuda, or cuda:1 for the second GPU",
@@ -75,7 +68,6 @@ _BLOCKS = _written(_blocks, "not a route; write the numbers of blocks: 0,1,0")
 # default is None, the command line says only whether the option was given.
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "device": {"type": _DEVICE},
-    "sharing_threshold": {"type": _SHARE},
     "cache": {"type": click.Choice(["off", *POLICIES]), "metavar": None, "default": None},
     **{name: {"default": None} for name in ("max_running", "media_memory", "allow_media_host", "normalize")},
     "truncate": {"is_flag": True, "type": None,
@@ -184,7 +176,6 @@ model_options = all_of(
 machine_options = model_group("machine")
 engine_options = all_of(machine_options, model_group("engine"))
 generation_options = model_group("text")
-threshold_option = model_group("threshold")
 media_options = all_of(
     model_group("media"),
     click.option("--media-bytes", type=BYTES, metavar="BYTES", help="Size of an image's file.  [default: 20MB]"),
@@ -386,7 +377,6 @@ def job_options(*tasks: str) -> Decorator:
         output_options,
         limit_options,
         engine_options,
-        threshold_option,
         fleet_options,
         media_options,
         *([generation_options] if "generate" in tasks else []),

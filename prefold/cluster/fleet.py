@@ -262,7 +262,7 @@ class FleetRun:
         is_warm_start = isinstance(source, LiveInput) and source.rest is not None
         self.call = call = replace(call, online=isinstance(source, LiveInput) and not is_warm_start)
         # Whether the run itself counts unique rows of prompts; replicas do when not all prompts are known beforehand.
-        self._counts_rows = call.readout.kind != "first" and not call.online
+        self._counts_rows = not call.online
         self._generates = call.readout.kind == "tokens"
         self._counted_rows = False  # whether a replica has counted rows: servers and vLLM do not
         self._warm_start = Spool() if is_warm_start else None  # the prompts that run before all are known

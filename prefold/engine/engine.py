@@ -28,7 +28,7 @@ from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .protocol import EngineFacts
 from .requests import LAST_ROW_KINDS, Answer, joint_readout
-from .stream import SharingChoice, SlotWindows, TaggedRequests, last_rows, run_stream
+from .stream import TaggedRequests, last_rows, run_stream
 
 P = TypeVar("P")
 _STEPS = 2  # of a live input, about what fills so many steps is submitted at a time
@@ -59,7 +59,6 @@ class ModelEngine(EngineLoop):
         self.options = options
         self.meter = Meter()
         self.parts = engine_parts(worker, options, self.meter, resources)
-        self._choice = SharingChoice(cast(float, options.sharing_threshold))
         self._budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)
         facts: dict[str, Any] = {"adapters": worker.facts.adapters, "depth": worker.facts.depth}
         self.facts = EngineFacts(cast(Sharing, options.sharing), options=options, max_rows=self._budget.rows, **facts)
@@ -134,7 +133,6 @@ class ModelEngine(EngineLoop):
             }
             yield from self._run_beside(windows, readout, tokenizer, **options)
             return
-        choice = self._choice if sharing is None else None
         sharing = sharing or self.facts.sharing
         slots: dict[str, Any] = {"stopping": stopping}
         if readout.kind == "tokens":
@@ -150,21 +148,13 @@ class ModelEngine(EngineLoop):
                 requests = last_rows(windows, readout)
                 yield from self._run_in_slots(requests, readout, share=sharing == "full", **slots)
             return
+        if sharing == "full" and (self.options.cache_prefill if cache_prefill is None else cache_prefill):
+            yield from self._run_beside(windows, readout, tokenizer, stopping=stopping, on_step=on_step)
+            return
         budget = self._budget if max_batch_rows is None else self._budget_of(max_batch_rows)
-        stopping = stopping or _never
-        options = {"sharing": sharing, "choice": choice, "budget": budget, "stopping": stopping}
+        options = {"sharing": sharing, "budget": budget, "stopping": stopping or _never}
         with self.meter.listening(on_step):
-            if sharing != "full" or not (self.options.cache_prefill if cache_prefill is None else cache_prefill):
-                yield from run_stream(self, self.worker, windows, readout, **options)  # type: ignore[arg-type]
-                return
-            split = SlotWindows(windows, readout, self.generator.scheduler.pool.num_slots)
-            while not split.has_ended:
-                yield from self._run_in_slots(split.in_slots(), readout, share=True, put_off=split.put_off, **slots)
-                if stopping():
-                    return
-                yield from run_stream(self, self.worker, split.in_stream(), readout, **options)
-                if stopping():
-                    return
+            yield from run_stream(self, self.worker, windows, readout, **options)  # type: ignore[arg-type]
 
     @property
     def all_in_slots(self) -> bool:
@@ -222,24 +212,13 @@ class ModelEngine(EngineLoop):
         windows: TaggedRequests,
         readout: Readout,
         tokenizer: Tokenizer | None = None,
-        *,
-        put_off: Callable[[Window, int], None] | None = None,
         **options: Any,
     ) -> Iterator[tuple[bytes, Answer]]:
-        """Runs the requests of windows in the slots of the KV store.
-
-        put_off  called with (window, number) of a request that finds no room in the store because of pinned rows; None:
-                 such a request is answered with an error
-        options  of `serve`
-        """
+        """Runs the requests of windows in the slots of the KV store. options: of `serve`"""
         options |= {"readout": readout, "max_waiting": self.options.generation.max_running}
         again: Callable[[tuple[Window, int]], bool] = lambda place: bool(place[0].twins[place[1]])  # noqa: E731
         with closing(serve(self, windows, tokenizer, is_again=again, **options)) as answers:
             for (window, number), answer in answers:
-                if put_off is not None and isinstance(answer, InputError) and answer.code == "kv_memory":
-                    put_off(window, number)
-                    self.meter.add(requests=-1)  # the stream counts the request again
-                    continue
                 yield window.tags[number], cast(Answer, answer)
 
     def make_generator(self) -> Generator:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..schedule.admission import InOrder
-from ..schedule.generate_step import NO_OWNER, GenerateStep, SequenceState
+from ..schedule.generate_step import NO_OWNER, GenerateStep
 from ..schedule.parts import EnginePart, hooks, make_scheduler
 from ..text import Tokenizer
 from ..types import GenerationStats, Owner, Readout, Request, Sharing
@@ -32,8 +32,7 @@ from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .requests import Answer, OpenRequest, Reader, RequestBuilder
 from .samples import OnText
-from .step_policy import StepPolicy
-from .step_size import StepRowLimit
+from .step_policy import StepPace, StepPolicy
 
 
 class Generator:
@@ -75,9 +74,7 @@ class Generator:
         self._has_failed = False  # whether the last step raised an error
         self._last: InFlightStep | None = None  # the step that was finished last; None if a request has ended since
         self._finished_at = 0.0  # time.perf_counter() at the end of the last step
-        # Without max_batch_rows the engine learns how many rows a step should have, on devices where that helps.
-        learns = engine.max_batch_rows is None and worker.facts.learns_rows and self.scheduler.makes_passes
-        self._rows = StepRowLimit(self.scheduler, budget, learns=learns)
+        self._pace = StepPace(self.scheduler, budget)
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -177,9 +174,9 @@ class Generator:
     def set_step_policy(self, policy: StepPolicy | None) -> None:
         """Admits requests and sizes steps by a policy from now on; None: requests run in the order they came, and a
         step has as many rows as there are, within the budget."""
-        self._rows.policy = policy
+        self._pace.policy = policy
         self.scheduler.admit_by(InOrder() if policy is None else policy.admission)
-        self._rows.reset()
+        self._pace.reset()
         if policy is not None:
             policy.admission.read_shares(self.scheduler.cache)
 
@@ -187,7 +184,7 @@ class Generator:
     def holding_requests(self) -> Iterator[None]:
         """Returns a context in which steps serve only the requests that are open now, batches or not. Requests that are
         added or cancelled meanwhile wait for its end."""
-        with self._rows.without_policy():
+        with self._pace.without_policy():
             self._holds_requests = True
             try:
                 yield
@@ -287,16 +284,16 @@ class Generator:
         while self._in_flight and (has_failed or len(self._in_flight) >= self.depth):
             self._finish_oldest()
         start = time.perf_counter()
-        self._rows.before_admission(is_idle=not self._open and not self._in_flight)
+        self._pace.before_admission()
         self.take_in()
         with self._change:
-            for key, error in self.scheduler.admit(self._rows.limits):
+            for key, error in self.scheduler.admit(self._pace.limits):
                 if key in self._open:
                     self._answer(self._open[key], error)
-            self._rows.before_plan()
+            self._pace.before_plan()
             for before_plan in self._before_plan:
                 self._end_requests(before_plan(self.scheduler, self._open))
-            step = self.scheduler.plan(self._rows.limits)
+            step = self.scheduler.plan(self._pace.limits)
         has_moved = bool(self._in_flight) or step is not None or any(part.is_waiting for part in self._parts)
         if self._in_flight and (step is None or not is_known(step, self._readers(step))):
             self._finish_oldest()  # the step is planned anew, with the tokens that its choice of tokens needs
@@ -315,7 +312,7 @@ class Generator:
         planned_at = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
         if ticket is None:
-            self._rows.shrink()
+            self._pace.shrink()
             return
         seconds = planned_at - started_at, time.perf_counter() - planned_at
         with self._change:
@@ -346,11 +343,11 @@ class Generator:
         with self._change:
             self._last = self._in_flight.popleft()
             ended, failures = oldest.take(result, tokens, stats)
-            sequences = self.scheduler.commit(oldest.step, tokens, ended, result)
+            self.scheduler.commit(oldest.step, tokens, ended, result)
             answered = self._answer_done(oldest.step, ended) if True in ended else (0, 0)
             self._end_requests(failures)
         repeated_rows = stats.recomputed_rows + stats.discarded_rows - before
-        self._count(oldest, *answered, repeated_rows, sequences)
+        self._count(oldest, *answered, repeated_rows)
 
     def _answer_done(self, step: GenerateStep, ended: Sequence[bool]) -> tuple[int, int]:
         """Answers the requests that end with a step. Returns how many they are, and how many tokens they have."""
@@ -367,9 +364,7 @@ class Generator:
                 self._answer(request, request.answer())
         return requests, tokens
 
-    def _count(
-        self, flight: InFlightStep, requests: int, tokens: int, repeated_rows: int, sequences: list[SequenceState]
-    ) -> None:
+    def _count(self, flight: InFlightStep, requests: int, tokens: int, repeated_rows: int) -> None:
         """Counts a step, and tells the listeners of it. repeated_rows: its rows that had been computed before."""
         step, rows = flight.step, flight.step.first_rows
         spent = {"plan": flight.plan, "model": flight.model, "compile": self.worker.compile_seconds()}
@@ -377,7 +372,7 @@ class Generator:
         # Steps in flight overlap: a step's seconds begin at the end of the step before it, if that is later.
         started_at, self._finished_at = max(flight.started_at, self._finished_at), time.perf_counter()
         seconds = self._finished_at - started_at
-        self._rows.note(step, seconds, sequences)
+        self._pace.note(step.num_rows, seconds)
         if self._meter.has_listeners:
             path_rows = sum(step.message.run_count.tolist()) - step.num_rows
             info = StepInfo(rows, path_rows, requests, tokens, started_at, seconds, step.decode_rows)

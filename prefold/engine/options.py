@@ -32,9 +32,8 @@ class EngineOptions(StepOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        automatic = {"sharing": "full", "sharing_threshold": 1.0}  # the values that "auto" stands for
-        for name in [name for name in automatic if getattr(self, name) == "auto"]:
-            object.__setattr__(self, name, automatic[name])
+        if self.sharing == "auto":
+            object.__setattr__(self, "sharing", "full")
 
     @classmethod
     def of(cls, options: ModelOptions, eos_ids: tuple[int, ...]) -> EngineOptions:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..prefix import SPAN_BASE
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
@@ -110,9 +109,7 @@ class OpenRequest:
     @property
     def rows(self) -> np.ndarray:
         """Returns the ids of the prompt's rows that are computed, int32 [n]."""
-        reader = self.readers[0]
-        reads_first = isinstance(reader, NumberReader) and reader.readout.kind == "first"
-        return self.request.tokens[:1] if reads_first else self.request.tokens
+        return self.request.tokens
 
     @property
     def is_done(self) -> bool:
@@ -166,13 +163,6 @@ def no_readout(readout: Readout) -> InputError:
     message = f"{subject} is read at rows that are not last, and only last rows are read where rows leave"
     remedy = 'ask for one target or the last row, or give the LLM looped={"exits": "read"}'
     return InputError(message, field="readout", remedy=remedy, code="no_readout")
-
-
-def check_first(tokens: np.ndarray) -> None:
-    """Raises InputError if one of these first tokens is an image's: its row would see all of the image."""
-    if (tokens >= SPAN_BASE).any():
-        message = "a prompt begins with an image, and its first row is to be read"
-        raise InputError(message, field="pooling", remedy='use pooling "last" or "mean", or begin with text')
 
 
 def reads_last_rows(readout: Readout, num_targets: Iterable[int]) -> bool:
@@ -243,10 +233,8 @@ class RequestBuilder:
         return OpenRequest(key, request, samples, on_done, limit, reserve, namespace, owner)
 
     def _reader(self, readout: Readout, request: Request) -> NumberReader:
-        if readout.kind == "first":
-            check_first(request.tokens[:1])
         count = num_read_rows(readout, request)
-        if not self._keeps and (count is not None or readout.kind == "first"):
+        if not self._keeps and count is not None:
             raise no_readout(readout)
         targets = NO_TARGETS if request.targets is None else request.targets
         return NumberReader(readout, targets, count)

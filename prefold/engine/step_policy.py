@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from ..schedule.admission import StepLimits
 from ..schedule.fair import FairAdmission
 from ..schedule.sequences import SequenceScheduler
-from .clock import LEAST_ROWS, StepTimes
+from .meter import StepBudget
+from .pace import LEAST_ROWS, StepTimes
 
 # For this many seconds after the last interactive request a batch makes no step, so that a client that sends its next
 # request at once need not wait.
@@ -110,3 +114,50 @@ class StepPolicy:
     def pause(self) -> float:
         """Returns for how many more seconds no step is made if only batches have work."""
         return max(0.0, self._live_at + PAUSE_SECONDS - self._clock())
+
+
+class StepPace:
+    """The limits of each step: those of the step policy if there is one, else the budget. Never more than the budget.
+
+    policy  the step policy, by which interactive requests and batches share the engine; None without one
+    limits  the limits of the next step
+    """
+
+    def __init__(self, scheduler: Any, budget: StepBudget):
+        self._scheduler, self._budget = scheduler, budget
+        self.policy: StepPolicy | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Set the limits to the budget, until the next step is decided."""
+        self.limits = self._whole = StepLimits(self._budget.rows)
+
+    def shrink(self) -> None:
+        """Lower the limits after the budget has become smaller."""
+        self.limits = replace(self.limits, rows=self._budget.rows)
+
+    @contextmanager
+    def without_policy(self) -> Iterator[None]:
+        """Ask no step policy in this context, so that batches may have any number of rows."""
+        policy, self.policy = self.policy, None
+        try:
+            yield
+        finally:
+            self.policy = policy
+
+    def before_admission(self) -> None:
+        """Set the limits of the next step to the budget if no policy sets them."""
+        if self.policy is None:
+            if self._whole.rows != self._budget.rows:
+                self._whole = StepLimits(self._budget.rows)
+            self.limits = self._whole
+
+    def before_plan(self) -> None:
+        """Set the limits of the next step if a policy does."""
+        if self.policy is not None:
+            self.limits = self.policy.settle(self._scheduler, self._budget.rows)
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Record a step of so many rows."""
+        if self.policy is not None:
+            self.policy.times.note_step(rows, seconds)

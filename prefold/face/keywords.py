@@ -141,7 +141,6 @@ class ModelKeywords(TypedDict, total=False):
     device: str
     threads: int | None
     tensor_parallel: int
-    decode_graphs: bool
     adapters: Mapping[str, str] | None
     cache: CacheOptions | Literal["off", "lru", "lfu", "priority"]
     kv_memory: int | None
@@ -150,7 +149,6 @@ class ModelKeywords(TypedDict, total=False):
     reserve_output: bool
     looped: LoopedSettings | LoopedKeywords
     sharing: Literal["auto", "full", "mlp", "off"]
-    sharing_threshold: float | Literal["auto"]
     max_batch_rows: int | None
     cache_prefill: bool
     images: ImageSettings | ImageKeywords | bool

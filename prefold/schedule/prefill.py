@@ -229,7 +229,7 @@ def reusable_rows(window: Window, readout: Readout) -> int:
     path holds K/V, and no results. A mean, and a request without targets, are read at the last row of the prompt; the
     path holds the hidden states that a mean needs of the rows above.
     """
-    if not window.common or readout.kind == "first":
+    if not window.common:
         return 0
     lengths = np.diff(window.offsets)
     if readout.kind != "logprobs":

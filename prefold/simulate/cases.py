@@ -30,7 +30,7 @@ class Setup:
     steal     of "segments": whether idle replicas take work from others
     load      seconds until a model is loaded
     slow      every second replica takes so many times as long for a step
-    max_batch_rows  rows of a step; None: the engine finds how many are fast
+    max_batch_rows  rows of a step; None: 8,192
     rate      requests that arrive a second; None: requests have arrival times, or are there from the start
     """
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from ..cache import CacheEvents
 from ..cache.events import EventLog, RowsRemoved, RowsStored
-from ..engine.step_size import StepSize
 from ..errors import InputError
 from .costs import TILE, StepCost, StepRows
 from .requests import SimRequest
@@ -97,7 +96,7 @@ class RowEngine:
     simulation depends on the number of requests, not of tokens.
 
     cost                         of its steps
-    max_batch_rows, max_running  of a step; None: it finds how many rows are fast, as a real engine does
+    max_batch_rows, max_running  of a step; None: MOST_ROWS
     slots                        rows that its KV store holds; None: as many as fit into memory
     reports                      whether it keeps events for a router
     reserves                     whether it sets room aside for the longest output that a request may have
@@ -115,9 +114,8 @@ class RowEngine:
         reports: bool = False,
     ):
         self.cost, self.reports = cost, reports
-        self.size = StepSize() if max_batch_rows is None else None
-        self.max_batch_rows = self._most = MOST_ROWS if max_batch_rows is None else max_batch_rows
-        self.max_running = min(max_running, self._most)
+        self.max_batch_rows = MOST_ROWS if max_batch_rows is None else max_batch_rows
+        self.max_running = min(max_running, self.max_batch_rows)
         self.slots = cost.kv_rows if slots is None else slots
         self.hits = Hits()
         self.open()
@@ -161,26 +159,7 @@ class RowEngine:
         return len(self._decoding) + len(self._prefilling)
 
     def step(self) -> Stretch | None:
-        """Runs the next step, or several equal ones. Returns None if no sequence waits or runs."""
-        size = self.size
-        if size is None:
-            return self._step()
-        if not self.num_running and not self.num_waiting:
-            size.reset()
-        self.max_batch_rows = size.rows(self._most, self.num_waiting, self.num_running)
-        stretch = self._step()
-        if stretch is not None:
-            steps = stretch.steps
-            decode = stretch.decode // steps
-            size.note(
-                stretch.prefill // steps, decode, stretch.seconds / steps, max_rows=self._most,
-                waiting=self.num_waiting,
-                began=stretch.num_running - decode, ended=len(stretch.ended_requests),
-                tokens=sum(ended.request.output for ended in stretch.ended_requests), steps=steps,
-            )  # fmt: skip
-        return stretch
-
-    def _step(self) -> Stretch | None:
+        """Run the next step, or several equal ones; return None if no sequence waits or runs."""
         if self._waiting and not self._is_stuck:
             self._admit()
         running = len(self._decoding)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
 from ..options import EmbedOptions, checked
+from ..prefix import SPAN_BASE
 from ..text import FilledTemplate, Tokenizer, instructed_query
 from ..text.media import Picture, TextWithImages, with_notes
 from ..text.valid import valid_text
@@ -57,7 +58,8 @@ class EmbedTask(Task):
         if settings.pooling not in POOLING_MODES.values():
             modes = ", ".join(POOLING_MODES.values())
             raise InputError(f"pooling is {settings.pooling!r}", field="pooling", remedy=f"give one of {modes}")
-        self.readout = Readout(settings.pooling)
+        # In a causal model the first row sees nothing else, so it is the last row of a prompt of one token.
+        self.readout = Readout("last" if settings.pooling == "first" else settings.pooling)
         self.dimensions = None if options.dimensions is None else self._dimensions(options.dimensions)
         self.truncate = options.truncate
         self.before, self.instruction = self._prompt(options.prompt, options.prompt_name, options.instruction)
@@ -111,7 +113,10 @@ class EmbedTask(Task):
         makers = [plan(text, name, batch, pictures) for text, name in zip(texts, names, strict=True)]
 
         def make() -> Work:
-            return work_of([maker() for maker in makers], pictures, many=is_list, dimensions=dimensions)
+            work = work_of([maker() for maker in makers], pictures, many=is_list, dimensions=dimensions)
+            if self.settings.pooling == "first":
+                work = replace(work, requests=[first_token(request) for request in work.requests])
+            return work
 
         return make
 
@@ -180,6 +185,15 @@ class EmbedTask(Task):
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
         key, value = ("embeddings", vectors) if note["many"] else ("embedding", vectors[0])
         return with_notes({key: np.ascontiguousarray(value), "num_tokens": note["tokens"]}, note)
+
+
+def first_token(request: Request) -> Request:
+    """Return the request of a prompt's first token. Raise InputError if it is an image's: its row sees all of the
+    image."""
+    if request.tokens[0] >= SPAN_BASE:
+        message = "a prompt begins with an image, and its first row is to be read"
+        raise InputError(message, field="pooling", remedy='use pooling "last" or "mean", or begin with text')
+    return replace(request, tokens=request.tokens[:1], media=())
 
 
 def is_list_of_texts(value: Any) -> bool:

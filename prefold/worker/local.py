@@ -19,7 +19,6 @@ from ..model import Adapter, CausalLM
 from ..model.parallel import Shard
 from ..prefix import MEDIA_BASE
 from ..schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
-from .graphs import DecodeGraphs
 from .program import Program, missing, program_of
 from .protocol import DONE, CompletedTicket, Facts, Ticket, Worker, WorkerPart, parts_of
 from .rows import Batch, Path, forward_stream, heads_in, heads_of, prepare, read_stream
@@ -81,7 +80,6 @@ class LocalWorker(Worker):
 
     adapters  LoRA adapters by name
     depth     of `Facts`; None: 2 on a GPU, which has the next step to do while the results of one are taken
-    graphs    on a GPU: replay steps that only decode as captured CUDA graphs (experimental)
     parts     what features add to it; None: those that need no checkpoint beside the model
     """
 
@@ -91,7 +89,6 @@ class LocalWorker(Worker):
         adapters: Mapping[str, Adapter] | None = None,
         *,
         depth: int | None = None,
-        graphs: bool = False,
         parts: Sequence[WorkerPart] | None = None,
     ):
         parts = parts_of(model) if parts is None else parts
@@ -106,7 +103,6 @@ class LocalWorker(Worker):
             depth=depth,
             slot_depth=depth if model.ranks.size == 1 else 1,
             max_rows=batch_rows(model),
-            learns_rows=model.device.type != "cpu",
             max_positions=model.config.max_positions,
             vocab_size=model.config.vocab_size,
             adapters=tuple(self.adapters),
@@ -117,8 +113,6 @@ class LocalWorker(Worker):
         # Whether nothing is on its way from a device when a step has been started.
         self._is_direct = model.device.type == "cpu" and self.facts.slot_depth == 1
         self.store: KVStore | None = None
-        self._with_graphs = graphs
-        self._graphs: DecodeGraphs | None = None
         self._program = program_of(model)
         self._last_run: tuple[SlotBatch, Program] | None = None  # of the last step, which a program ran
         self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
@@ -216,8 +210,6 @@ class LocalWorker(Worker):
 
     def _make_store(self, message: MakeStore) -> Ticket:
         self.store, self._states, self._last_run = make_store(self.model, message.slots), None, None
-        alone_on_gpu = self.model.device.type == "cuda" and self.model.ranks.size == 1 and not self.adapters
-        self._graphs = DecodeGraphs(self.model, self.store) if self._with_graphs and alone_on_gpu else None
         return DONE
 
     def _is_greedy(self, step: SlotStep) -> bool:
@@ -240,25 +232,22 @@ class LocalWorker(Worker):
             arguments["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
         before, self._last_run = self._last_run, None
-        if self._graphs is not None and not arguments and self._graphs.takes(step):
-            hidden = self._graphs.run(step, self._last_ids)
+        if before is None or arguments or not step.follows or not before[1].follow(before[0], step):
+            batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
+            program = self._program_for(arguments)
         else:
-            if before is None or arguments or not step.follows or not before[1].follow(before[0], step):
-                batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
-                program = self._program_for(arguments)
-            else:
-                batch, program = before
-            if program is None:
-                hidden = forward(self.model, self.store, batch, arguments)
-            else:
-                self._last_run = None if arguments else (batch, program)
-                if self._is_greedy(step) and (ids := program.greedy(batch, self.store, **arguments)) is not None:
-                    return CompletedTicket(SlotResult(ids[step.reads]))
-                hidden = program.over_slots(batch, self.store, **arguments)
-            if step.exits is not None:  # there is a hidden state for each of these
-                read_places = np.concatenate((step.reads, step.state_reads))
-                places, states = np.split(np.arange(len(read_places)), [len(step.reads)])
-                step = replace(step, read_rows=step.read_rows[read_places], reads=places, state_reads=states)
+            batch, program = before
+        if program is None:
+            hidden = forward(self.model, self.store, batch, arguments)
+        else:
+            self._last_run = None if arguments else (batch, program)
+            if self._is_greedy(step) and (ids := program.greedy(batch, self.store, **arguments)) is not None:
+                return CompletedTicket(SlotResult(ids[step.reads]))
+            hidden = program.over_slots(batch, self.store, **arguments)
+        if step.exits is not None:  # there is a hidden state for each of these
+            read_places = np.concatenate((step.reads, step.state_reads))
+            places, states = np.split(np.arange(len(read_places)), [len(step.reads)])
+            step = replace(step, read_rows=step.read_rows[read_places], reads=places, state_reads=states)
         if len(step.state_reads):
             self._keep(step, hidden)
         if self._is_greedy(step) and self.model.ranks.size == 1:

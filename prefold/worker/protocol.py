@@ -42,8 +42,6 @@ class Facts:
     depth          steps of a stream that may be in flight; 1: a step is over when it has been started
     slot_depth     SlotSteps that may be in flight; 1: every token of a SlotStep has to be known
     max_rows       rows of a step that the device affords, where nobody says how many there may be
-    learns_rows    whether steps of generation have fewer rows where that is found to be faster: a device that computes
-                   all the time has nothing to gain
     max_positions  tokens of the model's context
     vocab_size     of the model
     adapters       names of the LoRA adapters; in messages they are numbers, in this order
@@ -55,7 +53,6 @@ class Facts:
     depth: int = 1
     slot_depth: int = 1
     max_rows: int = 4096
-    learns_rows: bool = False
     max_positions: int = 1 << 30
     vocab_size: int = 1 << 30
     adapters: tuple[str, ...] = ()

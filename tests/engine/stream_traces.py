@@ -24,7 +24,7 @@ from prefold.worker.protocol import Facts, Worker
 
 WIDTH = 3
 ADAPTERS = ("first", "second")
-KINDS = ("last", "first", "mean", "head", "logits", "logprobs")
+KINDS = ("last", "mean", "head", "logits", "logprobs")
 
 
 def given(path: tuple[int, ...], salt: str = "") -> np.ndarray:
@@ -35,8 +35,6 @@ def given(path: tuple[int, ...], salt: str = "") -> np.ndarray:
 def expected(readout: Readout, request: Request) -> tuple[np.ndarray, np.ndarray | None]:
     path, targets = tuple(request.tokens.tolist()), [] if request.targets is None else request.targets.tolist()
     adapter = "" if request.adapter is None else request.adapter
-    if readout.kind == "first":
-        return given(path[:1], adapter), None
     if readout.kind == "mean":
         return mean(path, adapter), None
     if readout.kind == "logprobs":
@@ -239,7 +237,7 @@ def alone(engine: ModelEngine, worker: HashWorker, rng: random.Random) -> None:
     assert stats.rows_computed == sum(step.num_rows for step in steps) == sum(info.rows for info in run.told)
     assert sum(info.requests_done for info in run.told) == stats.requests
     assert sum(info.tokens_done for info in run.told) == stats.tokens
-    if run.readout.kind != "first" and run.sharing == "full":
+    if run.sharing == "full":
         unique = len({prompt[: i + 1] for prompt in prompts for i in range(1, len(prompt))})
         assert stats.unique_tokens == unique <= stats.rows_computed
         if run.max_tokens == 1 << 20:

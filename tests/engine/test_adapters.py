@@ -60,7 +60,7 @@ def expected(oracles, readout: Readout, request: Request) -> np.ndarray:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
-@pytest.mark.parametrize("readout", [*map(Readout, ("last", "first", "mean", "logprobs")), Readout("logits", (4, 9))])
+@pytest.mark.parametrize("readout", [*map(Readout, ("last", "mean", "logprobs")), Readout("logits", (4, 9))])
 def test_each_request_runs_with_its_adapter(llm, oracles, readout, sharing):
     some = requests(targets=readout.kind == "logprobs")
     for rows, window in ((4096, 1 << 20), (7, 40)):

@@ -52,7 +52,7 @@ def model(request, tmp_path_factory):
 
 @pytest.mark.parametrize("sharing", ["full", "mlp", "off"])
 @pytest.mark.parametrize("rows", BUDGETS)
-@pytest.mark.parametrize("kind", ["last", "first", "mean", "logits"])
+@pytest.mark.parametrize("kind", ["last", "mean", "logits"])
 def test_every_readout_at_every_cut(model, sharing, rows, kind):
     llm, token_lists, (hidden, logits, tolerance) = model
     ids = (3, 200, 17)
@@ -61,7 +61,6 @@ def test_every_readout_at_every_cut(model, sharing, rows, kind):
     for result, states, scores in zip(results, hidden, logits, strict=True):
         expected = {
             "last": states[-1],
-            "first": states[0],
             "mean": states.mean(0),
             "logits": scores[-1, list(ids)],
         }[kind]
@@ -106,7 +105,7 @@ def test_every_budget_there_is(tmp_path, family, sharing):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", ["last", "first", "mean", "logprobs"])
+@pytest.mark.parametrize("kind", ["last", "mean", "logprobs"])
 @pytest.mark.parametrize("window", [1, 7, 30])
 def test_windows_do_not_change_results(model, kind, window):
     llm, token_lists, _ = model

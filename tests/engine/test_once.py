@@ -53,34 +53,6 @@ def test_off_computes_every_token_and_mlp_what_is_unique_in_a_batch(llm):
     assert llm.stats.rows_computed == llm.stats.unique_tokens == unique_prefixes(token_lists)
 
 
-@pytest.mark.parametrize("kind", ["last", "mean", "logprobs"])
-def test_windows_that_share_little_run_as_with_off(llm, kind):
-    """The prompts of each window have 20, 2 or again 20 of their 24 tokens in common, and all their first."""
-    rng = np.random.default_rng(0)
-    groups = []
-    for shared in (20, 2, 20):
-        stem = [7, len(groups), *rng.integers(0, 300, shared - 2).tolist()]
-        groups.append([[*stem, number, *rng.integers(0, 300, 23 - shared).tolist()] for number in range(10)])
-    token_lists = [tokens for group in groups for tokens in group]
-    requests = [as_request(tokens, tokens[-2:] if kind == "logprobs" else None) for tokens in token_lists]
-    expected = run(llm, requests, Readout(kind), sharing="full", rows=30, window=240)
-    with LLM(llm.checkpoint.path, dtype="float32", device="cpu", sharing_threshold=0.85) as some:
-        for sharing, seconds in (("full", 3.0), ("off", 1.0)):  # as on a machine where full costs much
-            some.engine._choice.note(sharing, 10**6, seconds)
-        found = run(some, requests, Readout(kind), sharing=None, rows=30, window=240)
-        rows = some.stats.rows_computed
-        full, off = (some.engine._choice._times[sharing] for sharing in ("full", "off"))
-        assert off.wx < 10**6  # its steps were taken note of, and count more
-        assert (full.wx, full.wy) == (10**6, 3.0)  # those of the other windows were not
-        assert some.stats.unique_tokens == unique_prefixes(token_lists) == 1 + 2 * (19 + 10 * 4) + (1 + 10 * 22)
-        assert rows == 20 + 10 * 4 + 10 * 24 + 20 + 10 * 4
-        some.engine.reset_stats()
-        run(some, requests, Readout(kind), sharing="full", rows=30, window=240)
-        assert some.stats.rows_computed < rows - 10
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one.values, other.values, atol=1e-5)
-
-
 @pytest.mark.parametrize("sharing", ["mlp", "off"])
 def test_twins_in_a_row_run_once_in_the_baselines_too(llm, sharing):
     requests = [as_request([5, 6, 7], [label]) for label in range(4)] + [

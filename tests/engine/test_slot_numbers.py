@@ -20,7 +20,7 @@ from prefold.face.streams import ResponseStream
 from prefold.types import Readout
 
 PLACE = {"dtype": "float32", "device": "cpu"}
-KINDS = ("last", "first", "mean", "logits", "logprobs")
+KINDS = ("last", "mean", "logits", "logprobs")
 
 
 def ask(llm, *asked):

@@ -83,7 +83,7 @@ def test_it_is_transformers_that_runs(case):
 def test_every_readout_at_random_cuts(case, sharing):
     llm, asked, _, states, logits, tolerance = case
     ids, rng = (3, 200, 17), np.random.default_rng(len(states[0]))
-    for kind in ("last", "first", "mean", "logits"):
+    for kind in ("last", "mean", "logits"):
         readout = Readout(kind, ids if kind == "logits" else ())
         for rows in (int(rng.integers(1, 9)), 1000):
             results = run(llm, [as_request(t) for t in asked], readout, sharing=sharing, rows=rows)

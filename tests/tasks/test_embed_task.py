@@ -77,9 +77,9 @@ def test_prompts():
 
 def test_a_prompt_left_out_of_pooling_is_refused_where_it_matters():
     inputs = Inputs(TOK, 512)
-    for pooling in ("mean", "first"):
+    for pooling, read in (("mean", "mean"), ("first", "last")):
         settings = EmbedSettings(pooling=pooling, pool_prompt=False)
-        assert EmbedTask(inputs, settings=settings).readout == Readout(pooling)
+        assert EmbedTask(inputs, settings=settings).readout == Readout(read)
         for options in ({"prompt": "x"}, {"instruction": "x"}):
             with pytest.raises(UnsupportedModelError, match="include_prompt"):
                 EmbedTask(inputs, EmbedOptions(**options), settings)

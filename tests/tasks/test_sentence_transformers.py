@@ -147,6 +147,7 @@ def test_chat_messages_equal_sentence_transformers(model_folder, tmp_path, templ
         for text, work in zip(LONG, task.prepare(LONG), strict=True):
             prompt = theirs.prompts[name] if name else None
             expected = theirs[0].preprocess([text], prompt=prompt)["input_ids"][0].tolist()
+            expected = expected[:1] if pooling == "cls" else expected  # the first row sees nothing else
             assert work.requests[0].tokens.tolist() == expected
             with torch.no_grad():
                 hidden = model(input_ids=torch.tensor([expected])).last_hidden_state[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tritons import DEVICE, on_triton  # noqa: F401 (a fixture)
 
 from prefold import LLM, device, kernels
-from prefold.attention import Heads, KeyRuns, RowAttention, plan_slots
-from prefold.attention.gpu import pick_tile
+from prefold.attention import RowAttention
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.meter import Meter
 from prefold.errors import OutOfMemoryError
@@ -29,7 +27,6 @@ from prefold.schedule.steps import SlotStep, StepResult
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
 from prefold.worker import rows as module
-from prefold.worker.graphs import SIZES, DecodeGraphs, FixedStep, padded_size
 from prefold.worker.local import LocalWorker, batch_rows
 from prefold.worker.rows import Path, Reads, forward_stream, heads_of, prepare, read_stream
 from prefold.worker.slots import SlotAttend, make_store, prepare_slots
@@ -247,74 +244,6 @@ def test_adapters_do_not_wait_either(llm, without_data, tmp_path):
         attend = SlotAttend(store, batch, config.planes, config.scale)
         hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)
     assert hidden.shape == (3, config.hidden)
-
-
-# Steps of a fixed size
-
-
-def test_sizes():
-    assert [padded_size(rows) for rows in (1, 3, 256, 257)] == [1, 4, 256, 320]
-    assert padded_size(SIZES[-1]) == SIZES[-1]
-    assert padded_size(SIZES[-1] + 1) is None
-
-
-def test_only_steps_that_decode_are_taken(llm):
-    graphs = DecodeGraphs(llm.model, make_store(llm.model, 8))
-    step = decode_step(5, 12, 3)
-    assert graphs.takes(step)
-    assert not graphs.takes(replace(step, read_rows=step.read_rows[1:]))
-    assert not graphs.takes(decode_step(SIZES[-1] + 1, 12, 3))
-
-
-def test_longer_lists_take_a_new_pool(llm, monkeypatch):
-    """A pool whose graphs are all gone must not be used again."""
-    graphs, step = DecodeGraphs(llm.model, make_store(llm.model, 8)), decode_step(5, 12, 3)
-    pools = []
-
-    def capture(*arguments):
-        pools.append(graphs._pool)
-        graphs._pool = object()
-        return Mock()
-
-    monkeypatch.setattr(graphs, "_capture", capture)
-    monkeypatch.setattr("prefold.worker.graphs.pick_tile", lambda plan, heads: (16, keys))
-    for keys in (100, 1 << 15, 100, 1 << 20):  # noqa: B007 (read by the function above)
-        graphs._of(step, {None: None}, None)
-    assert pools == [None, None, None]
-
-
-# Some layers of gemma3 have a window, and some have none.
-@pytest.mark.parametrize("llm", ["gemma3", pytest.param("qwen3", marks=pytest.mark.slow)], indirect=True)
-def test_a_fixed_step_gives_what_a_step_gives(llm, on_triton):  # noqa: F811
-    """Two steps one after the other in the same places, the second shorter: nothing of the first is left."""
-    model, config = llm.model, llm.config
-    stores = [make_store(model, 64) for _ in range(2)]
-    for store in stores:
-        store._memory.normal_(generator=torch.Generator().manual_seed(1))
-    steps = [decode_step(5, 12, 3), decode_step(3, 9, 4)]
-    windows = {plane.window for plane in config.planes}
-    fixed = FixedStep(model, stores[0], 8, {window: 16 for window in windows}, keys=200)
-    for step in steps:
-        runs = prepare_slots(step, stores[1], config.planes, {})
-        # Some tokens are those of the step before, in another order.
-        given = torch.from_numpy(step.tokens[::-1].astype(np.int64))
-        late = np.where(np.arange(step.num_rows) % 2, step.tokens, -step.num_rows + np.arange(step.num_rows))
-        fixed.load(replace(step, tokens=late.astype(np.int32)), runs.plans, given.to(model.device))
-        found = fixed.forward()[: step.num_rows]
-        with torch.inference_mode():
-            attend = SlotAttend(stores[1], runs, config.planes, config.scale)
-            wanted = model(runs.tokens, runs.positions, attend, None)
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-        # But for the scratch slot.
-        torch.testing.assert_close(stores[0]._memory[:, :, 1:], stores[1]._memory[:, :, 1:], rtol=1e-5, atol=1e-5)
-
-
-def test_a_tile_is_picked_for_a_plan():
-    step = decode_step(64, 100, 3)
-    runs = (step.run_start, step.run_count, step.run_position, step.run_first, step.run_last)
-    rows, keys = pick_tile(plan_slots(KeyRuns(*runs), 64, group=2), Heads(4, 2, 16, torch.bfloat16))
-    assert rows in (16, 32, 64, 128)
-    assert keys >= 100 + 64 * 3
 
 
 def test_results_of_a_step_while_the_next_one_runs(llm, monkeypatch):

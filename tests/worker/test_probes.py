@@ -12,6 +12,7 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
+from prefold.errors import InputError
 from prefold.types import Readout
 
 PLACE = {"dtype": "float32", "device": "cpu"}
@@ -31,7 +32,7 @@ def test_results_are_those_of_the_stream(folder, rows, kv_memory):
     token_lists = prompts(3, count=8)
     rng = np.random.default_rng(0)
     for _ in range(2):  # cold, then warm
-        for kind in ("last", "logits", "logprobs", "mean", "first"):
+        for kind in ("last", "logits", "logprobs", "mean"):
             readout = Readout(kind, (3, 200, 17) if kind == "logits" else ())
             most = int(rng.integers(1, 3)) if kind == "logprobs" else 0
             requests = [
@@ -95,11 +96,10 @@ def test_beside_text_that_is_generated(tmp_path):
     np.testing.assert_allclose(vectors, alone[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("kv_memory", [None, 4_000])  # The second has no room for some of the prompts.
-def test_labels_of_one_token_are_one_prompt_as_in_the_stream(tmp_path, kv_memory):
+def test_labels_of_one_token_are_one_prompt_as_in_the_stream(tmp_path):
     folder = str(tiny_checkpoint(tmp_path, "llama"))
     plain = LLM(folder, **PLACE)
-    cached = LLM(folder, **PLACE, cache=CACHE, cache_prefill=True, kv_memory=kv_memory)
+    cached = LLM(folder, **PLACE, cache=CACHE, cache_prefill=True)
     readout = Readout("logprobs")
     long = list(range(5, 45))
     requests = [as_request(tokens, [label]) for tokens in (long, [5, 6, 7]) for label in (1, 2, 3)]
@@ -111,35 +111,10 @@ def test_labels_of_one_token_are_one_prompt_as_in_the_stream(tmp_path, kv_memory
     assert cached.stats.generation is not None
 
 
-def test_a_window_behind_one_that_was_parted_does_not_go_on_from_a_prompt_that_was_in_the_slots(tmp_path):
-    folder = str(tiny_checkpoint(tmp_path, "llama"))
-    plain = LLM(folder, **PLACE)
-    cached = LLM(folder, **PLACE, cache=CACHE, cache_prefill=True, kv_memory=1 << 12)
-    slots = cached.engine.generator.scheduler.pool.num_slots
-    start = [*range(6, 6 + slots // 2)]
-    token_lists = [[5] * (slots + 8), [*start, 1], [*start, 2], [*start, *range(30, 31 + slots)]]
-    requests = [as_request(tokens) for tokens in token_lists]
-    window = sum(map(len, token_lists[:3])) + 1
-    found, expected = (
-        run(llm, requests, Readout("last"), sharing="full", rows=100, window=window) for llm in (cached, plain)
-    )
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4)
-
-
-def test_a_prompt_that_has_no_room_beside_what_is_pinned_is_read_in_the_stream(tmp_path):
-    folder = str(tiny_checkpoint(tmp_path, "llama"))
-    plain = LLM(folder, **PLACE)
-    cached = LLM(folder, **PLACE, cache=CACHE, cache_prefill=True, kv_memory=1 << 15)
-    slots = cached.engine.generator.scheduler.pool.num_slots
-    assert slots > 12
-    held = [*range(100, 100 + slots - 6)]
-    run(cached, [as_request(held)], Readout("last"), sharing="full", rows=100)
-    assert cached.pin(held) == len(held)
-    requests = [as_request(tokens) for tokens in ([1, 2], [*range(3, 11)], [20, 21], [*range(3, 12)])]
-    found, expected = (
-        run(llm, requests, Readout("last"), sharing="full", rows=100, window=11) for llm in (cached, plain)
-    )
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4)
-    assert cached.stats.requests == 5
+def test_a_prompt_without_room_in_the_cache_is_an_error_and_the_others_are_answered(tmp_path):
+    llm = LLM(str(tiny_checkpoint(tmp_path, "llama")), **PLACE, cache=CACHE, cache_prefill=True, kv_memory=1 << 12)
+    slots = llm.engine.generator.scheduler.pool.num_slots
+    long, short = as_request([5] * (slots + 8)), as_request([1, 2])
+    found = run(llm, [long, short], Readout("last"), sharing="full", rows=100)
+    assert isinstance(found[0], InputError) and found[0].code == "kv_memory" and "kv_memory" in str(found[0])
+    assert found[1].values.shape == (llm.config.hidden,)
