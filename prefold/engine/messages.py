@@ -11,10 +11,10 @@ import numpy as np
 
 from ..cache import SCRATCH
 from ..schedule.generate_step import GenerateStep
-from ..schedule.steps import Numbers, SlotResult, SlotStep
+from ..schedule.steps import Reads, SlotResult, SlotStep
 from ..types import Exits, GenerationStats, Readout, Result
 from ..worker.protocol import Facts, Ticket
-from .requests import NumberReader, Reader, adapter_number, kept_states_of
+from .requests import Reader, ValueReader, adapter_number, kept_states_of
 from .sampling import drawing_of
 
 
@@ -39,7 +39,6 @@ def message_of(
     if before is None or before.readers is not readers or before.message.drawing is not None:
         drawing = drawing_of([reader.state for reader in readers], [sequence.unknown for sequence in step.consumers])
     goes_on = step.message.follows  # of sequences that generate
-    numbers = () if goes_on else _numbers_of(readers)
     adapters = None
     if facts.adapters:
         adapters = np.full(step.num_rows, -1, np.int64)
@@ -48,11 +47,12 @@ def message_of(
     message, more = step.message, dict[str, Any]()
     if keeps and not goes_on and (rows := kept_rows(step)):
         message = _keeping(message, np.array([row for _, row in rows], np.int64))
+    read_outs = () if goes_on else _read_outs_of(message, readers)
     for hook in hooks:
         more |= hook(step, readers)
-    if drawing is None and not numbers and adapters is None and not more:
+    if drawing is None and not read_outs and adapters is None and not more:
         return message
-    return replace(message, drawing=drawing, numbers=numbers, adapters=adapters, **more)
+    return replace(message, drawing=drawing, read_outs=read_outs, adapters=adapters, **more)
 
 
 def is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
@@ -88,21 +88,19 @@ def _keeping(step: SlotStep, rows: np.ndarray) -> SlotStep:
     return replace(step, read_rows=read_rows, reads=reads, state_reads=np.searchsorted(read_rows, rows))
 
 
-def _numbers_of(readers: Sequence[Reader]) -> tuple[Numbers, ...]:
-    """Returns a Numbers for each Readout among a step's reads."""
-    groups: dict[tuple[Readout, bool], list[tuple[int, NumberReader]]] = {}
+def _read_outs_of(step: SlotStep, readers: Sequence[Reader]) -> tuple[Reads, ...]:
+    """Return a Reads for each Readout among a step's readers."""
+    groups: dict[tuple[Readout, bool], list[tuple[int, ValueReader]]] = {}
     for i, reader in enumerate(readers):
-        if isinstance(reader, NumberReader):
+        if isinstance(reader, ValueReader):
             groups.setdefault((reader.readout, reader.count is not None), []).append((i, reader))
-    return tuple(
-        Numbers(
-            readout,
-            np.array([i for i, _ in group], np.int64),
-            np.concatenate([reader.targets for _, reader in group]),
-            np.array([reader.count for _, reader in group], np.int64) if keeps else None,
-        )
-        for (readout, keeps), group in groups.items()
-    )
+    read_outs = []
+    for (readout, keeps), group in groups.items():
+        consumers = np.array([i for i, _ in group], np.int64)
+        targets = np.concatenate([reader.targets for _, reader in group])
+        counts = np.array([reader.count for _, reader in group], np.int64) if keeps else None
+        read_outs.append(Reads(readout, step.reads[consumers], targets, counts, consumers))
+    return tuple(read_outs)
 
 
 @dataclass(eq=False, slots=True)
@@ -131,14 +129,14 @@ class InFlightStep:
 
         Returns whether each of the step's consumers ends with it, and {key of a request: the error of its reader}.
         """
-        for numbers, read_out in zip(self.message.numbers, result.numbers, strict=True):
+        for reads, read_out in zip(self.message.read_outs, result.values, strict=True):
             first = 0
-            for read, size in zip(numbers.reads.tolist(), numbers.sizes.tolist(), strict=True):
+            for read, size in zip(reads.consumers.tolist(), reads.sizes.tolist(), strict=True):
                 part, first = slice(first, first + size), first + size
                 if self.step.consumers[read].state == "ended":  # its request may run again, as another sequence
                     continue
                 reader = self.readers[read]
-                assert isinstance(reader, NumberReader)
+                assert isinstance(reader, ValueReader)
                 values = read_out.values[part].copy() if reader.has_rows else read_out.values[part.start].copy()
                 reader.result = Result(values, None if read_out.greedy is None else read_out.greedy[part].copy())
         was_read, ended = result.was_read, list[bool]()

@@ -40,8 +40,8 @@ def kept_states_of(namespace: Sequence[Hashable]) -> KeptStates | None:
     return namespace[2] if len(namespace) > 2 and isinstance(namespace[2], KeptStates) else None
 
 
-class NumberReader:
-    """A NumberReader takes the numbers that are read of a prompt. It has the interface of a Sample that makes no
+class ValueReader:
+    """A ValueReader takes the numbers that are read of a prompt. It has the interface of a Sample that makes no
     tokens.
 
     targets  int32, with "logprobs": the tokens whose log-probabilities are wanted
@@ -74,14 +74,14 @@ class NumberReader:
         """Does nothing: a request for numbers that is cancelled has no answer."""
 
 
-Reader = Sample | NumberReader
+Reader = Sample | ValueReader
 
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
     """An OpenRequest is a request that has no answer yet.
 
-    readers             a Sample for each sample; for a request that is not continued, one NumberReader
+    readers             a Sample for each sample; for a request that is not continued, one ValueReader
     on_done             called with the answer
     limit               the most tokens that each reader takes
     reserve             whether room for all of these is set aside at admission
@@ -129,7 +129,7 @@ class OpenRequest:
         """
         samples = []
         for reader in self.readers:
-            if isinstance(reader, NumberReader):
+            if isinstance(reader, ValueReader):
                 assert reader.result is not None
                 return reader.result
             if reader.error is not None:
@@ -232,12 +232,12 @@ class RequestBuilder:
         reserve = self._reserve and most is not None
         return OpenRequest(key, request, samples, on_done, limit, reserve, namespace, owner)
 
-    def _reader(self, readout: Readout, request: Request) -> NumberReader:
+    def _reader(self, readout: Readout, request: Request) -> ValueReader:
         count = num_read_rows(readout, request)
         if not self._keeps and count is not None:
             raise no_readout(readout)
         targets = NO_TARGETS if request.targets is None else request.targets
-        return NumberReader(readout, targets, count)
+        return ValueReader(readout, targets, count)
 
     def _samples(
         self, request: Request, limit: int, tokenizer: Tokenizer | None, on_text: OnText | None

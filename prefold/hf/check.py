@@ -20,7 +20,8 @@ from ..model.config import Plane
 from ..schedule.prefill import PrefillScheduler
 from ..stream import Spool
 from ..types import Readout, Request
-from ..worker.rows import Path, forward_stream, heads_of, prepare, read_stream
+from ..worker.readouts import read_stream
+from ..worker.rows import Path, forward_stream, heads_of, prepare
 from .config import PlaneHeads, TransformersConfig
 from .model import NAME, TransformersLM
 

@@ -127,7 +127,7 @@ class LoopedLM(CausalLM):
                 arguments["exits"] = RowExits(*send(step.exits, self.device).T, rows=at)
             if step.route is not None:
                 arguments["route"] = step.route
-        elif (exits := step.readout.exits) is not None:
+        elif (exits := step.read_out.readout.exits) is not None:
             arguments["route"] = exits.route
             if (rules := replace(exits, route=None)) != Exits():
                 arguments["exits"] = RowExits.of(rules)

@@ -16,12 +16,13 @@ from ..errors import InputError, UnsupportedModelError
 from ..model import NO_ADAPTERS, Adapter, RowAdapters
 from ..model.decoder_layer import Layer
 from ..model.ops import choose_ops
-from ..schedule.steps import NOT_FINITE, NOTHING, Numbers, SlotStep
+from ..schedule.steps import NOT_FINITE, NOTHING, Reads, SlotStep
 from ..worker.local import LocalWorker
 from ..worker.program import Program, program_of
 from ..worker.protocol import DONE, Ticket, WorkerPart
+from ..worker.readouts import SlotTicket
 from ..worker.rows import heads_of
-from ..worker.slots import SlotAttend, SlotBatch, SlotReads, slot_plans
+from ..worker.slots import SlotAttend, SlotBatch, slot_plans
 from .config import LoopedConfig
 from .gates import VisitOutputs, choose, summary
 from .model import LoopedLM, VisitPass
@@ -288,19 +289,20 @@ class VisitStore:
             return model.norm(states.clone(), None, ops)[1]
         return model.read(states.clone(), None, ops)
 
-    def _read(self, step: VisitStep, slots: np.ndarray, taken_slots: np.ndarray, was_read: np.ndarray) -> SlotReads:
+    def _read(self, step: VisitStep, slots: np.ndarray, taken_slots: np.ndarray, was_read: np.ndarray) -> SlotTicket:
         """Returns the ticket of those reads that are made, of the states in `slots`."""
         hidden = self._hidden(self.states[send(slots, self.model.device)])
         reads = (np.cumsum(taken_slots) - 1)[step.reads[was_read]]
-        order, drawing, numbers = np.cumsum(was_read) - 1, step.drawing, []
+        order, drawing, read_outs = np.cumsum(was_read) - 1, step.drawing, []
         if drawing is not None:
             drawing = drawing.pick(np.flatnonzero(was_read[drawing.reads]))
             drawing = replace(drawing, reads=order[drawing.reads]) if len(drawing.reads) else None
-        for part in step.numbers:
-            is_made = was_read[part.reads]
+        for part in step.read_outs:
+            is_made = was_read[part.consumers]
             targets = part.targets[is_made] if len(part.targets) else part.targets
-            numbers.append(Numbers(part.readout, order[part.reads[is_made]], targets))
-        return SlotReads(self.model, hidden, SlotStep(*(NOTHING,) * 9, reads, drawing, tuple(numbers)))
+            consumers = order[part.consumers[is_made]]
+            read_outs.append(Reads(part.readout, reads[consumers], targets, None, consumers))
+        return SlotTicket(self.model, hidden, SlotStep(*(NOTHING,) * 9, reads, drawing, tuple(read_outs)))
 
     def _route(self, routing: Routing) -> np.ndarray:
         """Returns the blocks that the router chooses for each request of a Routing, int64 [n, visits]."""
@@ -336,7 +338,7 @@ class VisitTicket:
     """
 
     ready: VisitResult
-    reads: SlotReads | None
+    reads: SlotTicket | None
 
     def result(self) -> VisitResult:
         if self.reads is None:
@@ -345,4 +347,4 @@ class VisitTicket:
         result, at = self.reads.result(), np.flatnonzero(self.ready.was_read)
         self.ready.ids[at] = result.ids
         logprobs = {int(at[read]): values for read, values in result.logprobs.items()}
-        return replace(self.ready, logprobs=logprobs, numbers=result.numbers)
+        return replace(self.ready, logprobs=logprobs, values=result.values)

@@ -17,7 +17,7 @@ from ..errors import OutOfMemoryError
 from ..prefix import PrefixMap, Trie, clear_of_span, span_starts
 from ..stream import Window
 from ..types import Readout, Sharing
-from .steps import NOTHING, StreamStep
+from .steps import NOTHING, Reads, StreamStep
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -137,6 +137,7 @@ class PrefillScheduler:
                 reads, targets = reads[order], targets[order]
         else:
             read_rows, done_reads = np.unique(_to_rows(done_rows, fold), return_inverse=True)
+            reads = np.arange(len(read_rows))
 
         message = StreamStep(
             tokens=tokens,
@@ -147,9 +148,7 @@ class PrefillScheduler:
             keep=np.flatnonzero(self._needed_after(keys, stop)),
             fold=fold,
             read_rows=read_rows,
-            readout=self.readout,
-            reads=reads,
-            targets=self.window.targets[targets] if len(targets) else NOTHING,
+            read_out=Reads(self.readout, reads, self.window.targets[targets] if len(targets) else NOTHING),
             stream=self.stream,
             adapter=self.adapter,
             first=self._first_keys(start, stop, len(path)),

@@ -37,6 +37,31 @@ class Message:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Reads:
+    """The values that a step reads of its rows, all of one kind.
+
+    readout    the kind
+    rows       int64 [n]: the place in the step's `read_rows` of each row that is read. For "mean" in a StreamStep: the
+               keys whose paths are averaged, ascending
+    targets    int32, for "logprobs": the token whose log-probability is wanted at each row that is read
+    counts     int64 [n], in a SlotStep: how many rows each read takes in, the last ones that its row sees, whose hidden
+               states are in their slots (`SlotStep.state_reads`); None: each read takes in its own row alone
+    consumers  int64 [n], in a SlotStep: the numbers of the step's `reads` that take these values, and no token
+    """
+
+    readout: Readout
+    rows: np.ndarray = field(default_factory=lambda: NOTHING)
+    targets: np.ndarray = field(default_factory=lambda: NOTHING)
+    counts: np.ndarray | None = None
+    consumers: np.ndarray = field(default_factory=lambda: NOTHING)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Return how many rows of the result belong to each read, int64 [n]."""
+        return np.ones(len(self.rows), np.int64) if self.counts is None or self.readout.kind == "mean" else self.counts
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class StreamStep(Message):
     """A StreamStep asks for one forward pass over neighbouring rows of a row stream.
 
@@ -52,16 +77,13 @@ class StreamStep(Message):
     keep               int64 [k], ascending: keys whose K/V the next step needs
     fold               rows [n] <-> new rows of the stream [m] (sharing "mlp" only)
     read_rows          int64 [r], ascending: the rows in [0, n) whose hidden states the model returns; None: all
-    readout            what is read
-    reads              int64 [p]: "logprobs": where in read_rows each target is read, ascending; "mean": the keys whose
-                       paths are averaged; else nothing
-    targets            int32 [p]: "logprobs": the token whose log-probability is wanted at each of `reads`
+    read_out           the values that are read
     stream             number of the stream
     adapter            number of the LoRA adapter of all rows, in the order of `Facts.adapters`; None: none
     first              int64 [path + m]: for a row in a span the first key of the span, for any other the key itself;
                        None: there is no span
 
-    Its result has a row for each of `reads`, or of `read_rows` where the readout has no `reads`.
+    Its result is a StepResult, with a row for each of the rows that are read.
     """
 
     tokens: np.ndarray
@@ -72,9 +94,7 @@ class StreamStep(Message):
     keep: np.ndarray = field(default_factory=lambda: NOTHING)
     fold: PrefixMap | None = None
     read_rows: np.ndarray | None = None
-    readout: Readout = LAST
-    reads: np.ndarray = field(default_factory=lambda: NOTHING)
-    targets: np.ndarray = field(default_factory=lambda: NOTHING)
+    read_out: Reads = Reads(LAST)
     stream: int = 0
     adapter: int | None = None
     first: np.ndarray | None = None
@@ -181,28 +201,6 @@ class Drawing:
         )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Numbers:
-    """A Numbers says that n of a step's reads give numbers and no token.
-
-    readout  the kind of numbers
-    reads    int64 [n]: the numbers of these reads
-    targets  int32, with "logprobs": the token whose log-probability is wanted at each row that is read
-    counts   int64 [n]: how many rows each read takes in: the last ones that its row sees, whose hidden states are in
-             their slots (`SlotStep.state_reads`); None: each read takes in its own row alone
-    """
-
-    readout: Readout
-    reads: np.ndarray
-    targets: np.ndarray = field(default_factory=lambda: NOTHING)
-    counts: np.ndarray | None = None
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """Returns how many rows of the result belong to each read, int64 [n]."""
-        return np.ones(len(self.reads), np.int64) if self.counts is None or self.readout.kind == "mean" else self.counts
-
-
 @dataclass(eq=False, slots=True)
 class SlotStep(Message):
     """A SlotStep asks for one forward pass over n rows whose keys lie in the slots of the store.
@@ -220,7 +218,7 @@ class SlotStep(Message):
     state_reads        int64 [k], ascending: the places in read_rows of the rows whose hidden states are kept in their
                        slots
     drawing            how tokens are chosen; None: every read that gives a token takes the most likely one
-    numbers            the reads that give numbers, one Numbers for each readout
+    read_outs          the values of the reads that give no token, a Reads for each readout
     adapters           int64 [n]: number of the LoRA adapter of each row, in the order of `Facts.adapters`, -1: none;
                        None: no row has an adapter
     exits              float64 [p + k, 3], for a looped model: for each of `reads` and then of `state_reads`, the
@@ -244,7 +242,7 @@ class SlotStep(Message):
     read_rows: np.ndarray
     reads: np.ndarray = field(default_factory=lambda: NOTHING)
     drawing: Drawing | None = None
-    numbers: tuple[Numbers, ...] = ()
+    read_outs: tuple[Reads, ...] = ()
     adapters: np.ndarray | None = None
     exits: np.ndarray | None = None
     route: tuple[int, ...] | None = None
@@ -259,7 +257,7 @@ class SlotStep(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepResult:
-    """A StepResult holds the numbers that a step read.
+    """The values that a step read.
 
     values  float32 [reads, ...]
     greedy  bool [reads] with "logprobs": whether each target is the most likely token of its row; else None
@@ -271,17 +269,17 @@ class StepResult:
 
 @dataclass(eq=False, slots=True)
 class SlotResult:
-    """A SlotResult holds the tokens and numbers that a SlotStep read.
+    """The tokens and values that a SlotStep read.
 
-    ids       int64 [p]: the token of each read; -1 if no token is allowed, or numbers were read; or NOT_FINITE. The
+    ids       int64 [p]: the token of each read; -1 if no token is allowed, or values were read; or NOT_FINITE. The
               array may be that of the next step's result too
     logprobs  the wanted log-probabilities, by the number of the read
-    numbers   a StepResult for each of the step's `numbers`
+    values    a StepResult for each of the step's `read_outs`
     was_read  bool [p]: whether each read was made, which a row that leaves a looped model later is not; the ids of
               other reads are -1. None: all were
     """
 
     ids: np.ndarray
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    numbers: tuple[StepResult, ...] = ()
+    values: tuple[StepResult, ...] = ()
     was_read: np.ndarray | None = None

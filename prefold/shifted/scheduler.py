@@ -20,7 +20,7 @@ from ..cache import CacheOptions, SlotPool
 from ..cache.tree import Node
 from ..engine.meter import Meter
 from ..engine.options import EngineOptions, GenerateOptions
-from ..engine.requests import NumberReader
+from ..engine.requests import ValueReader
 from ..errors import InputError
 from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import HoldsRows, SequenceState
@@ -178,7 +178,7 @@ class Shifting(EnginePart):
     def submit(self, request: Any) -> Mapping[str, Any]:
         """Returns whether chunks may be reused for a request: it makes text, and has made none yet. Numbers are read of
         exact rows only; an answer that was begun goes on from rows that are computed."""
-        if any(isinstance(reader, NumberReader) or reader.tokens for reader in request.readers):
+        if any(isinstance(reader, ValueReader) or reader.tokens for reader in request.readers):
             return {"shifts": False}
         request.approximate_tokens = 0
         return {"shifts": True}

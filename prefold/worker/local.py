@@ -21,8 +21,9 @@ from ..prefix import MEDIA_BASE
 from ..schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
 from .program import Program, missing, program_of
 from .protocol import DONE, CompletedTicket, Facts, Ticket, Worker, WorkerPart, parts_of
-from .rows import Batch, Path, forward_stream, heads_in, heads_of, prepare, read_stream
-from .slots import SlotBatch, SlotReads, forward, greedy, make_store, prepare_slots
+from .readouts import SlotTicket, greedy, read_stream
+from .rows import Batch, Path, forward_stream, heads_in, heads_of, prepare
+from .slots import SlotBatch, forward, make_store, prepare_slots
 
 # What a device affords, where nobody says. On a CPU larger steps hardly gain, and hold their intermediates in memory.
 ROWS_ON_CPU = 4096
@@ -192,8 +193,8 @@ class LocalWorker(Worker):
             hidden, kv = forward_stream(self.model, batch, path, arguments)
         else:
             hidden, kv = program.over_rows(batch, path, **arguments)
-        reads, self._paths[step.stream] = read_stream(self.model, batch, path, hidden, kv)
-        return reads
+        ticket, self._paths[step.stream] = read_stream(self.model, batch, path, hidden, kv)
+        return ticket
 
     def _program_for(self, arguments: Mapping[str, Any]) -> Program | None:
         """Returns the program where it runs a pass: nothing is wanted of the model but that images have some of the
@@ -214,7 +215,7 @@ class LocalWorker(Worker):
 
     def _is_greedy(self, step: SlotStep) -> bool:
         """Returns whether a step gives nothing but the most likely token of each read, now."""
-        return self._is_direct and step.drawing is None and not step.numbers and not len(step.state_reads)
+        return self._is_direct and step.drawing is None and not step.read_outs and not len(step.state_reads)
 
     def _go_on(self, step: Message) -> Ticket | None:
         """Runs a greedy step that follows a greedy one, both by the program, without a tensor; None: it is another."""
@@ -247,14 +248,16 @@ class LocalWorker(Worker):
         if step.exits is not None:  # there is a hidden state for each of these
             read_places = np.concatenate((step.reads, step.state_reads))
             places, states = np.split(np.arange(len(read_places)), [len(step.reads)])
-            step = replace(step, read_rows=step.read_rows[read_places], reads=places, state_reads=states)
+            read_outs = tuple(replace(reads, rows=reads.consumers) for reads in step.read_outs)
+            own = {"read_rows": step.read_rows[read_places], "read_outs": read_outs}
+            step = replace(step, reads=places, state_reads=states, **own)
         if len(step.state_reads):
             self._keep(step, hidden)
         if self._is_greedy(step) and self.model.ranks.size == 1:
             return CompletedTicket(SlotResult(greedy(self.model, hidden)[step.reads]))
-        reads = SlotReads(self.model, hidden, step, self._states)
-        self._last_ids = reads.ids if self.facts.slot_depth > 1 else None
-        return reads
+        ticket = SlotTicket(self.model, hidden, step, self._states)
+        self._last_ids = ticket.ids if self.facts.slot_depth > 1 else None
+        return ticket
 
     def _keep(self, step: SlotStep, hidden: Tensor) -> None:
         """Puts hidden states of a step's rows into their slots."""

@@ -1,9 +1,9 @@
-"""A step of the row stream: its tensors, `attend`, one forward pass, its read-out, and the K/V of the path that a step
-hands to the next."""
+"""A step of the row stream: its tensors, `attend`, one forward pass, and the K/V of the path that a step hands to the
+next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,8 @@ from ..attention import Heads, RowAttention, RowPlan
 from ..device import send
 from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import ModelConfig, Plane
-from ..model.ops import log_sum_exp
-from ..schedule.steps import StepResult, StreamStep
-from .pool import PoolPlan, mean_of_paths, plan_pool
+from ..schedule.steps import StreamStep
+from .pool import PoolPlan, plan_pool
 
 
 def heads_of(model: CausalLM) -> Heads:
@@ -109,7 +108,6 @@ class Batch:
     read_order       sharing "mlp": sorts the read rows by the stream row that stands for each; else None
     keep_path        which rows of the carried path stay
     keep_new         which of the new rows of the stream join it
-    reads, targets   of the step, int64
     pool             for readout "mean", where something is read
     adapters         which rows have a LoRA adapter
     """
@@ -126,8 +124,6 @@ class Batch:
     read_order: Tensor | None
     keep_path: Tensor
     keep_new: Tensor
-    reads: Tensor
-    targets: Tensor
     pool: PoolPlan | None = None
     adapters: RowAdapters = NO_ADAPTERS
 
@@ -165,7 +161,7 @@ def prepare(
     row_adapters = NO_ADAPTERS
     if step.adapter is not None:
         row_adapters = RowAdapters(adapters, np.full(step.num_rows, step.adapter, np.int64), step.read_rows)
-    averages = step.readout.kind == "mean" and len(step.reads) > 0
+    averages = step.read_out.readout.kind == "mean" and len(step.read_out.rows) > 0
     return Batch(
         step=step,
         attention=attention,
@@ -179,49 +175,9 @@ def prepare(
         read_order=tensor(read_order),
         keep_path=send(step.keep[old], device),
         keep_new=send(step.keep[~old] - step.path, device),
-        reads=send(step.reads, device),
-        targets=send(step.targets, device),
-        pool=plan_pool(step.end, step.key_positions, step.reads, device) if averages else None,
+        pool=plan_pool(step.end, step.key_positions, step.read_out.rows, device) if averages else None,
         adapters=row_adapters,
     )
-
-
-# Rows of the LM head computed at once: bounds the logits to 256 x vocabulary float32 numbers.
-HEAD_ROWS = 256
-# Rows of logits that are copied at once, where ranks are counted.
-RANKED_ROWS = 32
-
-
-def head_blocks(rows: int) -> Iterator[slice]:
-    """Yields slices of the rows whose logits are wanted, as many rows at a time as may be."""
-    for first in range(0, rows, HEAD_ROWS):
-        yield slice(first, min(rows, first + HEAD_ROWS))
-
-
-class Reads:
-    """A ticket of a step has what it read, on its way from the device.
-
-    values, greedy  as of StepResult
-    """
-
-    def __init__(self, values: Tensor, greedy: Tensor | None = None):
-        self._values, self._greedy = _fetch(values), None if greedy is None else _fetch(greedy)
-        self._event = torch.cuda.Event() if values.is_cuda else None
-        if self._event is not None:
-            self._event.record()
-
-    def result(self) -> StepResult:
-        if self._event is not None:
-            self._event.synchronize()
-        return StepResult(self._values.numpy(), None if self._greedy is None else self._greedy.numpy())
-
-
-def _fetch(tensor: Tensor) -> Tensor:
-    """Returns the tensor on the host, or soon to be there."""
-    if not tensor.is_cuda:
-        return tensor.cpu()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def forward_stream(model: CausalLM, batch: Batch, path: Path, arguments: Mapping[str, Any]) -> tuple[Tensor, PathKV]:
@@ -230,70 +186,3 @@ def forward_stream(model: CausalLM, batch: Batch, path: Path, arguments: Mapping
     attend = StepAttend(batch, path, model.config.planes, model.config.scale)
     hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **arguments)
     return hidden, attend.next_kv
-
-
-def read_stream(model: CausalLM, batch: Batch, path: Path, hidden: Tensor, kv: PathKV) -> tuple[Reads, Path]:
-    """Returns what is read of a step, not waited for, and the path above the next step.
-
-    hidden, kv: as of `forward_stream`. On a rank other than 0 what is read of the whole vocabulary is empty.
-    """
-    readout = batch.step.readout
-    if readout.kind == "mean":
-        values, sums = mean_pool(hidden, batch, path)
-        return Reads(values), Path(kv, sums)
-    if readout.kind == "logprobs":
-        reads = Reads(*logprobs_of(model, hidden, batch.step.reads, batch.reads, batch.targets, readout.top))
-        return reads, Path(kv)
-    if readout.kind == "logits":
-        values = model.logits(hidden, readout.ids)
-    elif readout.kind == "head":
-        values = model.head(hidden)
-    else:
-        values = hidden.float()
-    return Reads(values), Path(kv)
-
-
-def logprobs_of(
-    model: CausalLM, hidden: Tensor, places: np.ndarray, reads: Tensor, ids: Tensor, top: int | None
-) -> tuple[Tensor, Tensor]:
-    """Returns the log-probability of each of `ids`, and whether it is the most likely id of its row; a row's
-    log-sum-exp is computed once for all its targets. On a rank other than 0 they are no numbers.
-
-    places  int64 [n], ascending: the row of `hidden` of each
-    reads   the same on the device
-    top     as of Readout
-    """
-    columns = () if top is None else (2 + 2 * top,)
-    values = torch.empty((len(ids), *columns), dtype=torch.float32, device=hidden.device)
-    greedy = torch.empty(len(ids), dtype=torch.bool, device=hidden.device)
-    for block in head_blocks(len(hidden)):
-        logits = model.logits(hidden[block])
-        if model.ranks.rank:
-            continue
-        inside = slice(*np.searchsorted(places, (block.start, block.stop)).tolist())
-        values[inside], greedy[inside] = log_probs(logits, reads[inside] - block.start, ids[inside], top)
-    return values, greedy
-
-
-def log_probs(logits: Tensor, rows: Tensor, ids: Tensor, top: int | None = None) -> tuple[Tensor, Tensor]:
-    """Returns the log-probability of each of `ids` in its row of logits float32 [r, vocab], and whether it is the most
-    likely id of that row. rows, ids: int64 [n]; top: as of Readout."""
-    sums, largest = log_sum_exp(logits)
-    chosen = logits[rows, ids]
-    values = chosen - sums[rows]
-    if top is not None:
-        few = zip(rows.split(RANKED_ROWS), chosen.split(RANKED_ROWS), strict=True)
-        ranks = 1 + torch.cat([(logits[block] > own[:, None]).sum(-1) for block, own in few])
-        best, places = logits.topk(top, -1)
-        # A float32 holds every id below 2**24 exactly.
-        columns = (values[:, None], ranks[:, None], (best - sums[:, None])[rows], places[rows])
-        values = torch.cat([column.float() for column in columns], -1)
-    return values, largest[rows] == ids
-
-
-def mean_pool(hidden: Tensor, batch: Batch, path: Path) -> tuple[Tensor, Tensor]:
-    """Returns the mean over the path down to each key in `reads`, and the hidden states of the next path."""
-    new = hidden.float() if batch.scatter is None else hidden.float().index_select(0, batch.scatter)
-    keys = new if path.hidden is None else torch.cat((path.hidden, new))
-    means = keys.new_empty(0, keys.shape[1]) if batch.pool is None else mean_of_paths(keys, batch.pool)
-    return means, join(path.hidden, new, batch)

@@ -1,9 +1,9 @@
-"""A step over slots: its tensors, `attend` over the KV store, and what is read of it: tokens and numbers."""
+"""A step over slots: its tensors, and `attend` over the KV store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -15,11 +15,8 @@ from ..attention import KeyRuns, KVStore, SlotPlan
 from ..device import send
 from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import Plane
-from ..schedule.steps import NOTHING, Numbers, SlotResult, SlotStep
-from ..types import TokenLogprobs
-from .pool import mean_of_rows
-from .rows import HEAD_ROWS, Reads, head_blocks, heads_of, logprobs_of
-from .sampler import choose, likeliest
+from ..schedule.steps import SlotStep
+from .rows import heads_of
 
 
 def make_store(model: CausalLM, slots: int) -> KVStore:
@@ -96,7 +93,7 @@ def fill_in(tokens: Tensor, last_ids: Tensor | None) -> Tensor:
     `last_ids`, int64 [reads]; None: all are known."""
     if last_ids is None or not len(last_ids):
         return tokens
-    # Whoever gets no token ends, and what comes of its row is not looked at.
+    # A read without a token (-1) ends its sequence. Any valid id will do, because the row's result is ignored.
     return torch.where(tokens < 0, last_ids[(-1 - tokens).clamp(min=0)].clamp(min=0), tokens)
 
 
@@ -125,103 +122,3 @@ def forward(
     """
     attend = SlotAttend(store, batch, model.config.planes, model.config.scale)
     return model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters, **arguments)
-
-
-def greedy(model: CausalLM, hidden: Tensor) -> np.ndarray:
-    """Returns the most likely token of each row of hidden [rows, hidden], int64, as `choose` does; on a CPU, of a model
-    that is not split."""
-    blocks = [hidden] if len(hidden) <= HEAD_ROWS else hidden.split(HEAD_ROWS)
-    return np.concatenate([likeliest(model.logits(block).numpy()) for block in blocks])
-
-
-class SlotReads:
-    """A ticket of a step over slots has its tokens and numbers, on their way from the device.
-
-    ids   int64 [reads], on the device, as of SlotResult
-
-    Logits take all ranks, and rank 0 alone reads them.
-    """
-
-    def __init__(self, model: CausalLM, hidden: Tensor, step: SlotStep, states: Tensor | None = None):
-        """hidden: [rows that are read, hidden]; states: [slots, hidden], of rows that are kept; None: none are"""
-        self.ids = torch.full((len(step.reads),), -1, dtype=torch.int64, device=hidden.device)
-        self._logprobs: dict[int, TokenLogprobs] = {}
-        is_token = np.ones(len(step.reads), bool)
-        for numbers in step.numbers:
-            is_token[numbers.reads] = False
-        tokens = np.flatnonzero(is_token)
-        if len(tokens):
-            self._choose(model, hidden, step, tokens)
-        self._numbers = [Reads(*_read(model, numbers, hidden, step, states)) for numbers in step.numbers]
-        self._id_reads = Reads(self.ids)
-
-    def result(self) -> SlotResult:
-        """Waits for the device, and returns what the step gave."""
-        return SlotResult(
-            self._id_reads.result().values, self._logprobs, tuple(numbers.result() for numbers in self._numbers)
-        )
-
-    def _choose(self, model: CausalLM, hidden: Tensor, step: SlotStep, tokens: np.ndarray) -> None:
-        """Takes the tokens of those of the reads that give tokens."""
-        reads, drawing = step.reads[tokens], step.drawing
-        is_all = len(tokens) == len(step.reads) and not len(step.state_reads)
-        if not is_all:  # of other rows no logits are wanted
-            rows, reads = np.unique(reads, return_inverse=True)
-            hidden = hidden.index_select(0, send(rows, hidden.device))
-            if drawing is not None:
-                drawing = replace(drawing, reads=np.searchsorted(tokens, drawing.reads))
-        for block in head_blocks(len(hidden)):
-            logits = model.logits(hidden[block])
-            if model.ranks.rank:
-                continue
-            first, stop = np.searchsorted(reads, (block.start, block.stop)).tolist()
-            part = drawing
-            if part is not None:
-                part = part.part(*np.searchsorted(part.reads, (first, stop)).tolist())
-                part = replace(part, reads=part.reads - first)
-            ids, logprobs = choose(logits, reads[first:stop] - block.start, part)
-            self.ids[slice(first, stop) if is_all else send(tokens[first:stop], hidden.device)] = ids
-            self._logprobs |= {int(tokens[first + read]): value for read, value in logprobs.items()}
-
-
-def _read(
-    model: CausalLM, numbers: Numbers, hidden: Tensor, step: SlotStep, states: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Returns what some of a step's reads give: values float32, as many rows for each as `Numbers.sizes` says, and for
-    "logprobs" whether each target is the most likely token. What several reads have in common is computed once."""
-    kind, counts = numbers.readout.kind, numbers.counts
-    if counts is None:
-        rows = step.reads[numbers.reads]
-    else:
-        assert states is not None
-        hidden = states
-        above = zip(numbers.reads.tolist(), counts.tolist(), strict=True)
-        rows = np.concatenate([NOTHING, *(_slots_above(step, read, count) for read, count in above)])
-    once, places = np.unique(rows, return_inverse=True)
-    hidden, places = hidden.index_select(0, send(once, hidden.device)), places.reshape(-1)
-    if kind == "mean":
-        assert counts is not None
-        return mean_of_rows(hidden.float(), places, counts), None
-    if kind == "logprobs":
-        order = np.argsort(places, kind="stable")
-        columns, targets = (
-            send(places[order], hidden.device),
-            send(numbers.targets[order].astype(np.int64), hidden.device),
-        )
-        values, greedy = logprobs_of(model, hidden, places[order], columns, targets, numbers.readout.top)
-        back = send(np.argsort(order), hidden.device)
-        return values[back], greedy[back]
-    if kind == "logits":
-        values = model.logits(hidden, numbers.readout.ids)
-    else:
-        values = model.head(hidden) if kind == "head" else hidden.float()
-    return values[send(places, hidden.device)], None
-
-
-def _slots_above(step: SlotStep, read: int, count: int) -> np.ndarray:
-    """Returns the slots of the last `count` rows that the row of a read sees, in the order of their positions."""
-    row = step.read_rows[step.reads[read]]
-    visible = np.flatnonzero((step.run_first <= row) & (row < step.run_last))
-    sizes = step.run_count[visible]
-    slots = np.repeat(step.run_start[visible] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
-    return slots[len(slots) - count :]

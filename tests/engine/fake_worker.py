@@ -60,8 +60,8 @@ class FakeWorker(Worker):
             paths.append(path)
         read = [paths[step.read_rows[row]] for row in step.reads.tolist()]
         self.given = [next_token(path) for path in read]
-        numbers = tuple(StepResult(np.array([[float(hash(read[i]))] for i in some.reads])) for some in step.numbers)
-        return SlotResult(np.array(self.given, np.int64), numbers=numbers)
+        values = tuple(StepResult(np.array([[float(hash(read[i]))] for i in r.consumers])) for r in step.read_outs)
+        return SlotResult(np.array(self.given, np.int64), values=values)
 
 
 class Ticket:

@@ -96,14 +96,15 @@ class HashTicket:
         assert self.worker.in_flight[self.message.stream].popleft() is self, (
             "results are asked for in the order of the steps"
         )
-        step, readout = self.message, self.message.readout
+        step, reads = self.message, self.message.read_out
+        readout = reads.readout
         adapter = "" if step.adapter is None else ADAPTERS[step.adapter]
         if readout.kind == "mean":
-            return StepResult(rows_of([mean(self.keys[key], adapter) for key in step.reads]))
+            return StepResult(rows_of([mean(self.keys[key], adapter) for key in reads.rows]))
         stream_rows = step.read_rows if step.fold is None else step.fold.gather[step.read_rows]
         read = [self.keys[step.path + row] for row in stream_rows]
         if readout.kind == "logprobs":
-            found = [given(read[r], adapter + str(t)) for r, t in zip(step.reads, step.targets.tolist(), strict=True)]
+            found = [given(read[r], adapter + str(t)) for r, t in zip(reads.rows, reads.targets.tolist(), strict=True)]
             return StepResult(np.array([f[0] for f in found], np.float32), np.array([f[1] > 0.5 for f in found], bool))
         salt = adapter + (str(readout.ids) if readout.kind == "logits" else "")
         return StepResult(rows_of([given(path, salt) for path in read]))
@@ -127,7 +128,8 @@ def run(step: StreamStep, path: list[tuple[int, ...]]) -> tuple[list[tuple[int, 
         assert all(a == b[: len(a)] for a, b in pairwise(above))
         assert step.key_positions[at] == position
         keys.append((*(above[-1] if above else ()), token))
-    assert not any(value.dtype.hasobject for value in (step.tokens, step.end, step.keep, step.reads, step.targets))
+    arrays = (step.tokens, step.end, step.keep, step.read_out.rows, step.read_out.targets)
+    assert not any(value.dtype.hasobject for value in arrays)
     return keys, [keys[j] for j in step.keep]
 
 

@@ -44,18 +44,18 @@ class Trace:
         assert (step.end > np.arange(len(keys))).all() and (step.end <= len(keys)).all()
         self.path = [keys[j] for j in step.keep]
         if step.read_rows is None:
-            assert list(step.reads) == sorted(set(step.reads))
+            assert list(step.read_out.rows) == sorted(set(step.read_out.rows))
             for done, read in zip(planned.requests.tolist(), planned.request_reads.tolist(), strict=True):
-                self.sums[done] = keys[step.reads[read]]
+                self.sums[done] = keys[step.read_out.rows[read]]
             return
         stream = step.read_rows if step.fold is None else step.fold.gather[step.read_rows]
         rows = [keys[step.path + row] for row in stream]
-        assert list(step.reads) == sorted(step.reads)
-        for read, target in zip(step.reads.tolist(), planned.targets.tolist(), strict=True):
+        assert list(step.read_out.rows) == sorted(step.read_out.rows)
+        for read, target in zip(step.read_out.rows.tolist(), planned.targets.tolist(), strict=True):
             assert target not in self.read
             self.read[target] = rows[read]
         assert not self.sums.keys() & set(planned.requests.tolist())
-        if step.readout.kind == "logprobs":
+        if step.read_out.readout.kind == "logprobs":
             assert not len(planned.request_reads)
             self.sums |= dict.fromkeys(planned.requests.tolist(), ())
             return

@@ -80,7 +80,7 @@ def test_numbers_of_a_batch_and_texts_are_in_the_same_steps(kept, client, llm, m
     text = client.completions.create(**options, extra_body={"ignore_eos": True}).choices[0].text
     done = ended(client, batch)
     assert {type(step) for step in steps} == {SlotStep}
-    assert any(step.numbers and len(step.numbers[0].reads) < len(step.reads) for step in steps), "no step has both"
+    assert any(step.read_outs and len(step.read_outs[0].rows) < len(step.reads) for step in steps), "no step has both"
     assert text == llm.generate("no yes", max_tokens=20, ignore_eos=True).text
     found = lines_of(client, done.output_file_id)
     vectors = [found[str(i)]["response"]["body"]["data"][0]["embedding"] for i in range(200)]

@@ -147,14 +147,14 @@ def test_what_is_copied_and_computed(llm):
     worker.start(whole(second[:12], 0, slots[:12])).result()
     ids = np.array([token for token, _ in found.logprobs[0].top])
     logits = worker.start(whole(second[33:], 33, slots, Readout("logits", ids=tuple(ids.tolist())))).result()
-    values = logits.numbers[0].values[0]
+    values = logits.values[0].values[0]
     expected = [logprob for _, logprob in found.logprobs[0].top]
     assert np.abs((values - values[0]) - (np.array(expected) - expected[0])).max() < 1e-3
 
 
 def whole(tokens: list[int], at: int, slots: np.ndarray, readout: Readout | None = None) -> SlotStep:
     """A step of rows that follow on the rows in the first `at` of some neighbouring slots."""
-    from prefold.schedule.steps import Numbers
+    from prefold.schedule.steps import Reads
 
     rows = np.arange(len(tokens))
     own = slots[at:] if at else slots
@@ -163,10 +163,11 @@ def whole(tokens: list[int], at: int, slots: np.ndarray, readout: Readout | None
     position = np.concatenate(([0], rows + at)) if at else rows
     first = np.concatenate(([0], rows)) if at else rows
     last = np.full(len(start), len(rows))
-    numbers = () if readout is None else (Numbers(readout, np.zeros(1, np.int64), np.zeros(1, np.int32)),)
+    first_read = np.zeros(1, np.int64)
+    read_outs = () if readout is None else (Reads(readout, first_read, consumers=first_read),)
     return SlotStep(
         np.array(tokens, np.int32), (rows + at).astype(np.int32), own, start, count, position, first, last,
-        rows[-1:], np.zeros(1, np.int64), numbers=numbers,
+        rows[-1:], first_read, read_outs=read_outs,
     )  # fmt: skip
 
 

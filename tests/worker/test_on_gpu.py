@@ -26,9 +26,10 @@ from prefold.schedule.prefill import PrefillScheduler
 from prefold.schedule.steps import SlotStep, StepResult
 from prefold.stream import Spool
 from prefold.types import Readout, Request, Sampling
-from prefold.worker import rows as module
+from prefold.worker import readouts as module
 from prefold.worker.local import LocalWorker, batch_rows
-from prefold.worker.rows import Path, Reads, forward_stream, heads_of, prepare, read_stream
+from prefold.worker.readouts import ValuesTicket, read_stream
+from prefold.worker.rows import Path, forward_stream, heads_of, prepare
 from prefold.worker.slots import SlotAttend, make_store, prepare_slots
 
 # Greedy, drawn with and without filters, and with what the host has to know. Few tokens: the interpreter is slow.
@@ -184,7 +185,7 @@ def test_a_step_never_waits(without_data, sharing, readout):
 def test_generation_never_waits_but_for_tokens(without_data, monkeypatch):
     """Steps are begun while the one before runs, in whatever way their tokens are drawn."""
     model = without_data
-    monkeypatch.setattr(Reads, "result", lambda self: StepResult(np.full(self._values.shape, 7)))
+    monkeypatch.setattr(ValuesTicket, "result", lambda self: StepResult(np.full(self._values.shape, 7)))
     engine = engine_of(model, depth=2)
     answers = []
     for prompt, sampling in zip(prompts(4, count=6), ASKED[:6], strict=False):

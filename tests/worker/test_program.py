@@ -20,9 +20,9 @@ from prefold.model.layers import Linear
 from prefold.model.products import Panels, Product
 from prefold.types import Request
 from prefold.worker.program import Program, program_of
+from prefold.worker.readouts import greedy as likeliest_of_slots
 from prefold.worker.rows import forward_stream
 from prefold.worker.slots import forward, make_store
-from prefold.worker.slots import greedy as likeliest_of_slots
 
 EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
 # Gate and up in whole vectors: other widths have no program.
