@@ -51,9 +51,10 @@ class Trace:
         stream = step.read_rows if step.fold is None else step.fold.gather[step.read_rows]
         rows = [keys[step.path + row] for row in stream]
         assert list(step.read_out.rows) == sorted(step.read_out.rows)
-        for read, target in zip(step.read_out.rows.tolist(), planned.targets.tolist(), strict=True):
-            assert target not in self.read
-            self.read[target] = rows[read]
+        if step.read_out.readout.kind == "logprobs":
+            for read, target in zip(step.read_out.rows.tolist(), planned.targets.tolist(), strict=True):
+                assert target not in self.read
+                self.read[target] = rows[read]
         assert not self.sums.keys() & set(planned.requests.tolist())
         if step.read_out.readout.kind == "logprobs":
             assert not len(planned.request_reads)
