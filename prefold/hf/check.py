@@ -23,7 +23,7 @@ from ..types import Readout, Request
 from ..worker.readouts import read_stream
 from ..worker.rows import Path, forward_stream, heads_of, prepare
 from .config import PlaneHeads, TransformersConfig
-from .model import NAME, TransformersLM
+from .model import NAME, PASSES, TransformersLM
 
 # The name of the attention that notes how it is called.
 NOTING = "prefold_noting"
@@ -232,7 +232,7 @@ def _attention(
     dropout: float = 0.0, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Notes how attention is called, and returns zeros [1, rows, heads, value_dim]."""
-    calls: AttentionCalls = module.prefold_rows.calls
+    calls: AttentionCalls = PASSES[module].calls
     window: int | None = None
     changes = sorted(
         name for name, option in options.items() if name not in KNOWN and isinstance(option, Tensor | float)

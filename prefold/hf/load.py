@@ -24,7 +24,7 @@ from ..model.sources import SafetensorsSource
 from .check import check, expected_of, note, refused
 from .config import TransformersConfig, transformers_config
 from .fused import fuse, rotate_by_kernels
-from .model import RowLinear, RowPass, TransformersLM
+from .model import PASSES, RowLinear, RowPass, TransformersLM
 
 # What tensors of towers begin with, and what joins them to the text model.
 TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.")
@@ -55,10 +55,9 @@ def load_model(
     name, decoder = _decoder(whole, config)
     weights = sum(parameter.numel() for parameter in whole.parameters())
     rows = RowPass()
-    for module in whole.modules():
-        module.prefold_rows = rows
+    PASSES.update(dict.fromkeys(whole.modules(), rows))
     model = TransformersLM(config, whole, decoder, rows)
-    with _quiet(), torch.no_grad():  # in inference mode a part of a mask does not know of which it is one
+    with _quiet(), torch.no_grad():  # a slice of an inference tensor has no `_base`, which the mask code needs
         expected, most = expected_of(model)
         noted = note(model)
     with torch.no_grad():
@@ -154,7 +153,6 @@ def _replace_linears(model: TransformersLM, *, packed: bool) -> dict[str, tuple[
         name = f"{prefix}.{path}" if prefix else path
         weight = module.weight if kind is nn.Linear else module.weight.T.contiguous()
         linear = RowLinear(name, weight, module.bias, model.rows, packed=packed)
-        linear.prefold_rows = model.rows
         model.decoder.set_submodule(path, linear)
         linears[name] = linear.in_features, linear.out_features
     return linears

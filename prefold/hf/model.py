@@ -89,6 +89,10 @@ class RowPass:
         ).flatten()
 
 
+# The pass of each module of the models that are loaded. Attention of transformers is given its module alone.
+PASSES: weakref.WeakKeyDictionary[nn.Module, RowPass] = weakref.WeakKeyDictionary()
+
+
 class RowLinear(nn.Module):
     """A RowLinear stands in the place of a linear of transformers': x [..., inputs] -> [..., outputs].
 
@@ -251,7 +255,7 @@ def _attention(
     """Returns attention of query [1, heads, rows, dim] over the keys and values that rows see, [1, rows, heads,
     value_dim]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return module.prefold_rows(q.to(v.dtype), k.to(v.dtype), v, s_aux)[None], None
+    return PASSES[module](q.to(v.dtype), k.to(v.dtype), v, s_aux)[None], None
 
 
 AttentionInterface.register(NAME, _attention)
