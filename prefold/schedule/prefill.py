@@ -17,7 +17,7 @@ from ..errors import OutOfMemoryError
 from ..prefix import PrefixMap, Trie, clear_of_span, span_starts
 from ..stream import Window
 from ..types import Readout, Sharing
-from .steps import NOTHING, Reads, StreamStep
+from .steps import NOTHING, Reads, StreamStep, folded
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -117,11 +117,6 @@ class PrefillScheduler:
         trie = self.trie
         path = trie.path(start)
         keys = np.concatenate((path, np.arange(start, stop, dtype=np.int64)))
-        tokens, positions = trie.tokens[start:stop], trie.positions[start:stop]
-        fold = self._fold(start, stop) if self.sharing == "mlp" else None
-        if fold is not None:
-            tokens, positions = tokens[fold.gather], positions[fold.gather]
-
         first, last = np.searchsorted(self._last_rows, (start, stop))
         done_rows = self._last_rows[first:last] - start
         read_rows: np.ndarray | None = None
@@ -130,29 +125,27 @@ class PrefillScheduler:
             reads, done_reads = np.unique(done_rows + len(path), return_inverse=True)
         elif self.readout.kind == "logprobs":
             within = slice(*np.searchsorted(self._target_rows, (start, stop)).tolist())
-            read_rows, reads = np.unique(_to_rows(self._target_rows[within] - start, fold), return_inverse=True)
+            read_rows, reads = np.unique(self._target_rows[within] - start, return_inverse=True)
             targets = self._targets[within]
-            if fold is not None:  # rows of the stream ascend; their folded rows need not
-                order = np.argsort(reads, kind="stable")
-                reads, targets = reads[order], targets[order]
         else:
-            read_rows, done_reads = np.unique(_to_rows(done_rows, fold), return_inverse=True)
+            read_rows, done_reads = np.unique(done_rows, return_inverse=True)
             reads = np.arange(len(read_rows))
 
         message = StreamStep(
-            tokens=tokens,
-            positions=positions,
+            tokens=trie.tokens[start:stop],
+            positions=trie.positions[start:stop],
             path=len(path),
             end=np.clip(trie.end[keys] - start + len(path), 0, len(keys)),
             key_positions=trie.positions[keys],
             keep=np.flatnonzero(self._needed_after(keys, stop)),
-            fold=fold,
             read_rows=read_rows,
             read_out=Reads(self.readout, reads, self.window.targets[targets] if len(targets) else NOTHING),
             stream=self.stream,
             adapter=self.adapter,
             first=self._first_keys(start, stop, len(path)),
         )
+        if self.sharing == "mlp" and (fold := self._fold(start, stop)) is not None:
+            message = folded(message, fold)
         return PlannedStep(start, stop, message, self._order[first:last], done_reads, targets)
 
     def _clear(self, start: int, cut: int) -> int:
@@ -253,7 +246,3 @@ def merge_twins(window: Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     twin[1:] = (shared[1:] == lengths[1:]) & (lengths[1:] == lengths[:-1])
     offsets = np.concatenate(([0], np.cumsum(lengths[~twin])))
     return window.tokens[np.repeat(~twin, lengths)], offsets, np.cumsum(~twin) - 1
-
-
-def _to_rows(stream_rows: np.ndarray, fold: PrefixMap | None) -> np.ndarray:
-    return stream_rows if fold is None else fold.scatter[stream_rows]

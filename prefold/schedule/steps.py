@@ -16,7 +16,7 @@ started alike: `ticket = worker.start(message)`, then `ticket.result()`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -103,6 +103,17 @@ class StreamStep(Message):
     def num_rows(self) -> int:
         """Returns how many rows go through the model's position-wise layers."""
         return len(self.tokens)
+
+
+def folded(step: StreamStep, fold: PrefixMap) -> StreamStep:
+    """Return a step of whole prompts whose position-wise layers compute each distinct token once (sharing "mlp").
+    Attention unfolds them again."""
+    read_rows, reads = step.read_rows, step.read_out
+    if read_rows is not None:
+        read_rows, again = np.unique(fold.scatter[read_rows], return_inverse=True)
+        reads = replace(reads, rows=again[reads.rows])
+    tokens, positions = step.tokens[fold.gather], step.positions[fold.gather]
+    return replace(step, tokens=tokens, positions=positions, fold=fold, read_rows=read_rows, read_out=reads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..model import ModelConfig
 from ..prefix import PrefixMap, Trie, check_ragged
 from ..prefix.ragged import ragged_ranges
-from ..schedule.steps import StreamStep
+from ..schedule.steps import LAST, Reads, StreamStep, folded
 from ..types import SHARING_MODES, Sharing
 from ..worker.rows import Batch, prepare
 
@@ -155,16 +155,18 @@ class TrainBatch:
         # tokens after their last targets are left out.
         moved = np.repeat(offsets[:-1] - examples.offsets[:-1], np.diff(target_offsets))
         at = targets - 1 + moved
-        read_rows, target_reads = np.unique(at if fold is None else fold.scatter[at], return_inverse=True)
+        step = _step(trie, at if fold is None or sharing == "mlp" else fold.scatter[at])
+        if fold is not None and sharing == "mlp":
+            step = folded(step, fold)
         return cls(
             config=config,
             sharing=sharing,
-            step=_step(trie, fold if sharing == "mlp" else None, read_rows),
+            step=step,
             num_tokens=len(tokens),
             numbers=np.arange(examples.num_sequences) if numbers is None else numbers,
             target_offsets=target_offsets,
             target_ids=examples.tokens[targets].astype(np.int64),
-            target_reads=target_reads.astype(np.int64),
+            target_reads=step.read_out.rows.astype(np.int64),
         )
 
     @property
@@ -215,19 +217,17 @@ def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.get_autocast_dtype(device.type) if autocast else dtype
 
 
-def _step(trie: Trie, fold: PrefixMap | None, read_rows: np.ndarray) -> StreamStep:
-    """Returns all rows of a stream as one step."""
-    tokens, positions = trie.tokens, trie.positions
-    if fold is not None:
-        tokens, positions = tokens[fold.gather], positions[fold.gather]
+def _step(trie: Trie, at: np.ndarray) -> StreamStep:
+    """Return all rows of a stream as one step. at: the row at which each target is read"""
+    read_rows, reads = np.unique(at, return_inverse=True)
     return StreamStep(
-        tokens=tokens,
-        positions=positions,
+        tokens=trie.tokens,
+        positions=trie.positions,
         path=0,
         end=trie.end.copy(),  # a copy, because torch does not take read-only arrays
         key_positions=trie.positions,
-        fold=fold,
         read_rows=read_rows,
+        read_out=Reads(LAST, reads),
     )
 
 

@@ -107,7 +107,7 @@ class HashTicket:
             found = [given(read[r], adapter + str(t)) for r, t in zip(reads.rows, reads.targets.tolist(), strict=True)]
             return StepResult(np.array([f[0] for f in found], np.float32), np.array([f[1] > 0.5 for f in found], bool))
         salt = adapter + (str(readout.ids) if readout.kind == "logits" else "")
-        return StepResult(rows_of([given(path, salt) for path in read]))
+        return StepResult(rows_of([given(read[row], salt) for row in reads.rows]))
 
 
 def rows_of(found: list[np.ndarray]) -> np.ndarray:

@@ -49,12 +49,12 @@ class Trace:
                 self.sums[done] = keys[step.read_out.rows[read]]
             return
         stream = step.read_rows if step.fold is None else step.fold.gather[step.read_rows]
-        rows = [keys[step.path + row] for row in stream]
-        assert list(step.read_out.rows) == sorted(step.read_out.rows)
+        assert step.fold is not None or list(step.read_out.rows) == sorted(step.read_out.rows)
+        rows = [keys[step.path + row] for row in stream[step.read_out.rows]]
         if step.read_out.readout.kind == "logprobs":
-            for read, target in zip(step.read_out.rows.tolist(), planned.targets.tolist(), strict=True):
+            for row, target in zip(rows, planned.targets.tolist(), strict=True):
                 assert target not in self.read
-                self.read[target] = rows[read]
+                self.read[target] = row
         assert not self.sums.keys() & set(planned.requests.tolist())
         if step.read_out.readout.kind == "logprobs":
             assert not len(planned.request_reads)
