@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -431,3 +433,10 @@ def test_a_slot_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Program, "greedy", wrong)
     with pytest.raises(ValueError, match="a slot that is not there"):
         llm.generate(["some text"], max_tokens=2)
+
+
+def test_the_reading_path_of_the_design_is_the_path_that_runs():
+    """`scripts/reading_path.py` traces a step and writes the table in docs/design.md."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, str(root / "scripts" / "reading_path.py"), "--check"], capture_output=True)
+    assert done.returncode == 0, f"run scripts/reading_path.py; {done.stderr.decode()[-500:]}"
