@@ -25,7 +25,7 @@ def parts_begin(size: int) -> int:
 
 def check_met(failed: int) -> None:
     """Raises CollectiveError for what a call returned that ranks have not met in."""
-    unmet = {
+    unmet: dict[int, str] = {
         Failure.GONE: "a rank has ended",
         Failure.LATE: "waiting for a rank timed out",
         Failure.APART: "the ranks are at different steps",
