@@ -6,6 +6,7 @@ import os
 import platform
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -13,15 +14,23 @@ from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
 
 
+def load(path: str) -> ModuleType:
+    """Return a file of prefold as a module. prefold itself cannot be imported here."""
+    spec = spec_from_file_location(Path(path).stem, Path(path))
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class BuildWithKernels(build_py):
     """Compiles the kernels into the folder that becomes the wheel."""
 
     def run(self) -> None:
         super().run()
-        spec = spec_from_file_location("prefold_compile", Path("prefold/kernels/compile.py"))
-        compile = module_from_spec(spec)
-        spec.loader.exec_module(compile)
-        compile.compile_variants(Path(self.build_lib, "prefold", "kernels", "lib"))
+        jobs = load("prefold/container.py").usable_cores()
+        load("prefold/kernels/compile.py").compile_variants(
+            Path(self.build_lib, "prefold", "kernels", "lib"), jobs=jobs
+        )
 
 
 class PlatformWheel(bdist_wheel):

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from .container import free_memory, usable_cores
 from .errors import InputError, OutOfMemoryError
 
 # The dtypes that a model may be loaded in, by the name a user writes.
@@ -29,7 +29,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TRITON_DEVICES = ("cuda",)
 # What our Triton kernels compute with; sums are float32 in each.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CGROUP, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _malloc_trim, _mallopt = getattr(_LIBC, "malloc_trim", None), getattr(_LIBC, "mallopt", None)
 # Numbers of glibc's malloc.h, with the variables by which a user may have set them already.
@@ -39,6 +38,21 @@ MALLOC_KEEPS = 1 << 30
 # Arrays that are uploaded together begin at multiples of so many int32 numbers: 16 bytes.
 ALIGNMENT = 4
 PAGE = 4096
+# Variables by which a user chooses PyTorch's threads, and how many PyTorch had before any program chose.
+THREAD_VARIABLES, FIRST_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS"), torch.get_num_threads()
+
+
+def settle_threads(threads: int | None) -> None:
+    """Set the number of PyTorch's threads, which the kernels use too.
+
+    None: at most `usable_cores`, unless the user has chosen by a variable or by `torch.set_num_threads`. PyTorch itself
+    does not know the CPU quota of a container.
+    """
+    is_chosen = torch.get_num_threads() != FIRST_THREADS or any(name in os.environ for name in THREAD_VARIABLES)
+    if threads is None and not is_chosen:
+        threads = min(FIRST_THREADS, usable_cores())
+    if threads is not None and threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
 
 
 def choose_device(name: str) -> torch.device:
@@ -88,7 +102,7 @@ def available_memory(device: torch.device) -> int:
     and of the process (`ulimit -v`), if any."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = (psutil.virtual_memory().available, _container_free(), _address_space_free())
+    free = (psutil.virtual_memory().available, free_memory(), _address_space_free())
     return min(limit for limit in free if limit is not None)
 
 
@@ -115,30 +129,6 @@ def zero_pages(size: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)[:size]
 
 
-# Of each version of cgroups, by the name of its folder and of its lines in OWN_GROUPS: where a group's limit and its
-# use stand, and the entry of its statistics that counts what the system gives back by itself.
-GROUPS = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
-
-def _container_free() -> int | None:
-    """Returns the bytes that our cgroup (of either version) and those above it leave us, their file cache counted as
-    free; None: none sets a limit."""
-    free = []
-    for kind, folder in _own_groups():
-        limit, used, cached = GROUPS[kind]
-        for group in (folder, *folder.parents):
-            try:
-                most = int((group / limit).read_text())
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                free.append(max(0, most - int((group / used).read_text()) + int(stat.get(cached, 0))))
-            except (OSError, ValueError):  # not of this version, or "max"
-                continue
-    return min(free, default=None)
-
-
 def _address_space_free() -> int | None:
     """Returns the bytes that may still be mapped; None: there is no limit."""
     if not hasattr(psutil, "RLIMIT_AS"):
@@ -146,17 +136,6 @@ def _address_space_free() -> int | None:
     process = psutil.Process()
     limit = process.rlimit(psutil.RLIMIT_AS)[0]
     return None if limit < 0 else max(0, limit - process.memory_info().vms)
-
-
-def _own_groups() -> list[tuple[str, Path]]:
-    """Returns the kind and the folder of each cgroup of this process that may limit memory. In a container it is seen
-    at the top, whatever its name outside."""
-    try:
-        lines = [line.split(":", 2) for line in OWN_GROUPS.read_text().splitlines()]
-    except OSError:
-        lines = []
-    paths = dict.fromkeys(GROUPS, "/") | {kind: path for _, kind, path in lines if kind in GROUPS}
-    return [(kind, CGROUP / kind / path.lstrip("/")) for kind, path in paths.items()]
 
 
 def free_cached(device: torch.device) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from .cache import RadixCache
 from .checkpoint import Checkpoint, resolve
 from .checkpoint.identity import folder_digest, model_identity
-from .device import check_kv_dtype, choose_device, choose_dtype
+from .device import check_kv_dtype, choose_device, choose_dtype, settle_threads
 from .engine import EngineOptions, ModelEngine
 from .errors import InputError
 from .face.arguments import Prompt
@@ -67,8 +67,7 @@ class LLM(NumericTasks, Texts):
         self.options = o = model_options(options)
         self.device = choose_device(o.device)
         # Nothing is downloaded, started or set before the arguments were looked at.
-        if o.threads is not None:
-            torch.set_num_threads(o.threads)
+        settle_threads(o.threads)
         if not isinstance(model, Checkpoint):
             source: dict[str, Any] = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
             model = resolve(model, **source, notify=tell)

@@ -240,7 +240,8 @@ class ModelOptions(StepOptions, SlotOptions):
         "auto", "auto (a GPU, if there is one), cpu, cuda, or cuda:1 for the second GPU.", on="machine", metavar="NAME"
     )
     threads: int | None = option(
-        None, "CPU threads of each rank; by default as many as torch chooses, divided among the ranks.",
+        None,
+        "CPU threads of each rank. By default torch's number, at most a container's CPU quota, shared by the ranks.",
         least=1, on="machine",
     )  # fmt: skip
     tensor_parallel: int = option(

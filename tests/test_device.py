@@ -6,12 +6,12 @@ import psutil
 import pytest
 import torch
 
-from prefold import device
+from prefold import container, device
 from prefold.errors import InputError
 
 
 def test_available_memory_respects_the_container(tmp_path, monkeypatch):
-    monkeypatch.setattr(device, "CGROUP", tmp_path)
+    monkeypatch.setattr(container, "CGROUP", tmp_path)
     cpu = torch.device("cpu")
     assert 0 < device.available_memory(cpu) <= psutil.virtual_memory().total
     (tmp_path / "memory.max").write_text("1000000\n")
@@ -32,8 +32,8 @@ def test_available_memory_respects_the_container(tmp_path, monkeypatch):
 )
 def test_available_memory_respects_groups_of_the_first_version(tmp_path, monkeypatch, of_process, folder):
     """Ours, the one above it, or what a container sees in place of it."""
-    monkeypatch.setattr(device, "CGROUP", tmp_path)
-    monkeypatch.setattr(device, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(container, "CGROUP", tmp_path)
+    monkeypatch.setattr(container, "OWN_GROUPS", tmp_path / "own")
     (tmp_path / "own").write_text(of_process + "\n")
     group = tmp_path / folder
     group.mkdir(parents=True)
@@ -43,6 +43,70 @@ def test_available_memory_respects_groups_of_the_first_version(tmp_path, monkeyp
     assert device.available_memory(torch.device("cpu")) == 150_000
     (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # none
     assert device.available_memory(torch.device("cpu")) > 150_000
+
+
+@pytest.mark.parametrize(
+    ("of_process", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000"}, 64),
+        ("0::/\n", {"cpu.max": "400000 100000"}, 4),
+        ("0::/\n", {"cpu.max": "250000 100000"}, 2),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "9900000 100000"}, 64),
+        ("0::/jobs/7\n", {"jobs/7/cpu.max": "max 100000", "jobs/cpu.max": "300000 100000"}, 3),
+        ("0::/jobs/7\n", {"jobs/7/cpu.max": "200000 100000", "jobs/cpu.max": "300000 100000"}, 2),
+        ("0::/of/the-host\n", {"cpu.max": "300000 50000"}, 6),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ("4:memory:/x\n3:cpu,cpuacct:/docker/1\n0::/\n",
+         {"cpu,cpuacct/docker/1/cpu.cfs_quota_us": "500000", "cpu,cpuacct/docker/1/cpu.cfs_period_us": "100000"}, 5),
+        ("3:cpu,cpuacct:/docker/1\n", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ("0::/\n", {"cpu.max": "what is this"}, 64),
+        (None, {}, 64),
+    ],
+)  # fmt: skip
+def test_the_cpu_quota_of_a_container_bounds_the_cores(tmp_path, monkeypatch, of_process, files, cores):
+    monkeypatch.setattr(container, "CGROUP", tmp_path)
+    monkeypatch.setattr(container, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64), raising=False)
+    if of_process is not None:
+        (tmp_path / "own").write_text(of_process)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert container.usable_cores() == cores
+
+
+def test_cores_are_those_that_the_process_may_run_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(container, "CGROUP", tmp_path)
+    (tmp_path / "cpu.max").write_text("400000 100000\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3), raising=False)
+    assert container.usable_cores() == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "now", "expected"),
+    [
+        (None, None, 64, 4),  # the quota
+        (None, "OMP_NUM_THREADS", 64, 64),
+        (None, None, 7, 7),  # by torch.set_num_threads
+        (8, None, 64, 8),
+        (8, "OMP_NUM_THREADS", 64, 8),
+        (64, None, 64, 64),
+    ],
+)
+def test_threads_are_at_most_the_cores_unless_they_are_chosen(monkeypatch, given, variable, now, expected):
+    torchs = [now]
+    monkeypatch.setattr(device, "FIRST_THREADS", 64)
+    monkeypatch.setattr(device, "usable_cores", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: torchs[-1])
+    monkeypatch.setattr(torch, "set_num_threads", torchs.append)
+    for name in device.THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "64")
+    device.settle_threads(given)
+    assert torchs[-1] == expected and len(torchs) <= 2
 
 
 @pytest.mark.skipif(not hasattr(psutil, "RLIMIT_AS"), reason="no limits of a process")

@@ -141,7 +141,7 @@ def test_bad_items_name_themselves(llm):
 )  # fmt: skip
 def test_a_wrong_argument_is_refused_before_a_model_is_looked_for(wrong, monkeypatch):
     monkeypatch.setattr("prefold.llm.resolve", lambda *_, **__: pytest.fail("a model was looked for"))
-    monkeypatch.setattr("prefold.llm.torch.set_num_threads", lambda _: pytest.fail("threads were set"))
+    monkeypatch.setattr("prefold.llm.settle_threads", lambda _: pytest.fail("threads were set"))
     with pytest.raises(InputError) as caught:
         LLM("no/such-model", **{"threads": 2, **wrong})
     assert caught.value.field == next(iter(wrong))

@@ -6,14 +6,14 @@ has a PyTorch form elsewhere. `status()` says which, and why.
 
 from __future__ import annotations
 
+from .abi import Activation, Kind, LowRank, Operation, PathPlane, ProgramCall, RanksView, RowLow, SlotPlane, TileCall
 from .attention import MAX_HEAD_DIM
 from .blocks import BLOCK_TYPES, WHOLE_TYPES, StoredRows
 from .experts import pack_experts
-from .interface import DTYPES, RowLists, SlotLists, SlotPlane, TileCall
+from .interface import DTYPES, RowLists, SlotLists
 from .loader import Kernels, load, status
 from .products import COLUMNS, Blocks, PanelPool, can_pack_words, matrix_addresses, pack_words
-from .program import Kind, LowRank, Operation, PathPlane, ProgramCall
-from .ranks import CollectiveError, RanksView
+from .ranks import CollectiveError
 from .states import ConvPlaces, RunOrder
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "DTYPES",
     "MAX_HEAD_DIM",
     "WHOLE_TYPES",
+    "Activation",
     "Blocks",
     "CollectiveError",
     "ConvPlaces",
@@ -34,6 +35,7 @@ __all__ = [
     "ProgramCall",
     "RanksView",
     "RowLists",
+    "RowLow",
     "RunOrder",
     "SlotLists",
     "SlotPlane",

@@ -1,6 +1,6 @@
 """Interval attention on a CPU: plans as lists of keys, and attention over rows as they lie and over slots.
 
-The structures that the C functions are given, and the lists, are in interface.py.
+The structures that the C functions are given are in abi.py, and the lists in interface.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .interface import Family, RowCall, RowLists, SlotCall, SlotLists, SlotPlane, TileCall, WriteCall
+from .abi import RowCall, SlotCall, SlotPlane, TileCall, WriteCall
+from .interface import Family, RowLists, SlotLists
 
 MAX_HEAD_DIM = 256
 

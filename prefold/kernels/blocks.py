@@ -10,18 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .abi import IN_INT8, S8, BlockType
 from .interface import DTYPES, Family
 from .products import COLUMNS, Blocks, PanelPool
 
 # The types that there are decoders for, by their names, with ggml's numbers.
-BLOCK_TYPES = {
-    "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30,
-}  # fmt: skip
-
+BLOCK_TYPES = {entry.name: int(entry) for entry in BlockType}
 # Of these the numbers are whole, and can be multiplied with rows of int8 as they are.
 WHOLE_TYPES = tuple(name for name in BLOCK_TYPES if name.startswith("Q"))
-# What is added to the number of a type whose rows are int8, and to the numbers of a group of a matrix of int8.
-IN_INT8, S8 = 1 << 8, 1 << 16
 # Groups along k of a matrix of int8, the best first: wide ones have fewer scales to multiply with, and in a narrow one
 # a large number spoils fewer others. The last fits all matrices, with zeros behind their rows.
 GROUPS, RUN = (128, 192, 64, 32), 32

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..checkpoint import cache_folder
+from ..container import usable_cores
 from .compile import NATIVE, PROBE, SOURCES, BuildError, compile_probe, compile_sources, compiler_or_error
 
 
@@ -21,7 +22,7 @@ def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
     def make(compiler: Sequence[str], path: Path) -> None:
         line = "prefold: compiling the kernels, once on this machine (up to a minute); PREFOLD_KERNELS=0 goes without"
         print(line, file=sys.stderr, flush=True)
-        compile_sources(compiler, flags, path)
+        compile_sources(compiler, flags, path, jobs=usable_cores())
 
     return _kept(_name(flags), make, again)
 

@@ -9,13 +9,16 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
@@ -29,7 +32,9 @@ NATIVE = (*COMMON, "-march=native")
 _ANYWHERE = () if platform.system() == "Windows" else ("-fPIC",)
 _ZIG = ("-m", "ziglang", "c++")  # https://pypi.org/project/ziglang: Clang, its C++ library, and a linker
 _ZIGS_NAMES = {"x86-64-v": "x86_64_v", "armv8.2-a": "generic+v8_2a", "armv8-a": "generic"}
-TIMEOUT_SECONDS = 900
+TIMEOUT_SECONDS = 900  # of one compiler
+# The sources that take longest to compile, the longest first: no compiler is to run alone at the end.
+LONGEST = ("attention", "blocks", "few_rows", "products", "experts")
 
 
 class BuildError(Exception):
@@ -118,55 +123,143 @@ def compiler_or_error() -> tuple[str, ...]:
     return compiler
 
 
-def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path) -> None:
-    """Compiles the library of the kernels with these flags. Raises BuildError."""
-    _compile(compiler, flags, sorted(SOURCES.glob("*.cpp")), target)
+def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path, *, jobs: int) -> None:
+    """Compile the library of the kernels with these flags, at most `jobs` sources at once. Raise BuildError."""
+    order = {f"{name}.cpp": number for number, name in enumerate(LONGEST)}
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: (order.get(source.name, len(order)), source.name))
+    _compile(compiler, flags, sources, target, jobs)
 
 
 def compile_probe(compiler: Sequence[str], target: Path) -> None:
-    """Compiles the library that says what a CPU and its system offer: for any CPU of this kind. Raises BuildError."""
+    """Compile the library that says what a CPU and its system offer: for any CPU of this kind. Raise BuildError."""
     any_cpu = ("-mcpu=baseline",) if _ZIG[1] in compiler else ()  # it means this CPU where none is named
-    _compile(compiler, ("-std=gnu++17", "-O1", *any_cpu), [PROBE], target)
+    _compile(compiler, ("-std=gnu++17", "-O1", *any_cpu), [PROBE], target, 1)
 
 
-def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path], target: Path) -> None:
-    """Runs a compiler process for each source, side by side, then one to link. The library is whole when it is there,
-    also where others compile it too, and nothing else is left beside it."""
+def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path], target: Path, jobs: int) -> None:
+    """Run a compiler for each source, in their order, then one to link.
+
+    The library appears under its name when it is whole, even if other processes compile it too. Nothing else stays in
+    its folder, unless the process is killed. A later compile removes that (`_remove_stale`).
+    """
     if _ZIG[1] in compiler:
         for name, its_name in _ZIGS_NAMES.items():
             flags = [flag.replace(name, its_name) for flag in flags]
-    with TemporaryDirectory(prefix="build-", dir=target.parent) as work:
+    with _unwound_by_sigterm(), TemporaryDirectory(prefix="build-", dir=target.parent) as work:
+        _remove_stale(Path(work))
         objects = [str(Path(work, source.stem + ".o")) for source in sources]
         commands = [
             [*compiler, *flags, *_ANYWHERE, "-c", str(source), "-o", made]
             for source, made in zip(sources, objects, strict=True)
         ]
-        with ThreadPoolExecutor(len(commands)) as pool:
-            list(pool.map(run_compiler, commands))
+        compilers = _Compilers()
+        with ThreadPoolExecutor(jobs) as pool:
+            done = [pool.submit(compilers.run, command) for command in commands]
+            try:
+                for one in as_completed(done):
+                    one.result()
+            except BaseException:
+                compilers.stop()
+                raise
         linked = Path(work, target.name)
         run_compiler([*compiler, *flags, "-shared", *objects, "-o", str(linked)])
         linked.replace(target)
 
 
-def compile_variants(folder: Path) -> None:
-    """Compiles the probe, and the library of each variant for machines of this kind. Raises BuildError."""
+def _remove_stale(work: Path) -> None:
+    """Remove the folders beside `work` that killed compiles have left.
+
+    A running compile changes its folder at least once in TIMEOUT_SECONDS. The file system's own clock is used, because
+    several machines may share the folder.
+    """
+    now = work.stat().st_mtime
+    for old in work.parent.glob("build-*"):
+        with suppress(OSError):
+            if now - old.stat().st_mtime > 4 * TIMEOUT_SECONDS:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the process by an exception, so that temporary folders are removed.
+
+    This takes the main thread. A handler that the program has set stays.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+def compile_variants(folder: Path, *, jobs: int) -> None:
+    """Compile the probe, and the library of each variant for machines of this kind. Raise BuildError.
+
+    At most `jobs` sources are compiled at once.
+    """
     compiler = compiler_or_error()
     folder.mkdir(parents=True, exist_ok=True)
     compile_probe(compiler, folder / "probe.so")
     for variant in variants():
-        compile_sources(compiler, variant.flags, folder / variant.library)
+        compile_sources(compiler, variant.flags, folder / variant.library, jobs=jobs)
 
 
 def run_compiler(command: Sequence[str]) -> None:
-    """Runs a command; raises BuildError with the first line of what it complains of."""
-    name = _ZIG[1] if _ZIG[1] in command else command[0]
-    try:
-        process = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise BuildError(f"{name} took more than {TIMEOUT_SECONDS} seconds") from None
-    if process.returncode:
-        lines = process.stderr.strip().splitlines()
-        first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
-        raise BuildError(f"{name} failed: {first}")
+    """Run a command. Raise BuildError with the first line of its complaint."""
+    _Compilers().run(command)
+
+
+class _Compilers:
+    """Compilers that run side by side, each in a thread that waits for it."""
+
+    def __init__(self) -> None:
+        self._lock, self._is_stopped = threading.Lock(), False
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def run(self, command: Sequence[str]) -> None:
+        """Run a command, unless `stop` was called. Raise BuildError with the first line of its complaint."""
+        name = _ZIG[1] if _ZIG[1] in command else command[0]
+        with TemporaryFile("w+", errors="replace") as said:
+            with self._lock:
+                if self._is_stopped:
+                    return
+                null = subprocess.DEVNULL
+                # A pipe would end only with the last process that the command started.
+                process = subprocess.Popen(command, stdin=null, stdout=null, stderr=said)
+                self._running.add(process)
+            try:
+                process.wait(TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise BuildError(f"{name} took more than {TIMEOUT_SECONDS} seconds") from None
+            finally:
+                with self._lock:
+                    self._running.discard(process)
+                if process.poll() is None:  # after any exception
+                    process.kill()
+                    process.wait()
+            if process.returncode:
+                said.seek(0)
+                lines = said.read().strip().splitlines()
+                first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+                raise BuildError(f"{name} failed: {first}")
+
+    def stop(self) -> None:
+        """End the compilers that run, and let no other start."""
+        with self._lock:
+            self._is_stopped = True
+            for process in self._running:
+                process.terminate()

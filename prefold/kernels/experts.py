@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_int32, c_int64, c_void_p
+from ctypes import byref
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .abi import ExpertsCall
 from .interface import Family
 from .products import COLUMNS, PanelPool, fill_words
 
 LANES = 16  # columns of gate, or of up, that lie side by side
-
-
-class ExpertsCall(Structure):
-    """An ExpertsCall is that of src/experts.h, with its fields in their order."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "logits", "gate_up", "down", "gate_up_bias", "down_bias", "out")),
-        *((name, c_int64) for name in ("rows", "x_row", "experts", "chosen", "hidden", "width", "bias_width")),
-        *((name, c_int32) for name in ("normalised", "threads")),
-    )
 
 
 def pack_experts(weight: Tensor, pool: PanelPool | None = None, *, gated: bool) -> Tensor:

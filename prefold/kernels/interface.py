@@ -1,35 +1,23 @@
-"""The functions of the compiled library: their names, what they take, and how Python finds them."""
+"""The functions of the compiled library: how Python finds and calls them, and the check that both mean the same."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Mapping
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 
-
-def _fields(names: str, kind: type) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
+from .abi import CONSTANTS, ENUMS, FUNCTIONS, STRUCTURES, TileCall
 
 
-class TileCall(Structure):
-    """A call names queries, where their results go, and lists, by their addresses.
-
-    This structure and those below are those of the same names in src/attention.h, with their fields in their order.
-    """
-
-    _fields_ = (
-        *_fields("q out", c_void_p),
-        *_fields("q_row q_head queries heads kv_heads dim tiles", c_int64),
-        *_fields("run_offsets mask_offsets runs masked tile_starts own_offsets own sinks", c_void_p),
-        ("scale", c_float),
-        ("threads", c_int32),
-        ("cap", c_float),
-    )
+class InterfaceError(Exception):
+    """A library was compiled from another src/interface.h than abi.py was written from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,114 +58,74 @@ class SlotLists:
     call: TileCall = field(repr=False)
 
 
-class RowCall(Structure):
-    """A call attends over rows as they lie: those of a carried path, then new ones."""
-
-    _fields_ = (
-        ("tiles", TileCall),
-        *_fields("k v path_k path_v", c_void_p),
-        *_fields("k_row k_head v_row v_head path_k_row path_k_head path_v_row path_v_head rows path", c_int64),
-    )
-
-
-class SlotPlane(Structure):
-    """It says where one plane of a KV store lies; the memory is its owner's."""
-
-    _fields_ = (*_fields("keys values unsafe", c_void_p), *_fields("slots kv_heads dim rounded", c_int64))
-
-
-class SlotCall(Structure):
-    """A call attends over the slots of one plane."""
-
-    _fields_ = (("tiles", TileCall), ("plane", SlotPlane))
-
-
-class WriteCall(Structure):
-    """A call puts rows into slots."""
-
-    _fields_ = (
-        ("plane", SlotPlane),
-        *_fields("slots k v", c_void_p),
-        *_fields("k_row k_head v_row v_head rows", c_int64),
-        ("threads", c_int32),
-    )
-
-
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
-KINDS = {"p": c_void_p, "q": c_int64, "i": c_int32, "f": c_float}
-# What may follow a name: in the keys of `bind`, and in C.
-ALONE: dict[tuple[Any, ...], str] = {(): ""}
-MIXED: dict[tuple[Any, ...], str] = {
-    (torch.float32, torch.float32): "_float32",
-    (torch.bfloat16, torch.bfloat16): "_bfloat16",
-    (torch.bfloat16, torch.float32): "_bfloat16_float32",
-}
-EACH: dict[tuple[Any, ...], str] = {(dtype,): f"_{suffix}" for dtype, suffix in DTYPES.items()}
-GATED: dict[tuple[Any, ...], str] = {
-    (activation, dtype): f"_{activation}_{suffix}"
-    for activation in ("silu", "gelu_tanh")
-    for dtype, suffix in DTYPES.items()
-}
-EXPERTS = GATED | {("clamped", dtype): f"_clamped_{suffix}" for dtype, suffix in DTYPES.items()}
-# What each function returns (nothing, or one value), ":", its arguments; p: an address, q: int64, i: int32, f: float.
-FUNCTIONS = {
-    "plan_rows": ("p:pqppqpqp", ALONE),
-    "row_list_sizes": (":pp", ALONE),
-    "copy_row_lists": (":ppppp", ALONE),
-    "free_row_lists": (":p", ALONE),
-    "row_attention": ("i:pi", ALONE),
-    "plan_slots": ("p:pppppqqpqq", ALONE),
-    "slot_list_sizes": (":pp", ALONE),
-    "copy_slot_lists": (":pppppppp", ALONE),
-    "free_slot_lists": (":p", ALONE),
-    "write_slots": ("i:pi", ALONE),
-    "slot_attention": ("i:pi", ALONE),
-    "follow_program": (":pi", ALONE),
-    "run_program": ("i:p", ALONE),
-    "stores_bf16_pairs": ("i:", ALONE),
-    "add_rms_norm": (":ppppqqqqqfi", MIXED),
-    "rope": (":pppqqqqqfi", MIXED),
-    "gate_mul": (":ppqqqi", GATED),
-    "has_products": ("i:i", ALONE),
-    "linear": ("i:pqppppqqqip", MIXED),
-    "gated_linear": ("i:pqppppqqqip", GATED),
-    "block_panel_size": ("q:qq", ALONE),
-    "pack_blocks": (":qpqqpi", ALONE),
-    "block_rows": (":pppqqi", EACH),
-    "has_int8": ("i:", ALONE),
-    "pack_int8": ("i:pqqqqpi", EACH),
-    "experts": ("i:p", EXPERTS),
-    "greedy": ("i:ppppqqqqiqp", EACH),
-    "sum_ranks": ("i:ppqi", EACH),
-    "gather_ranks": ("i:ppqp", ALONE),
-    "short_conv": (":p", EACH),
-    "delta_net": ("i:p", EACH),
-    "log_sum_exp": (":pqqqppi", ALONE),
-    "entropy": (":pqqqpppi", ALONE),
-    "draw": (":pqqpppqpi", ALONE),
-    "calm_openmp": (":", ALONE),
-}
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
+# The letters in the signatures of abi.FUNCTIONS.
+LETTERS = {"p": c_void_p, "q": c_int64, "i": c_int32, "f": c_float}
+# The name of a function in C: its name in Python, an activation, and dtypes.
+_NAME = re.compile(rf"prefold_(.+?)(?:_({'|'.join(ACTIVATIONS)}))?((?:_(?:{'|'.join(DTYPES.values())}))*)")
 
 
 class Family:
-    """A family of kernels has the functions of the library in `_calls`, by the keys of `bind`."""
+    """A family of kernels. `_calls` has the functions of the library, by the keys of `bind`."""
 
     _calls: Mapping[Hashable, Any]
 
 
 def bind(library: ctypes.CDLL) -> dict[Hashable, Any]:
-    """Returns the C functions by name, or by (name, what follows it) where there are several.
+    """Return the library's functions by name, or by (name, activation, dtypes) if there are several of a name.
 
-    What follows is the dtypes of x and of the weight or the result, or an activation and a dtype. Raises AttributeError
-    where the library lacks one.
+    A function for x of one dtype and a weight or result of another has both dtypes in its key: also where they are the
+    same. Raise InterfaceError if the library was compiled from another src/interface.h.
     """
+    try:
+        library.prefold_layout.restype = c_char_p
+        found = library.prefold_layout().decode().splitlines()
+    except AttributeError:
+        raise _other_interface(library, "prefold_layout") from None
+    for one, other in zip_longest(found, layout(), fillvalue=""):
+        if one != other:
+            raise _other_interface(library, (other or one).split()[0])
     functions: dict[Hashable, Any] = {}
-    for name, (signature, variants) in FUNCTIONS.items():
-        result, arguments = signature.split(":")
-        for key, suffix in variants.items():
-            function = getattr(library, f"prefold_{name}{suffix}")
-            function.restype = KINDS[result] if result else None
-            function.argtypes = [KINDS[kind] for kind in arguments]
-            functions[(name, *key) if key else name] = function
+    for name, key in _keys().items():
+        result, arguments = FUNCTIONS[name].split(":")
+        function = getattr(library, name)
+        function.restype = LETTERS[result] if result else None
+        function.argtypes = [LETTERS[letter] for letter in arguments]
+        functions[key] = function
     return functions
+
+
+def layout() -> Iterator[str]:
+    """Yield what `prefold_layout` of src/layout.cpp must say: constants, places in memory, and signatures."""
+    for name, value in CONSTANTS.items():
+        yield f"{name} {value}"
+    for enum in ENUMS:
+        for entry in enum:
+            yield f"{enum.__name__}.{entry.name} {entry.value}"
+    for structure in STRUCTURES:
+        yield f"{structure.__name__} 0 {ctypes.sizeof(structure)}"
+        for name, *_ in structure._fields_:
+            place = getattr(structure, name)
+            yield f"{structure.__name__}.{name} {place.offset} {place.size}"
+    for name, signature in FUNCTIONS.items():
+        yield f"{name} {signature}"
+
+
+def _keys() -> dict[str, Hashable]:
+    """Return the key of each function of abi.FUNCTIONS."""
+    parts = {name: match.groups() for name in FUNCTIONS if (match := _NAME.fullmatch(name))}
+    by_name = {text: dtype for dtype, text in DTYPES.items()}
+    dtypes = {name: [by_name[text] for text in suffix.split("_")[1:]] for name, (_, _, suffix) in parts.items()}
+    of_two = {parts[name][0] for name, found in dtypes.items() if len(found) == 2}
+    keys: dict[str, Hashable] = {}
+    for name, (base, activation, _) in parts.items():
+        found = dtypes[name] * 2 if base in of_two and len(dtypes[name]) == 1 else dtypes[name]
+        more = (*filter(None, [activation]), *found)
+        keys[name] = (base, *more) if more else base
+    return keys
+
+
+def _other_interface(library: ctypes.CDLL, name: str) -> InterfaceError:
+    message = f"{library._name} and this prefold do not agree on {name}"
+    return InterfaceError(f"{message}; install prefold again (after a change of interface.h: scripts/generate)")

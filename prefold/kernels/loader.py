@@ -1,4 +1,4 @@
-"""Loading the kernels once a process, and saying why where they cannot be had."""
+"""Load the kernels once a process, and say why if there are none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .build import build, build_probe, is_built
 from .compile import HERE, NATIVE, BuildError, runnable, variants
 from .elementwise import ElementwiseKernels
 from .experts import ExpertKernels
-from .interface import bind
+from .interface import InterfaceError, bind
 from .logits import LogitKernels
 from .products import ProductKernels
 from .program import ProgramKernels
@@ -36,10 +36,10 @@ class Kernels(
     RankKernels,
     StateKernels,
 ):
-    """It has the functions of one compiled library. Calls release the GIL and use torch's number of threads."""
+    """The functions of one compiled library. Calls release the GIL and use torch's number of threads."""
 
     def __init__(self, path: Path):
-        """Loads the library; raises OSError or AttributeError where the file is no such one."""
+        """Load the library. Raise OSError if it is none, and InterfaceError if it is one of another version."""
         _check_whole(path)
         self._calls = bind(ctypes.CDLL(str(path)))
         # Those of PyTorch, which is loaded by now.
@@ -102,64 +102,77 @@ def _attempt() -> LoadedKernels:
     wish = os.environ.get("PREFOLD_KERNELS", "1")
     if wish == "0":
         return LoadedKernels(None, "PyTorch: compiled kernels are switched off by PREFOLD_KERNELS=0")
-    forced = os.environ.get("PREFOLD_ISA")
-    if forced and (loaded := _try_variant(forced)):
-        return loaded
-    if wish != "native" and (LIBRARIES / "probe.so").exists() and (loaded := _of_wheel()):
-        return loaded
-    try:
-        return LoadedKernels(_compiled(NATIVE), "compiled on this machine: native")
-    except (BuildError, OSError, AttributeError) as error:
-        _warn(f"prefold runs without its compiled kernels, more slowly: {error}")
-        return LoadedKernels(None, f"PyTorch: {error}")
+    ignored = None
+    if forced := os.environ.get("PREFOLD_ISA"):
+        try:
+            return _variant(forced)
+        except (BuildError, OSError, InterfaceError) as error:
+            ignored = f"PREFOLD_ISA is {forced!r}, and is ignored: {error}"
+    loaded = _of_wheel() if wish != "native" and (LIBRARIES / "probe.so").exists() else None
+    if loaded is None:
+        try:
+            loaded = LoadedKernels(_compiled(NATIVE), "compiled on this machine: native")
+        except (BuildError, OSError, InterfaceError) as error:
+            _warn(f"prefold runs without its compiled kernels, more slowly: {error}")
+            loaded = LoadedKernels(None, f"PyTorch: {error}")
+    if ignored:
+        _warn(f"{ignored}; kernels in use instead: {loaded.status}")
+    return loaded
 
 
 def _of_wheel() -> LoadedKernels | None:
-    """Returns the best kernels of the wheel that run here, or None. Warns once where some of them are damaged."""
+    """Return the best kernels of the wheel that run here, or None. Warn once if some cannot be loaded."""
     loaded, damaged = None, []
     try:
         for variant in runnable(_probe()):
             try:
                 loaded = LoadedKernels(Kernels(LIBRARIES / variant.library), f"of the wheel: {variant.name}")
                 break
-            except (OSError, AttributeError) as error:
+            except (OSError, InterfaceError) as error:
                 damaged.append(str(error))
     except OSError as error:  # of the probe
         damaged.append(str(error))
     if damaged:
-        _warn(f"kernels of the wheel are damaged, so others are used; install prefold again: {'; '.join(damaged)}")
+        _warn(f"kernels of the wheel cannot be loaded, so others are used; install prefold again: {'; '.join(damaged)}")
     return loaded
 
 
-def _try_variant(name: str) -> LoadedKernels | None:
-    """Returns the kernels of the variant that PREFOLD_ISA names, of the wheel or compiled. Warns, and returns None,
-    where this machine cannot run or compile them."""
+def _variant(name: str) -> LoadedKernels:
+    """Return the kernels of the variant that PREFOLD_ISA names, from the wheel or compiled.
+
+    Raise BuildError, OSError or InterfaceError if this machine cannot run, compile or load them.
+    """
+    variant = next((choice for choice in variants() if choice.name == name), None)
+    if variant is None:
+        raise BuildError(f"it must be one of {', '.join(choice.name for choice in variants())} here")
+    if variant not in runnable(_probe()):
+        raise BuildError("this CPU, or its system, has not all the instructions for it")
+    path, held = LIBRARIES / variant.library, [one.name for one in variants() if (LIBRARIES / one.library).exists()]
+    if path.exists():
+        return LoadedKernels(Kernels(path), f"of the wheel: {name}")
     try:
-        variant = next((choice for choice in variants() if choice.name == name), None)
-        if variant is None:
-            raise BuildError(f"it must be one of {', '.join(choice.name for choice in variants())} here")
-        if variant not in runnable(_probe()):
-            raise BuildError("this CPU, or its system, has not all the instructions for it")
-        path = LIBRARIES / variant.library
-        if path.exists():
-            return LoadedKernels(Kernels(path), f"of the wheel: {name}")
         return LoadedKernels(_compiled(variant.flags), f"compiled on this machine: {name}")
-    except (BuildError, OSError, AttributeError) as error:
-        _warn(f"PREFOLD_ISA is {name!r}, and is ignored: {error}")
-        return None
+    except BuildError as error:
+        if not held:
+            raise
+        raise BuildError(f"the wheel has only {', '.join(held)}, and it cannot be compiled: {error}") from error
 
 
 def _probe() -> int:
-    """Returns the bits of `probe.cpp`."""
+    """Return the bits of `probe.cpp`. Raise OSError if its library is damaged, BuildError if it cannot be compiled."""
     shipped = LIBRARIES / "probe.so"
-    return ctypes.CDLL(str(shipped if shipped.exists() else build_probe())).prefold_probe()
+    library = ctypes.CDLL(str(shipped if shipped.exists() else build_probe()))
+    try:
+        return library.prefold_probe()
+    except AttributeError as error:
+        raise OSError(str(error)) from None
 
 
 def _compiled(flags: Sequence[str]) -> Kernels:
-    """Returns the kernels that are compiled with these flags. Raises BuildError, OSError or AttributeError."""
+    """Return the kernels that are compiled with these flags. Raise BuildError, OSError or InterfaceError."""
     try:
         return Kernels(build(flags=flags))
-    except (OSError, AttributeError):
+    except OSError:
         # Damaged in the cache, or made against another C library: once more.
         return Kernels(build(flags=flags, again=True))
 

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .abi import PANEL
 from .interface import DTYPES, Family
 
-COLUMNS = 32  # of a panel
+COLUMNS = PANEL
 # Memory comes from NumPy, which asks for huge pages, in pieces this large: with few rows the time of a product is
 # that of reading the matrix, and most matrices are smaller than a huge page.
 PIECE = 32 << 20

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_double, c_int64, c_uint64, c_void_p
+from ctypes import byref
 
 import torch
 from torch import Tensor
 
+from .abi import RANK_LINE, Failure, RanksView
 from .interface import DTYPES, Family
 
-LINE = 64  # bytes of a rank's Line
 PAGE = 4096
 
 
@@ -18,27 +18,18 @@ class CollectiveError(RuntimeError):
     time."""
 
 
-class RanksView(Structure):
-    """A RanksView is the Ranks of src/ranks.h, which says what its fields mean, with its fields in their order."""
-
-    _fields_ = (
-        ("memory", c_void_p),
-        *((name, c_int64) for name in ("first", "part", "rank", "size")),
-        ("pipes", c_void_p),
-        ("num_pipes", c_int64),
-        ("patience", c_double),
-        ("met", c_uint64),
-    )
-
-
 def parts_begin(size: int) -> int:
     """Returns where the parts of `size` ranks begin in their memory, in bytes."""
-    return -(-size * LINE // PAGE) * PAGE
+    return -(-size * RANK_LINE // PAGE) * PAGE
 
 
 def check_met(failed: int) -> None:
     """Raises CollectiveError for what a call returned that ranks have not met in."""
-    unmet = {5: "a rank has ended", 6: "waiting for a rank timed out", 7: "the ranks are at different steps"}
+    unmet: dict[int, str] = {
+        Failure.GONE: "a rank has ended",
+        Failure.LATE: "waiting for a rank timed out",
+        Failure.APART: "the ranks are at different steps",
+    }
     if failed in unmet:
         raise CollectiveError(unmet[failed])
 

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import byref
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .abi import ConvCall, DeltaCall, ShortConvCall
 from .interface import Family
-
-
-class ConvCall(Structure):
-    """A ConvCall is that of src/states.h, with its fields in their order, as the structures below."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "states", "taps", "bias", "above", "below", "to")),
-        *((name, c_int64) for name in ("rows", "x_row", "channels", "kept", "first_row", "num_ends")),
-    )
-
-
-class ShortConvCall(Structure):
-    _fields_ = (("conv", ConvCall), ("out", c_void_p), ("pick", c_void_p), ("picked", c_int64), ("threads", c_int32))
-
-
-class DeltaCall(Structure):
-    _fields_ = (
-        ("conv", ConvCall),
-        *((name, c_void_p) for name in ("out", "pick", "states", "between", "first", "stop", "source", "to")),
-        *((name, c_void_p) for name in ("waves", "rates", "dt_bias", "norm")),
-        *((name, c_int64) for name in ("picked", "num_waves", "num_states")),
-        *((name, c_int64) for name in ("heads", "key_heads", "key_dim", "value_dim")),
-        ("eps", c_float),
-        ("threads", c_int32),
-    )
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from array import array
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..container import usable_cores
 from ..files import replacing, writing
 from .icicle import StreamShape, icicle, to_data
 
@@ -136,8 +136,7 @@ def machine() -> list[tuple[str, str]]:
     """Returns a description of the machine as (name, value) pairs, with versions of the packages that are loaded."""
     import sys
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    out = [("processor", _processor()), ("cores", str(cores))]
+    out = [("processor", _processor()), ("cores", str(usable_cores()))]
     try:
         import psutil
 

@@ -4,7 +4,7 @@ every operation of a model has a compiled form. PyTorch's modules define what it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ctypes import addressof, c_void_p
+from ctypes import addressof, c_void_p, sizeof
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..attention import KVStore, RowPlan, SlotPlan
-from ..kernels import COLUMNS, Kind, LowRank, Operation, PathPlane, ProgramCall, TileCall
+from ..kernels import COLUMNS, Activation, Kind, LowRank, Operation, PathPlane, ProgramCall, RowLow, TileCall
 from ..model import Adapter, CausalLM, MediaRows, RowAdapters
 from ..model.decoder_layer import Layer, Mlp, ParallelLayer, PlainMlp, RowNormedLayer, ScaledLayer, SumNormedLayer
 from ..model.layers import ActivatedLinear, Linear, NoNorm, Norm, PlainLayerNorm
@@ -31,9 +31,8 @@ X, H, DELTA, QKV, Q, KV, ATTENDED, WIDE, OUT = range(9)
 LAYERS = (Layer, SumNormedLayer, ScaledLayer, ParallelLayer, RowNormedLayer)
 LINE = 64  # bytes of a cache line, where buffers begin
 MOST_POSITIONS = 1 << 62
-LOW_BYTES = 16  # of a RowLow of src/epilogue.h
-# The numbers of activations in src/epilogue.h; 0: none.
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+LOW_BYTES = sizeof(RowLow)
+ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 
 
 @dataclass(slots=True)
@@ -328,7 +327,7 @@ class Program:
     def _add_linear(self, layer: Layer, name: str, source: int, out: int) -> None:
         """Adds the product of a layer's linear. name: as adapters know it"""
         linear: Linear = getattr(layer.mlp if name in ("gate_up", "down") else layer, name)
-        product, bias, activation, kind = linear.product, linear.whole_bias, 0, Kind.LINEAR
+        product, bias, activation, kind = linear.product, linear.whole_bias, Activation.LINEARLY, Kind.LINEAR
         assert isinstance(product, Panels)
         if isinstance(linear, ActivatedLinear):
             activation = ACTIVATIONS[linear.activation]

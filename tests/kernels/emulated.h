@@ -13,6 +13,8 @@
 #include <memory>
 #include <new>
 
+#include "../../prefold/kernels/src/interface.h"
+
 #ifdef _WIN32
 inline HMODULE library;
 #else
@@ -39,6 +41,9 @@ F* function(const char* name) {
   if (!found) printf("%s is missing\n", name), exit(2);
   return reinterpret_cast<F*>(found);
 }
+
+// A function of the library, of the type that the interface declares.
+#define FUNCTION(name) function<decltype(prefold::name)>(#name)
 
 constexpr std::align_val_t kPage{4096};
 

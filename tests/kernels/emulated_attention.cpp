@@ -114,19 +114,18 @@ template <class E>
 void over_rows(const Case& one, const std::vector<E>& q, const std::vector<E>& k, const std::vector<E>& v,
                double tolerance, Count& count) {
   int32_t not_nested = 0;
-  void* handle = function<void*(const int64_t*, int64_t, const int64_t*, const int64_t*, int64_t, const int64_t*, int64_t,
-                                int32_t*)>("prefold_plan_rows")(
+  TileLists* handle = FUNCTION(prefold_plan_rows)(
       one.end.data(), one.keys, nullptr, one.rows.data(), one.rows.size(), one.window ? one.position.data() : nullptr,
       one.window, &not_nested);
   if (!handle || not_nested) exit(3);
   int64_t sizes[4];
-  function<void(const void*, int64_t*)>("prefold_row_list_sizes")(handle, sizes);
+  FUNCTION(prefold_row_list_sizes)(handle, sizes);
   TileLists lists;
   lists.run_offsets.resize(sizes[0] + 1), lists.mask_offsets.resize(sizes[0] + 1);
   lists.runs.resize(sizes[1]), lists.masked.resize(sizes[2]);
-  function<void(const void*, int64_t*, int64_t*, Run*, MaskedPair*)>("prefold_copy_row_lists")(
+  FUNCTION(prefold_copy_row_lists)(
       handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(), lists.masked.data());
-  function<void(void*)>("prefold_free_row_lists")(handle);
+  FUNCTION(prefold_free_row_lists)(handle);
   std::vector<E> out(q.size());
   RowCall call{};
   call.tiles = tiles_of(one, q.data(), out.data());
@@ -138,7 +137,7 @@ void over_rows(const Case& one, const std::vector<E>& q, const std::vector<E>& k
   call.k_row = call.v_row = call.path_k_row = call.path_v_row = row;
   call.k_head = call.v_head = call.path_k_head = call.path_v_head = one.dim;
   call.path = one.path, call.rows = one.keys - one.path;
-  if (function<int32_t(const RowCall*, int32_t)>("prefold_row_attention")(&call, sizeof(E) == 2)) exit(3);
+  if (FUNCTION(prefold_row_attention)(&call, sizeof(E) == 2)) exit(3);
   compare(one, q, k, v, out, tolerance, "rows", count);
 }
 
@@ -163,22 +162,19 @@ void over_slots(const Case& one, const std::vector<E>& q, const std::vector<E>& 
     start.push_back(slots[j]), size.push_back(1), position.push_back(one.position[j]);
     first.push_back(from), last.push_back(to);
   }
-  void* handle =
-      function<void*(const int64_t*, const int64_t*, const int64_t*, const int64_t*, const int64_t*, int64_t, int64_t,
-                     const int64_t*, int64_t, int64_t)>("prefold_plan_slots")(
+  SlotLists* handle = FUNCTION(prefold_plan_slots)(
           start.data(), size.data(), position.data(), first.data(), last.data(), start.size(), one.rows.size(),
           one.window ? one.at.data() : nullptr, one.window, one.heads / one.kv_heads);
   if (!handle) exit(3);
   int64_t sizes[4];
-  function<void(const void*, int64_t*)>("prefold_slot_list_sizes")(handle, sizes);
+  FUNCTION(prefold_slot_list_sizes)(handle, sizes);
   SlotLists lists;
   lists.run_offsets.resize(sizes[0] + 1), lists.mask_offsets.resize(sizes[0] + 1), lists.tile_starts.resize(sizes[0] + 1);
   lists.runs.resize(sizes[1]), lists.masked.resize(sizes[2]), lists.own.resize(sizes[3]);
   lists.own_offsets.resize(one.rows.size() + 1);
-  function<void(const void*, int64_t*, int64_t*, Run*, MaskedPair*, int64_t*, int64_t*, OwnRun*)>(
-      "prefold_copy_slot_lists")(handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(),
+  FUNCTION(prefold_copy_slot_lists)(handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(),
                                  lists.masked.data(), lists.tile_starts.data(), lists.own_offsets.data(), lists.own.data());
-  function<void(void*)>("prefold_free_slot_lists")(handle);
+  FUNCTION(prefold_free_slot_lists)(handle);
   // Room for float32, which is enough for any format; zeros at first.
   const int64_t padded = (one.dim + 15) / 16 * 16, pairs = (free_slot + 1) / 2, row = one.kv_heads * one.dim;
   const auto memory = [](int64_t bytes) {
@@ -189,14 +185,14 @@ void over_slots(const Case& one, const std::vector<E>& q, const std::vector<E>& 
   plane.unsafe = static_cast<uint8_t*>(memory(one.kv_heads * pairs + 1));
   plane.slots = free_slot, plane.kv_heads = one.kv_heads, plane.dim = one.dim, plane.rounded = rounded;
   const WriteCall write{plane, slots.data(), k.data(), v.data(), row, one.dim, row, one.dim, one.keys, 1};
-  if (function<int32_t(const WriteCall*, int32_t)>("prefold_write_slots")(&write, sizeof(E) == 2)) exit(3);
+  if (FUNCTION(prefold_write_slots)(&write, sizeof(E) == 2)) exit(3);
   std::vector<E> out(q.size());
   SlotCall call{tiles_of(one, q.data(), out.data()), plane};
   call.tiles.tiles = sizes[0], call.tiles.run_offsets = lists.run_offsets.data();
   call.tiles.mask_offsets = lists.mask_offsets.data(), call.tiles.runs = lists.runs.data();
   call.tiles.masked = lists.masked.data(), call.tiles.tile_starts = lists.tile_starts.data();
   call.tiles.own_offsets = lists.own_offsets.data(), call.tiles.own = lists.own.data();
-  if (function<int32_t(const SlotCall*, int32_t)>("prefold_slot_attention")(&call, sizeof(E) == 2)) exit(3);
+  if (FUNCTION(prefold_slot_attention)(&call, sizeof(E) == 2)) exit(3);
   compare(one, q, k, v, out, tolerance, rounded ? "rounded slots" : "slots", count);
   for (void* made : {plane.keys, plane.values, static_cast<void*>(plane.unsafe)}) free(made);
 }

@@ -26,12 +26,9 @@ typedef __fp16 Half;
 
 namespace {
 
-constexpr int64_t kPanel = 32, kInInt8 = 1 << 8, kS8 = 1 << 16, kGroup = 64;  // as of kernels/src/blocks.h
+using namespace prefold;
 
-struct BlockPanel {
-  const uint8_t* data;
-  int64_t type;
-};
+constexpr int64_t kGroup = 64;
 
 struct Type {
   int64_t number, block, bytes;
@@ -61,15 +58,13 @@ struct Panels {
 
 int main(int, char** arguments) {
   open_library(arguments[1]);
-  const bool has_int8 = function<int32_t()>("prefold_has_int8")();
-  const auto panel_size = function<int64_t(int64_t, int64_t)>("prefold_block_panel_size");
-  const auto pack = function<void(int64_t, const void*, int64_t, int64_t, void*, int32_t)>("prefold_pack_blocks");
-  const auto rows_of = function<void(const void*, const void*, void*, int64_t, int64_t, int32_t)>("prefold_block_rows_float32");
-  const auto pack_int8 =
-      function<int32_t(const float*, int64_t, int64_t, int64_t, int64_t, void*, int32_t)>("prefold_pack_int8_float32");
-  const auto linear = function<int32_t(const float*, int64_t, const void*, const BlockPanel*, const float*, float*, int64_t,
-                                       int64_t, int64_t, int32_t, const void*)>("prefold_linear_float32");
-  const auto has_products = function<int32_t(int32_t)>("prefold_has_products");
+  const bool has_int8 = FUNCTION(prefold_has_int8)();
+  const auto panel_size = FUNCTION(prefold_block_panel_size);
+  const auto pack = FUNCTION(prefold_pack_blocks);
+  const auto rows_of = FUNCTION(prefold_block_rows_float32);
+  const auto pack_int8 = FUNCTION(prefold_pack_int8_float32);
+  const auto linear = FUNCTION(prefold_linear_float32);
+  const auto has_products = FUNCTION(prefold_has_products);
   printf("int8 %d, products %d, of bfloat16 %d\n", has_int8, has_products(0), has_products(1));
   std::mt19937_64 rng(atoi(arguments[2]));
   std::normal_distribution<float> normal;

@@ -6,8 +6,10 @@ import fcntl
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -26,13 +28,14 @@ from nests import random_nest
 from prefold import __version__, kernels
 from prefold.attention import Heads, RowAttention, visibility
 from prefold.cli import main
-from prefold.kernels import loader
+from prefold.kernels import compile as compiling
+from prefold.kernels import interface, loader
 from prefold.kernels.build import build, cpu, fingerprint
 from prefold.kernels.compile import COMMON, NATIVE, BuildError, find_compiler, runnable, variants
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-# Without optimisation: a second, and all the same functions.
-QUICK = ("-std=gnu++17", "-O0", "-Wno-psabi")
+# Without optimisation: a second, and all the same functions. Each function that a source exports must be declared.
+QUICK = ("-std=gnu++17", "-O0", "-Wno-psabi", "-Werror=missing-declarations")
 
 
 @pytest.fixture
@@ -216,6 +219,75 @@ def test_a_cache_that_cannot_be_written(fresh, monkeypatch, tmp_path):
         build()
 
 
+@pytest.fixture
+def slow_compiler(tmp_path):
+    """A compiler that notes when it starts and ends, and what the argument `wait` says in seconds."""
+
+    def make(wait: float) -> tuple[str, Path]:
+        program, noted = tmp_path / "slow-cc", tmp_path / "noted"
+        program.write_text(f"""#!/bin/sh
+for word; do case $word in *.cpp) name=${{word##*/}};; esac; [ "$last" = -o ] && out=$word; last=$word; done
+echo "+ $$ $name" >> {noted}
+exec 3>> {noted}
+sleep {wait} & wait
+echo "- $$ $name" >&3
+: > "$out"
+""")
+        program.chmod(0o755)
+        return str(program), noted
+
+    return make
+
+
+def test_no_more_compilers_run_at_once_than_there_are_jobs(slow_compiler, tmp_path):
+    program, noted = slow_compiler(0.02)
+    (tmp_path / "made").mkdir()
+    compiling.compile_sources((program,), (), tmp_path / "made" / "kernels.so", jobs=3)
+    running, most, started = 0, 0, []
+    for line in noted.read_text().splitlines():
+        running += 1 if line[0] == "+" else -1
+        most = max(most, running)
+        started += [line.split(" ")[2]] if line[0] == "+" else []
+    names, linking = [f"{name}.cpp" for name in compiling.LONGEST], started.pop()
+    assert most <= 3 and {*started[:3]} <= {*names[:5]} and not linking
+    assert sorted(started) == sorted(path.name for path in compiling.SOURCES.glob("*.cpp")) and {*names} <= {*started}
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["kernels.so"]
+
+
+def test_what_killed_compiles_left_is_removed_and_what_others_compile_is_not(slow_compiler, tmp_path):
+    made, now = tmp_path / "made", time.time()
+    for name, age in (("build-old", 4000), ("build-new", 900), ("other", 4000)):
+        (made / name).mkdir(parents=True)
+        (made / name / "a.o").touch()
+        os.utime(made / name, (now - age, now - age))
+    compiling.compile_probe((slow_compiler(0)[0],), made / "probe.so")
+    assert {path.name for path in made.iterdir()} == {"build-new", "other", "probe.so"}
+
+
+@pytest.mark.skipif(platform.system() == "Windows", reason="SIGTERM ends a process at once")
+def test_sigterm_leaves_no_folder_and_no_compiler(slow_compiler, tmp_path):
+    program, noted = slow_compiler(30)
+    (tmp_path / "made").mkdir()
+    code = f"""
+import importlib.util, pathlib
+spec = importlib.util.spec_from_file_location("compiling", {compiling.__file__!r})
+compiling = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(compiling)
+compiling.compile_sources(({program!r},), (), pathlib.Path({str(tmp_path / "made" / "kernels.so")!r}), jobs=2)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    end = time.monotonic() + 60
+    while not noted.exists() or len(noted.read_text().splitlines()) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
+    assert list((tmp_path / "made").iterdir()) == []
+    for line in noted.read_text().splitlines():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(line.split()[1]), 0)
+
+
 def test_a_user_without_a_home_falls_back(fresh, monkeypatch):
     monkeypatch.delenv("PREFOLD_CACHE")
     monkeypatch.setattr(Path, "expanduser", Mock(side_effect=RuntimeError("Could not determine home directory.")))
@@ -301,10 +373,32 @@ def test_a_damaged_library_of_a_wheel_is_passed_over_with_a_warning(wheel, damag
     for variant in (best, second):
         path = wheel / variant.library
         path.write_bytes(damage(path.read_bytes()))
-    with pytest.warns(RuntimeWarning, match="are damaged, so others are used; install prefold again") as seen:
+    with pytest.warns(RuntimeWarning, match="cannot be loaded, so others are used; install prefold again") as seen:
         check_kernels(kernels.load())
     assert len(seen) == 1 and kernels.status() == f"of the wheel: {third.name}"
     assert best.library in str(seen[0].message) and second.library in str(seen[0].message)
+
+
+@needs_compiler
+def test_libraries_of_another_interface_are_refused_with_one_warning(wheel, monkeypatch):
+    monkeypatch.setitem(interface.FUNCTIONS, "prefold_rope_float32", ":pppqqqqffi")
+    monkeypatch.setattr(loader, "_compiled", lambda flags: "compiled")
+    with pytest.warns(RuntimeWarning) as seen:
+        assert kernels.load() == "compiled"
+    message = str(seen[0].message)
+    assert len(seen) == 1 and "do not agree on prefold_rope_float32" in message and "install prefold again" in message
+    assert variants()[0].library in message
+
+
+@needs_compiler
+def test_a_compiled_library_of_another_interface_is_not_compiled_again(fresh, quick, monkeypatch):
+    monkeypatch.setattr(loader, "LIBRARIES", fresh / "none")
+    monkeypatch.delenv("PREFOLD_ISA", raising=False)
+    monkeypatch.setitem(interface.CONSTANTS, "PANEL", 64)
+    monkeypatch.setattr(loader, "build", lambda flags, again=False: pytest.fail("again") if again else quick)
+    with pytest.warns(RuntimeWarning, match="do not agree on PANEL; .*scripts/generate") as seen:
+        assert kernels.load() is None
+    assert len(seen) == 1
 
 
 @needs_compiler
@@ -327,8 +421,23 @@ def test_a_variant_may_be_forced(wheel, monkeypatch, bits):
     else:
         with pytest.warns(RuntimeWarning) as seen:
             kernels.load()
-        assert f"PREFOLD_ISA is '{worst.name}', and is ignored: this CPU" in str(seen[0].message)
+        assert f"PREFOLD_ISA is '{worst.name}', and is ignored: this CPU" in str(seen[1].message)
+        assert "kernels in use instead: PyTorch" in str(seen[1].message) and len(seen) == 2
         assert "no C++ compiler" in kernels.status()
+
+
+@needs_compiler
+def test_a_variant_that_a_wheel_lacks_is_named_with_what_it_has_and_what_is_used(wheel, monkeypatch):
+    best, *others = variants()
+    for variant in others:
+        (wheel / variant.library).unlink()
+    monkeypatch.setenv("PREFOLD_ISA", others[-1].name)
+    with pytest.warns(RuntimeWarning) as seen:
+        assert kernels.load() is not None
+    message = str(seen[0].message)
+    assert len(seen) == 1 and message.startswith(f"PREFOLD_ISA is '{others[-1].name}', and is ignored")
+    assert f"the wheel has only {best.name}, and it cannot be compiled: no C++ compiler found" in message
+    assert message.endswith(f"kernels in use instead: of the wheel: {best.name}")
 
 
 @needs_compiler

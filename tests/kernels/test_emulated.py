@@ -72,7 +72,7 @@ def test_products_of_blocks_and_of_int8_and_attention(tmp_path, kind, name, cpu,
         library = build(flags=FLAGS[name])
     else:  # with little optimisation: all of it takes minutes
         less = "-O1" if kind is WINDOWS else "-O0"
-        compile_sources(kind.compiler, (*(flag for flag in FLAGS[name] if flag != "-O3"), less), library)
+        compile_sources(kind.compiler, (*(flag for flag in FLAGS[name] if flag != "-O3"), less), library, jobs=2)
     done = kind.run(cpu, program, library, "1", "80")
     assert done.returncode == 0, done.stdout + done.stderr
     has_int8 = name not in ("avx2", "neon")

@@ -3,6 +3,7 @@
 // A task is one tile of up to sixteen queries and up to four heads that share a KV head.
 #include <vector>
 
+#include "interface.h"
 #include "own_keys.h"
 #include "pack.h"
 #include "tile_keys.h"
@@ -129,11 +130,7 @@ void attend(const SlotCall& call) {
 }
 
 }  // namespace
-}  // namespace prefold
-
-// 0, or 1 where memory is short.
-extern "C" int32_t prefold_row_attention(const prefold::RowCall* call, int32_t is_bf16) {
-  using namespace prefold;
+extern "C" int32_t prefold_row_attention(const RowCall* call, int32_t is_bf16) {
   if (call->tiles.queries == 0) return 0;
   thread_local Workspace workspace;
   try {
@@ -144,13 +141,11 @@ extern "C" int32_t prefold_row_attention(const prefold::RowCall* call, int32_t i
     }
     return 0;
   } catch (const std::bad_alloc&) {
-    return 1;
+    return kNoMemory;
   }
 }
 
-// The same over the keys of a store.
-extern "C" int32_t prefold_slot_attention(const prefold::SlotCall* call, int32_t is_bf16) {
-  using namespace prefold;
+extern "C" int32_t prefold_slot_attention(const SlotCall* call, int32_t is_bf16) {
   if (call->tiles.queries == 0) return 0;
   try {
     if (is_bf16) {
@@ -162,6 +157,8 @@ extern "C" int32_t prefold_slot_attention(const prefold::SlotCall* call, int32_t
     }
     return 0;
   } catch (const std::bad_alloc&) {
-    return 1;
+    return kNoMemory;
   }
 }
+
+}  // namespace prefold

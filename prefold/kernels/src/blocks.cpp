@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "block_types.h"
+#include "interface.h"
 #include "parallel.h"
 
 namespace prefold {
@@ -329,23 +330,17 @@ const Int8Form* int8_form(int64_t type) {
   return form && form->whole.decode ? &form->whole : nullptr;
 }
 
-}  // namespace prefold
-
-// Bytes of a panel of this type with k numbers along k; 0: there is no decoder for the type, or k is not a whole number
-// of its blocks.
 extern "C" int64_t prefold_block_panel_size(int64_t type, int64_t k) {
-  if (const prefold::Int8Form* whole = prefold::int8_form(type); whole && !whole->decode) {
+  if (const Int8Form* whole = int8_form(type); whole && !whole->decode) {
     const int64_t padded = (k + 31) / 32 * 32;
     return padded % whole->group ? 0 : padded / whole->group * whole->unit_bytes;
   }
-  const prefold::Form* form = prefold::form_of(type);
+  const Form* form = form_of(type);
   return form && k % form->unit == 0 ? k / form->unit * form->unit_bytes : 0;
 }
 
-// Packs panels of one type. rows [panels * 32]: where each column's row begins in the file, or null: zeros.
 extern "C" void prefold_pack_blocks(int64_t type, const uint8_t* const* rows, int64_t panels, int64_t k, uint8_t* out,
                                     int32_t threads) {
-  using namespace prefold;
   const Form& form = *form_of(type);
   const int64_t units = k / form.unit;
   parallel_ranges(panels, units * form.unit_bytes, threads, [&](int64_t first, int64_t stop) {
@@ -355,11 +350,8 @@ extern "C" void prefold_pack_blocks(int64_t type, const uint8_t* const* rows, in
   });
 }
 
-// out [n, k] = columns `ids` of a matrix: rows of an embedding.
 template <class E>
-static void block_rows(const prefold::BlockPanel* panels, const int64_t* ids, E* out, int64_t n, int64_t k,
-                       int32_t threads) {
-  using namespace prefold;
+static void block_rows(const BlockPanel* panels, const int64_t* ids, E* out, int64_t n, int64_t k, int32_t threads) {
   parallel_ranges(n, k * kPanel, threads, [&](int64_t first, int64_t stop) {
     constexpr int64_t kDecoded = 256;  // numbers at a time
     alignas(64) uint32_t words[kDecoded * kPanel];
@@ -381,10 +373,12 @@ static void block_rows(const prefold::BlockPanel* panels, const int64_t* ids, E*
   });
 }
 
-#define PREFOLD_EXPORT_BLOCK_ROWS(name, E)                                                                     \
-  extern "C" void prefold_block_rows_##name(const prefold::BlockPanel* panels, const int64_t* ids, E* out,     \
-                                            int64_t n, int64_t k, int32_t threads) {                           \
-    block_rows(panels, ids, out, n, k, threads);                                                               \
+#define PREFOLD_EXPORT_BLOCK_ROWS(name, E)                                                                   \
+  extern "C" void prefold_block_rows_##name(const BlockPanel* panels, const int64_t* ids, E* out, int64_t n, \
+                                            int64_t k, int32_t threads) {                                    \
+    block_rows(panels, ids, out, n, k, threads);                                                             \
   }
 PREFOLD_EXPORT_BLOCK_ROWS(float32, float)
-PREFOLD_EXPORT_BLOCK_ROWS(bfloat16, prefold::Bf16)
+PREFOLD_EXPORT_BLOCK_ROWS(bfloat16, Bf16)
+
+}  // namespace prefold

@@ -10,28 +10,9 @@
 // once for all the rows that go through it. What is decoded is what dequantising the file gives, to the bit.
 #pragma once
 
-#include <cstdint>
+#include "interface.h"
 
 namespace prefold {
-
-constexpr int kPanel = 32;  // columns
-
-// The types of ggml.h that there is a decoder for, with its numbers.
-enum BlockType : int32_t {
-  kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kBF16 = 30,
-};
-
-// Of a type whose numbers stay whole, and are multiplied with rows of int8 (int8.h).
-constexpr int32_t kInInt8 = 1 << 8;
-// Numbers that are int8 already: so much, and the numbers of a group, a multiple of 32. A unit is a group, and lies as
-// `Int8Form` has it.
-constexpr int32_t kS8 = 1 << 16;
-
-// The 32 columns of a panel are of one type. Filled in by Python (blocks.py): same fields, same order.
-struct BlockPanel {
-  const uint8_t* data;
-  int64_t type;
-};
 
 // Decodes the numbers [first, first + count) along k, multiples of 32, of a panel: to floats, words [count][32], or,
 // where `pairs` is true, to bfloat16 numbers in pairs, words [count / 2][32].

@@ -6,6 +6,7 @@
 // at least v, which rules out nearly every token by one comparison of floats with the best token so far.
 #include <cmath>
 
+#include "interface.h"
 #include "logits.h"
 #include "parallel.h"
 
@@ -81,15 +82,12 @@ int64_t draw(const float* x, int64_t columns, float inverse, uint64_t key) {
 }
 
 }  // namespace
-}  // namespace prefold
-
-// logits: rows of `columns` numbers with row stride `stride` (in elements). Draw i is from row rows[i] with
-// 1 / temperature inverses[i] and key keys[i] -> tokens[i]: -1 where the largest number is not finite.
 extern "C" void prefold_draw(const float* logits, int64_t stride, int64_t columns, const int64_t* rows,
                              const float* inverses, const uint64_t* keys, int64_t draws, int64_t* tokens,
                              int32_t threads) {
-  using namespace prefold;
   parallel_ranges(draws, columns, threads, [&](int64_t first, int64_t stop) {
     for (int64_t i = first; i < stop; ++i) tokens[i] = draw(logits + rows[i] * stride, columns, inverses[i], keys[i]);
   });
 }
+
+}  // namespace prefold

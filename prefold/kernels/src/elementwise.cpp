@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "activations.h"
+#include "interface.h"
 #include "parallel.h"
 
 namespace prefold {
@@ -144,40 +145,35 @@ void gate_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row
 }
 
 }  // namespace
-}  // namespace prefold
-
-// For each dtype: x [rows, width] with row stride x_row, delta likewise or null, weight [width], out [rows, width]
-// likewise, which may be x;
-// x [rows, heads, dim] in place with strides row and head, cos_sin float32 [rows, dim], weight [dim] or null;
-// gate_up [rows, 2 * width] with row stride row, out [rows, width]. Strides are in elements.
-#define PREFOLD_EXPORT_NORMED(name, E, W)                                                                          \
-  extern "C" void prefold_add_rms_norm_##name(E* x, const E* delta, const W* weight, E* out, int64_t rows,         \
-                                              int64_t width, int64_t x_row, int64_t delta_row, int64_t out_row,    \
-                                              float eps, int32_t threads) {                                        \
-    prefold::add_rms_norm(x, delta, weight, out, rows, width, x_row, delta_row, out_row, eps, threads);            \
-  }                                                                                                                \
-  extern "C" void prefold_rope_##name(E* x, const float* cos_sin, const W* weight, int64_t rows, int64_t heads,    \
-                                      int64_t dim, int64_t row, int64_t head, float eps, int32_t threads) {        \
-    prefold::rope(x, cos_sin, weight, rows, heads, dim, row, head, eps, threads);                                  \
+#define PREFOLD_EXPORT_NORMED(name, E, W)                                                                       \
+  extern "C" void prefold_add_rms_norm_##name(E* x, const E* delta, const W* weight, E* out, int64_t rows,      \
+                                              int64_t width, int64_t x_row, int64_t delta_row, int64_t out_row, \
+                                              float eps, int32_t threads) {                                     \
+    add_rms_norm(x, delta, weight, out, rows, width, x_row, delta_row, out_row, eps, threads);                  \
+  }                                                                                                             \
+  extern "C" void prefold_rope_##name(E* x, const float* cos_sin, const W* weight, int64_t rows, int64_t heads, \
+                                      int64_t dim, int64_t row, int64_t head, float eps, int32_t threads) {     \
+    rope(x, cos_sin, weight, rows, heads, dim, row, head, eps, threads);                                        \
   }
-// x, delta and out [rows, width], rows side by side; weight, bias [width].
-#define PREFOLD_EXPORT_LAYER_NORM(name, E)                                                                         \
-  extern "C" void prefold_add_layer_norm_##name(E* x, const E* delta, const E* weight, const E* bias, E* out,      \
-                                                int64_t rows, int64_t width, float eps, int32_t threads) {         \
-    prefold::add_layer_norm(x, delta, weight, bias, out, rows, width, eps, threads);                               \
+#define PREFOLD_EXPORT_LAYER_NORM(name, E)                                                                      \
+  extern "C" void prefold_add_layer_norm_##name(E* x, const E* delta, const E* weight, const E* bias, E* out,   \
+                                                int64_t rows, int64_t width, float eps, int32_t threads) {      \
+    add_layer_norm(x, delta, weight, bias, out, rows, width, eps, threads);                                     \
   }
-#define PREFOLD_EXPORT_GATE(name, Activation, E)                                                                   \
-  extern "C" void prefold_gate_mul_##name(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row,      \
-                                          int32_t threads) {                                                       \
-    prefold::gate_mul<prefold::Activation>(gate_up, out, rows, width, row, threads);                               \
+#define PREFOLD_EXPORT_GATE(name, Activation, E)                                                           \
+  extern "C" void prefold_gate_mul_##name(const E* gate_up, E* out, int64_t rows, int64_t width,           \
+                                          int64_t row, int32_t threads) {                                  \
+    gate_mul<Activation>(gate_up, out, rows, width, row, threads);                                         \
   }
 
 PREFOLD_EXPORT_NORMED(float32, float, float)
-PREFOLD_EXPORT_NORMED(bfloat16, prefold::Bf16, prefold::Bf16)
-PREFOLD_EXPORT_NORMED(bfloat16_float32, prefold::Bf16, float)
+PREFOLD_EXPORT_NORMED(bfloat16, Bf16, Bf16)
+PREFOLD_EXPORT_NORMED(bfloat16_float32, Bf16, float)
 PREFOLD_EXPORT_LAYER_NORM(float32, float)
-PREFOLD_EXPORT_LAYER_NORM(bfloat16, prefold::Bf16)
+PREFOLD_EXPORT_LAYER_NORM(bfloat16, Bf16)
 PREFOLD_EXPORT_GATE(silu_float32, Silu, float)
-PREFOLD_EXPORT_GATE(silu_bfloat16, Silu, prefold::Bf16)
+PREFOLD_EXPORT_GATE(silu_bfloat16, Silu, Bf16)
 PREFOLD_EXPORT_GATE(gelu_tanh_float32, GeluTanh, float)
-PREFOLD_EXPORT_GATE(gelu_tanh_bfloat16, GeluTanh, prefold::Bf16)
+PREFOLD_EXPORT_GATE(gelu_tanh_bfloat16, GeluTanh, Bf16)
+
+}  // namespace prefold

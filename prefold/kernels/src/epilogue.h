@@ -2,26 +2,10 @@
 #pragma once
 
 #include "activations.h"
+#include "interface.h"
 #include "products.h"
 
 namespace prefold {
-
-// What a LoRA adapter (Hu et al. 2021) adds to a product: B A x, of x in float32. Filled in by Python (program.py, class
-// LowRank): same fields, same order.
-struct LowRank {
-  const uint32_t* a;     // packed, [ranks, k]
-  const void* b;         // scaled, as numbers of the dtype of x: for each panel [ranks of the panel, kPanel]
-  const int64_t* spans;  // [panels, 3]: the first rank of each panel, the rank after the last one, where its B begins
-  int64_t ranks;         // 0: the adapter adds nothing
-};
-
-// A row's adapter, or null, and A x: [ranks].
-struct RowLow {
-  const LowRank* adapter;
-  const float* low;
-};
-
-enum Activation : int32_t { kLinearly, kSilu, kGeluTanh };
 
 template <bool kExact>
 PREFOLD_INLINE Floats activated(int32_t activation, const Floats& x) {
@@ -31,11 +15,6 @@ PREFOLD_INLINE Floats activated(int32_t activation, const Floats& x) {
     default: return x;
   }
 }
-
-struct Epilogue {
-  const RowLow* adapted;  // [rows]; null: no row has an adapter
-  int32_t activation;
-};
 
 // Adds to sums [count, kPanel] of rows from `row` on, of the panel that begins at `column`, what their adapters add.
 template <class E>

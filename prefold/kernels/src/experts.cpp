@@ -3,13 +3,12 @@
 // The pairs of a row and an expert are sorted by expert, so that each expert's rows are one product with its matrices.
 // What an expert gives for a row is kept where the pair stands in the row's own order, largest logit first, and summed in
 // that order: a row's result does not depend on its company, nor on the number of threads.
-#include "experts.h"
-
 #include <cmath>
 #include <vector>
 
 #include "activations.h"
 #include "amx_products.h"
+#include "interface.h"
 #include "pack.h"
 
 namespace prefold {
@@ -269,16 +268,14 @@ int32_t experts(const ExpertsCall& call) {
     Experts<Format>(call).template run<Activation>();
     return 0;
   } catch (const std::bad_alloc&) {
-    return 1;
+    return kNoMemory;
   }
 }
 
 }  // namespace
-}  // namespace prefold
-
-#define PREFOLD_EXPORT_EXPERTS(name, Format, Activation)                             \
-  extern "C" int32_t prefold_experts_##name(const prefold::ExpertsCall* call) {      \
-    return prefold::experts<prefold::Format, prefold::Activation>(*call);            \
+#define PREFOLD_EXPORT_EXPERTS(name, Format, Activation)               \
+  extern "C" int32_t prefold_experts_##name(const ExpertsCall* call) { \
+    return experts<Format, Activation>(*call);                         \
   }
 
 PREFOLD_EXPORT_EXPERTS(silu_float32, FloatWords, Silu)
@@ -287,3 +284,5 @@ PREFOLD_EXPORT_EXPERTS(gelu_tanh_float32, FloatWords, GeluTanh)
 PREFOLD_EXPORT_EXPERTS(gelu_tanh_bfloat16, Bf16Words, GeluTanh)
 PREFOLD_EXPORT_EXPERTS(clamped_float32, FloatWords, Clamped)
 PREFOLD_EXPORT_EXPERTS(clamped_bfloat16, Bf16Words, Clamped)
+
+}  // namespace prefold

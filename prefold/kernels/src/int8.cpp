@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 
+#include "interface.h"
 #include "workspace.h"
 
 #ifdef __AVX2__
@@ -304,7 +305,7 @@ int32_t pack_int8(const E* weight, int64_t row, int64_t outputs, int64_t k, int6
   parallel_ranges((outputs + kPanel - 1) / kPanel, kPanel * k, threads, [&](int64_t first, int64_t stop) {
     const std::unique_ptr<int8_t[]> numbers(new (std::nothrow) int8_t[kPanel * padded]);
     const std::unique_ptr<RowGroup[]> groups(new (std::nothrow) RowGroup[kPanel * units]);
-    if (!numbers || !groups) return failed.store(1, std::memory_order_relaxed);
+    if (!numbers || !groups) return failed.store(kNoMemory, std::memory_order_relaxed);
     for (int64_t p = first; p < stop; ++p) {
       memset(numbers.get(), 0, kPanel * padded);
       memset(groups.get(), 0, kPanel * units * sizeof(RowGroup));
@@ -333,9 +334,6 @@ int32_t pack_int8(const E* weight, int64_t row, int64_t outputs, int64_t k, int6
 }
 
 }  // namespace
-}  // namespace prefold
-
-// Whether rows of int8 are multiplied here: where instructions sum four products of bytes without saturating.
 extern "C" int32_t prefold_has_int8() {
 #ifdef PREFOLD_INT8
   return 1;
@@ -344,12 +342,12 @@ extern "C" int32_t prefold_has_int8() {
 #endif
 }
 
-// weight [outputs, k] with a row stride (in elements) as panels of int8, in groups that k, in whole runs of 32, is a
-// multiple of. Returns 0, or 1 where memory is short.
-#define PREFOLD_EXPORT_PACK_INT8(name, E)                                                                        \
-  extern "C" int32_t prefold_pack_int8_##name(const E* weight, int64_t row, int64_t outputs, int64_t k,         \
-                                              int64_t group, uint8_t* out, int32_t threads) {                   \
-    return prefold::pack_int8(weight, row, outputs, k, group, out, threads);                                    \
+#define PREFOLD_EXPORT_PACK_INT8(name, E)                                                                           \
+  extern "C" int32_t prefold_pack_int8_##name(const E* weight, int64_t row, int64_t outputs, int64_t k, int64_t group, \
+                                              uint8_t* out, int32_t threads) {                                      \
+    return pack_int8(weight, row, outputs, k, group, out, threads);                                                 \
   }
 PREFOLD_EXPORT_PACK_INT8(float32, float)
-PREFOLD_EXPORT_PACK_INT8(bfloat16, prefold::Bf16)
+PREFOLD_EXPORT_PACK_INT8(bfloat16, Bf16)
+
+}  // namespace prefold

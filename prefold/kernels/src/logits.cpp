@@ -2,6 +2,7 @@
 // entropy of the probabilities that they stand for.
 #include <cmath>
 
+#include "interface.h"
 #include "logits.h"
 #include "parallel.h"
 
@@ -50,12 +51,8 @@ Spread spread_of(const float* x, int64_t count, float top) {
 }
 
 }  // namespace
-}  // namespace prefold
-
-// logits [rows, columns] with row stride `row` (in elements) -> sums [rows], and the place of the largest [rows].
 extern "C" void prefold_log_sum_exp(const float* logits, int64_t rows, int64_t columns, int64_t row, float* sums,
                                     int64_t* largest, int32_t threads) {
-  using namespace prefold;
   parallel_ranges(rows, columns, threads, [&](int64_t first, int64_t stop) {
     for (int64_t r = first; r < stop; ++r) {
       const float* x = logits + r * row;
@@ -66,11 +63,8 @@ extern "C" void prefold_log_sum_exp(const float* logits, int64_t rows, int64_t c
   });
 }
 
-// Writes the logarithms of the sums of exponentials [rows], where the first of the largest numbers is [rows], and the
-// entropies [rows] in nats.
 extern "C" void prefold_entropy(const float* logits, int64_t rows, int64_t columns, int64_t row, float* sums,
                                 int64_t* largest, float* entropies, int32_t threads) {
-  using namespace prefold;
   parallel_ranges(rows, columns, threads, [&](int64_t first, int64_t stop) {
     for (int64_t r = first; r < stop; ++r) {
       const float* x = logits + r * row;
@@ -80,3 +74,5 @@ extern "C" void prefold_entropy(const float* logits, int64_t rows, int64_t colum
     }
   });
 }
+
+}  // namespace prefold

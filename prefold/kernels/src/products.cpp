@@ -4,6 +4,7 @@
 #include "epilogue.h"
 #include "few_rows.h"
 #include "int8.h"
+#include "interface.h"
 #include "ranks.h"
 
 #include <cmath>
@@ -128,7 +129,7 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
     multiply_all<Format>({given.data, given.row, packed, rows, columns, steps, blocks}, threads, store);
     return 0;
   } catch (const std::bad_alloc&) {
-    return 1;
+    return kNoMemory;
   }
 }
 
@@ -217,12 +218,12 @@ int32_t largest(const typename Format::Element* x, const uint32_t* packed, const
 // product whose columns several ranks have, this one's begin with the column `first`.
 template <class Format>
 int32_t greedy(const typename Format::Element* x, const uint32_t* packed, const BlockPanel* blocks, int64_t* ids, int64_t rows, int64_t columns,
-               int64_t k, int64_t none, int threads, int64_t first, Ranks* ranks) {
+               int64_t k, int64_t none, int threads, int64_t first, RanksView* ranks) {
   static_assert(sizeof(std::atomic<uint64_t>) == sizeof(int64_t));
   auto* best = reinterpret_cast<std::atomic<uint64_t>*>(ids);
   if (const int32_t failed = largest<Format>(x, packed, blocks, best, rows, columns, k, threads, first)) return failed;
   if (ranks) {
-    if (const int32_t unmet = ranks->most(reinterpret_cast<uint64_t*>(ids), rows)) return unmet;
+    if (const int32_t unmet = Ranks{*ranks}.most(reinterpret_cast<uint64_t*>(ids), rows)) return unmet;
   }
   constexpr uint64_t kInfinity = 0xff800000u, kLowest = 0x007fffffu;  // of the upper halves
   for (int64_t r = 0; r < rows; ++r) {
@@ -233,14 +234,9 @@ int32_t greedy(const typename Format::Element* x, const uint32_t* packed, const 
 }
 
 }  // namespace
-}  // namespace prefold
-
-using prefold::Bf16;
-
-// Whether these products are as fast here as the processor's vectors allow.
 extern "C" int32_t prefold_has_products(int32_t is_bf16) {
 #ifdef __AVX512F__
-  return !is_bf16 || prefold::Bf16Words::kParts == 1;
+  return !is_bf16 || Bf16Words::kParts == 1;
 #elif (defined(__AVX2__) && defined(__FMA__)) || defined(__aarch64__)
   (void)is_bf16;
   return 1;
@@ -250,39 +246,37 @@ extern "C" int32_t prefold_has_products(int32_t is_bf16) {
 #endif
 }
 
-// x [rows, k] with row stride x_row (in elements), where k is even in bfloat16; of packed and blocks one is null; bias [columns] or null; out [rows,
-// columns], of x's dtype or the sums as they are; epilogue null where there is none.
-#define PREFOLD_EXPORT_LINEAR(name, Format, E, Out)                                                                  \
-  extern "C" int32_t prefold_linear_##name(const E* x, int64_t x_row, const uint32_t* packed, const prefold::BlockPanel* blocks, const E* bias,         \
-                                           Out* out, int64_t rows, int64_t columns, int64_t k, int32_t threads,      \
-                                           const prefold::Epilogue* epilogue) {                                      \
-    return prefold::linear<prefold::Format>(x, x_row, packed, blocks, bias, out, rows, columns, k, threads, epilogue);       \
+#define PREFOLD_EXPORT_LINEAR(name, Format, E, Out)                                                               \
+  extern "C" int32_t prefold_linear_##name(const E* x, int64_t x_row, const uint32_t* packed,                     \
+                                           const BlockPanel* blocks, const E* bias, Out* out, int64_t rows,       \
+                                           int64_t columns, int64_t k, int32_t threads,                           \
+                                           const Epilogue* epilogue) {                                            \
+    return linear<Format>(x, x_row, packed, blocks, bias, out, rows, columns, k, threads, epilogue);              \
   }
 PREFOLD_EXPORT_LINEAR(float32, FloatWords, float, float)
 PREFOLD_EXPORT_LINEAR(bfloat16, Bf16Words, Bf16, Bf16)
 PREFOLD_EXPORT_LINEAR(bfloat16_float32, Bf16Words, Bf16, float)
 
-// x [rows, k]; ids [rows]: where the first of the largest numbers of each row of the product is; `none` where it is not
-// finite, as where one of them is NaN.
-#define PREFOLD_EXPORT_GREEDY(name, Format, E)                                                                        \
-  extern "C" int32_t prefold_greedy_##name(const E* x, const uint32_t* packed, const prefold::BlockPanel* blocks, int64_t* ids, int64_t rows,            \
-                                           int64_t columns, int64_t k, int64_t none, int32_t threads, int64_t first,  \
-                                           prefold::Ranks* ranks) {                                                   \
-    return prefold::greedy<prefold::Format>(x, packed, blocks, ids, rows, columns, k, none, threads, first, ranks);   \
+#define PREFOLD_EXPORT_GREEDY(name, Format, E)                                                                    \
+  extern "C" int32_t prefold_greedy_##name(const E* x, const uint32_t* packed, const BlockPanel* blocks,          \
+                                           int64_t* ids, int64_t rows, int64_t columns, int64_t k, int64_t none,  \
+                                           int32_t threads, int64_t first, RanksView* ranks) {                    \
+    return greedy<Format>(x, packed, blocks, ids, rows, columns, k, none, threads, first, ranks);                 \
   }
 PREFOLD_EXPORT_GREEDY(float32, FloatWords, float)
 PREFOLD_EXPORT_GREEDY(bfloat16, Bf16Words, Bf16)
 
-// x and packed as above; bias [2 * width] in the order of packed, or null; out [rows, width].
-#define PREFOLD_EXPORT_GATED(name, Format, Activation, E)                                                             \
-  extern "C" int32_t prefold_gated_linear_##name(const E* x, int64_t x_row, const uint32_t* packed, const prefold::BlockPanel* blocks, const E* bias,    \
-                                                 E* out, int64_t rows, int64_t width, int64_t k, int32_t threads,     \
-                                                 const prefold::Epilogue* epilogue) {                                 \
-    return prefold::gated_linear<prefold::Format, prefold::Activation>(x, x_row, packed, blocks, bias, out, rows, width, k,   \
-                                                                       threads, epilogue);                            \
+#define PREFOLD_EXPORT_GATED(name, Format, Activation, E)                                                         \
+  extern "C" int32_t prefold_gated_linear_##name(const E* x, int64_t x_row, const uint32_t* packed,               \
+                                                 const BlockPanel* blocks, const E* bias, E* out, int64_t rows,   \
+                                                 int64_t width, int64_t k, int32_t threads,                       \
+                                                 const Epilogue* epilogue) {                                      \
+    return gated_linear<Format, Activation>(x, x_row, packed, blocks, bias, out, rows, width, k, threads,         \
+                                            epilogue);                                                            \
   }
-
 PREFOLD_EXPORT_GATED(silu_float32, FloatWords, Silu, float)
 PREFOLD_EXPORT_GATED(silu_bfloat16, Bf16Words, Silu, Bf16)
 PREFOLD_EXPORT_GATED(gelu_tanh_float32, FloatWords, GeluTanh, float)
 PREFOLD_EXPORT_GATED(gelu_tanh_bfloat16, Bf16Words, GeluTanh, Bf16)
+
+}  // namespace prefold

@@ -7,119 +7,14 @@
 
 #include "attention.h"
 #include "epilogue.h"
+#include "interface.h"
 #include "parallel.h"
 #include "ranks.h"
-
-using prefold::Bf16;
-
-#define PREFOLD_DECLARE(name, E, W)                                                                             \
-  extern "C" void prefold_add_rms_norm_##name(E*, const E*, const W*, E*, int64_t, int64_t, int64_t, int64_t,   \
-                                              int64_t, float, int32_t);                                         \
-  extern "C" void prefold_rope_##name(E*, const float*, const W*, int64_t, int64_t, int64_t, int64_t, int64_t,  \
-                                      float, int32_t);
-#define PREFOLD_DECLARE_LAYER_NORM(name, E)                                                                      \
-  extern "C" void prefold_add_layer_norm_##name(E*, const E*, const E*, const E*, E*, int64_t, int64_t, float,   \
-                                                int32_t);
-#define PREFOLD_DECLARE_PRODUCTS(name, E)                                                                         \
-  extern "C" prefold::ProductFunction<E, E> prefold_linear_##name, prefold_gated_linear_silu_##name,              \
-      prefold_gated_linear_gelu_tanh_##name;                                                                      \
-  extern "C" int32_t prefold_greedy_##name(const E*, const uint32_t*, const prefold::BlockPanel*, int64_t*, int64_t, int64_t, int64_t, int64_t, \
-                                           int32_t, int64_t, prefold::Ranks*);                                                               \
-  extern "C" void prefold_block_rows_##name(const prefold::BlockPanel*, const int64_t*, E*, int64_t, int64_t, int32_t);
-namespace prefold {
-template <class E, class Out>
-using ProductFunction = int32_t(const E*, int64_t, const uint32_t*, const BlockPanel*, const E*, Out*, int64_t, int64_t, int64_t, int32_t,
-                                const Epilogue*);
-}  // namespace prefold
-PREFOLD_DECLARE(float32, float, float)
-PREFOLD_DECLARE(bfloat16, Bf16, Bf16)
-PREFOLD_DECLARE(bfloat16_float32, Bf16, float)
-PREFOLD_DECLARE_LAYER_NORM(float32, float)
-PREFOLD_DECLARE_LAYER_NORM(bfloat16, Bf16)
-PREFOLD_DECLARE_PRODUCTS(float32, float)
-PREFOLD_DECLARE_PRODUCTS(bfloat16, Bf16)
-extern "C" prefold::ProductFunction<Bf16, float> prefold_linear_bfloat16_float32;
-extern "C" int32_t prefold_write_slots(const prefold::WriteCall*, int32_t);
-extern "C" int32_t prefold_slot_attention(const prefold::SlotCall*, int32_t);
-extern "C" int32_t prefold_row_attention(const prefold::RowCall*, int32_t);
 
 namespace prefold {
 namespace {
 
-enum Kind : int32_t { kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd };
-
-// One operation. Filled in by Python (program.py, class Operation): same fields, same order. Places in rows are in
-// numbers, not bytes.
-struct Operation {
-  int32_t kind;
-  int32_t source, out;  // buffers
-  int32_t beside;       // kAdd: the buffer that is added to `source`; kNorm: likewise, before, or -1; kAttend: that of
-                        // keys and values;
-                        // kPick: whether all that follows has the rows that are read alone
-  int32_t wide;         // kNorm, kRope: whether the weight is float32 where rows are bfloat16
-  int32_t plane;        // kAttend: of the store; kRope: the table of cosines and sines
-  int32_t window;       // kAttend: the plan
-  int32_t activation;   // kLinear, kGated
-  int32_t linear;       // kLinear, kGated: its number in the tables of adapters
-  int32_t summed;       // kLinear, kEmbed: whether the result is the sum of what all ranks give
-  float eps;            // kNorm, kRope; kEmbed: what embeddings are multiplied with; kAdd: likewise what is added
-  int64_t at;           // kNorm: where what is normed begins in a row; kRope, kAttend: where heads (kAttend: queries) do;
-                        // kEmbed, kHead: the first id of this rank's part of the vocabulary
-  int64_t keys;         // kAttend: where keys begin in a row of `beside`; values follow them
-  int64_t heads, dim;   // kRope, kAttend; kEmbed: dim is the size of the vocabulary
-  int64_t kv_heads;     // kAttend
-  int64_t columns;      // kEmbed, kHead: the size of the part; kNorm: how many numbers of a row are normed
-  int64_t positions;    // kEmbed: how many of them are learned
-  // kNorm: with a bias it is a LayerNorm; kEmbed: the bias is what is learned of positions; kAttend: the weight is the
-  // sinks of heads, or null
-  const void *weight, *bias;
-  const BlockPanel* blocks;   // kLinear, kGated, kEmbed, kHead: the matrix, where it is in blocks and `weight` is null
-};
-
-// The keys and values of the path above a row stream's step, of one plane, and room for those above the next step:
-// [path, kv_heads, dim] each.
-struct PathPlane {
-  const char *keys, *values;
-  char *next_keys, *next_values;
-};
-
-// A program for one step, over slots or over the rows of a stream.
-struct ProgramCall {
-  const Operation* operations;
-  int64_t count;
-  char* const* buffers;
-  const int64_t* widths;            // of a row of each buffer
-  int64_t rows, picked;
-  const int64_t* read;              // [picked], the rows that kPick leaves, ascending; not looked at where these are all
-  const int64_t *tokens, *positions; // [rows]; without tokens the rows' embeddings are in their buffer already
-  const int64_t* slots;             // [rows]; null: rows of a stream
-  const float* const* tables;       // cosines, then sines, [positions, dim]
-  int64_t num_tables, dim;
-  float* angles;                    // [tables, rows, dim]: room for those of the rows
-  int64_t* ids;                     // [picked]: the most likely tokens; null: none are wanted
-  const SlotPlane* planes;             // over slots
-  const PathPlane* paths;              // of a stream, by plane
-  int64_t path;                        // rows of it that are carried
-  const int64_t *keep_path, *keep_new; // which of these, and of the new rows, are carried on
-  int64_t kept_path, kept_new;         // how many these are
-  // Where rows stand for several rows of a stream (sharing "mlp"): how many these are, the row that stands for each, one
-  // that each row stands for, the order of attention's rows that are read, and room for q, k and v, and the result.
-  int64_t unfolded;
-  const int64_t *scatter, *gather, *read_order;
-  char* unfolded_room;
-  const TileCall *plans, *read_plans;  // by window
-  const int64_t* numbers;              // [rows]: of each row's adapter, or -1; null: no row has an adapter
-  const LowRank* const* adapters;      // by number: what the adapter adds to each linear
-  RowLow* adapted;                     // [rows]: room
-  float* low;                          // [rows, most_ranks]: room
-  int64_t most_ranks;
-  Ranks* ranks;                        // of a model that is split; null: it is whole
-  int64_t none;                        // in `ids`, where the largest logit is not finite
-  float scale, cap;                    // of attention, as of TileCall
-  int32_t threads, is_bf16;
-};
-
-// That of two functions which is for E.
+// The overload for element type E.
 template <class E, class Float, class Half>
 constexpr auto pick_of(Float* of_float, Half* of_bf16) {
   if constexpr (std::is_same_v<E, float>) return of_float;
@@ -160,7 +55,7 @@ struct Pass {
     const int64_t k = call.widths[op.source], columns = call.widths[op.out];
     const E* in = buffer(op.source);
     const bool is_given = op.summed && rows * columns * static_cast<int64_t>(sizeof(E)) <= call.ranks->part;
-    E* out = is_given ? call.ranks->part_of<E>(call.ranks->rank) : buffer(op.out);
+    E* out = is_given ? Ranks{*call.ranks}.part_of<E>(call.ranks->rank) : buffer(op.out);
     const Epilogue epilogue{call.numbers ? call.adapted : nullptr, op.activation};
     if (call.numbers) {
       if (const int32_t failed = lower(op)) return failed;
@@ -173,7 +68,7 @@ struct Pass {
     }
     const int32_t failed = function(in, k, weight, op.blocks, bias, out, rows, columns, k, call.threads, &epilogue);
     if (failed || !op.summed) return failed;
-    return call.ranks->sum(buffer(op.out), rows * columns, call.threads, is_given);
+    return Ranks{*call.ranks}.sum(buffer(op.out), rows * columns, call.threads, is_given);
   }
 
   // Multiplies rows that have an adapter with its A: neighbours with the same adapter together.
@@ -196,7 +91,7 @@ struct Pass {
         auto* const function = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16_float32);
         if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, nullptr, low, next - first, adapter->ranks, k, 1,
                      nullptr)) {
-          failed.store(1, std::memory_order_relaxed);
+          failed.store(kNoMemory, std::memory_order_relaxed);
         }
       }
     });
@@ -217,8 +112,8 @@ struct Pass {
 
   int32_t embed(const Operation& op) const {
     for (int64_t r = 0; r < rows; ++r) {
-      if (call.tokens[r] < 0 || call.tokens[r] >= op.dim) return 3;
-      if (op.bias && (call.positions[r] < 0 || call.positions[r] >= op.positions)) return 4;
+      if (call.tokens[r] < 0 || call.tokens[r] >= op.dim) return kNoToken;
+      if (op.bias && (call.positions[r] < 0 || call.positions[r] >= op.positions)) return kNoPosition;
     }
     const int64_t width = call.widths[op.out];
     const auto *table = static_cast<const E*>(op.weight), *learned = static_cast<const E*>(op.bias);
@@ -247,7 +142,7 @@ struct Pass {
         }
       }
     });
-    return op.summed ? call.ranks->sum(buffer(op.out), rows * width, call.threads, false) : 0;
+    return op.summed ? Ranks{*call.ranks}.sum(buffer(op.out), rows * width, call.threads, false) : 0;
   }
 
   void add(const Operation& op) const {
@@ -305,7 +200,7 @@ struct Pass {
       const SlotPlane& plane = call.planes[op.plane];
       const WriteCall write{plane,    call.slots, keys,   keys + size, kv_width,
                             op.dim,   kv_width,   op.dim, call.rows,   call.threads};
-      if (prefold_write_slots(&write, kBf16)) return 2;
+      if (const int32_t failed = prefold_write_slots(&write, kBf16)) return failed;
       const SlotCall over{tiles(op), plane};
       return prefold_slot_attention(&over, kBf16);
     }
@@ -399,20 +294,13 @@ struct Pass {
 };
 
 }  // namespace
-}  // namespace prefold
-
-// 0; 1 where memory is short; 2 where a slot is out of range, 3 a token, 4 a position; or an Unmet.
-extern "C" int32_t prefold_run_program(const prefold::ProgramCall* call) {
-  using namespace prefold;
+extern "C" int32_t prefold_run_program(const ProgramCall* call) {
   if (call->rows == 0) return 0;
   if (call->is_bf16) return Pass<Bf16>{*call, call->rows, true}.run();
   return Pass<float>{*call, call->rows, true}.run();
 }
 
-// Makes a call over slots that of the next step: each row is a position, a slot and a key of its own further on. A model
-// with windows has no such step. takes: whether each row's token is that of `ids`, which has as many as there are rows.
-extern "C" void prefold_follow_program(const prefold::ProgramCall* call, int32_t takes) {
-  using namespace prefold;
+extern "C" void prefold_follow_program(const ProgramCall* call, int32_t takes) {
   auto* tokens = const_cast<int64_t*>(call->tokens);
   auto *positions = const_cast<int64_t*>(call->positions), *slots = const_cast<int64_t*>(call->slots);
   auto* own = const_cast<OwnRun*>(call->plans[0].own);
@@ -421,3 +309,5 @@ extern "C" void prefold_follow_program(const prefold::ProgramCall* call, int32_t
     if (takes) tokens[r] = call->ids[r];
   }
 }
+
+}  // namespace prefold

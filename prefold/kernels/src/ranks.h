@@ -1,62 +1,51 @@
 // Ranks of a split model: processes of one machine that meet in memory which all of them map.
 #pragma once
 
+#include "interface.h"
 #include "parallel.h"
 #include "vectors.h"
 
 namespace prefold {
 
-// What is wrong with a meeting, as `prefold_run_program` and others return it.
-enum Unmet : int32_t { kGone = 5, kLate, kApart };
-
 // A line of the memory for each rank. A rank alone writes its own.
-struct alignas(64) Line {
+struct alignas(kRankLine) Line {
   std::atomic<uint64_t> met;       // how often the rank has come
   std::atomic<uint64_t> bytes[2];  // of what it gives, by the parity of the meeting
 };
-static_assert(std::atomic<uint64_t>::is_always_lock_free);
+static_assert(sizeof(Line) == kRankLine && std::atomic<uint64_t>::is_always_lock_free);
 
-// One rank's view. Filled in by Python (kernels/ranks.py, class RanksView): same fields, same order.
-//
-// The memory: a Line for each rank, then the parts: two for each rank, of which it writes one while the others may
-// still read the other. So ranks meet once for each exchange.
+// A rank's exchanges with the others.
 struct Ranks {
-  char* memory;
-  int64_t first, part;     // where parts begin; bytes of a part, a multiple of 64
-  int64_t rank, size;
-  const int32_t* pipes;    // that end when a rank does
-  int64_t num_pipes;
-  double patience;         // in seconds
-  uint64_t met;
+  RanksView& view;
 
-  Line& line(int64_t of) const { return reinterpret_cast<Line*>(memory)[of]; }
+  Line& line(int64_t of) const { return reinterpret_cast<Line*>(view.memory)[of]; }
 
   // What a rank gives at the next meeting.
   template <class E>
   E* part_of(int64_t of) const {
-    return reinterpret_cast<E*>(memory + first + ((met & 1) * size + of) * part);
+    return reinterpret_cast<E*>(view.memory + view.first + ((view.met & 1) * view.size + of) * view.part);
   }
 
   // Comes to the next meeting, waits for all, and returns 0 when they are there: then the parts of all can be read,
   // until the next meeting.
   template <class Read>
   int32_t meet(int64_t bytes, const Read& read) {
-    line(rank).bytes[met & 1].store(bytes, std::memory_order_relaxed);
-    line(rank).met.store(met + 1, std::memory_order_release);
-    for (int64_t other = 0; other < size; ++other) {
-      const auto is_there = [&] { return line(other).met.load(std::memory_order_acquire) > met; };
+    line(view.rank).bytes[view.met & 1].store(bytes, std::memory_order_relaxed);
+    line(view.rank).met.store(view.met + 1, std::memory_order_release);
+    for (int64_t other = 0; other < view.size; ++other) {
+      const auto is_there = [&] { return line(other).met.load(std::memory_order_acquire) > view.met; };
       if (!is_there()) {
         if (const int32_t unmet = wait(is_there)) return unmet;
       }
-      const auto theirs = line(other).bytes[met & 1].load(std::memory_order_relaxed);
+      const auto theirs = line(other).bytes[view.met & 1].load(std::memory_order_relaxed);
       if (theirs != static_cast<uint64_t>(bytes)) return kApart;
     }
     read();
-    ++met;
+    ++view.met;
     return 0;
   }
 
-  // Waits until a rank is there: spins, then lets other threads have the core, then sleeps. Returns 0, or an Unmet.
+  // Waits until a rank is there: spins, then lets other threads have the core, then sleeps. Returns 0, or a Failure.
   template <class There>
   int32_t wait(const There& is_there) const {
     constexpr Clock::duration kSpin = std::chrono::microseconds(30), kYield = std::chrono::milliseconds(2);
@@ -76,8 +65,8 @@ struct Ranks {
       if (since < kLook) continue;
       looked = now;
       waited += std::min(since, 1.0);
-      if (has_ended(pipes, num_pipes) && !is_there()) return kGone;
-      if (waited > patience) return kLate;
+      if (has_ended(view.pipes, view.num_pipes) && !is_there()) return kGone;
+      if (waited > view.patience) return kLate;
     }
     return 0;
   }
@@ -86,11 +75,11 @@ struct Ranks {
   // its part already.
   template <class E>
   int32_t sum(E* x, int64_t count, int threads, bool is_given) {
-    const int64_t most = part / static_cast<int64_t>(sizeof(E));
+    const int64_t most = view.part / static_cast<int64_t>(sizeof(E));
     for (int64_t at = 0; at < count; at += most) {
       const int64_t some = std::min(most, count - at);
       if (!is_given) {
-        E* own = part_of<E>(rank);
+        E* own = part_of<E>(view.rank);
         in_pieces(some, threads, [&](int64_t begin, int64_t stop) {
           std::memcpy(own + begin, x + at + begin, (stop - begin) * sizeof(E));
         });
@@ -100,7 +89,7 @@ struct Ranks {
           for (int64_t i = begin; i < stop; i += kLanes) {
             const int64_t lanes = std::min<int64_t>(kLanes, stop - i);
             Floats total = load_some(part_of<E>(0) + i, lanes);
-            for (int64_t other = 1; other < size; ++other) total += load_some(part_of<E>(other) + i, lanes);
+            for (int64_t other = 1; other < view.size; ++other) total += load_some(part_of<E>(other) + i, lanes);
             store_some(x + at + i, total, lanes);
           }
         });
@@ -112,12 +101,12 @@ struct Ranks {
 
   // x [count] = the largest of every rank's.
   int32_t most(uint64_t* x, int64_t count) {
-    const int64_t most = part / static_cast<int64_t>(sizeof *x);
+    const int64_t most = view.part / static_cast<int64_t>(sizeof *x);
     for (int64_t at = 0; at < count; at += most) {
       const int64_t some = std::min(most, count - at);
-      std::memcpy(part_of<char>(rank), x + at, some * sizeof *x);
+      std::memcpy(part_of<char>(view.rank), x + at, some * sizeof *x);
       const int32_t unmet = meet(some * sizeof *x, [&] {
-        for (int64_t other = 0; other < size; ++other) {
+        for (int64_t other = 0; other < view.size; ++other) {
           const uint64_t* theirs = part_of<uint64_t>(other);
           for (int64_t i = 0; i < some; ++i) x[at + i] = std::max(x[at + i], theirs[i]);
         }

@@ -7,6 +7,7 @@
 #include <new>
 #include <numeric>
 
+#include "interface.h"
 #include "tile.h"
 #include "tile_writer.h"
 
@@ -303,14 +304,9 @@ class SlotPlanner {
 };
 
 }  // namespace
-}  // namespace prefold
-
-// The lists of all tiles, or null where memory is short. Arrays as in KeyRuns, checked by the caller;
-// query_positions may be null: no window. Free with prefold_free_slot_lists.
-extern "C" void* prefold_plan_slots(const int64_t* start, const int64_t* count, const int64_t* position,
-                                    const int64_t* first, const int64_t* last, int64_t runs, int64_t queries,
-                                    const int64_t* query_positions, int64_t window, int64_t group) {
-  using namespace prefold;
+extern "C" SlotLists* prefold_plan_slots(const int64_t* start, const int64_t* count, const int64_t* position,
+                                         const int64_t* first, const int64_t* last, int64_t runs, int64_t queries,
+                                         const int64_t* query_positions, int64_t window, int64_t group) {
   SlotLists* lists = nullptr;
   try {
     lists = new SlotLists;
@@ -323,20 +319,15 @@ extern "C" void* prefold_plan_slots(const int64_t* start, const int64_t* count, 
   }
 }
 
-// Tiles, runs, masked pairs and own runs.
-extern "C" void prefold_slot_list_sizes(const void* handle, int64_t* sizes) {
-  const auto* lists = static_cast<const prefold::SlotLists*>(handle);
+extern "C" void prefold_slot_list_sizes(const SlotLists* lists, int64_t* sizes) {
   sizes[0] = static_cast<int64_t>(lists->tile_starts.size()) - 1;
   sizes[1] = static_cast<int64_t>(lists->runs.size());
   sizes[2] = static_cast<int64_t>(lists->masked.size());
   sizes[3] = static_cast<int64_t>(lists->own.size());
 }
 
-// run_offsets, mask_offsets, tile_starts [tiles + 1]; runs, masked, own [.., 2]; own_offsets [queries + 1].
-extern "C" void prefold_copy_slot_lists(const void* handle, int64_t* run_offsets, int64_t* mask_offsets,
-                                        prefold::Run* runs, prefold::MaskedPair* masked, int64_t* tile_starts,
-                                        int64_t* own_offsets, prefold::OwnRun* own) {
-  const auto* lists = static_cast<const prefold::SlotLists*>(handle);
+extern "C" void prefold_copy_slot_lists(const SlotLists* lists, int64_t* run_offsets, int64_t* mask_offsets, Run* runs,
+                                        MaskedPair* masked, int64_t* tile_starts, int64_t* own_offsets, OwnRun* own) {
   std::copy(lists->tile_starts.begin(), lists->tile_starts.end(), tile_starts);
   std::copy(lists->run_offsets.begin(), lists->run_offsets.end(), run_offsets);
   std::copy(lists->mask_offsets.begin(), lists->mask_offsets.end(), mask_offsets);
@@ -346,4 +337,6 @@ extern "C" void prefold_copy_slot_lists(const void* handle, int64_t* run_offsets
   std::copy(lists->own.begin(), lists->own.end(), own);
 }
 
-extern "C" void prefold_free_slot_lists(void* handle) { delete static_cast<prefold::SlotLists*>(handle); }
+extern "C" void prefold_free_slot_lists(SlotLists* lists) { delete lists; }
+
+}  // namespace prefold

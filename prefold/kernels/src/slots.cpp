@@ -2,6 +2,7 @@
 // over many keys and adds a few packs only the few.
 #include "attention.h"
 #include "formats.h"
+#include "interface.h"
 #include "pack.h"
 #include "parallel.h"
 
@@ -45,13 +46,9 @@ void write(const WriteCall& call) {
 }
 
 }  // namespace
-}  // namespace prefold
-
-// 0, or 1 where a slot is out of range: then nothing is written.
-extern "C" int32_t prefold_write_slots(const prefold::WriteCall* call, int32_t is_bf16) {
-  using namespace prefold;
+extern "C" int32_t prefold_write_slots(const WriteCall* call, int32_t is_bf16) {
   for (int64_t i = 0; i < call->rows; ++i) {
-    if (call->slots[i] < 0 || call->slots[i] >= call->plane.slots) return 1;
+    if (call->slots[i] < 0 || call->slots[i] >= call->plane.slots) return kNoSlot;
   }
   if (is_bf16) {
     write<InBf16Slots>(*call);
@@ -63,5 +60,6 @@ extern "C" int32_t prefold_write_slots(const prefold::WriteCall* call, int32_t i
   return 0;
 }
 
-// Whether bfloat16 rows lie in pairs, a Stored holding two numbers; if not, number by number.
-extern "C" int32_t prefold_stores_bf16_pairs() { return prefold::InBf16Slots::kWidth == 2; }
+extern "C" int32_t prefold_stores_bf16_pairs() { return InBf16Slots::kWidth == 2; }
+
+}  // namespace prefold

@@ -3,12 +3,11 @@
 // The delta rule is computed row by row. The chunkwise form has more products than that (those of a chunk's rows with each
 // other), and is of use where matrices of a state do not fit beside the arithmetic units: here some columns of one head's
 // state stay in the nearest cache while all rows of a run go by, and each number of it is read and written once a row.
-#include "states.h"
-
 #include <cmath>
 #include <vector>
 
 #include "activations.h"
+#include "interface.h"
 #include "pack.h"
 #include "parallel.h"
 
@@ -229,7 +228,7 @@ class DeltaNet {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) by_k[v] = by_q[v] = zeros();
       if (row == first) {
-        const float* from = state(call_.from[run], head) + column;
+        const float* from = state(call_.source[run], head) + column;
         for (int64_t i = 0; i < dim; ++i) {
 #pragma GCC unroll 8
           for (int v = 0; v < V; ++v) {
@@ -299,23 +298,22 @@ class DeltaNet {
   float* rows_ = nullptr;
 };
 
-// Returns 0, or 1 where memory is short.
 template <class E>
 int32_t delta_net(const DeltaCall& call) {
   try {
     DeltaNet<E>(call).run();
     return 0;
   } catch (const std::bad_alloc&) {
-    return 1;
+    return kNoMemory;
   }
 }
 
 }  // namespace
-}  // namespace prefold
-
-#define PREFOLD_EXPORT_STATES(name, E)                                                                                \
-  extern "C" void prefold_short_conv_##name(const prefold::ShortConvCall* call) { prefold::short_conv<E>(*call); }    \
-  extern "C" int32_t prefold_delta_net_##name(const prefold::DeltaCall* call) { return prefold::delta_net<E>(*call); }
+#define PREFOLD_EXPORT_STATES(name, E)                                                           \
+  extern "C" void prefold_short_conv_##name(const ShortConvCall* call) { short_conv<E>(*call); } \
+  extern "C" int32_t prefold_delta_net_##name(const DeltaCall* call) { return delta_net<E>(*call); }
 
 PREFOLD_EXPORT_STATES(float32, float)
-PREFOLD_EXPORT_STATES(bfloat16, prefold::Bf16)
+PREFOLD_EXPORT_STATES(bfloat16, Bf16)
+
+}  // namespace prefold

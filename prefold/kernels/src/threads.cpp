@@ -5,7 +5,10 @@
 
 #include <cstdlib>
 
+#include "interface.h"
 #include "pool.h"
+
+namespace prefold {
 
 // Makes OpenMP's threads, which some of PyTorch's operations run on, sleep soon after their work is done.
 //
@@ -24,11 +27,13 @@ extern "C" void prefold_calm_openmp() {
   static std::atomic<bool> done{false};
   if (done.exchange(true)) return;
   try {
-    prefold::start_thread([parallel] {
+    start_thread([parallel] {
       parallel([](void*) {}, nullptr, std::thread::hardware_concurrency() + 1, 0);
-      prefold::sleep_for_ever();
+      sleep_for_ever();
     });
   } catch (const std::system_error&) {  // then they spin
   }
 #endif
 }
+
+}  // namespace prefold

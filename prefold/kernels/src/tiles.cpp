@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <new>
 
+#include "interface.h"
+
 namespace prefold {
 namespace {
 
@@ -137,13 +139,8 @@ class TilePlanner {
 };
 
 }  // namespace
-}  // namespace prefold
-
-// The lists of all tiles, or null where the intervals are not nested or memory is short (*not_nested says which).
-// first may be null: no spans; positions may be null: no window. Free with prefold_free_row_lists.
-extern "C" void* prefold_plan_rows(const int64_t* end, int64_t keys, const int64_t* first, const int64_t* rows,
-                                   int64_t queries, const int64_t* positions, int64_t window, int32_t* not_nested) {
-  using namespace prefold;
+extern "C" TileLists* prefold_plan_rows(const int64_t* end, int64_t keys, const int64_t* first, const int64_t* rows,
+                                        int64_t queries, const int64_t* positions, int64_t window, int32_t* not_nested) {
   *not_nested = 0;
   TileLists* lists = nullptr;
   try {
@@ -165,22 +162,20 @@ extern "C" void* prefold_plan_rows(const int64_t* end, int64_t keys, const int64
   }
 }
 
-// Tiles, runs and masked pairs.
-extern "C" void prefold_row_list_sizes(const void* handle, int64_t* sizes) {
-  const auto* lists = static_cast<const prefold::TileLists*>(handle);
+extern "C" void prefold_row_list_sizes(const TileLists* lists, int64_t* sizes) {
   sizes[0] = static_cast<int64_t>(lists->run_offsets.size()) - 1;
   sizes[1] = static_cast<int64_t>(lists->runs.size());
   sizes[2] = static_cast<int64_t>(lists->masked.size());
 }
 
-// run_offsets, mask_offsets [tiles + 1]; runs [runs, 2]; masked [masked, 2].
-extern "C" void prefold_copy_row_lists(const void* handle, int64_t* run_offsets, int64_t* mask_offsets,
-                                       prefold::Run* runs, prefold::MaskedPair* masked) {
-  const auto* lists = static_cast<const prefold::TileLists*>(handle);
+extern "C" void prefold_copy_row_lists(const TileLists* lists, int64_t* run_offsets, int64_t* mask_offsets, Run* runs,
+                                       MaskedPair* masked) {
   std::copy(lists->run_offsets.begin(), lists->run_offsets.end(), run_offsets);
   std::copy(lists->mask_offsets.begin(), lists->mask_offsets.end(), mask_offsets);
   std::copy(lists->runs.begin(), lists->runs.end(), runs);
   std::copy(lists->masked.begin(), lists->masked.end(), masked);
 }
 
-extern "C" void prefold_free_row_lists(void* handle) { delete static_cast<prefold::TileLists*>(handle); }
+extern "C" void prefold_free_row_lists(TileLists* lists) { delete lists; }
+
+}  // namespace prefold

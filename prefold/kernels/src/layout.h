@@ -1,0 +1,64 @@
+// What a compiler makes of interface.h, as lines of text: values, places in memory, and signatures. Python makes the
+// same lines from its own structures (kernels/interface.py), and compares the two when it loads a library.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <type_traits>
+
+#include "interface.h"
+
+namespace prefold {
+
+struct Value {
+  const char* name;
+  int64_t value;
+};
+
+// A structure, or a field of one.
+struct Place {
+  const char* name;
+  size_t offset, size;
+};
+
+struct Signature {
+  const char* name;
+  std::string letters;
+};
+
+// The letter of a type that a function takes or returns: `LETTERS` of kernels/interface.py.
+template <class T>
+constexpr char letter() {
+  constexpr bool is_number = std::is_same_v<T, int32_t> || std::is_same_v<T, int64_t> || std::is_same_v<T, float>;
+  static_assert(std::is_pointer_v<T> || is_number, "Python has no letter for this type");
+  return std::is_pointer_v<T> ? 'p' : std::is_same_v<T, int32_t> ? 'i' : std::is_same_v<T, int64_t> ? 'q' : 'f';
+}
+
+template <class Function>
+struct Letters;
+template <class... Arguments>
+struct Letters<void(Arguments...)> {
+  static std::string text() { return {':', letter<Arguments>()...}; }
+};
+template <class Result, class... Arguments>
+struct Letters<Result(Arguments...)> {
+  static std::string text() { return {letter<Result>(), ':', letter<Arguments>()...}; }
+};
+
+template <class Function>
+std::string signature() {
+  return Letters<Function>::text();
+}
+
+template <class Values, class Places, class Signatures>
+std::string text_of(const Values& values, const Places& places, const Signatures& signatures) {
+  std::string text;
+  for (const Value& one : values) text += one.name + (' ' + std::to_string(one.value)) + '\n';
+  for (const Place& one : places) {
+    text += one.name + (' ' + std::to_string(one.offset)) + ' ' + std::to_string(one.size) + '\n';
+  }
+  for (const Signature& one : signatures) text += one.name + (' ' + one.letters) + '\n';
+  return text;
+}
+
+}  // namespace prefold
