@@ -93,6 +93,13 @@ class Settings(dict[str, Any]):
             raise self.wrong(key, "true or false")
         return bool(value)
 
+    def token(self, key: str) -> int | None:
+        """Return the token id `key`, which may lie outside of the vocabulary (-1: no token); None if it is missing."""
+        value = self._given(key, None)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise self.wrong(key, "a whole number")
+        return value
+
     def text(self, key: str, default: Any = REQUIRED) -> Any:
         """Returns the string `key`."""
         value = self._given(key, default)

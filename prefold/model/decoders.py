@@ -154,13 +154,14 @@ def smollm3(hf: HFConfig) -> ModelConfig:
     near = SLIDING if hf.flag("use_sliding_window") else FULL
     types = [FULL if turn else near for turn in turns]
     windows = windows_of(hf, hf.texts("layer_types", None) or types)
-    return _turning(llama({"tie_word_embeddings": True} | hf, windows=windows), turns)
+    return _turning(llama({"tie_word_embeddings": True, "pad_token_id": 128004} | hf, windows=windows), turns)
 
 
 def olmo2(hf: HFConfig, **options: Any) -> ModelConfig:
     """Returns the config of OLMo 2: norms after each part alone, and over all heads of q and of k. options: further
     arguments of `decoder`."""
-    return llama({"rms_norm_eps": 1e-5} | Settings.of(hf), row_qk_norm=True, in_norms=False, out_norms=True, **options)
+    defaults = {"rms_norm_eps": 1e-5, "pad_token_id": 1}
+    return llama(defaults | Settings.of(hf), row_qk_norm=True, in_norms=False, out_norms=True, **options)
 
 
 def olmo3(hf: HFConfig) -> ModelConfig:
@@ -183,7 +184,7 @@ def phi3(hf: HFConfig) -> ModelConfig:
     window = _window(hf) if "sliding_window" in hf else None
     if window is not None and window >= hf.size("max_position_embeddings", most=MOST_POSITIONS):
         window = None
-    defaults = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+    defaults = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "pad_token_id": 32000}
     return llama(defaults | hf, windows=[window] * _layers(hf), names=FUSED)
 
 
@@ -248,7 +249,7 @@ def _gemma(hf: Settings, rope: Settings, types: list[str], **options: Any) -> Mo
             "the model attends in both directions (use_bidirectional_attention); only causal ones work"
         )
     bias = hf.flag("attention_bias")
-    defaults = {"head_dim": 256, "tie_word_embeddings": True}
+    defaults = {"head_dim": 256, "tie_word_embeddings": True, "pad_token_id": 0}
     activation = {"hidden_act": hf.text("hidden_activation", "gelu_pytorch_tanh")}
     return decoder(
         defaults | rope | activation,
@@ -398,6 +399,7 @@ def decoder(
         activation=ACTIVATIONS[activation],  # type: ignore[arg-type]
         tie_embeddings=hf.flag("tie_word_embeddings"),
         dtype=hf.text("dtype", None) or hf.text("torch_dtype", None),
+        pad_id=hf.token("pad_token_id"),
         **options,
     )
 

@@ -4,10 +4,13 @@ or from a GGUF file's metadata."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..checkpoint import read_object
+from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, UnsupportedModelError
 from ..text import RerankPrompt, rerank_prompt
 from ..text.load import folder_templates
@@ -194,12 +197,12 @@ def _gguf_pooling(checkpoint: Checkpoint) -> Pooling:
 class PairSettings:
     """A PairSettings holds the settings of a reranker with a classification head.
 
-    prompt   None: query and document as they are, with the special tokens of a pair
-    raw      whether the score is the head's logit itself, not its sigmoid
+    prompt      None: query and document as they are, with the special tokens of a pair
+    activation  makes the score of the head's logit: the class of torch.nn, or the path of another one
     """
 
     prompt: RerankPrompt | None = None
-    raw: bool = False
+    activation: str = "Sigmoid"
 
 
 def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSettings:
@@ -211,15 +214,16 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
     Qwen3-Reranker turned into a classifier, which keeps its prompt. Any other classifier reads the pair as its
     tokenizer writes it.
     """
-    settings = checkpoint.read_json("config_sentence_transformers.json") or {}
-    own_settings = checkpoint.config.get("sentence_transformers")
-    older = checkpoint.config.get("sbert_ce_default_activation_function")  # until sentence-transformers 4
-    activation = settings.get("activation_fn") or (own_settings or {}).get("activation_fn") or older or ""
-    if settings.get("model_type") == "CrossEncoder" or own_settings is not None or older is not None:
-        module = checkpoint.read_json("sentence_bert_config.json") or {}
+    settings, config = read_object(checkpoint, "config_sentence_transformers.json"), Settings.of(checkpoint.config)
+    own_settings = config.settings("sentence_transformers")
+    older = config.text("sbert_ce_default_activation_function", None)  # until sentence-transformers 4
+    path = str(settings.get("activation_fn") or own_settings.text("activation_fn", None) or older or "")
+    activation = re.sub(r"^torch\.nn\.(modules\.\w+\.)?", "", path) or "Sigmoid"
+    if settings.get("model_type") == "CrossEncoder" or "sentence_transformers" in config or older is not None:
+        module = read_object(checkpoint, "sentence_bert_config.json")
         as_messages = "message" in (module.get("modality_config") or {})
         prompt = _pair_of_messages(tokenizer) if as_messages and tokenizer is not None else None
-        return PairSettings(prompt, raw=str(activation).endswith("Identity"))
+        return PairSettings(prompt, activation)
     if tokenizer is None or None in (tokenizer.token_id("<think>"), tokenizer.token_id("<|im_start|>")):
         return PairSettings()
     return PairSettings(rerank_prompt(tokenizer))

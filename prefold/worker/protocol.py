@@ -46,6 +46,7 @@ class Facts:
                    all the time has nothing to gain
     max_positions  tokens of the model's context
     vocab_size     of the model
+    has_logits     whether the model has an LM head
     adapters       names of the LoRA adapters; in messages they are numbers, in this order
     slot_bytes     bytes of one slot's K/V, in all planes and on all ranks
     span_rows      the most rows that see each other both ways, and are computed in one step; 0: there are none
@@ -58,6 +59,7 @@ class Facts:
     learns_rows: bool = False
     max_positions: int = 1 << 30
     vocab_size: int = 1 << 30
+    has_logits: bool = True
     adapters: tuple[str, ...] = ()
     slot_bytes: int = 1
     span_rows: int = 0
