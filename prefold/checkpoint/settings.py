@@ -75,14 +75,14 @@ class Settings(dict[str, Any]):
             raise self.wrong(key, f"at least {least}" if value < least else f"at most {most:,}")
         return value
 
-    def number(self, key: str, default: Any = REQUIRED, *, zero: bool = False) -> Any:
-        """Returns the finite number `key`, greater than 0, or with `zero` at least 0."""
+    def number(self, key: str, default: Any = REQUIRED, *, zero: bool = False, negative: bool = False) -> Any:
+        """Returns the finite number `key`, greater than 0, or with `zero` at least 0, or with `negative` any."""
         value = self._given(key, default)
         if value is default:
             return value
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= MOST_NUMBER:
             raise self.wrong(key, f"a number, at most {MOST_NUMBER:g}")
-        if value < 0 or (value == 0 and not zero):
+        if not negative and (value < 0 or (value == 0 and not zero)):
             raise self.wrong(key, "0 or more" if zero else "more than 0")
         return value if abs(value) < 2**53 else float(value)
 

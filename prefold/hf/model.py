@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from ..errors import InputError, UnsupportedModelError, no_lm_head
+from ..errors import UnsupportedModelError, no_lm_head
 from ..model.layers import Linear
 from ..model.lora import NO_ADAPTERS, RowAdapters
 from ..model.ops import wide
