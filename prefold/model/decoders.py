@@ -154,7 +154,8 @@ def smollm3(hf: HFConfig) -> ModelConfig:
     near = SLIDING if hf.flag("use_sliding_window") else FULL
     types = [FULL if turn else near for turn in turns]
     windows = windows_of(hf, hf.texts("layer_types", None) or types)
-    return _turning(llama({"tie_word_embeddings": True, "pad_token_id": 128004} | hf, windows=windows), turns)
+    defaults = {"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6, "pad_token_id": 128004}
+    return _turning(llama(defaults | hf, windows=windows), turns)
 
 
 def olmo2(hf: HFConfig, **options: Any) -> ModelConfig:
@@ -204,8 +205,8 @@ def granite(hf: HFConfig) -> ModelConfig:
 def granite4(hf: HFConfig) -> ModelConfig:
     """Returns the config of Granite 4 where it has neither experts nor recurrent layers."""
     hf = Settings.of(hf)
-    if hf.size("num_local_experts", 8, least=0):
-        raise UnsupportedModelError(f"num_local_experts is {hf['num_local_experts']}; Granite 4 works without experts")
+    if experts := hf.size("num_local_experts", 8, least=0):
+        raise UnsupportedModelError(f"num_local_experts is {experts}; Granite 4 works without experts")
     norm = hf.text("normalization_function", "rmsnorm")
     if norm != "rmsnorm":
         raise UnsupportedModelError(f"normalization_function is {norm}; Granite 4 works with rmsnorm")
@@ -274,7 +275,8 @@ def cohere2(hf: HFConfig) -> ModelConfig:
     hf.get("use_embedding_sharing")  # likewise; tie_word_embeddings is what counts
     types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), _layers(hf))
     windows = windows_of(hf, types)
-    defaults = {"tie_word_embeddings": True, "rms_norm_eps": hf.number("layer_norm_eps", 1e-5, zero=True)}
+    epsilon = hf.number("layer_norm_eps", 1e-5, zero=True)
+    defaults = {"tie_word_embeddings": True, "rms_norm_eps": epsilon, "pad_token_id": 0}
     config = llama(
         defaults | hf,
         windows=windows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,15 @@ def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     pre-tokenizer, and CheckpointError for metadata that do not fit together.
     """
     model = checkpoint.metadata("tokenizer.ggml.model")
-    pre = checkpoint.metadata("tokenizer.ggml.pre") or "default"
+    pre = checkpoint.metadata("tokenizer.ggml.pre")
+    if model == "gpt2" and not pre:
+        warnings.warn(
+            f"{checkpoint.name} has no tokenizer.ggml.pre: texts are split as GPT-2 splits them; if the model's own "
+            "tokenizer splits otherwise, write the key (gguf-new-metadata --pre-tokenizer) or use its HF folder",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    pre = pre or "default"
     if model != "llama" and (model != "gpt2" or pre not in PRE_TOKENIZERS):
         names = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedModelError(
