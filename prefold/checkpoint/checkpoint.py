@@ -18,6 +18,7 @@ from ..plugins import load_plugins
 from .builtin import BUILT_IN, fetch
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
+from .keys import check_keys
 from .settings import CONTEXT, Settings
 
 # {name: the config of a well-known model, as Hugging Face writes it}, for random weights (`--load-format dummy`).
@@ -89,14 +90,16 @@ class Checkpoint:
         return default if self.gguf is None else self.gguf.metadata.get(key, default)
 
 
-def read_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+def read_object(checkpoint: Checkpoint, name: str, *, keys: str | None = None) -> dict[str, Any]:
     """Returns the object in the JSON file `name` of the checkpoint's folder; {} where there is no such file.
 
-    Raises CheckpointError where the file holds anything else.
+    keys: the name in `KEYS` whose refused keys are refused; None: that of the file, "": none. Raises CheckpointError
+    where the file holds anything else, UnsupportedModelError for a refused key.
     """
     value = checkpoint.read_json(name)
     if value is not None and not isinstance(value, dict):
         raise CheckpointError(f"{name} of {checkpoint.name} holds a {type(value).__name__}, not an object")
+    check_keys(name if keys is None else keys, value or {}, f"{name} of {checkpoint.name}")
     return value or {}
 
 

@@ -177,16 +177,13 @@ def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> N
         raise UnsupportedModelError(message)
 
 
-def generation_settings(
-    checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int | None = None
-) -> tuple[tuple[int, ...], dict[str, int | float]]:
-    """Returns (the ids that end a text, {field of Sampling: recommended value}).
+def end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> tuple[int, ...]:
+    """Return the ids that end a text, in ascending order.
 
-    The ids are those of generation_config.json, config.json, the tokenizer and a GGUF file's metadata, and the tokens
-    with which the chat template ends a message. Ids from `vocab_size` on are left out: the model has no logits for
-    them. The recommendation is that of generation_config.json, and empty if that file does not ask for sampling.
+    They are those of generation_config.json, config.json, the tokenizer and a GGUF file's metadata, and the tokens with
+    which the chat template ends a message. Ids from `vocab_size` on are left out: the model has no logits for them.
     """
-    config = read_object(checkpoint, "generation_config.json")
+    config = read_object(checkpoint, "generation_config.json", keys="")
     ids = [*_ids(config.get("eos_token_id")), *_ids(checkpoint.config.get("eos_token_id"))]
     if checkpoint.gguf is not None:
         ids += [i for name in GGUF_EOS for i in _ids(checkpoint.metadata(f"tokenizer.ggml.{name}_token_id"))]
@@ -194,10 +191,19 @@ def generation_settings(
         ids += _ids(tokenizer.eos_id)
         template = "".join(tokenizer.chat_templates.templates.values())
         ids += [i for name in TURN_ENDS if name in template for i in _ids(tokenizer.token_id(name))]
+    return tuple(sorted(i for i in set(ids) if vocab_size is None or i < vocab_size))
+
+
+def recommended_sampling(checkpoint: Checkpoint) -> dict[str, int | float]:
+    """Return {field of Sampling: value} as generation_config.json recommends. Filters count if it asks for sampling.
+
+    Raises UnsupportedModelError for a key that asks for what prefold does not do.
+    """
+    config = read_object(checkpoint, "generation_config.json")
     settings = {name: config[name] for name in ("repetition_penalty",) if config.get(name) is not None}
     if config.get("do_sample"):
         settings |= {"temperature": 1.0} | {name: config[name] for name in FILTERS if config.get(name) is not None}
-    return tuple(sorted(i for i in set(ids) if vocab_size is None or i < vocab_size)), settings
+    return settings
 
 
 def _ids(value: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a classification head reads, and how its logits become scores, against transformers and sentence-transformers."""
+"""What a classification head reads, and how logits become scores: as transformers and sentence-transformers do."""
 
 from __future__ import annotations
 
