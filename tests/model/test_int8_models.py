@@ -163,3 +163,12 @@ def test_models_of_another_kind_are_refused(tmp_path):
     model = Other(config, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(InputError, match="layers of another kind"):
         int8.fill_in_int8(model, [], lambda *_: None, NOTHING, TOKENS)
+
+
+@needs_int8
+def test_a_tokenizer_may_have_more_ids_than_the_model(tmp_path):
+    """The tiny tokenizer has 265."""
+    folder = tiny_checkpoint(tmp_path, "llama", **SIZES | {"vocab_size": 97, "num_hidden_layers": 1})
+    with LLM(str(folder), dtype="float32", arithmetic="int8") as llm:
+        assert "int8 arithmetic in" in llm.passes
+        assert len(llm.generate([[5, 9, 20]], max_tokens=2, ignore_eos=True)[0].tokens) == 2
