@@ -63,6 +63,7 @@ CONFIG = {
         "sentence_transformers", "sbert_ce_default_activation_function",
     ),
     **_keys("used", "the tokens that end a text", "eos_token_id"),
+    **_keys("used", "special tokens of a tokenizer that names none", "bos_token_id"),
     **_keys("used", "the dtype if none is asked for", "dtype", "torch_dtype"),
     # transformers turns whole heads in these families, other programs a part.
     **_keys("refused", "rotation of a part of each head", "partial_rotary_factor", plain=(1,)),
@@ -76,7 +77,6 @@ CONFIG = {
         "temperature", "top_k", "top_p", "typical_p",
     ),
     **_keys("harmless", "says nothing to a decoder", "decoder_start_token_id", "is_decoder", "sep_token_id"),
-    **_keys("harmless", "a tokenizer puts BOS before a text, or does not (tokenizer.json)", "bos_token_id"),
     **_keys("harmless", "names of labels, the other way round", "label2id"),
     **_keys("harmless", _TRAINING, "attention_dropout", "hidden_dropout", "initializer_range", "output_router_logits"),
     **_keys("harmless", _SPEED, "use_cache", "pretraining_tp", "chunk_size_feed_forward", "_attn_implementation"),
@@ -129,7 +129,7 @@ BERT = {
     **_keys("refused", "vectors of several tokens", "query_length", "document_length", "query_expansion"),
     **_keys("refused", "another tokenizer", "tokenizer_name_or_path"),
     **_keys("refused", "arguments of transformers' classes", "model_args", "tokenizer_args", "config_args",
-            "model_kwargs", "processor_kwargs", "config_kwargs"),
+            "model_kwargs", "processor_kwargs", "config_kwargs", plain=({"trust_remote_code": True},)),
     **_keys("harmless", "a name inside of sentence-transformers", "module_output_name"),
     **_keys("harmless", _SPEED, "unpad_inputs"),
 }  # fmt: skip
@@ -174,9 +174,9 @@ GGUF = {
     **_keys("refused", "an MLP beside attention", "use_parallel_residual"),
     **_keys("refused", "a factor of experts", "expert_weights_scale", plain=(1,)),
     **_keys("refused", "groups of experts", "expert_group_count", "expert_group_used_count", plain=(1,)),
-    **_keys("refused", "another order of weights", "tensor_data_layout", plain=("reference",)),
     **_keys("refused", "layers that share keys", "attention.shared_kv_layers"),
     **_keys("harmless", "said by the tensors", "vocab_size", "rope.scaling.finetuned", "rope.dimension_count"),
+    **_keys("harmless", "every converter writes the order that llama.cpp reads", "tensor_data_layout"),
 }  # fmt: skip
 # By the whole key.
 GGUF_TOKENIZER = {

@@ -21,7 +21,7 @@ from prefold.errors import PrefoldError, UnsupportedModelError
 from prefold.model import config_from
 from prefold.tasks import embed_settings, end_ids, make_task, recommended_sampling
 from prefold.tasks.sentence import pair_settings
-from prefold.text.load import load_tokenizer
+from prefold.text.load import gguf_tokenizer, load_tokenizer
 
 MODEL = SIZES | {"hidden_act": "silu", "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 MODEL = {key: value for key, value in MODEL.items() if not key.endswith("_token_id")}
@@ -97,6 +97,7 @@ USED: dict[str, tuple[dict[str, Any], Any]] = {
     "sentence_transformers": (HEAD, IDENTITY),
     "sbert_ce_default_activation_function": (HEAD, IDENTITY["activation_fn"]),
     "eos_token_id": ({}, [2, 7]),
+    "bos_token_id": ({"bos_token_id": 5}, 9),
     "dtype": ({}, "bfloat16"),
     "torch_dtype": ({}, "float16"),
 }
@@ -128,7 +129,7 @@ OTHER_USED: dict[str, dict[str, Any]] = {
 ASKING = {
     "partial_rotary_factor": 1 / 3, "typical_p": 0.5, "num_beams": 4, "num_beam_groups": 2, "guidance_scale": 1.5,
     "logit_scale": 0.5, "residual_scale": 0.5, "embedding_scale": 3.0, "expert_weights_scale": 2.5,
-    "expert_group_count": 4, "expert_group_used_count": 2, "tensor_data_layout": "Meta AI original pth",
+    "expert_group_count": 4, "expert_group_used_count": 2,
     "tokenizer.ggml.suppress_tokens": [3],
 }  # fmt: skip
 ODD = 3
@@ -194,6 +195,10 @@ def change(files, tmp_path):
     shutil.copytree(files, folder)
 
     def change(file: str, **values: Any) -> dict[str, Any]:
+        if values.keys() & {"bos_token_id", "pad_token_id"}:  # they count for a tokenizer that names no such token
+            named = json.loads((files / "tokenizer_config.json").read_text())
+            unnamed = {name: value for name, value in named.items() if name not in ("bos_token", "pad_token")}
+            (folder / "tokenizer_config.json").write_text(json.dumps(unnamed))
         before = json.loads((files / file).read_text())
         content = {key: value for key, value in (before | values).items() if value is not ...}
         (folder / file).write_text(json.dumps(content))
@@ -215,11 +220,9 @@ def test_keys_of_config_json_that_are_used(change, key):
     ("file", "key"), [(file, key) for file in JSON_FILES if file != "config.json" for key in keys(file, "used")]
 )
 def test_keys_that_are_used(change, file, key):
-    if file == "generation_config.json" and key in ("bos_token_id", "pad_token_id"):
-        pytest.skip("of tokenizers that name no such token: tests/text/test_tokenizer.py")
     # An activation is of a CrossEncoder alone.
     beside = {"activation_fn": {"model_type": "CrossEncoder"}, "model_type": {"activation_fn": "torch.nn.Tanh"}}
-    before = beside.get(key, {})
+    before = beside.get(key, {key: 5} if key.endswith("s_token_id") or key == "pad_token_id" else {})
     assert change(file, **before | {key: OTHER_USED[file][key]}) != change(file, **before)
 
 
@@ -235,8 +238,6 @@ def test_keys_that_are_refused(change, file, key):
 
 @pytest.mark.parametrize(("file", "key"), [(file, key) for file in JSON_FILES for key in keys(file, "harmless")])
 def test_keys_that_are_harmless(change, file, key):
-    if key == "bos_token_id":
-        pytest.skip("of tokenizers that name no BOS: tests/text/test_tokenizer.py")
     base = change(file)
     for value in (True, 3, "x"):
         assert change(file, **{key: value}) == base
@@ -282,6 +283,56 @@ def test_gguf_keys_that_are_harmless(key):
 )  # fmt: skip
 def test_gguf_keys_that_are_used(key, value):
     assert config_from_gguf(gguf(**{key: value})) != config_from_gguf(gguf())
+
+
+def read_gguf_tokenizer(files, **changed: Any) -> Any:
+    """What the tokenizer of a GGUF file of the tiny one's tokens gives."""
+    spec = json.loads((files / "tokenizer.json").read_text())["model"]
+    tokens = sorted(spec["vocab"], key=spec["vocab"].get)
+    ids = {"bos": 1, "eos": 2, "unknown": 0, "padding": 0}
+    values = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in spec["merges"]],
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+    } | {f"tokenizer.ggml.{name}_token_id": value for name, value in ids.items()}
+    read = gguf_tokenizer(SimpleNamespace(name="a.gguf", metadata=(values | changed).get))
+    special = {name: getattr(read, name) for name in ("bos_id", "eos_id", "pad_id")}
+    rendered = read.render_chat([{"role": "user", "content": "the yes"}])
+    return [read.encode(text).tolist() for text in [*TEXTS, "e\u0301 the b"]], special, read.special_tokens, rendered
+
+
+@pytest.mark.parametrize("key", keys("GGUF metadata", "refused"))
+def test_keys_of_gguf_tokenizers_that_are_refused(files, key):
+    value = ASKING.get(key, ODD)
+    with pytest.raises(UnsupportedModelError, match=r"a\.gguf: tokenizer\.ggml\.\w+") as caught:
+        read_gguf_tokenizer(files, **{key: value})
+    assert f"{key} is {value}, which asks for" in str(caught.value)
+    assert read_gguf_tokenizer(files, **{key: False}) == read_gguf_tokenizer(files)
+
+
+@pytest.mark.parametrize("key", keys("GGUF metadata", "harmless"))
+def test_keys_of_gguf_tokenizers_that_are_harmless(files, key):
+    assert read_gguf_tokenizer(files, **{key: 1}) == read_gguf_tokenizer(files)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("pre", "qwen2"), ("merges", ["y e"]), ("token_type", [3] * 2 + [1] * 263), ("bos_token_id", 2),
+        ("eos_token_id", 1), ("padding_token_id", 2), ("unknown_token_id", 2), ("add_bos_token", False),
+        ("add_eos_token", True), ("tokens", None), ("model", "bert"),
+    ],
+)  # fmt: skip
+def test_keys_of_gguf_tokenizers_that_are_used(files, key, value):
+    try:
+        found = read_gguf_tokenizer(files, **{f"tokenizer.ggml.{key}": value})
+    except PrefoldError as error:
+        found = str(error)
+    assert found != read_gguf_tokenizer(files)
 
 
 # Keys that change results without another tensor, against transformers.
