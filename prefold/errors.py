@@ -88,6 +88,16 @@ class FleetError(JobError):
     """No replica of a fleet is left; the message says what became of each."""
 
 
+def no_lm_head() -> InputError:
+    """Return the error for logits of a model without an LM head."""
+    return InputError(
+        "this checkpoint has no LM head, so it gives no logits",
+        field="model",
+        remedy="use it to embed, or load a checkpoint ...ForCausalLM whose files have lm_head.weight",
+        code="no_lm_head",
+    )
+
+
 def record_error(error: Exception) -> InputError:
     """Returns the InputError that a record gets for `error`, which was raised while that record was worked on.
 

@@ -29,7 +29,7 @@ from .model.parallel import ALONE, CollectiveError
 from .model_options import GROUPS, ModelOptions, model_options
 from .options import described
 from .schedule.parts import settle_options
-from .tasks.make import generation_settings
+from .tasks.make import end_ids
 from .text import Tokenizer, tokenizer_or_none
 from .types import Stats
 from .worker.local import LocalWorker
@@ -106,7 +106,7 @@ class LLM(NumericTasks, Texts):
             if self._team is not None:
                 self._team.close()
             raise
-        eos_ids = generation_settings(self.checkpoint, self.tokenizer, self.config.vocab_size)[0]
+        eos_ids = end_ids(self.checkpoint, self.tokenizer, self.config.vocab_size)
         hosts = o.images.allow_media_host
         self.images = self.config.image_inputs(self.checkpoint, self.tokenizer, media, hosts=hosts)
         table = media if self.images is None else self.images.table

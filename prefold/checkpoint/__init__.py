@@ -1,7 +1,7 @@
 """Finds a model's files: local folders, GGUF files, built-in names, hub ids. It never imports torch."""
 
 from .builtin import BUILT_IN, BuiltIn, cache_folder
-from .checkpoint import GEOMETRIES, Checkpoint, read_object, resolve, served_name
+from .checkpoint import GEOMETRIES, Checkpoint, read_json, read_object, resolve, served_name
 from .gguf import GGUFFile
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Checkpoint",
     "GGUFFile",
     "cache_folder",
+    "read_json",
     "read_object",
     "resolve",
     "served_name",

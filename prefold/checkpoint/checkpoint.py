@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from ..plugins import load_plugins
 from .builtin import BUILT_IN, fetch
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf
+from .keys import check_keys
 from .settings import CONTEXT, Settings
 
 # {name: the config of a well-known model, as Hugging Face writes it}, for random weights (`--load-format dummy`).
@@ -76,7 +78,7 @@ class Checkpoint:
         Raises CheckpointError for a file that cannot be read, or is not JSON.
         """
         path = self.file(name)
-        return None if path is None else _read_json(path)
+        return None if path is None else read_json(path)
 
     @cached_property
     def gguf(self) -> GGUFFile | None:
@@ -88,14 +90,16 @@ class Checkpoint:
         return default if self.gguf is None else self.gguf.metadata.get(key, default)
 
 
-def read_object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+def read_object(checkpoint: Checkpoint, name: str, *, keys: str | None = None) -> dict[str, Any]:
     """Returns the object in the JSON file `name` of the checkpoint's folder; {} where there is no such file.
 
-    Raises CheckpointError where the file holds anything else.
+    keys: the name in `KEYS` whose refused keys are refused; None: that of the file, "": none. Raises CheckpointError
+    where the file holds anything else, UnsupportedModelError for a refused key.
     """
     value = checkpoint.read_json(name)
     if value is not None and not isinstance(value, dict):
         raise CheckpointError(f"{name} of {checkpoint.name} holds a {type(value).__name__}, not an object")
+    check_keys(name if keys is None else keys, value or {}, f"{name} of {checkpoint.name}")
     return value or {}
 
 
@@ -178,7 +182,7 @@ def _local(name: str, path: Path) -> Checkpoint:
             return checkpoint
         raise CheckpointError(f"{path} is not a .gguf file; give the folder of a Hugging Face checkpoint")
     if (path / "config.json").is_file():
-        config = _read_json(path / "config.json")
+        config = read_json(path / "config.json")
         if not isinstance(config, dict):
             raise CheckpointError(f"{path / 'config.json'} is not a JSON object")
         return Checkpoint(name, path, "folder", Settings(config, str(path / "config.json")))
@@ -229,7 +233,7 @@ def _with_tower(checkpoint: Checkpoint, tower: GGUFFile) -> Checkpoint:
 
 def _of_adapter(path: Path) -> str:
     """Returns the message for the folder of a LoRA adapter that is given in place of a model's."""
-    settings = _read_json(path / "adapter_config.json")
+    settings = read_json(path / "adapter_config.json")
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     model = base if isinstance(base, str) and base else "MODEL"
     return (
@@ -238,13 +242,26 @@ def _of_adapter(path: Path) -> str:
     )
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file of a checkpoint. Raises CheckpointError, naming the file, if it cannot be read.
+
+    A number that JSON has no form for is an object, as transformers 5 writes it: {"__float__": "Infinity"}.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_hook=_tagged)
     except (ValueError, RecursionError) as error:  # it is not JSON, not UTF-8, or nested without end
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def _tagged(value: dict[str, Any]) -> Any:
+    """Return the number that an object stands for, or the object."""
+    tag = value.get("__float__") if len(value) == 1 else None
+    return _FLOATS.get(tag, value) if isinstance(tag, str) else value
 
 
 def _from_hub(name: str, revision: str | None, weights: bool) -> Path:

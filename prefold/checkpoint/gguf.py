@@ -23,6 +23,8 @@ from ..errors import CheckpointError
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
+# GGML has no more dimensions, and no file as many weights.
+MOST_DIMS, MOST_WEIGHTS = 4, 2**60
 # The struct codes of the format's value types, by their numbers.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -76,10 +78,19 @@ class GGUFFile:
         num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
         for _ in range(num_pairs):
             key = self._string()
+            if key in self.metadata:
+                raise CheckpointError(f"{self.path} is damaged: it has the key {key!r:.200} twice")
             self.metadata[key] = self._value(self._scalar("I"))
         for _ in range(num_tensors):
             name, num_dims = self._string(), self._scalar("I")
+            if name in self.tensors:
+                raise CheckpointError(f"{self.path} is damaged: it has the tensor {name!r:.200} twice")
+            if num_dims > MOST_DIMS:
+                message = f"{name!r:.200} has {num_dims} dimensions; GGUF has at most {MOST_DIMS}"
+                raise CheckpointError(f"{self.path} is damaged: {message}")
             dims = struct.unpack_from(f"<{num_dims}Q", self._bytes, self._at)
+            if math.prod(max(1, size) for size in dims) > MOST_WEIGHTS:
+                raise CheckpointError(f"{self.path} is damaged: {name!r:.200} has the sizes {list(dims)}")
             self._at += 8 * num_dims
             self.tensors[name] = GGUFTensor(name, dims[::-1], self._scalar("I"), self._scalar("Q"))
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -88,6 +99,29 @@ class GGUFFile:
                 f"{self.path}: general.alignment is {alignment!r}; it must be a whole number of at least 1"
             )
         self._data_start = -(-self._at // alignment) * alignment
+        self._check_places(alignment)
+
+    def _check_places(self, alignment: int) -> None:
+        """Raise CheckpointError for a tensor whose place is not a multiple of the alignment, or is another's too."""
+        end, before = 0, ""
+        for tensor in sorted(self.tensors.values(), key=lambda tensor: tensor.offset):
+            if tensor.offset % alignment:
+                message = f"{tensor.name!r:.200} lies at {tensor.offset}, which is no multiple of {alignment}"
+                raise CheckpointError(f"{self.path} is damaged: {message} (general.alignment)")
+            size = self._size_of(tensor)
+            if size and tensor.offset < end:
+                raise CheckpointError(
+                    f"{self.path} is damaged: {tensor.name!r:.200} lies in the bytes of {before!r:.200}"
+                )
+            end, before = max(end, tensor.offset + size), tensor.name
+
+    def _size_of(self, tensor: GGUFTensor) -> int:
+        """Return the bytes of a tensor; 0 for a type that is not known, which `raw` refuses."""
+        try:
+            block_size, type_size = _sizes(self.path, tensor)
+        except CheckpointError:
+            return 0
+        return math.prod(tensor.shape) // block_size * type_size
 
     def _scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from("<" + code, self._bytes, self._at)
@@ -160,6 +194,8 @@ class GGUFFile:
         if rows != slice(None):
             assert len(tensor.shape) > 1, f"{name} has no rows to choose from"
             raw = raw.reshape(-1, raw.shape[-1])[rows]
+        if not raw.size:
+            return np.empty((*raw.shape[:-1], tensor.shape[-1]), np.float32)
         try:
             return dequantize(raw, kind)
         except NotImplementedError as error:

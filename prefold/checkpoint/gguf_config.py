@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .gguf import GGUFFile
+from .keys import check_keys
 from .settings import MOST_LAYERS, MOST_POSITIONS, Settings
 
 ARCHITECTURES = {
@@ -97,6 +98,8 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         _refuse(gguf, "attention.sliding_window", "a sliding window")
     if has_experts:
         config |= MIXTURES[arch](gguf, config)
+    read = [key.removeprefix(gguf.prefix) for key in gguf.reads]
+    check_keys("{architecture}.", gguf, str(file.path), prefix=gguf.prefix, read=read)
     return Settings(config, str(file.path))
 
 

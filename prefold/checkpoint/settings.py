@@ -75,14 +75,14 @@ class Settings(dict[str, Any]):
             raise self.wrong(key, f"at least {least}" if value < least else f"at most {most:,}")
         return value
 
-    def number(self, key: str, default: Any = REQUIRED, *, zero: bool = False) -> Any:
-        """Returns the finite number `key`, greater than 0, or with `zero` at least 0."""
+    def number(self, key: str, default: Any = REQUIRED, *, zero: bool = False, negative: bool = False) -> Any:
+        """Returns the finite number `key`, greater than 0, or with `zero` at least 0, or with `negative` any."""
         value = self._given(key, default)
         if value is default:
             return value
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= MOST_NUMBER:
             raise self.wrong(key, f"a number, at most {MOST_NUMBER:g}")
-        if value < 0 or (value == 0 and not zero):
+        if not negative and (value < 0 or (value == 0 and not zero)):
             raise self.wrong(key, "0 or more" if zero else "more than 0")
         return value if abs(value) < 2**53 else float(value)
 
@@ -92,6 +92,13 @@ class Settings(dict[str, Any]):
         if not isinstance(value, (bool, int)) or value not in (0, 1):
             raise self.wrong(key, "true or false")
         return bool(value)
+
+    def token(self, key: str) -> int | None:
+        """Return the token id `key`, which may lie outside of the vocabulary (-1: no token); None if it is missing."""
+        value = self._given(key, None)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise self.wrong(key, "a whole number")
+        return value
 
     def text(self, key: str, default: Any = REQUIRED) -> Any:
         """Returns the string `key`."""

@@ -374,9 +374,9 @@ def sampling_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
 
     With --recommended the checkpoint's own settings fill in for options that were not given.
     """
-    from ..tasks import generation_settings
+    from ..tasks import recommended_sampling
 
-    settings: dict[str, Any] = generation_settings(checkpoint, tokenizer)[1] if o.get("recommended") else {}
+    settings: dict[str, Any] = recommended_sampling(checkpoint) if o.get("recommended") else {}
     settings |= given_options("generate", o, SamplerOptions, LoopedOptions)
     if o.get("max_tokens") is not None:
         settings["max_tokens"] = o["max_tokens"] or None

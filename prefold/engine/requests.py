@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, no_lm_head
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
@@ -20,6 +20,8 @@ from .samples import OnText, Sample
 
 # The kinds of Readout that are read at a prompt's last row alone; so is "logprobs" of a single target.
 LAST_ROW_KINDS = ("last", "head", "logits")
+# The kinds of Readout that need an LM head.
+_LOGIT_KINDS = ("logits", "logprobs", "tokens")
 
 NO_TARGETS = np.zeros(0, np.int32)
 
@@ -208,6 +210,7 @@ class RequestBuilder:
         owner    the tenant and the class that it runs for
         """
         adapter_number(self.facts, request.adapter)
+        check_logits(self.facts, "tokens" if readout is None else readout.kind)
         with_exits = request.sampling or readout
         for check in self._checks:
             check(None if with_exits is None else with_exits.exits)
@@ -285,6 +288,13 @@ class _TextMakers:
     @cached_property
     def grammars(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_ids)
+
+
+def check_logits(facts: Facts, kind: str) -> None:
+    """Raise InputError for a kind of Readout that needs logits if the model has no LM head. Every request passes here
+    before its first step, whatever computes the step."""
+    if kind in _LOGIT_KINDS and not facts.has_logits:
+        raise no_lm_head()
 
 
 def adapter_number(facts: Facts, name: str | None) -> int | None:

@@ -25,7 +25,7 @@ from ..types import Readout, Request, Result, Sharing
 from ..worker.protocol import Ticket, Worker
 from .loop import EngineLoop
 from .meter import StepBudget, StepInfo
-from .requests import adapter_number, no_readout, reads_last_rows
+from .requests import adapter_number, check_logits, no_readout, reads_last_rows
 
 T = TypeVar("T")
 
@@ -107,6 +107,7 @@ class _StreamRun:
 
     def prepare(self, windows: Iterable[Window]) -> Iterator[_PreparedStep]:
         """Plans and prepares the steps of every window, and yields them."""
+        check_logits(self.worker.facts, self.readout.kind)
         follows = False
         for window in windows:
             started_at = time.perf_counter()

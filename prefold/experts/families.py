@@ -46,6 +46,8 @@ GPT_OSS = Names(
 def qwen3_moe(hf: HFConfig) -> ModelConfig:
     """Returns the config of Qwen 3 with experts: Qwen 3, whose MLPs are mixtures."""
     hf = Settings.of(hf)
+    head_dim = hf.size("head_dim", None) or hf.size("hidden_size") // hf.size("num_attention_heads")
+    hf = hf | {"head_dim": head_dim}
     return _mixture(hf, qwen3(_of_experts(hf, 768)), experts=128, chosen=8)
 
 
@@ -61,7 +63,7 @@ def qwen2_moe(hf: HFConfig) -> ModelConfig:
 def olmoe(hf: HFConfig) -> ModelConfig:
     """Returns the config of OLMoE: Llama with norms over all heads of q and of k, whose MLPs are mixtures."""
     hf = Settings.of(hf)
-    return _mixture(hf, llama({"rms_norm_eps": 1e-5} | hf, row_qk_norm=True), experts=64, chosen=8)
+    return _mixture(hf, llama({"rms_norm_eps": 1e-5, "pad_token_id": 1} | hf, row_qk_norm=True), experts=64, chosen=8)
 
 
 def mixtral(hf: HFConfig) -> ModelConfig:

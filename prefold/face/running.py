@@ -109,8 +109,8 @@ class TaskRunner:
         return task
 
     def _make_task(self, name: str, options: Mapping[str, Any]) -> Task:
-        model = self.checkpoint, self.tokenizer
-        task = make_task(name, *model, options, adapters=self.engine.facts.adapters, images=self.images)
+        further: dict[str, Any] = {"adapters": self.engine.facts.adapters, "images": self.images, "config": self.config}
+        task = make_task(name, self.checkpoint, self.tokenizer, options, **further)
         return cast(Task, calibrated(self.engine, task))
 
     def run(self, task: Task, items: Iterable[object]) -> list[dict[str, object]]:

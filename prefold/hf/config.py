@@ -172,6 +172,7 @@ def config_of(hf: Settings, architecture: str, loader: str) -> TransformersConfi
         lm_head=loader == "AutoModelForCausalLM",
         num_labels=config.num_labels if loader == "AutoModelForSequenceClassification" else None,
         labels=_labels(hf),
+        pad_id=_of(config.get_text_config(), "pad_token_id"),
         dtype=hf.text("dtype", None) or hf.text("torch_dtype", None),
         architecture=architecture,
         loader=loader,

@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from ..checkpoint import Checkpoint
 from ..device import check_fits
 from ..errors import CheckpointError, InputError, UnsupportedModelError
-from ..model.lora import TENSOR, Adapter, Pair, adapter_settings, delta_of, scaled
+from ..model.adapter_config import read_adapter_config
+from ..model.lora import TENSOR, Adapter, Pair, delta_of, scaled
 from ..model.parallel import ALONE, Alone
 from ..model.sources import SafetensorsSource
 from .check import check, expected_of, note, refused
@@ -170,7 +171,7 @@ def load_adapter(
     """Returns the adapter in a PEFT folder, by the names that linears have in transformers; arguments and errors as of
     `prefold.model.load_adapter`."""
     folder = Path(path).expanduser()
-    settings = adapter_settings(folder)
+    settings = read_adapter_config(folder)
     pairs: dict[str, Pair] = {}
     file = folder / "adapter_model.safetensors"
     if not file.is_file():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from ..errors import InputError, UnsupportedModelError
+from ..errors import UnsupportedModelError, no_lm_head
 from ..model.layers import Linear
 from ..model.lora import NO_ADAPTERS, RowAdapters
 from ..model.ops import wide
@@ -230,7 +230,7 @@ class TransformersLM(CausalLM):
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
         if self.ready_states is None:
-            raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
+            raise no_lm_head()
         if not len(hidden):
             return wide(hidden).new_empty(0, self.config.vocab_size if ids is None else len(ids))
         self.ready_states.last_hidden_state, head = hidden[None], self.wide_head

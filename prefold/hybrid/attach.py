@@ -14,6 +14,20 @@ from .config import HybridConfig, granite4, lfm2, qwen3_5, qwen3_5_with_images
 
 _MIXTURE = "its layers are mixtures of experts beside layers of states; its dense relatives are supported"
 
+_STATES = "its layers keep recurrent states that prefold does not compute; Qwen3.5, LFM2 and Granite 4 hybrids work"
+_WITH_STATES = {
+    "bamba": "Bamba",
+    "falcon_h1": "FalconH1",
+    "falcon_mamba": "FalconMamba",
+    "jamba": "Jamba",
+    "mamba": "Mamba",
+    "mamba2": "Mamba2",
+    "nemotron_h": "NemotronH",
+    "recurrent_gemma": "RecurrentGemma",
+    "zamba": "Zamba",
+    "zamba2": "Zamba2",
+}
+
 add_families(
     with_heads("GraniteMoeHybridForCausalLM", "GraniteMoeHybrid", granite4, classified=False)
     | {
@@ -25,8 +39,15 @@ add_families(
         "lfm2": "Lfm2ForCausalLM",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
         "qwen3_5": "Qwen3_5ForConditionalGeneration",
+        **{model_type: f"{name}ForCausalLM" for model_type, name in _WITH_STATES.items()},
     },
     refused={
+        **{
+            f"{name}For{head}": _STATES
+            for name in _WITH_STATES.values()
+            for head in ("CausalLM", "SequenceClassification")
+        },
+        **{f"{name}Model": _STATES for name in _WITH_STATES.values()},
         "Lfm2MoeForCausalLM": _MIXTURE,
         "Qwen3NextForCausalLM": _MIXTURE,
         "Qwen3_5MoeForCausalLM": _MIXTURE,

@@ -256,7 +256,7 @@ def lfm2(hf: HFConfig) -> HybridConfig:
         "rope_theta": hf.number("rope_theta", 1e6),
         "hidden_act": "silu",
     }
-    config = decoder(hf | settings, qk_norm=True, names=LFM2)
+    config = decoder({"pad_token_id": 0} | hf | settings, qk_norm=True, names=LFM2)
     mixers = [ATTENTION if kind == "full_attention" else kind for kind in types]
     taps = hf.size("conv_L_cache", 3, least=2, most=64)
     return HybridConfig.of(config, mixers, sizes={"taps": taps, "bias": hf.flag("conv_bias")})

@@ -132,7 +132,7 @@ class SharedModel(Model):
         from ..llm import LLM
 
         self._llm = llm = LLM(model, **options)
-        further = {"adapters": llm.engine.facts.adapters, "images": llm.images}
+        further = {"adapters": llm.engine.facts.adapters, "images": llm.images, "config": llm.config}
         make: Make = lambda name, options: make_task(name, llm.checkpoint, llm.tokenizer, dict(options), **further)  # noqa: E731
         self._tasks = Tasks(llm.engine, make)
 

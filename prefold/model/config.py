@@ -116,6 +116,8 @@ class ModelConfig:
     num_labels     rows of the classification head; None: no such head
     head_layers    1: one linear. 2: linear, ReLU, linear, with biases (reward models)
     labels         names of the head's rows, in order; empty when the checkpoint names none
+    pad_id         the padding token, whose rows at the end of a text a classification head does not read; None: the
+                   head reads the last row
     planes         one for each layer that a pass goes through, in its order
     names          what tensors and modules are called in checkpoints, and which of them are stored as one
     dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
@@ -164,6 +166,7 @@ class ModelConfig:
     num_labels: int | None = None
     head_layers: Literal[1, 2] = 1
     labels: tuple[str, ...] = ()
+    pad_id: int | None = None
     names: Names = field(default_factory=Names)
     dtype: str | None = None
     kv_dtype: str | None = None

@@ -154,13 +154,15 @@ def smollm3(hf: HFConfig) -> ModelConfig:
     near = SLIDING if hf.flag("use_sliding_window") else FULL
     types = [FULL if turn else near for turn in turns]
     windows = windows_of(hf, hf.texts("layer_types", None) or types)
-    return _turning(llama({"tie_word_embeddings": True} | hf, windows=windows), turns)
+    defaults = {"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6, "pad_token_id": 128004}
+    return _turning(llama(defaults | hf, windows=windows), turns)
 
 
 def olmo2(hf: HFConfig, **options: Any) -> ModelConfig:
     """Returns the config of OLMo 2: norms after each part alone, and over all heads of q and of k. options: further
     arguments of `decoder`."""
-    return llama({"rms_norm_eps": 1e-5} | Settings.of(hf), row_qk_norm=True, in_norms=False, out_norms=True, **options)
+    defaults = {"rms_norm_eps": 1e-5, "pad_token_id": 1}
+    return llama(defaults | Settings.of(hf), row_qk_norm=True, in_norms=False, out_norms=True, **options)
 
 
 def olmo3(hf: HFConfig) -> ModelConfig:
@@ -183,7 +185,7 @@ def phi3(hf: HFConfig) -> ModelConfig:
     window = _window(hf) if "sliding_window" in hf else None
     if window is not None and window >= hf.size("max_position_embeddings", most=MOST_POSITIONS):
         window = None
-    defaults = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+    defaults = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "pad_token_id": 32000}
     return llama(defaults | hf, windows=[window] * _layers(hf), names=FUSED)
 
 
@@ -203,8 +205,8 @@ def granite(hf: HFConfig) -> ModelConfig:
 def granite4(hf: HFConfig) -> ModelConfig:
     """Returns the config of Granite 4 where it has neither experts nor recurrent layers."""
     hf = Settings.of(hf)
-    if hf.size("num_local_experts", 8, least=0):
-        raise UnsupportedModelError(f"num_local_experts is {hf['num_local_experts']}; Granite 4 works without experts")
+    if experts := hf.size("num_local_experts", 8, least=0):
+        raise UnsupportedModelError(f"num_local_experts is {experts}; Granite 4 works without experts")
     norm = hf.text("normalization_function", "rmsnorm")
     if norm != "rmsnorm":
         raise UnsupportedModelError(f"normalization_function is {norm}; Granite 4 works with rmsnorm")
@@ -248,7 +250,7 @@ def _gemma(hf: Settings, rope: Settings, types: list[str], **options: Any) -> Mo
             "the model attends in both directions (use_bidirectional_attention); only causal ones work"
         )
     bias = hf.flag("attention_bias")
-    defaults = {"head_dim": 256, "tie_word_embeddings": True}
+    defaults = {"head_dim": 256, "tie_word_embeddings": True, "pad_token_id": 0}
     activation = {"hidden_act": hf.text("hidden_activation", "gelu_pytorch_tanh")}
     return decoder(
         defaults | rope | activation,
@@ -273,7 +275,8 @@ def cohere2(hf: HFConfig) -> ModelConfig:
     hf.get("use_embedding_sharing")  # likewise; tie_word_embeddings is what counts
     types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), _layers(hf))
     windows = windows_of(hf, types)
-    defaults = {"tie_word_embeddings": True, "rms_norm_eps": hf.number("layer_norm_eps", 1e-5, zero=True)}
+    epsilon = hf.number("layer_norm_eps", 1e-5, zero=True)
+    defaults = {"tie_word_embeddings": True, "rms_norm_eps": epsilon, "pad_token_id": 0}
     config = llama(
         defaults | hf,
         windows=windows,
@@ -398,6 +401,7 @@ def decoder(
         activation=ACTIVATIONS[activation],  # type: ignore[arg-type]
         tie_embeddings=hf.flag("tie_word_embeddings"),
         dtype=hf.text("dtype", None) or hf.text("torch_dtype", None),
+        pad_id=hf.token("pad_token_id"),
         **options,
     )
 

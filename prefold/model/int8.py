@@ -89,9 +89,10 @@ def probe_tokens(
         dtype, device, weights=options.weights, ranks=options.tensor_parallel,
         is_quantised=any(kind in kernels.WHOLE_TYPES for kind in types),
     )  # fmt: skip
-    if tokenizer is None:  # any tokens are better than none
-        return torch.linspace(0, config.vocab_size - 1, PROBE_ROWS // 2).long().tolist()
-    return tokenizer.encode("".join(PROBE)).tolist()
+    # A tokenizer may have more ids than the model.
+    ids = [] if tokenizer is None else [i for i in tokenizer.encode("".join(PROBE)).tolist() if i < config.vocab_size]
+    # Any tokens are better than none.
+    return ids or torch.linspace(0, config.vocab_size - 1, PROBE_ROWS // 2).long().tolist()
 
 
 @dataclass(slots=True)

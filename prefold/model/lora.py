@@ -7,8 +7,6 @@ adapter pay for it.
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,29 +23,13 @@ from torch.nn import functional as F
 from ..device import send
 from ..errors import CheckpointError, UnsupportedModelError
 from ..plugins import named_class
+from .adapter_config import AdapterConfig, read_adapter_config
 from .config import ModelConfig
 from .parallel import ALONE, Alone
 from .sources import in_order
 
 TENSOR = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])\.weight")
-MODULE = re.compile(r"layers\.(\d+)\.(\w+\.\w+)")  # by its name here
-# What changes the model in other ways than by B A x, with what to say of it.
-REFUSED = {
-    "use_dora": "DoRA",
-    "modules_to_save": "modules saved whole",
-    "trainable_token_indices": "trained tokens",
-    "target_parameters": "parameters that are no linear",
-    "layer_replication": "replicated layers",
-    "lora_bias": "biases",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "alora_invocation_tokens": "activated LoRA",
-    "arrow_config": "Arrow",
-    "kasa_config": "KaSA",
-    "monteclora_config": "MonteCLoRA",
-}
-# Ways to begin the training that leave the adapter fit only for a changed copy of the model.
-CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+MODULE = re.compile(r"layers\.(\d{1,9})\.(\w+\.\w+)")  # by its name here
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +150,7 @@ def load_adapter(
         options: Any = {"dtype": dtype, "device": device, "name": name, "ranks": ranks}
         return named_class(f"{config.loading}:load_adapter")(path, config, **options)
     folder = Path(path).expanduser()
-    settings = adapter_settings(folder)
+    settings = read_adapter_config(folder)
     pairs = _read_pairs(folder, config)
     layers: list[dict[str, Delta]] = []
     shard = ranks.shard(config)
@@ -201,33 +183,6 @@ class Pair:
     name: str
     a: Tensor | None = None
     b: Tensor | None = None
-
-
-def adapter_settings(folder: Path) -> dict[str, Any]:
-    path = folder / "adapter_config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no adapter_config.json; give the folder of a PEFT adapter")
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    kind = settings.get("peft_type", "LORA")
-    if kind != "LORA":
-        raise UnsupportedModelError(f"{folder} is a PEFT adapter of type {kind}; LORA is supported")
-    for key, words in REFUSED.items():
-        if settings.get(key):
-            raise UnsupportedModelError(f"{folder} has {words} ({key}: {settings[key]}), not supported")
-    if settings.get("bias", "none") != "none":
-        raise UnsupportedModelError(f"{folder} has trained biases (bias: {settings['bias']}), not supported")
-    start = str(settings.get("init_lora_weights", ""))
-    if start.lower().startswith(CHANGED_WEIGHTS):
-        raise UnsupportedModelError(
-            f"{folder} was trained beside changed weights (init_lora_weights: {start}); convert it to a plain LoRA "
-            "(in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...))"
-        )
-    return settings
 
 
 def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair]:
@@ -299,34 +254,25 @@ def _linears(config: ModelConfig, number: int) -> dict[str, list[tuple[str, slic
     return placed
 
 
-def scaled(pair: Pair, settings: Mapping[str, Any], outputs: int, inputs: int, folder: Path) -> tuple[Tensor, Tensor]:
+def scaled(pair: Pair, settings: AdapterConfig, outputs: int, inputs: int, folder: Path) -> tuple[Tensor, Tensor]:
     """Returns (A, B times the scale), in float32."""
     if pair.a is None or pair.b is None:
         raise CheckpointError(f"{folder} has only lora_{'A' if pair.b is None else 'B'} of {pair.name}")
-    rank = _pattern(settings, "rank_pattern", pair.name, settings.get("r", 8), folder)
-    alpha = _pattern(settings, "alpha_pattern", pair.name, settings.get("lora_alpha", 8), folder)
+    rank = settings.ranks.of(pair.name)
     if pair.a.shape != (rank, inputs) or pair.b.shape != (outputs, rank):
         raise CheckpointError(
             f"{folder}: {pair.name} has lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, not "
             f"{[rank, inputs]} and {[outputs, rank]} as its rank and the model ask for"
         )
-    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    return pair.a.float(), pair.b.float() * scale
-
-
-def _pattern(settings: Mapping[str, Any], key: str, name: str, default: Any, folder: Path) -> Any:
-    """Returns the value of the first of the patterns that is the end of `name`, from a dot on, as in PEFT."""
-    chosen = default
-    for pattern, value in (settings.get(key) or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", name):
-                chosen = value
-                break
-        except re.error as error:
-            raise CheckpointError(f"{folder}: {key} has {pattern!r}, no regular expression: {error}") from error
-    if not isinstance(chosen, (int, float)):
-        raise CheckpointError(f"{folder}: {key} or its default is {chosen!r}, no number")
-    return chosen
+    for side, tensor in (("A", pair.a), ("B", pair.b)):
+        if not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{folder}: lora_{side} of {pair.name} is of {kind}, not floating-point numbers")
+    scale = settings.scale(pair.name)
+    a, b = pair.a.float(), pair.b.float() * scale
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise CheckpointError(f"{folder}: {pair.name} is not finite, with a scale of {scale:g}")
+    return a, b
 
 
 def delta_of(parts: list[tuple[Tensor, Tensor, slice]], dtype: torch.dtype, device: torch.device) -> Delta:

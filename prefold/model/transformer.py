@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import InputError
+from ..errors import InputError, no_lm_head
 from ..schedule.steps import SlotStep, StreamStep
 from .config import ModelConfig
 from .decoder_layer import layer_of, norm_of
@@ -199,7 +199,7 @@ class CausalLM(nn.Module):
         get no rows. Raises InputError when the checkpoint has no LM head.
         """
         if not self.config.lm_head:
-            raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
+            raise no_lm_head()
         weight = self.matrix("head")
         if ids is not None:
             products = self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))

@@ -9,7 +9,7 @@ from .base import Inputs, Task, Work
 from .classify import ClassifyHeadTask, ClassifyItem, ClassifyTask
 from .embed import EmbedItem, EmbedTask
 from .generate import GenerateItem, GenerateTask
-from .make import TASKS, generation_settings, make_task
+from .make import TASKS, end_ids, make_task, recommended_sampling
 from .rerank import RerankItem, RerankTask
 from .score import ScoreItem, ScoreTask
 from .sentence import EmbedSettings, embed_settings

@@ -116,6 +116,7 @@ class Inputs:
     adapter     the LoRA adapter of items that name none
     adapters    the names of the LoRA adapters that are loaded
     config      the model's; None when unknown
+    unread      the token id whose rows at the end of a text are not read (padding, with a head); None: all are read
     images      what reads images (`ImageInputs`); None: the model takes text alone
     """
 
@@ -126,6 +127,7 @@ class Inputs:
     adapters: Collection[str] = ()
     config: ModelConfig | None = None
     images: Any = None
+    unread: int | None = None
 
     def __post_init__(self) -> None:
         self.check_adapter(self.adapter)
@@ -341,6 +343,11 @@ class Inputs:
                 remedy=remedy or f"shorten it, or have it cut with {TRUNCATE}",
                 code="too_long",
             )
+        if self.unread is not None:
+            # The last row that is left is the one that is read. Of nothing but padding that is the first row, as in
+            # transformers.
+            read = np.flatnonzero(tokens != self.unread)
+            tokens = tokens[: read[-1] + 1 if read.size else 1]
         media: tuple[Medium, ...] = ()
         if self.images is not None and tokens.max() >= MEDIA_BASE:
             tokens = tokens.view(np.ndarray)

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -199,22 +199,34 @@ class ClassifyTask(Task):
         return np.ones(len(results))
 
 
+# What `problem_type` of config.json may say of a head.
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+
+
 class ClassifyHeadTask(Task):
     """A ClassifyHeadTask classifies by the checkpoint's classification head. Items are ClassifyItem, a mapping with its
     fields, or a bare text, which is encoded as it is.
 
     Result: {"label": the best, "probabilities": {label: p}, "logits": {label: logit}, "num_tokens"}.
-    One label: the sigmoid of its logit, as for reward models. Several labels: their softmax, or, where
-    more than one may hold at once (`multi_label`), the sigmoid of each.
+    As in transformers' pipeline, `problem_type` of config.json says how logits become probabilities. "regression": the
+    logits themselves. One label, or "multi_label_classification": the sigmoid of each. Otherwise: their softmax.
     """
 
     name = "classify"
     item_type = ClassifyItem
 
-    def __init__(self, inputs: Inputs, labels: Sequence[str], *, multi_label: bool = False, truncate: Truncate = False):
+    def __init__(
+        self,
+        inputs: Inputs,
+        labels: Sequence[str],
+        *,
+        problem: ProblemType | None = None,
+        truncate: Truncate = False,
+    ):
         self.inputs = inputs
         self.labels = list(labels)
-        self.multi_label = multi_label or len(self.labels) == 1
+        is_multi = problem == "multi_label_classification" or len(self.labels) == 1
+        self.activation = np.array if problem == "regression" else sigmoid if is_multi else softmax
         self.truncate = truncate
         self.readout = Readout("head")
 
@@ -261,7 +273,7 @@ class ClassifyHeadTask(Task):
 
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
         logits = np.asarray(results[0].values, dtype=np.float64)
-        probabilities = sigmoid(logits) if self.multi_label else softmax(logits)
+        probabilities = self.activation(logits)
         line = {
             "label": self.labels[int(np.argmax(logits))],
             "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),

@@ -183,6 +183,8 @@ class EmbedTask(Task):
         if self.settings.normalize:
             # The lower bound keeps a vector of zeros as it is.
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
+        if dimensions is None and self.settings.truncate_dim is not None:
+            vectors = vectors[:, : self.settings.truncate_dim]
         key, value = ("embeddings", vectors) if note["many"] else ("embedding", vectors[0])
         return with_notes({key: np.ascontiguousarray(value), "num_tokens": note["tokens"]}, note)
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ..checkpoint import read_object
+from ..checkpoint.settings import Settings
 from ..errors import InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
 from ..options import FILTERS, ClassifyOptions, EmbedOptions, RerankOptions, TaskOptions, options_of
 from ..types import Exits
 from .base import Inputs, Task
-from .classify import ClassifyHeadTask, ClassifyTask
+from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
 from .embed import EmbedTask
 from .generate import GenerateTask
-from .rerank import RerankTask
+from .rerank import ACTIVATIONS, RerankTask
 from .score import ScoreTask
-from .sentence import PairSettings, embed_settings, pair_settings
+from .sentence import embed_settings, pair_settings
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -37,6 +38,7 @@ def make_task(
     *,
     adapters: Collection[str] = (),
     images: Any = None,
+    config: ModelConfig | None = None,
     **values: Any,
 ) -> Task:
     """Returns the task `name` for a checkpoint, with the options that `prefold.options` has for it.
@@ -45,12 +47,13 @@ def make_task(
     tokenizer  None: the task takes token ids only
     adapters   the names of the LoRA adapters that are loaded
     images     the `ImageInputs`; None: the task takes text alone
+    config     that of the loaded model; None: the model is not loaded here, and the checkpoint's files say
 
     Raises InputError for an unknown task or option, and for bad values; UnsupportedModelError for a model that cannot
     do the task.
     """
     o = options if isinstance(options, TaskOptions) else options_of(name, {**(options or {}), **values})
-    config = config_from(checkpoint.config)
+    config = config or config_from(checkpoint.config)
     if name in ("score", "generate"):
         require_lm_head(config, checkpoint, name)
     inputs = inputs_of(config, tokenizer, o.max_length, adapter=o.adapter, adapters=adapters)
@@ -102,7 +105,14 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
         raise UnsupportedModelError(
             f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking takes one, or a causal LM"
         )
-    settings = PairSettings() if o.template is not None else pair_settings(checkpoint, inputs.tokenizer)
+    inputs = replace(inputs, unread=inputs.config.pad_id)
+    # A template stands in place of the checkpoint's own prompt.
+    settings = pair_settings(checkpoint, inputs.tokenizer if o.template is None else None)
+    if settings.activation not in ACTIVATIONS and not o.raw_scores:
+        raise UnsupportedModelError(
+            f"{checkpoint.name} makes scores of logits by activation_fn {settings.activation!r}; prefold knows "
+            f"{', '.join(ACTIVATIONS)}; ask for raw_scores (--raw-scores), the logits themselves"
+        )
     if o.template is None and settings.prompt is None and o.instruction is not None:
         message = f"{checkpoint.name} reads query and document as they are, without an instruction"
         raise InputError(message, field="instruction", remedy="leave it out, or give a template that has {instruction}")
@@ -126,8 +136,16 @@ def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Tas
         if option.name not in of_both and getattr(o, option.name) not in (option.default, []):
             message = f"{option.name} is for label likelihoods; the checkpoint classifies by its own head"
             raise InputError(message, field=option.name, remedy="leave it out, or use a causal LM")
-    multi_label = checkpoint.config.get("problem_type") == "multi_label_classification"
-    return ClassifyHeadTask(inputs, head, multi_label=multi_label, truncate=o.truncate)
+    inputs = replace(inputs, unread=inputs.config.pad_id)
+    return ClassifyHeadTask(inputs, head, problem=_problem_type(checkpoint), truncate=o.truncate)
+
+
+def _problem_type(checkpoint: Checkpoint) -> ProblemType | None:
+    settings = Settings.of(checkpoint.config)
+    problem = settings.text("problem_type", None)
+    if problem is not None and problem not in get_args(ProblemType):
+        raise settings.wrong("problem_type", " or ".join(get_args(ProblemType)))
+    return problem
 
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -153,22 +171,19 @@ def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> N
         message = f"{task} needs a language model's logits; {checkpoint.name} has {has}"
         names = checkpoint.config.get("architectures")
         if not config.num_labels and isinstance(names, list) and names:
-            message += (
-                f" (architectures in its config.json: {names[0]}); use it to embed, or a checkpoint ...ForCausalLM"
-            )
+            is_missing = str(names[0]).endswith("ForCausalLM")
+            why = "its files have no lm_head.weight" if is_missing else f"architectures in its config.json: {names[0]}"
+            message += f" ({why}); use it to embed, or a checkpoint ...ForCausalLM with its head"
         raise UnsupportedModelError(message)
 
 
-def generation_settings(
-    checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int | None = None
-) -> tuple[tuple[int, ...], dict[str, int | float]]:
-    """Returns (the ids that end a text, {field of Sampling: recommended value}).
+def end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> tuple[int, ...]:
+    """Return the ids that end a text, in ascending order.
 
-    The ids are those of generation_config.json, config.json, the tokenizer and a GGUF file's metadata, and the tokens
-    with which the chat template ends a message. Ids from `vocab_size` on are left out: the model has no logits for
-    them. The recommendation is that of generation_config.json, and empty if that file does not ask for sampling.
+    They are those of generation_config.json, config.json, the tokenizer and a GGUF file's metadata, and the tokens with
+    which the chat template ends a message. Ids from `vocab_size` on are left out: the model has no logits for them.
     """
-    config = read_object(checkpoint, "generation_config.json")
+    config = read_object(checkpoint, "generation_config.json", keys="")
     ids = [*_ids(config.get("eos_token_id")), *_ids(checkpoint.config.get("eos_token_id"))]
     if checkpoint.gguf is not None:
         ids += [i for name in GGUF_EOS for i in _ids(checkpoint.metadata(f"tokenizer.ggml.{name}_token_id"))]
@@ -176,10 +191,19 @@ def generation_settings(
         ids += _ids(tokenizer.eos_id)
         template = "".join(tokenizer.chat_templates.templates.values())
         ids += [i for name in TURN_ENDS if name in template for i in _ids(tokenizer.token_id(name))]
+    return tuple(sorted(i for i in set(ids) if vocab_size is None or i < vocab_size))
+
+
+def recommended_sampling(checkpoint: Checkpoint) -> dict[str, int | float]:
+    """Return {field of Sampling: value} as generation_config.json recommends. Filters count if it asks for sampling.
+
+    Raises UnsupportedModelError for a key that asks for what prefold does not do.
+    """
+    config = read_object(checkpoint, "generation_config.json")
     settings = {name: config[name] for name in ("repetition_penalty",) if config.get(name) is not None}
     if config.get("do_sample"):
         settings |= {"temperature": 1.0} | {name: config[name] for name in FILTERS if config.get(name) is not None}
-    return tuple(sorted(i for i in set(ids) if vocab_size is None or i < vocab_size)), settings
+    return settings
 
 
 def _ids(value: Any) -> list[int]:

@@ -21,6 +21,13 @@ from .embed import is_list_of_texts
 from .sentence import PairSettings
 
 PAIR = RerankPrompt("", "{query}{document}", "")
+# What makes scores of the logits of a head of one label, by the class of torch.nn. The softmax over one label is 1.
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Sigmoid": sigmoid,
+    "Identity": np.array,
+    "Tanh": np.tanh,
+    "Softmax": np.ones_like,
+}
 QUERY_TOO_LONG = "shorten the query, since truncation cuts the document only"
 
 
@@ -57,9 +64,9 @@ class RerankTask(Task):
     return_documents also {"documents": [text] in that order}. Both have "num_tokens".
 
     The prompt is Qwen3-Reranker's, a template, or the bare pair (see `__init__`).
-    The score is sigmoid(logit of "yes" - logit of "no") at the prompt's last token, or of a
-    checkpoint with a classification head of one label the sigmoid of that; `raw_scores` leaves the
-    sigmoid out.
+    The score is sigmoid(logit of "yes" - logit of "no") at the prompt's last token. A checkpoint with a
+    classification head of one label scores by its logit and its own activation, by default the sigmoid. `raw_scores`
+    leaves the activation out.
     """
 
     name = "rerank"
@@ -86,7 +93,8 @@ class RerankTask(Task):
         else:
             self.prefix = inputs.tokenizer.encode(self.prompt.prefix, special=False)
             self.suffix = inputs.tokenizer.encode(self.prompt.suffix, special=False)
-        self.raw_scores = options.raw_scores or (settings is not None and settings.raw)
+        activation = "Sigmoid" if settings is None else settings.activation
+        self.activation = ACTIVATIONS["Identity" if options.raw_scores else activation]
         self.truncate = options.truncate
         self.readout = Readout("logits", word_ids(inputs, options.words)) if settings is None else Readout("head")
 
@@ -189,7 +197,7 @@ class RerankTask(Task):
 
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
         margins = [self._margin(result) for result in results]
-        scores = margins if self.raw_scores else sigmoid(np.array(margins)).tolist()
+        scores = self.activation(np.array(margins)).tolist()
         if not note.get("list"):
             return with_notes({"score": scores[0], "num_tokens": note["tokens"]}, note)
         # Documents are ordered by the margin, since far from zero the sigmoid rounds different margins to one score.

@@ -4,10 +4,13 @@ or from a GGUF file's metadata."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..checkpoint import read_object
+from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, UnsupportedModelError
 from ..text import RerankPrompt, rerank_prompt
 from ..text.load import folder_templates
@@ -53,6 +56,7 @@ class EmbedSettings:
     default_prompt_name   the prompt of a task that names none, None for no prompt
     lower_case   whether texts are lower-cased first
     pool_prompt  whether the prompt's tokens take part in pooling
+    truncate_dim  numbers of a vector that are kept, after it is scaled; None: all
     chat         a text is written as a user's message by the chat template, a prompt as a system message before it;
                  None: texts are taken as they are
     """
@@ -64,6 +68,7 @@ class EmbedSettings:
     default_prompt_name: str | None = None
     lower_case: bool = False
     pool_prompt: bool = True
+    truncate_dim: int | None = None
     chat: ChatSettings | None = None
 
 
@@ -98,10 +103,11 @@ def _embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
             f"{checkpoint.name} keeps its transformer in the folder {folder!r}, not in its root"
         )
     transformer = _transformer_config(checkpoint)
-    pooling = checkpoint.read_json(f"{steps[1][1]}/config.json")
-    if pooling is None:
-        raise CheckpointError(f"{checkpoint.name} has no {steps[1][1]}/config.json, which says how it pools")
-    prompts = checkpoint.read_json("config_sentence_transformers.json") or {}
+    place = f"{steps[1][1]}/config.json"
+    if checkpoint.read_json(place) is None:
+        raise CheckpointError(f"{checkpoint.name} has no {place}, which says how it pools")
+    pooling = read_object(checkpoint, place, keys="1_Pooling/config.json")
+    prompts = read_object(checkpoint, "config_sentence_transformers.json")
     return EmbedSettings(
         pooling=_pooling_mode(checkpoint, pooling),
         normalize=kinds[-1] == "Normalize",
@@ -110,12 +116,13 @@ def _embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
         default_prompt_name=prompts.get("default_prompt_name"),
         lower_case=bool(transformer.get("do_lower_case")),
         pool_prompt=bool(pooling.get("include_prompt", True)),
+        truncate_dim=Settings(prompts, "config_sentence_transformers.json").size("truncate_dim", None),
         chat=_chat_settings(checkpoint, transformer),
     )
 
 
 def _transformer_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    config = checkpoint.read_json("sentence_bert_config.json") or {}
+    config = read_object(checkpoint, "sentence_bert_config.json")
     task = config.get("transformer_task") or "feature-extraction"
     if task != "feature-extraction":
         raise UnsupportedModelError(f"sentence-transformers uses {checkpoint.name} for {task}, not for embedding")
@@ -164,7 +171,7 @@ def _max_length(checkpoint: Checkpoint, transformer: Mapping[str, Any]) -> int |
     limits = [transformer.get("max_seq_length")]
     if limits[0] is None:
         # Without a limit of the model the tokenizer's limit counts, as in sentence-transformers.
-        limits = [(checkpoint.read_json("tokenizer_config.json") or {}).get("model_max_length")]
+        limits = [read_object(checkpoint, "tokenizer_config.json").get("model_max_length")]
     limits.append(checkpoint.config.get("max_position_embeddings"))
     bounds = [int(limit) for limit in limits if limit is not None and 0 < limit < 1e12]
     return min(bounds) if bounds else None
@@ -194,12 +201,12 @@ def _gguf_pooling(checkpoint: Checkpoint) -> Pooling:
 class PairSettings:
     """A PairSettings holds the settings of a reranker with a classification head.
 
-    prompt   None: query and document as they are, with the special tokens of a pair
-    raw      whether the score is the head's logit itself, not its sigmoid
+    prompt      None: query and document as they are, with the special tokens of a pair
+    activation  makes the score of the head's logit: the class of torch.nn, or the path of another one
     """
 
     prompt: RerankPrompt | None = None
-    raw: bool = False
+    activation: str = "Sigmoid"
 
 
 def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSettings:
@@ -211,15 +218,16 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
     Qwen3-Reranker turned into a classifier, which keeps its prompt. Any other classifier reads the pair as its
     tokenizer writes it.
     """
-    settings = checkpoint.read_json("config_sentence_transformers.json") or {}
-    own_settings = checkpoint.config.get("sentence_transformers")
-    older = checkpoint.config.get("sbert_ce_default_activation_function")  # until sentence-transformers 4
-    activation = settings.get("activation_fn") or (own_settings or {}).get("activation_fn") or older or ""
-    if settings.get("model_type") == "CrossEncoder" or own_settings is not None or older is not None:
-        module = checkpoint.read_json("sentence_bert_config.json") or {}
+    settings, config = read_object(checkpoint, "config_sentence_transformers.json"), Settings.of(checkpoint.config)
+    own_settings = config.settings("sentence_transformers")
+    older = config.text("sbert_ce_default_activation_function", None)  # until sentence-transformers 4
+    path = str(settings.get("activation_fn") or own_settings.text("activation_fn", None) or older or "")
+    activation = re.sub(r"^torch\.nn\.(modules\.\w+\.)?", "", path) or "Sigmoid"
+    if settings.get("model_type") == "CrossEncoder" or "sentence_transformers" in config or older is not None:
+        module = read_object(checkpoint, "sentence_bert_config.json")
         as_messages = "message" in (module.get("modality_config") or {})
         prompt = _pair_of_messages(tokenizer) if as_messages and tokenizer is not None else None
-        return PairSettings(prompt, raw=str(activation).endswith("Identity"))
+        return PairSettings(prompt, activation)
     if tokenizer is None or None in (tokenizer.token_id("<think>"), tokenizer.token_id("<|im_start|>")):
         return PairSettings()
     return PairSettings(rerank_prompt(tokenizer))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import read_object
+from ..checkpoint.keys import KEYS, check_keys
 from ..errors import CheckpointError, UnsupportedModelError
 from .linecut import LLAMA3, QWEN2, TEKKEN
 from .tokenizer import Tokenizer
@@ -56,7 +58,15 @@ def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     pre-tokenizer, and CheckpointError for metadata that do not fit together.
     """
     model = checkpoint.metadata("tokenizer.ggml.model")
-    pre = checkpoint.metadata("tokenizer.ggml.pre") or "default"
+    pre = checkpoint.metadata("tokenizer.ggml.pre")
+    if model == "gpt2" and not pre:
+        warnings.warn(
+            f"{checkpoint.name} has no tokenizer.ggml.pre: texts are split as GPT-2 splits them; if the model's own "
+            "tokenizer splits otherwise, write the key (gguf-new-metadata --pre-tokenizer) or use its HF folder",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    pre = pre or "default"
     if model != "llama" and (model != "gpt2" or pre not in PRE_TOKENIZERS):
         names = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedModelError(
@@ -64,6 +74,7 @@ def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
             f" SentencePiece BPE (model 'llama'), and byte-level BPE (model 'gpt2') with pre {names}; use the"
             " checkpoint's Hugging Face folder instead"
         )
+    check_keys("GGUF metadata", {key: checkpoint.metadata(key) for key in KEYS["GGUF metadata"]}, checkpoint.name)
     tokens = checkpoint.metadata("tokenizer.ggml.tokens")
     order = checkpoint.metadata(f"tokenizer.ggml.{'scores' if model == 'llama' else 'merges'}")
     types = checkpoint.metadata("tokenizer.ggml.token_type")
@@ -87,12 +98,6 @@ def gguf_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _sentencepiece(checkpoint: Checkpoint, tokens: list[str], types: list[int], scores: list[float]) -> Any:
-    for key in ("precompiled_charsmap", "remove_extra_whitespaces"):
-        if checkpoint.metadata(f"tokenizer.ggml.{key}"):
-            raise UnsupportedModelError(
-                f"{checkpoint.name} has a tokenizer with {key}, which prefold does not support; use the checkpoint's"
-                " Hugging Face folder instead"
-            )
     # User-defined pieces are joined before all others. The file writes their spaces as " ", not as "▁".
     pieces = [t.replace(" ", SPACE) if kind == USER_DEFINED else t for t, kind in zip(tokens, types, strict=True)]
     rank = {NORMAL: lambda score: -score, USER_DEFINED: lambda score: -math.inf}
@@ -319,7 +324,7 @@ def _configured_ids(checkpoint: Checkpoint, config: dict) -> dict[str, int]:
 
     A token that tokenizer_config.json sets to null is meant to be absent.
     """
-    generation = read_object(checkpoint, "generation_config.json")
+    generation = read_object(checkpoint, "generation_config.json", keys="")
     ids = {}
     for name in ("bos_token", "eos_token", "pad_token"):
         value = generation.get(name + "_id", checkpoint.config.get(name + "_id"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..errors import InputError
+from ..errors import InputError, no_lm_head
 from ..model import CausalLM
 from ..model.layers import Linear
 from ..model.logits import LogitShape
@@ -44,7 +44,7 @@ def check_trained(model: CausalLM, batch: TrainBatch) -> None:
     """Raises the errors of `logprobs`."""
     config = model.config
     if not config.lm_head:
-        raise InputError("this checkpoint has no LM head, so it gives no logits", field="model", code="no_lm_head")
+        raise no_lm_head()
     if model.ranks.size > 1:
         raise InputError(
             "the model is split over ranks, which generate and read; they have no gradients",

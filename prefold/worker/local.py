@@ -106,6 +106,7 @@ class LocalWorker(Worker):
             max_rows=batch_rows(model),
             max_positions=model.config.max_positions,
             vocab_size=model.config.vocab_size,
+            has_logits=model.config.lm_head,
             adapters=tuple(self.adapters),
             slot_bytes=slot_bytes(model),
             span_rows=model.config.span_rows,

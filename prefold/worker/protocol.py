@@ -44,6 +44,7 @@ class Facts:
     max_rows       rows of a step that the device affords, where nobody says how many there may be
     max_positions  tokens of the model's context
     vocab_size     of the model
+    has_logits     whether the model has an LM head
     adapters       names of the LoRA adapters; in messages they are numbers, in this order
     slot_bytes     bytes of one slot's K/V, in all planes and on all ranks
     span_rows      the most rows that see each other both ways, and are computed in one step; 0: there are none
@@ -55,6 +56,7 @@ class Facts:
     max_rows: int = 4096
     max_positions: int = 1 << 30
     vocab_size: int = 1 << 30
+    has_logits: bool = True
     adapters: tuple[str, ...] = ()
     slot_bytes: int = 1
     span_rows: int = 0

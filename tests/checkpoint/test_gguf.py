@@ -130,3 +130,51 @@ def test_a_tensor_without_numbers_at_the_end_of_a_file(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     assert GGUFFile(tmp_path / "a.gguf").raw("empty").shape == (0, 16)
+
+
+def text_of(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def tensor_of(name: str, dims: list[int], offset: int, kind: int = 0) -> bytes:
+    return text_of(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def key_of(name: str, value: int) -> bytes:
+    return text_of(name) + struct.pack("<II", 4, value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "message"),
+    [
+        ([key_of("a", 1), key_of("a", 2)], [], "the key 'a' twice"),
+        ([], [tensor_of("w", [4], 0), tensor_of("w", [8], 32)], "the tensor 'w' twice"),
+        ([], [tensor_of("w", [4], 0), tensor_of("v", [4], 8)], "'v' lies at 8, which is no multiple of 32"),
+        ([], [tensor_of("w", [4], 2**64 - 1)], "no multiple of 32"),
+        ([key_of("general.alignment", 64)], [tensor_of("w", [4], 32)], "no multiple of 64"),
+        ([], [tensor_of("w", [16], 0), tensor_of("v", [4], 32)], "'v' lies in the bytes of 'w'"),
+        ([], [tensor_of("w", [16], 32), tensor_of("v", [4], 32)], "lies in the bytes of"),
+        ([], [tensor_of("w", [256, 1], 0, 12), tensor_of("v", [4], 128)], "'v' lies in the bytes of 'w'"),  # Q4_K
+        ([], [tensor_of("w", [2**63, 0], 0)], r"'w' has the sizes \[9223372036854775808, 0\]"),
+        ([], [tensor_of("w", [2**32] * 3, 0)], "'w' has the sizes"),
+        ([], [tensor_of("w", [1] * 70, 0)], "'w' has 70 dimensions; GGUF has at most 4"),
+        ([], [text_of("w") + struct.pack("<I", 2**32 - 1)], "4294967295 dimensions"),
+    ],
+)
+def test_what_repeats_or_overlaps_is_refused_by_name(tmp_path, keys, tensors, message):
+    path = tmp_path / "a.gguf"
+    header = struct.pack("<IQQ", 3, len(tensors), len(keys)) + b"".join(keys + tensors)
+    path.write_bytes(b"GGUF" + header + bytes(4096))
+    with pytest.raises(CheckpointError, match=message):
+        GGUFFile(path)
+
+
+def test_tensors_side_by_side_and_without_numbers(tmp_path):
+    path = tmp_path / "a.gguf"
+    tensors = [tensor_of("w", [8], 0), tensor_of("none", [0], 32), tensor_of("v", [8], 32)]
+    tensors.append(tensor_of("x", [4], 64, 999))  # a type that is not known
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 4, 0) + b"".join(tensors) + bytes(4096))
+    file = GGUFFile(path)
+    assert file.dequantize("v").shape == (8,) and file.dequantize("none").shape == (0,)
+    with pytest.raises(CheckpointError, match="x has the unknown ggml type 999"):
+        file.raw("x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -142,3 +143,11 @@ def test_the_folder_of_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="LoRA adapter"):
         resolve(str(tmp_path))
+
+
+def test_numbers_that_json_has_no_form_for(tmp_path):
+    """As transformers 5 writes them."""
+    limits = [{"__float__": name} for name in ("Infinity", "-Infinity", "NaN", "0", 5)] + [{"__float__": "NaN", "a": 1}]
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["X"], "time_step_limit": limits}))
+    high, low, nan, *others = resolve(str(tmp_path)).config["time_step_limit"]
+    assert (high, low, nan != nan) == (math.inf, -math.inf, True) and others == limits[3:]

@@ -165,10 +165,10 @@ def gguf_file(metadata: dict[str, tuple], tensors: dict[str, tuple[tuple[int, ..
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     for key, (kind, value) in metadata.items():
         parts += [gguf_value(8, key.encode()), struct.pack("<I", kind), gguf_value(kind, value)]
-    for name, (shape, kind) in tensors.items():
+    for number, (name, (shape, kind)) in enumerate(tensors.items()):
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-        parts += [gguf_value(8, name.encode()), dims, struct.pack("<IQ", kind, 0)]
-    return b"".join(parts) + bytes(8192)
+        parts += [gguf_value(8, name.encode()), dims, struct.pack("<IQ", kind, 8192 * number)]
+    return b"".join(parts) + bytes(8192 * 4)
 
 
 def broken_gguf(rng: random.Random) -> bytes:

@@ -312,7 +312,11 @@ def test_yarn_defaults():
         (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
         (GEMMA | {"hidden_activation": "gelu"}, "'gelu'.*'gelu_pytorch_tanh'"),
         (GEMMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "full_attention.*apart"),
-        ({"architecture": "Gemma3nForConditionalGeneration"}, "Gemma3ForCausalLM"),
+        ({"architecture": "Gemma3nForConditionalGeneration"}, "'Gemma3nForCond.* is not supported: its layers.*AltUp"),
+        ({"architecture": "Gemma3nForCausalLM", "intermediate_size": [96, 96]}, "'Gemma3nForCausalLM' is not .*AltUp"),
+        ({"architecture": "RecurrentGemmaForCausalLM", "max_position_embeddings": ...}, "recurrent states"),
+        ({"architecture": "FalconH1ForCausalLM", "time_step_limit": [0.0, float("inf")]}, "recurrent states"),
+        ({"architecture": "Mamba2ForCausalLM", "num_attention_heads": ...}, "recurrent states"),
     ],
 )
 def test_refusals(overrides, message):

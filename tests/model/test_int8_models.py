@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from tiny import DenseAttend, tiny_checkpoint
 from prefold import LLM, kernels
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
-from prefold.model import int8, load_model
+from prefold.model import config_from, int8, load_model
 from prefold.model.layers import Linear
 from prefold.model.stored import NOTHING
 from prefold.model.transformer import CausalLM
+from prefold.text import load_tokenizer
 
 compiled = kernels.load()
 needs_int8 = pytest.mark.skipif(compiled is None or not compiled.has_int8, reason="no kernels for int8")
@@ -163,3 +165,22 @@ def test_models_of_another_kind_are_refused(tmp_path):
     model = Other(config, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(InputError, match="layers of another kind"):
         int8.fill_in_int8(model, [], lambda *_: None, NOTHING, TOKENS)
+
+
+@pytest.mark.parametrize("vocab_size", [97, 2])
+def test_a_tokenizer_may_have_more_ids_than_the_model(tmp_path, monkeypatch, vocab_size):
+    """The tiny tokenizer has 265; none of the text's is below 2."""
+    monkeypatch.setattr(int8, "check_int8", lambda *_, **__: None)  # whatever this CPU can
+    checkpoint = resolve(str(tiny_checkpoint(tmp_path, "llama", vocab_size=vocab_size, num_hidden_layers=1)))
+    options = SimpleNamespace(arithmetic="int8", weights="auto", tensor_parallel=1)
+    place = torch.float32, torch.device("cpu")
+    ids = int8.probe_tokens(options, checkpoint, config_from(checkpoint.config), load_tokenizer(checkpoint), *place)
+    assert ids and min(ids) >= 0 and max(ids) < vocab_size
+
+
+@needs_int8
+def test_a_model_with_fewer_ids_than_the_tokenizer_in_int8(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama", **SIZES | {"vocab_size": 97, "num_hidden_layers": 1})
+    with LLM(str(folder), dtype="float32", arithmetic="int8") as llm:
+        assert "int8 arithmetic in" in llm.passes
+        assert len(llm.generate([[5, 9, 20]], max_tokens=2, ignore_eos=True)[0].tokens) == 2

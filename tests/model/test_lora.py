@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from prefold import kernels
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.model import RowAdapters, load_adapter, load_model
+from prefold.model.adapter_config import read_adapter_config
+from prefold.model.patterns import Pattern
 
 LENGTHS = (7, 11, 1, 9, 6)
 ROWS = sum(LENGTHS)
@@ -188,7 +192,7 @@ def test_gradients_reach_the_adapter(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"peft_type": "IA3"}, "type IA3"),
+        ({"peft_type": "IA3"}, "type 'IA3'"),
         ({"use_dora": True}, "DoRA.*use_dora"),
         ({"bias": "lora_only"}, "biases.*lora_only"),
         ({"lora_bias": True}, "biases.*lora_bias"),
@@ -198,8 +202,25 @@ def test_gradients_reach_the_adapter(tmp_path):
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.*convert it"),
         ({"r": 5}, r"q_proj has lora_A \[4, 36\] and lora_B \[36, 4\], not \[5, 36\] and \[36, 5\]"),
         ({"rank_pattern": {"layers.1.self_attn.v_proj": 2}}, r"layers\.1\.self_attn\.v_proj has lora_A \[4, 36\]"),
-        ({"alpha_pattern": {"(": 2}}, "no regular expression"),
-        ({"lora_alpha": "8"}, "alpha_pattern or its default is '8', no number"),
+        ({"alpha_pattern": {"(": 2}}, r"alpha_pattern has '\(', which cannot be matched: a bracket is not closed"),
+        ({"rank_pattern": {"(([a-z_.0-9]+)+)+!": 3}}, "rank_pattern has .*a group that is repeated holds a repetition"),
+        ({"rank_pattern": {"(?:a{1,65000}){1,65000}": 3}}, "rank_pattern has .*is not known here"),
+        ({"rank_pattern": {f".{i}*": 3 for i in range(300)}}, "more than 256 regular expressions"),
+        ({"rank_pattern": {"a" * 600 + "*": 3}}, "601 characters, more than 512"),
+        ({"rank_pattern": [1]}, r"rank_pattern is \[1\]; it must be an object"),
+        ({"alpha_pattern": {"q_proj": {"a": 1}}}, r"alpha_pattern\.q_proj is .*a number"),
+        ({"rank_pattern": {"q_proj": True}}, r"rank_pattern\.q_proj is True; it must be a whole number"),
+        ({"lora_alpha": "8"}, "lora_alpha is '8'; it must be a number"),
+        ({"lora_alpha": True}, "lora_alpha is True; it must be a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan; it must be a number"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf; it must be a number"),
+        ({"lora_alpha": 1e308}, "lora_alpha is 1e.308; it must be a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha is a number of .* bits; it must be a number"),
+        ({"lora_alpha": None}, "lora_alpha is None; it must be a number"),
+        ({"r": True}, "r is True; it must be a whole number"),
+        ({"r": 0}, "r is 0; it must be at least 1"),
+        ({"use_rslora": "no"}, "use_rslora is 'no'; it must be true or false"),
+        ({"peft_type": ["LORA"]}, "peft_type is .*a string"),
     ],
 )
 def test_refusals(tmp_path, config, message):
@@ -209,6 +230,75 @@ def test_refusals(tmp_path, config, message):
     (folder / "adapter_config.json").write_text(json.dumps(settings | config))
     with pytest.raises(CheckpointError, match=message):
         adapter_of(folder, load(base))
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"a":' * 100_000, '{"r": ' + "9" * 10_000 + "}", "{}" + " " * (17 << 20)]
+)
+def test_configs_that_are_deep_or_huge(tmp_path, text):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json") as caught:
+        read_adapter_config(tmp_path)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.to(torch.int64), "lora_A of .* is of int64"),
+        (lambda a: a > 0, "lora_A of .* is of bool"),
+        (lambda a: a.to(torch.complex64), "lora_A of .* is of complex64"),
+        (lambda a: a * torch.nan, "proj is not finite"),
+    ],
+)
+def test_tensors_of_no_finite_numbers(tmp_path, change, message):
+    base = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    folder = write_adapter(tmp_path / "a", base)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in tensors if "lora_A" in name)
+    save_file(tensors | {name: change(tensors[name])}, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        adapter_of(folder, load(base))
+
+
+def test_tensors_of_a_layer_of_thousands_of_digits(tmp_path):
+    base = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
+    folder = write_adapter(tmp_path / "a", base)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    far = {name.replace("layers.0", "layers.1" + "0" * 5000): tensor for name, tensor in tensors.items()}
+    save_file(far, folder / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1000"):
+        adapter_of(folder, load(base))
+
+
+def test_patterns_match_as_peft_does():
+    """At random, against the expression that PEFT gives to Python's own matcher."""
+    rng = random.Random(1)
+    signs = ["a", "b", ".", r"\.", r"\w", "*", "+", "?", "|", "(", ")", "(?:", "[ab.]", "^", "$"]
+    num_compared = 0
+    for _ in range(4000):
+        text = "".join(rng.choice(signs) for _ in range(rng.randint(1, 7)))
+        try:
+            pattern, theirs = Pattern(text), re.compile(rf"(.*\.)?({text})$")
+        except (ValueError, re.error):
+            continue
+        for name in ("a.b", "ab", "b", "aab.ab", "a.b.a"):
+            assert pattern.matches(name) == bool(theirs.match(name)), (text, name)
+            num_compared += 1
+    assert num_compared > 3000
+
+
+def test_patterns_of_many_ways_end():
+    for text in ("(a|a)" * 30 + "!", ".*" * 250 + "!", "(.?.?.?.?)*" * 8 + "!"):
+        assert not Pattern(text).matches("a" * 200)
+
+
+def test_the_first_pattern_wins(tmp_path):
+    patterns = {"0.q_proj": 2, r".*\.q_proj": 3, "q_proj": 4, "^model.layers.2.q_proj": 5, "v_proj$": 6}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "rank_pattern": patterns}))
+    ranks = read_adapter_config(tmp_path).ranks
+    names = ["model.layers.0.q_proj", "model.layers.1.q_proj", "q_proj", "x.v_proj", "xv_proj", "k_proj"]
+    assert [ranks.of(name) for name in names] == [2, 3, 4, 6, 8, 8]
 
 
 @pytest.mark.parametrize(

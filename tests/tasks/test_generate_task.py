@@ -8,7 +8,7 @@ from task_inputs import CHAT, FakeCheckpoint, FakeGguf, chatty, ids, tokenizer
 
 from prefold.engine.protocol import EngineFacts
 from prefold.errors import InputError, UnsupportedModelError
-from prefold.tasks import GenerateItem, generation_settings, make_task
+from prefold.tasks import GenerateItem, end_ids, make_task, recommended_sampling
 from prefold.tasks.run import run_items, run_works, with_seed
 from prefold.text import Tokenizer as PrefoldTokenizer
 from prefold.types import Generated, Grammar, Request, Sampling, Stats, TokenLogprobs
@@ -333,24 +333,24 @@ def test_what_samples_without_a_seed_gets_its_own():
 
 def test_what_ends_a_text():
     checkpoint = FakeCheckpoint({"eos_token_id": 7}, {"generation_config.json": {"eos_token_id": [4, 9]}})
-    assert generation_settings(checkpoint, None) == ((4, 7, 9), {})
-    assert generation_settings(checkpoint, tokenizer())[0] == (2, 4, 7, 9)  # the tokenizer's EOS
-    assert generation_settings(checkpoint, None, 9)[0] == (4, 7)  # the model has no logit for id 9
+    assert end_ids(checkpoint, None) == (4, 7, 9)
+    assert end_ids(checkpoint, tokenizer()) == (2, 4, 7, 9)  # the tokenizer's EOS
+    assert end_ids(checkpoint, None, 9) == (4, 7)  # the model has no logit for id 9
     unnamed = PrefoldTokenizer(tokenizer().backend, chat_templates={"default": CHAT})
-    assert generation_settings(FakeCheckpoint(), unnamed)[0] == (2,)  # what the template ends messages with
+    assert end_ids(FakeCheckpoint(), unnamed) == (2,)  # what the template ends messages with
     gguf = FakeGguf({"tokenizer.ggml.eos_token_id": 3, "tokenizer.ggml.eot_token_id": 106})
-    assert generation_settings(gguf, None)[0] == (3, 106)
-    assert generation_settings(FakeCheckpoint(), None) == ((), {})
+    assert end_ids(gguf, None) == (3, 106)
+    assert end_ids(FakeCheckpoint(), None) == ()
 
 
 def test_how_a_checkpoint_wants_to_sample():
     files = {"generation_config.json": {"do_sample": True, "temperature": 0.6, "top_k": 20, "max_length": 9}}
-    assert generation_settings(FakeCheckpoint(files=files), None)[1] == {"temperature": 0.6, "top_k": 20}
+    assert recommended_sampling(FakeCheckpoint(files=files)) == {"temperature": 0.6, "top_k": 20}
     files["generation_config.json"] = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.1}
     wanted = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1}
-    assert generation_settings(FakeCheckpoint(files=files), None)[1] == wanted
+    assert recommended_sampling(FakeCheckpoint(files=files)) == wanted
     files["generation_config.json"] = {"do_sample": False, "temperature": 0.6}
-    assert generation_settings(FakeCheckpoint(files=files), None)[1] == {}
+    assert recommended_sampling(FakeCheckpoint(files=files)) == {}
 
 
 def test_an_item_may_not_ask_for_any_amount():

@@ -56,22 +56,23 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def build(folder, pooling: str, normalize: bool, max_length: int):
+def build(folder, pooling: str, normalize: bool, max_length: int, **options):
     """A SentenceTransformer saved over the tiny model's folder, with two prompts."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Normalize, Pooling, Transformer
 
     modules = [Transformer(str(folder), max_seq_length=max_length), Pooling(16, pooling_mode=pooling)]
     prompts = {"query": "Instruct: find\nQuery:", "document": ""}
-    model = SentenceTransformer(modules=modules + [Normalize()] * normalize, prompts=prompts, device="cpu")
+    model = SentenceTransformer(modules=modules + [Normalize()] * normalize, prompts=prompts, device="cpu", **options)
     return model
 
 
 @pytest.mark.parametrize(
-    ("pooling", "normalize", "max_length"), [("lasttoken", True, 64), ("mean", False, 12), ("cls", True, 9)]
+    ("pooling", "normalize", "max_length", "size"),
+    [("lasttoken", True, 64, None), ("mean", False, 12, None), ("cls", True, 9, None), ("mean", True, 64, 6)],
 )
-def test_embeddings_equal_sentence_transformers(model_folder, tmp_path, pooling, normalize, max_length):
-    theirs = build(model_folder, pooling, normalize, max_length)
+def test_embeddings_equal_sentence_transformers(model_folder, tmp_path, pooling, normalize, max_length, size):
+    theirs = build(model_folder, pooling, normalize, max_length, truncate_dim=size)
     theirs.save(str(tmp_path), create_model_card=False)
     checkpoint = Folder(tmp_path)
     tokenizer = load_tokenizer(checkpoint)

@@ -13,7 +13,7 @@ from tiny import tiny_checkpoint
 
 from prefold.checkpoint import GGUFFile, resolve
 from prefold.errors import CheckpointError, PrefoldError
-from prefold.tasks import embed_settings, generation_settings
+from prefold.tasks import embed_settings, end_ids, recommended_sampling
 from prefold.text import load_tokenizer, tokenizer_or_none
 
 ODD = [None, True, -1, 3, 2**70, 1.5, "", "x", "\ud800", [], [1], ["a"], [[]], {}, {"a": 1}, {"content": 5}, 1e308]
@@ -67,7 +67,8 @@ def read_all(path):
         checkpoint = resolve(str(path))
         tokenizer = tokenizer_or_none(checkpoint)
         embed_settings(checkpoint)
-        generation_settings(checkpoint, tokenizer)
+        end_ids(checkpoint, tokenizer)
+        recommended_sampling(checkpoint)
         if tokenizer is not None:
             tokenizer.encode("the yes no <|im_end|>")
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -217,6 +218,18 @@ def test_gguf_tokenizers_of_other_kinds_are_refused(backends, key, value):
     metadata = gguf_metadata(Backend.from_str(backends["gpt-2"]), "gpt-2") | {f"tokenizer.ggml.{key}": value}
     with pytest.raises(UnsupportedModelError, match=r"byte-level BPE.*smollm"):
         load_tokenizer(GgufCheckpoint(metadata))
+
+
+def test_a_gguf_file_that_does_not_name_its_pre_tokenizer_is_told(backends):
+    """llama.cpp, too, takes it for GPT-2's, and says so."""
+    backend = Backend.from_str(backends["gpt-2"])
+    with pytest.warns(RuntimeWarning, match=r"has no tokenizer\.ggml\.pre: texts are split as GPT-2 splits") as told:
+        tokenizer = load_tokenizer(GgufCheckpoint(gguf_metadata(backend, None)))
+    assert len(told) == 1 and "\n" not in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        named = load_tokenizer(GgufCheckpoint(gguf_metadata(backend, "gpt-2")))
+    assert [tokenizer.encode(text).tolist() for text in TEXTS] == [named.encode(text).tolist() for text in TEXTS]
 
 
 def test_gguf_broken_metadata(backends):

@@ -1,0 +1,144 @@
+"""Reads adapter_config.json of a PEFT folder. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from ..checkpoint import read_json
+from ..checkpoint.settings import Settings
+from ..errors import CheckpointError, UnsupportedModelError
+from .patterns import Pattern
+
+# What changes the model in other ways than by B A x, with what to say of it.
+REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules saved whole",
+    "trainable_token_indices": "trained tokens",
+    "target_parameters": "parameters that are no linear",
+    "layer_replication": "replicated layers",
+    "lora_bias": "biases",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+}
+# Ways to begin the training that leave the adapter fit only for a changed copy of the model.
+CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+MOST_BYTES = 16 << 20
+# Patterns that are more than the end of a module's name. PEFT writes one for each module that differs, by its name.
+MOST_EXPRESSIONS = 256
+_NAME = re.compile(r"\^?[\w.]+\$?")
+
+
+@dataclass(frozen=True, slots=True)
+class ByModule:
+    """A number that differs by module (`rank_pattern`, `alpha_pattern`).
+
+    default      of modules that no pattern names
+    names        by the module's name, or its end: the place of the pattern in the file, and its number
+    expressions  the other patterns, by place
+    """
+
+    default: float
+    names: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    expressions: Mapping[int, tuple[Pattern, float]] = field(default_factory=dict)
+
+    def of(self, module: str) -> float:
+        """Return the number of a module. The first pattern in the file wins, as in PEFT."""
+        parts = module.split(".")
+        ends = [".".join(parts[i:]) for i in range(len(parts))]
+        # "^name" is the whole name.
+        hits = [self.names[end] for end in (f"^{module}", *ends) if end in self.names]
+        first, number = min(hits, default=(len(self.names) + len(self.expressions), self.default))
+        for place, (pattern, value) in self.expressions.items():
+            if place < first and pattern.matches(module):
+                return value
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What adapter_config.json says of a LoRA adapter.
+
+    ranks, alphas  by module
+    is_rank_stable  whether alpha is divided by the root of the rank (rsLoRA)
+    """
+
+    ranks: ByModule
+    alphas: ByModule
+    is_rank_stable: bool = False
+
+    def scale(self, module: str) -> float:
+        """Return the factor of B A x."""
+        rank = self.ranks.of(module)
+        return self.alphas.of(module) / (math.sqrt(rank) if self.is_rank_stable else rank)
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """Return what a folder's adapter_config.json says.
+
+    Raises UnsupportedModelError for more than LoRA of linears, and CheckpointError for a file that is missing or
+    broken, or has a value of a wrong type.
+    """
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no adapter_config.json; give the folder of a PEFT adapter")
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise CheckpointError(f"{path} has {size:,} bytes, more than {MOST_BYTES:,}; give the folder of a PEFT adapter")
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    settings = Settings(values, str(path))
+    kind = settings.text("peft_type", "LORA")
+    if kind != "LORA":
+        raise UnsupportedModelError(f"{folder} is a PEFT adapter of type {kind!r}; LORA is supported")
+    for key, words in REFUSED.items():
+        if settings.get(key):
+            raise UnsupportedModelError(f"{folder} has {words} ({key}: {settings[key]!r:.60}), not supported")
+    if (bias := settings.text("bias", "none")) != "none":
+        raise UnsupportedModelError(f"{folder} has trained biases (bias: {bias!r}), not supported")
+    start = str(settings.get("init_lora_weights", ""))
+    if start.lower().startswith(CHANGED_WEIGHTS):
+        raise UnsupportedModelError(
+            f"{folder} was trained beside changed weights (init_lora_weights: {start:.60}); convert it to a plain LoRA "
+            "(in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...))"
+        )
+    for key in ("r", "lora_alpha"):
+        if key in settings and settings[key] is None:
+            raise settings.wrong(key, "a number")
+    rank, alpha = settings.size("r", 8), settings.number("lora_alpha", 8, negative=True)
+    return AdapterConfig(
+        _by_module(settings, "rank_pattern", rank),
+        _by_module(settings, "alpha_pattern", alpha),
+        settings.flag("use_rslora"),
+    )
+
+
+def _by_module(settings: Settings, key: str, default: float) -> ByModule:
+    patterns = settings.settings(key)
+    names: dict[str, tuple[int, float]] = {}
+    expressions: dict[int, tuple[Pattern, float]] = {}
+    for place, pattern in enumerate(patterns):
+        read = patterns.size if key == "rank_pattern" else partial(patterns.number, negative=True)
+        value = read(pattern)
+        if _NAME.fullmatch(pattern):
+            names.setdefault(pattern.removesuffix("$"), (place, value))
+            continue
+        try:
+            expressions[place] = Pattern(pattern), value
+        except ValueError as error:
+            raise CheckpointError(
+                f"{settings.file}: {key} has {pattern!r:.60}, which cannot be matched: {error}; name the modules"
+            ) from None
+        if len(expressions) > MOST_EXPRESSIONS:
+            raise CheckpointError(
+                f"{settings.file}: {key} has more than {MOST_EXPRESSIONS} regular expressions; name the modules"
+            )
+    return ByModule(default, names, expressions)
