@@ -177,7 +177,10 @@ class SamplerOptions:
         (), "{token id: what is added to its logit}.", sent="own"
     )
     seed: int | None = option(
-        None, "The seed of sampling; by default drawn anew for each call.", None,
+        None,
+        "The seed of sampling; each prompt of a list has its own, made of this one and the prompt's place. By default"
+        " drawn anew for each call.",
+        None,
         least=-(2**63), most=2**64 - 1, sent="set",
     )  # fmt: skip
     n: int = option(1, "How many answers each prompt gets.", least=1, sent="set")

@@ -243,9 +243,9 @@ class Sampling(LoopedOptions, SamplerOptions):
     """A Sampling says how the tokens of a request are chosen, and when they end.
 
     Its fields are the options that `prefold.options` declares, after they have been checked: max_tokens is no longer
-    "auto", and mappings and lists are tuples. seed None: it is drawn once a job. The noise of a draw depends on seed,
-    sample, position and token alone, on a CPU or a GPU; rounding of the logits changes a draw only where two tokens are
-    that close.
+    "auto", and mappings and lists are tuples. seed None: it is made of the seed of the list or job. The noise of a draw
+    depends on seed, sample, position and token alone, on a CPU or a GPU; rounding of the logits changes a draw only
+    where two tokens are that close.
     """
 
     max_tokens: int | None = None

@@ -36,9 +36,24 @@ def test_one_and_many(llm):
     assert [m.tokens for m in many[:2]] == [one.tokens] * 2
     samples = llm.generate(["yes", "no"], max_tokens=4, n=3, temperature=1.0, seed=1, ignore_eos=True)
     assert [len(s) for s in samples] == [3, 3]
-    again = llm.generate("no", max_tokens=4, n=3, temperature=1.0, seed=1, ignore_eos=True)
-    assert [s.tokens for s in again] == [s.tokens for s in samples[1]]
+    again = llm.generate("yes", max_tokens=4, n=3, temperature=1.0, seed=1, ignore_eos=True)
+    assert [s.tokens for s in again] == [s.tokens for s in samples[0]]
     assert llm.generate([]) == []
+
+
+def test_prompts_of_a_list_with_one_seed_draw_numbers_of_their_own(llm):
+    options = {"max_tokens": 6, "temperature": 1.0, "seed": 2**64 - 1, "ignore_eos": True}
+    made = [one.tokens for one in llm.generate(["yes"] * 6, **options)]
+    assert len(set(made)) == 6
+    assert [one.tokens for one in llm.generate(["yes"] * 6, **options)] == made
+    # One prompt alone is the first of a list, in each way to ask for it.
+    assert llm.generate("yes", **options).tokens == made[0]
+    assert [*llm.stream("yes", **options)][-1].done.tokens == made[0]
+    chats = [[{"role": "user", "content": "yes"}]] * 3
+    assert len({one.tokens for one in llm.chat(chats, **options)}) == 3
+    # An item's own seed stays as it is.
+    own = [{"prompt": "yes", "sampling": {"seed": options["seed"]}}] * 2
+    assert [one.tokens for one in llm.generate(own, **options | {"seed": 5})] == [made[0]] * 2
 
 
 def test_chat_and_what_is_kept(llm):

@@ -16,7 +16,7 @@ import msgspec
 
 from ..errors import InputError
 from ..options import checked, http_names
-from ..tasks.sampling import format_grammar
+from ..tasks.sampling import format_grammar, seed_at
 from .answers import ChoiceText, Events, calls_in, read_tools, split_reasoning
 from .body import (
     IDS,
@@ -259,7 +259,16 @@ class Completion(Generating, kw_only=True):
         sampling = {**COMPLETION_DEFAULTS, **defaults, **self.sampling(meta)}
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
-        return [{"prompt": text, "sampling": sampling, **self.item_fields} for text in prompts], meta
+        seed = sampling.get("seed")
+        has_seed = isinstance(seed, int)  # the task refuses a seed of another type
+        return [
+            {
+                "prompt": text,
+                "sampling": sampling | {"seed": seed_at(seed, place)} if has_seed and place else sampling,
+                **self.item_fields,
+            }
+            for place, text in enumerate(prompts)
+        ], meta
 
     @classmethod
     def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:

@@ -65,6 +65,8 @@ class GenerateTask(Task):
         if self.auto_max_tokens:
             sampling["max_tokens"] = AUTO_MAX_TOKENS
         self.sampling = self._sampling(sampling, Sampling())
+        # One seed for all prompts would draw the same random numbers for each: it is the seed of the list.
+        self.seed, self.sampling = self.sampling.seed, replace(self.sampling, seed=None)
         settings = {option.name: getattr(o, option.name) for option in fields(Conversations)}
         self.conversations = Conversations(**settings | {"tools": as_tools(o.tools)})
         # An item's own sampling may ask for no more, unless the task's does.

@@ -239,3 +239,11 @@ def test_logprobs_of_a_completion():
         "top_logprobs": [{"ab": -0.5}, {"c": -0.25, "\ufffd": -1.5}],
         "text_offset": [0, 2],
     }
+
+
+def test_prompts_of_a_list_with_one_seed_have_seeds_of_their_own():
+    _, parsed = read(PLAIN, {"prompt": ["p", "p", [5]], "seed": 7})
+    seeds = [found["sampling"]["seed"] for found in parsed.items]
+    assert seeds[0] == 7 and len({*seeds}) == 3
+    assert [found["sampling"]["seed"] for found in read(PLAIN, {"prompt": ["p"] * 3, "seed": 7})[1].items] == seeds
+    assert "seed" not in item(PLAIN, {"prompt": ["p"]})["sampling"]
