@@ -363,8 +363,14 @@ class RerankOptions(TaskOptions):
     instruction: str | None = option(None, "What is wanted of a document; by default that it answers a web search.")
     template: str | None = option(
         None,
-        "The prompt, with {query}, {document} and, if wanted, {instruction}; by default Qwen3-Reranker's, or the bare"
-        " pair for a cross-encoder that was trained on it.",
+        "The prompt, with {query} and {document} in any order and, if wanted, {instruction}. What stands before the"
+        " second of the two is shared. By default Qwen3-Reranker's, or the bare pair for a cross-encoder that was"
+        " trained on it.",
+    )
+    add_special_tokens: bool | None = option(
+        None,
+        "Put the tokenizer's own special tokens (BOS) before a template; by default unless it begins with the BOS.",
+        one_of=(None, False, True),
     )
     words: tuple[str, str] = option(("yes", "no"), "The two words whose logits are compared, one token each.")
     raw_scores: bool = option(False, "Give the difference of the logits, without the sigmoid.")

@@ -232,10 +232,17 @@ class Readout:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A Result holds what a read-out gave: float32 `values`, and for "logprobs" bool `greedy`, one for each target."""
+    """What a read-out gave.
+
+    Attributes:
+        values: float32
+        greedy: of "logprobs", bool, one for each target
+        cached_tokens: tokens of the prompt that were in the KV store when the request began; None: not known
+    """
 
     values: np.ndarray
     greedy: np.ndarray | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "device": {"type": _DEVICE},
     "sharing_threshold": {"type": _SHARE},
     "cache": {"type": click.Choice(["off", *POLICIES]), "metavar": None, "default": None},
-    **{name: {"default": None} for name in ("max_running", "media_memory", "allow_media_host", "normalize")},
+    **{name: {"default": None} for name in ("max_running", "media_memory", "allow_media_host")},
     "truncate": {"is_flag": True, "type": None,
                  "help": "Cut what is too long instead of failing: the longest column of a template, the longest "
                          "content of a conversation, of rerank the document. What is around it stays."},
@@ -295,8 +295,10 @@ def _declared_by(tasks: Collection[str]) -> dict[str, Decorator]:
         docs = {task: entry.metadata["doc"] for task, entry in of.items()}
         text = " ".join(f"{task}: {doc}" for task, doc in docs.items())
         settings = {"help": text} if len({*docs.values()}) > 1 else {}
-        flags = ("--normalize/--no-normalize",) if parameter == "normalize" else ()
-        options[parameter] = click_option(next(iter(of.values())), parameter, *flags, **settings)
+        first, flag, flags = next(iter(of.values())), parameter.replace("_", "-"), ()
+        if kind_of(first) is bool and first.default is not False:
+            flags, settings["default"] = (f"--{flag}/--no-{flag}",), None
+        options[parameter] = click_option(first, parameter, *flags, **settings)
     return options
 
 

@@ -49,6 +49,7 @@ class RerankKeywords(NumberKeywords, total=False):
 
     instruction: str | None
     template: str | None
+    add_special_tokens: bool | None
     words: tuple[str, str]
     raw_scores: bool
 

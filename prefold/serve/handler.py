@@ -120,6 +120,9 @@ class RequestHandler:
         if task.readout.kind == "tokens":
             for result in answers_of_items:
                 self._metrics.prompt(order.owner.tenant, result)
+        elif order.task == "rerank":
+            for answer, of_item in zip(answers_of_items, results, strict=True):
+                answer["cached_tokens"] = sum(result.cached_tokens or 0 for result in of_item)
         return answers_of_items, is_short
 
     async def stream(self, order: TaskOrder) -> AsyncGenerator[bytes]:
