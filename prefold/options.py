@@ -189,9 +189,14 @@ class SamplerOptions:
         (), "Token ids that end the answer.", "stop_id", http="stop_token_ids", sent="own"
     )
     ignore_eos: bool = option(False, "Go on after the model's end of text.", sent="set")
+    skip_special_tokens: bool = option(
+        True,
+        "Leave the special tokens of the vocabulary out of the text. A choice that holds special tokens keeps them.",
+        sent="set",
+    )
     logprobs: int | None = option(
-        None, "Give each token's log-probability, and those of so many of the most likely tokens.", least=0, http=None,
-        sent="own",
+        None, "Give each token's log-probability, and those of so many of the most likely tokens.",
+        least=0, most=2**31 - 1, http=None, sent="own",
     )  # fmt: skip
     exit_visits: Sequence[int] = option(
         (),

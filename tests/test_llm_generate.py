@@ -12,6 +12,7 @@ from generating import reference_tokens, until_idle
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
+from prefold.api.completions import chat_logprobs
 from prefold.cache import CacheOptions
 from prefold.errors import InputError
 from prefold.tasks.run import run_works
@@ -54,6 +55,31 @@ def test_prompts_of_a_list_with_one_seed_draw_numbers_of_their_own(llm):
     # An item's own seed stays as it is.
     own = [{"prompt": "yes", "sampling": {"seed": options["seed"]}}] * 2
     assert [one.tokens for one in llm.generate(own, **options | {"seed": 5})] == [made[0]] * 2
+
+
+def test_special_tokens_in_an_answer(llm):
+    start, yes = (llm.tokenizer.token_id(token) for token in ("<|im_start|>", "yes"))
+    options = {"max_tokens": 2, "logit_bias": {start: 100, yes: 50}, "ignore_eos": True, "logprobs": 0}
+    kept = llm.generate("no", **options, skip_special_tokens=False)
+    assert (kept.text, llm.generate("no", **options).text) == ("<|im_start|>" * 2, "")
+    pieces = [piece.text for piece in llm.stream("no", **options, skip_special_tokens=False)]
+    assert "".join(pieces) == kept.text
+    # A choice may be a special token, and may hold one. Its text shows it.
+    for choice, tokens in (("<|im_start|>", (start,)), ("yes<|im_start|>", (yes, start))):
+        made = llm.generate("no", grammar={"choice": [choice, "no"]}, logit_bias=options["logit_bias"])
+        assert (made.text, made.tokens) == (choice, tokens)
+        assert (
+            "".join(p.text for p in llm.stream("no", grammar={"choice": [choice]}, logit_bias={start: 100})) == choice
+        )
+    with pytest.raises(InputError, match="logprobs"):
+        llm.generate("no", logprobs=2**63)
+
+
+def test_the_bytes_of_parts_of_letters_join_to_the_answer(llm):
+    task = llm.task("generate", grammar={"choice": ["😊在 it"]}, logprobs=1)
+    (line,) = llm.run(task, ["no"])
+    content = chat_logprobs(line["logprobs"])["content"]
+    assert bytes(byte for token in content for byte in token["bytes"]).decode() == line["text"] == "😊在 it"
 
 
 def test_chat_and_what_is_kept(llm):

@@ -9,7 +9,8 @@ index of the whole vocabulary for each.)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -51,11 +52,15 @@ REMEDIES = {
 
 
 class Matcher:
-    """A Matcher follows the text of one sample through its grammar."""
+    """A Matcher follows the text of one sample through its grammar.
 
-    def __init__(self, inner: Any, vocab_size: int):
+    shows_special  whether the grammar is a choice that may be written in special tokens of the vocabulary
+    """
+
+    def __init__(self, inner: Any, vocab_size: int, *, shows_special: bool = False):
         self._inner = inner
         self._vocab_size = vocab_size
+        self.shows_special = shows_special
 
     def mask(self) -> np.ndarray:
         """Returns the tokens that may come next as bits, uint8 [ceil(vocabulary / 8)]: token i is bit i % 8 of byte i
@@ -83,7 +88,7 @@ class Matcher:
         return self._inner.get_error() or None
 
     def copy(self) -> Matcher:
-        return Matcher(self._inner.deep_copy(), self._vocab_size)
+        return Matcher(self._inner.deep_copy(), self._vocab_size, shows_special=self.shows_special)
 
 
 class GrammarCompiler:
@@ -107,6 +112,7 @@ class GrammarCompiler:
         except Exception as error:  # the library raises ValueError and its own panics
             raise UnsupportedModelError(f"grammars do not work with this tokenizer: {_one_line(error)}") from None
         self._vocab_size = vocab_size
+        self._special = tokenizer.special_ids
         self._compiled = lru_cache(maxsize=CACHED)(self._compile)
 
     def matcher(self, grammar: Grammar) -> Matcher:
@@ -120,8 +126,12 @@ class GrammarCompiler:
         # An ambiguous grammar has ever more of them; the library's own bound is lower.
         items = {"max_items_in_row": MOST_ITEMS} if grammar.kind == "json_schema" else {}
         limits = library.LLParserLimits(max_lexer_states=MOST_STATES, **items)
-        inner = library.LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=limits)
-        matcher = Matcher(inner, self._vocab_size)
+        source, special = _source(grammar), ""
+        if grammar.kind == "choice":
+            special = " | ".join(_in_tokens(json.loads(grammar.text), self._special))
+            source = library.LLMatcher.grammar_from_lark(_choice(grammar.text, special))
+        inner = library.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+        matcher = Matcher(inner, self._vocab_size, shows_special=bool(special))
         if matcher.failed:
             raise _refused(grammar, matcher.failed)
         matcher.mask()  # the first mask shows whether any text can begin
@@ -163,8 +173,7 @@ def _source(grammar: Grammar) -> str:
             schema = _known(grammar.text) if grammar.kind == "json_schema" else '{"type": "object"}'
             return make.grammar_from_json_schema(schema, defaults=COMPACT if grammar.compact else FREE)
         if grammar.kind == "choice":
-            # All choices are one terminal, which is compiled to an automaton; 50,000 rules would be too many.
-            return make.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(_quoted(grammar.text)))
+            return make.grammar_from_lark(_choice(grammar.text))
     except ValueError as error:
         raise _refused(grammar, error) from None
     if grammar.kind == "regex":
@@ -182,6 +191,21 @@ def _known(schema: str) -> str:
         return None if keyword == "format" and text not in FORMATS else text
 
     return json.dumps(with_keywords(json.loads(schema), known), ensure_ascii=False)
+
+
+def _choice(choices: str, special: str = "") -> str:
+    """Return the Lark grammar of some choices. special: a Lark rule for choices that hold special tokens"""
+    # All choices are one terminal, which is compiled to an automaton; 50,000 rules would be too many.
+    return f"start: CHOICE{' | ' * bool(special)}{special}\nCHOICE: " + " | ".join(_quoted(choices))
+
+
+def _in_tokens(choices: Sequence[str], special: Mapping[str, int]) -> Iterator[str]:
+    """Yield the choices that hold special tokens, as sequences of these tokens and of texts in Lark's syntax."""
+    longest_first = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    for choice in choices if special else ():
+        if re.search(longest_first, choice):
+            parts = filter(None, re.split(f"({longest_first})", choice))
+            yield " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p, ensure_ascii=False) for p in parts)
 
 
 def _quoted(choices: str) -> list[str]:
