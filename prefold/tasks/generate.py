@@ -17,8 +17,8 @@ from ..prefix import MEDIA_BASE
 from ..text import FilledTemplate
 from ..text.chat import THINK
 from ..text.detokenize import bytes_of_tokens
-from ..text.grammar import example_of
 from ..text.media import Chat, Picture, TextWithImages, all_images, chat_of, refuse_images, too_long, with_notes
+from ..text.schemas import example_of
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, Task, TextBatch, Work, columns_of, cut_columns, cut_end, work_of
 from .conversations import Conversations, GenerateItem, as_tools, has_images, is_cut, plain_message

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ import numpy as np
 
 from ..errors import InputError, MissingExtraError, UnsupportedModelError
 from ..types import Grammar
+from .grammar_process import GrammarProcess, fault_of
+from .schemas import example_of, with_any_of, with_keywords
 from .valid import valid_text
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ MOST_STATES = 50_000
 # Items of the library's parser at one place of a text: four for each property that may come next. A tool of 3,000
 # properties has 12,000, and a mask takes some 10 ms there; all that time the engine waits.
 MOST_ITEMS = 16_000
+# Letters of a grammar that is compiled in this process; a longer one is first checked in a process that can be ended.
+QUICK = 4096
 # Letters of an example that are followed before a schema is taken, to see whether it has more items than that.
 FOLLOWED = 100
 # White space between two parts of a JSON text. Where a grammar allows more than it needs, a small model may write
@@ -49,6 +53,9 @@ REMEDIES = {
     "choice": "give a list of texts, none of them empty",
     "lark": "see https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md",
 }
+
+
+_process = GrammarProcess()
 
 
 class Matcher:
@@ -147,13 +154,25 @@ class GrammarCompiler:
         return matcher
 
 
-@lru_cache(maxsize=CACHED)
 def check_grammar(grammar: Grammar) -> None:
-    """Raises InputError for an invalid grammar, and MissingExtraError without the library. Whether a grammar is too
-    large only a tokenizer's GrammarCompiler can tell."""
-    is_error, messages = _library().LLMatcher.validate_grammar_with_warnings(_source(grammar))
-    if is_error:
-        raise _refused(grammar, messages[0])
+    """Raises InputError for a grammar that is invalid or takes too long to compile, and MissingExtraError without the
+    library. Whether a grammar is too large only a tokenizer's GrammarCompiler can tell."""
+    if fault := _fault(grammar):
+        raise _refused(grammar, fault)
+
+
+@lru_cache(maxsize=CACHED)
+def _fault(grammar: Grammar) -> str:
+    """Return what is wrong with a grammar; "" if nothing is."""
+    _library()
+    source = _source(grammar)
+    return fault_of(source) if is_quick(grammar.kind, grammar.text) else _process.fault(source)
+
+
+def is_quick(kind: str, text: str) -> bool:
+    """Return whether a grammar is compiled in milliseconds. Short schemas that combine patterns may take minutes."""
+    combines = ("attern", "allOf", "\\u")  # patternProperties too, and names in escapes
+    return len(text) <= QUICK and (kind != "json_schema" or not any(word in text for word in combines))
 
 
 def _library() -> Any:
@@ -176,21 +195,25 @@ def _source(grammar: Grammar) -> str:
             return make.grammar_from_lark(_choice(grammar.text))
     except ValueError as error:
         raise _refused(grammar, error) from None
+    except RecursionError:
+        raise _refused(grammar, "it is nested too deep") from None
     if grammar.kind == "regex":
         return make.grammar_from_regex(grammar.text)
     return make.grammar_from_lark(grammar.text)
 
 
 def _known(schema: str) -> str:
-    """Returns a JSON schema without formats that the library lacks: JSON Schema allows to ignore a format. Raises
-    ValueError for invalid JSON."""
-    if '"format"' not in schema:
-        return schema
+    """Return a JSON schema as the library knows it: without formats that it lacks, as JSON Schema allows to ignore a
+    format, and with anyOf in place of a oneOf that means the same. Raises ValueError for invalid JSON."""
 
     def known(keyword: str, text: str) -> str | None:
         return None if keyword == "format" and text not in FORMATS else text
 
-    return json.dumps(with_keywords(json.loads(schema), known), ensure_ascii=False)
+    if '"format"' not in schema and '"oneOf"' not in schema:
+        return schema
+    value = json.loads(schema)
+    value = with_keywords(value, known) if '"format"' in schema else value
+    return json.dumps(with_any_of(value) if '"oneOf"' in schema else value, ensure_ascii=False)
 
 
 def _choice(choices: str, special: str = "") -> str:
@@ -223,63 +246,3 @@ def _refused(grammar: Grammar, why: object) -> InputError:
 
 def _one_line(text: object) -> str:
     return " ".join(str(text).split())[:500]
-
-
-# Keywords that hold values, and those that hold schemas by names.
-_VALUES = ("const", "enum", "default", "examples")
-_SIMPLE = {"string": "", "integer": 0, "number": 0.0, "boolean": False}
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-
-
-def with_keywords(schema: Any, change: Callable[[str, str], str | None], *, named: bool = False) -> Any:
-    """Returns a schema with changed texts of its keywords.
-
-    change  (keyword, text) -> the new text; None: the keyword is dropped
-    named   whether `schema` is no schema, but has schemas by names
-    """
-    if isinstance(schema, list):
-        return [with_keywords(part, change) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    changed: dict[str, Any] = {}
-    for name, value in schema.items():
-        if named:
-            changed[name] = with_keywords(value, change)
-        elif name in _VALUES:
-            changed[name] = value
-        elif isinstance(value, str):
-            if (text := change(name, value)) is not None:
-                changed[name] = text
-        else:
-            changed[name] = with_keywords(value, change, named=name in _NAMED)
-    return changed
-
-
-def example_of(schema: Any, root: Any = None, refs: dict[str, Any] | None = None) -> Any:
-    """Returns a value that a schema describes: an object with all properties; for several types the first one that is
-    not null. It is None if the schema has no type, or refers to itself.
-
-    root: where references begin. refs: {reference: its example}; of one within itself it is None
-    """
-    root, refs = schema if root is None else root, {} if refs is None else refs
-    if not isinstance(schema, Mapping):
-        return None
-    if isinstance(reference := schema.get("$ref"), str):
-        if reference in refs:
-            return refs[reference]
-        refs[reference], target = None, root
-        for name in reference.split("/")[1:]:
-            target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        refs[reference] = example_of(target, root, refs)
-        return refs[reference]
-    types = schema.get("type")
-    kind = next((kind_name for kind_name in types if kind_name != "null"), None) if isinstance(types, list) else types
-    if properties := schema.get("properties"):
-        return {name: example_of(part, root, refs) for name, part in properties.items()}
-    if kind == "array":
-        item = example_of(schema.get("items"), root, refs)
-        return [] if item is None else [item]
-    branches = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or ()
-    values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
-    examples = (_SIMPLE.get(kind), *values, *(example_of(part, root, refs) for part in branches))
-    return next((value for value in examples if value is not None), None)
