@@ -294,8 +294,9 @@ def _declared_by(tasks: Collection[str]) -> dict[str, Decorator]:
     for parameter, of in sorted(declarations.items(), key=lambda pair: next(iter(pair[1].values())).name in common):
         docs = {task: entry.metadata["doc"] for task, entry in of.items()}
         text = " ".join(f"{task}: {doc}" for task, doc in docs.items())
-        settings = {"help": text} if len({*docs.values()}) > 1 else {}
-        first, flag, flags = next(iter(of.values())), parameter.replace("_", "-"), ()
+        settings: dict[str, Any] = {"help": text} if len({*docs.values()}) > 1 else {}
+        first, flag = next(iter(of.values())), parameter.replace("_", "-")
+        flags: tuple[str, ...] = ()
         if kind_of(first) is bool and first.default is not False:
             flags, settings["default"] = (f"--{flag}/--no-{flag}",), None
         options[parameter] = click_option(first, parameter, *flags, **settings)

@@ -230,8 +230,7 @@ def _with_text_arguments(message: Any) -> Any:
 
 def _with_text(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(arguments, Mapping):
+    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), Mapping):
         return call
     text = arguments.text if isinstance(arguments, _Arguments) else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": text}}

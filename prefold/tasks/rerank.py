@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -53,7 +53,7 @@ class RerankItem:
 
 @dataclass(frozen=True)
 class _Form:
-    """How the prompt of a pair is written: what stands before, between (None: nothing) and after its two texts.
+    """How the prompt of a pair is written: what stands before, between and after its two texts.
 
     Attributes:
         body: the text with the fields {query} and {document}; None: the two are encoded apart, as a tokenizer's pair
@@ -62,7 +62,7 @@ class _Form:
     prefix: np.ndarray
     suffix: np.ndarray
     body: str | None = None
-    between: np.ndarray | None = None
+    between: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     @classmethod
     def of_pair(cls, tokenizer: Tokenizer) -> _Form:

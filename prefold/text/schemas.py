@@ -60,8 +60,10 @@ def example_of(schema: Any, root: Any = None, refs: dict[str, Any] | None = None
         refs[reference] = None
         refs[reference] = example_of(_target(reference, root), root, refs)
         return refs[reference]
-    types = schema.get("type")
-    kind = next((kind_name for kind_name in types if kind_name != "null"), None) if isinstance(types, list) else types
+    types: Any = schema.get("type")
+    kind: Any = types
+    if isinstance(types, list):
+        kind = next((name for name in types if name != "null"), None)
     if properties := schema.get("properties"):
         return {name: example_of(part, root, refs) for name, part in properties.items()}
     if kind == "array":

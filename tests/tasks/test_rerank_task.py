@@ -232,7 +232,7 @@ def test_a_template_with_the_document_first_shares_the_document(tmp_path):
     assert llm.stats.rows_computed - before < len(document) + 3 * len(" ? yes")
     for query, line in zip(("yes", "no", "the"), lines, strict=True):
         prompt = torch.from_numpy(llm.tokenizer.encode(f"{document} ? {query}")).long()
-        logits = oracle(prompt[None]).logits[0, -1]
+        logits = oracle(prompt[None]).logits[0, -1].detach()
         assert line["score"] == pytest.approx(float(logits[yes] - logits[no]), abs=1e-4)
 
 
