@@ -144,7 +144,9 @@ class Scoring(Pairs):
             if texts == []:
                 raise InputError(f"{name!r} is empty", field=name, remedy="give at least one text", code="empty")
             sides.append(texts if isinstance(texts, list) else [texts])
-        (first, second), fixed = sides, {"instruction": self.instruction, "template": self.template}
+        (first, second), fixed = sides, {"instruction": self.instruction}
+        if self.template is not None:
+            fixed["template"] = self.template
         if len(first) == 1:
             return [{"query": first[0], "documents": second, **fixed}], {}
         if len(first) != len(second):
