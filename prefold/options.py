@@ -177,7 +177,10 @@ class SamplerOptions:
         (), "{token id: what is added to its logit}.", sent="own"
     )
     seed: int | None = option(
-        None, "The seed of sampling; by default drawn anew for each call.", None,
+        None,
+        "The seed of sampling; each prompt of a list has its own, made of this one and the prompt's place. By default"
+        " drawn anew for each call.",
+        None,
         least=-(2**63), most=2**64 - 1, sent="set",
     )  # fmt: skip
     n: int = option(1, "How many answers each prompt gets.", least=1, sent="set")
@@ -186,9 +189,14 @@ class SamplerOptions:
         (), "Token ids that end the answer.", "stop_id", http="stop_token_ids", sent="own"
     )
     ignore_eos: bool = option(False, "Go on after the model's end of text.", sent="set")
+    skip_special_tokens: bool = option(
+        True,
+        "Leave the special tokens of the vocabulary out of the text. A choice that holds special tokens keeps them.",
+        sent="set",
+    )
     logprobs: int | None = option(
-        None, "Give each token's log-probability, and those of so many of the most likely tokens.", least=0, http=None,
-        sent="own",
+        None, "Give each token's log-probability, and those of so many of the most likely tokens.",
+        least=0, most=2**31 - 1, http=None, sent="own",
     )  # fmt: skip
     exit_visits: Sequence[int] = option(
         (),
@@ -360,8 +368,14 @@ class RerankOptions(TaskOptions):
     instruction: str | None = option(None, "What is wanted of a document; by default that it answers a web search.")
     template: str | None = option(
         None,
-        "The prompt, with {query}, {document} and, if wanted, {instruction}; by default Qwen3-Reranker's, or the bare"
-        " pair for a cross-encoder that was trained on it.",
+        "The prompt, with {query} and {document} in any order and, if wanted, {instruction}. What stands before the"
+        " second of the two is shared. By default Qwen3-Reranker's, or the bare pair for a cross-encoder that was"
+        " trained on it.",
+    )
+    add_special_tokens: bool | None = option(
+        None,
+        "Put the tokenizer's own special tokens (BOS) before a template; by default unless it begins with the BOS.",
+        one_of=(None, False, True),
     )
     words: tuple[str, str] = option(("yes", "no"), "The two words whose logits are compared, one token each.")
     raw_scores: bool = option(False, "Give the difference of the logits, without the sigmoid.")

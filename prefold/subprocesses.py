@@ -2,26 +2,33 @@
 
 A request is its length (8 bytes) and its bytes; an answer is the length of a JSON object (8 bytes), the object, and
 where that has a "size" so many bytes. One follows the other until the input ends. `Subprocess` sends requests;
-`answer_all` runs in the process, and answers.
+`answer_all` runs in the process, and answers. `BoundedProcess` and `answer_calls` do so for a function that takes plain
+values and returns a text: a call has a limit of processor time, and the process has one of memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from .errors import InputError
 
 LENGTH = struct.Struct("<Q")
 PROGRAM = "import sys; from {module} import main; main(sys.argv[1:], sys.stdin.buffer, sys.stdout.buffer)"
 # Seconds that the process may take to start, the first time, on a busy machine.
 START_SECONDS = 60.0
+# How much longer than its processor time a call may take by the clock, on a busy machine.
+PATIENCE = 20.0
 
 
 class SubprocessEnded(Exception):
@@ -111,6 +118,51 @@ class Subprocess:
         return data
 
 
+class BoundedProcess:
+    """A process for calls of one function, one at a time; calls of several threads wait for each other. The process
+    starts with the first call, and again after a call has ended it."""
+
+    def __init__(self, module: str, memory: int):
+        """module: its `main` calls `answer_calls`; memory: bytes that the process may have"""
+        self._lock = threading.Lock()
+        self._subprocess = Subprocess(module, [str(memory)])
+
+    def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
+        """Return what the function returns. Raise its InputError, SubprocessEnded for a call that takes more than so
+        many seconds of processor time or too much memory, and ValueError for arguments that are no JSON."""
+        request = json.dumps({"arguments": arguments, "seconds": seconds}).encode()
+        with self._lock:
+            answer, text = self._subprocess.ask(request, PATIENCE * seconds)
+        if "error" in answer:
+            raise InputError(answer["error"], field=answer["field"], remedy=answer["remedy"], code=answer["code"])
+        return text.decode()
+
+
+def answer_calls(
+    function: Callable[..., str], first: Mapping[str, Any], argv: list[str], source: BinaryIO, sink: BinaryIO
+) -> None:
+    """Answer the calls of a BoundedProcess until `source` ends.
+
+    first: arguments of a call that is made before memory is limited, so that the function imports what it needs
+    """
+
+    def answer(request: bytes) -> tuple[dict[str, Any], bytes]:
+        if not request:
+            return {}, b""
+        call = json.loads(request)
+        _limit_time(call["seconds"])
+        try:
+            return {}, function(**call["arguments"]).encode()
+        except InputError as error:
+            return {"error": error.message, "field": error.field, "remedy": error.remedy, "code": error.code}, b""
+        finally:
+            _limit_time(0)
+
+    answer(json.dumps({"arguments": first, "seconds": 60}).encode())
+    limit_process(int(argv[0]))
+    answer_all(answer, source, sink)
+
+
 def answer_all(answer: Callable[[bytes], tuple[dict[str, Any], bytes]], source: BinaryIO, sink: BinaryIO) -> None:
     """Answers requests until `source` ends. answer: returns the object and the bytes of an answer."""
     while head := source.read(LENGTH.size):
@@ -121,6 +173,13 @@ def answer_all(answer: Callable[[bytes], tuple[dict[str, Any], bytes]], source: 
         sink.write(body)
         sink.flush()
         del data, body
+
+
+def _limit_time(seconds: float) -> None:
+    """Have the system end this process after so many seconds of processor time, within compiled code too; 0: never. On
+    Windows only the caller's clock ends it."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_process(memory: int) -> None:

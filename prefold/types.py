@@ -231,10 +231,17 @@ class Readout:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A Result holds what a read-out gave: float32 `values`, and for "logprobs" bool `greedy`, one for each target."""
+    """What a read-out gave.
+
+    Attributes:
+        values: float32
+        greedy: of "logprobs", bool, one for each target
+        cached_tokens: tokens of the prompt that were in the KV store when the request began; None: not known
+    """
 
     values: np.ndarray
     greedy: np.ndarray | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,9 +249,9 @@ class Sampling(LoopedOptions, SamplerOptions):
     """A Sampling says how the tokens of a request are chosen, and when they end.
 
     Its fields are the options that `prefold.options` declares, after they have been checked: max_tokens is no longer
-    "auto", and mappings and lists are tuples. seed None: it is drawn once a job. The noise of a draw depends on seed,
-    sample, position and token alone, on a CPU or a GPU; rounding of the logits changes a draw only where two tokens are
-    that close.
+    "auto", and mappings and lists are tuples. seed None: it is made of the seed of the list or job. The noise of a draw
+    depends on seed, sample, position and token alone, on a CPU or a GPU; rounding of the logits changes a draw only
+    where two tokens are that close.
     """
 
     max_tokens: int | None = None

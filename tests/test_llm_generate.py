@@ -12,6 +12,7 @@ from generating import reference_tokens, until_idle
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
+from prefold.api.completions import chat_logprobs
 from prefold.cache import CacheOptions
 from prefold.errors import InputError
 from prefold.tasks.run import run_works
@@ -36,9 +37,49 @@ def test_one_and_many(llm):
     assert [m.tokens for m in many[:2]] == [one.tokens] * 2
     samples = llm.generate(["yes", "no"], max_tokens=4, n=3, temperature=1.0, seed=1, ignore_eos=True)
     assert [len(s) for s in samples] == [3, 3]
-    again = llm.generate("no", max_tokens=4, n=3, temperature=1.0, seed=1, ignore_eos=True)
-    assert [s.tokens for s in again] == [s.tokens for s in samples[1]]
+    again = llm.generate("yes", max_tokens=4, n=3, temperature=1.0, seed=1, ignore_eos=True)
+    assert [s.tokens for s in again] == [s.tokens for s in samples[0]]
     assert llm.generate([]) == []
+
+
+def test_prompts_of_a_list_with_one_seed_draw_numbers_of_their_own(llm):
+    options = {"max_tokens": 6, "temperature": 1.0, "seed": 2**64 - 1, "ignore_eos": True}
+    made = [one.tokens for one in llm.generate(["yes"] * 6, **options)]
+    assert len(set(made)) == 6
+    assert [one.tokens for one in llm.generate(["yes"] * 6, **options)] == made
+    # One prompt alone is the first of a list, in each way to ask for it.
+    assert llm.generate("yes", **options).tokens == made[0]
+    assert [*llm.stream("yes", **options)][-1].done.tokens == made[0]
+    chats = [[{"role": "user", "content": "yes"}]] * 3
+    assert len({one.tokens for one in llm.chat(chats, **options)}) == 3
+    # An item's own seed stays as it is.
+    own = [{"prompt": "yes", "sampling": {"seed": options["seed"]}}] * 2
+    assert [one.tokens for one in llm.generate(own, **options | {"seed": 5})] == [made[0]] * 2
+
+
+def test_special_tokens_in_an_answer(llm):
+    start, yes = (llm.tokenizer.token_id(token) for token in ("<|im_start|>", "yes"))
+    options = {"max_tokens": 2, "logit_bias": {start: 100, yes: 50}, "ignore_eos": True, "logprobs": 0}
+    kept = llm.generate("no", **options, skip_special_tokens=False)
+    assert (kept.text, llm.generate("no", **options).text) == ("<|im_start|>" * 2, "")
+    pieces = [piece.text for piece in llm.stream("no", **options, skip_special_tokens=False)]
+    assert "".join(pieces) == kept.text
+    # A choice may be a special token, and may hold one. Its text shows it.
+    for choice, tokens in (("<|im_start|>", (start,)), ("yes<|im_start|>", (yes, start))):
+        made = llm.generate("no", grammar={"choice": [choice, "no"]}, logit_bias=options["logit_bias"])
+        assert (made.text, made.tokens) == (choice, tokens)
+        assert (
+            "".join(p.text for p in llm.stream("no", grammar={"choice": [choice]}, logit_bias={start: 100})) == choice
+        )
+    with pytest.raises(InputError, match="logprobs"):
+        llm.generate("no", logprobs=2**63)
+
+
+def test_the_bytes_of_parts_of_letters_join_to_the_answer(llm):
+    task = llm.task("generate", grammar={"choice": ["😊在 it"]}, logprobs=1)
+    (line,) = llm.run(task, ["no"])
+    content = chat_logprobs(line["logprobs"])["content"]
+    assert bytes(byte for token in content for byte in token["bytes"]).decode() == line["text"] == "😊在 it"
 
 
 def test_chat_and_what_is_kept(llm):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..text.chat import THINK
-from ..text.grammar import with_keywords
+from ..text.schemas import with_keywords
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", re.DOTALL)

@@ -16,7 +16,7 @@ import msgspec
 
 from ..errors import InputError
 from ..options import checked, http_names
-from ..tasks.sampling import format_grammar
+from ..tasks.sampling import format_grammar, seed_at
 from .answers import ChoiceText, Events, calls_in, read_tools, split_reasoning
 from .body import (
     IDS,
@@ -127,7 +127,7 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
 
     unsupported: ClassVar = {
         "suffix": ("",), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1,), "prediction": (),
-        "early_stopping": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+        "early_stopping": (False,), "spaces_between_special_tokens": (True,),
         "include_stop_str_in_output": (False,), "allowed_token_ids": (), "bad_words": ([],), "audio": (),
         "return_tokens_as_token_ids": (False,), "logits_processors": (), "modalities": (["text"],),
         "function_call": ("none",), "functions": (), "guided_whitespace_pattern": (),
@@ -259,7 +259,16 @@ class Completion(Generating, kw_only=True):
         sampling = {**COMPLETION_DEFAULTS, **defaults, **self.sampling(meta)}
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
-        return [{"prompt": text, "sampling": sampling, **self.item_fields} for text in prompts], meta
+        seed = sampling.get("seed")
+        has_seed = isinstance(seed, int)  # the task refuses a seed of another type
+        return [
+            {
+                "prompt": text,
+                "sampling": sampling | {"seed": seed_at(seed, place)} if has_seed and place else sampling,
+                **self.item_fields,
+            }
+            for place, text in enumerate(prompts)
+        ], meta
 
     @classmethod
     def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
@@ -377,9 +386,7 @@ def _ending(choice: dict[str, Any]) -> dict[str, Any]:
 
 def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:
     token = entry.get("token", "")
-    # A token that is a part of a letter is decoded to U+FFFD, which does not tell its bytes.
-    whole = None if "\ufffd" in token else list(token.encode())
-    return {"token": token, "logprob": entry["logprob"], "bytes": whole}
+    return {"token": token, "logprob": entry["logprob"], "bytes": entry.get("bytes") or list(token.encode())}
 
 
 def chat_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -388,22 +395,25 @@ def chat_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
+def _token_name(entry: Mapping[str, Any]) -> str:
+    """Return a token's text, or as OpenAI writes it the bytes of a token that is a part of a letter."""
+    return "bytes:" + "".join(f"\\x{b:02x}" for b in entry["bytes"]) if "bytes" in entry else entry.get("token", "")
+
+
 def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[str, Any]:
     """Returns the log-probabilities of tokens in the form of a completion. start: the offset of the first token"""
-    tokens = [entry.get("token", "") for entry in entries]
+    lengths = (len(entry.get("token", "")) for entry in entries)
     # OpenAI always lists the chosen token among the most likely ones. The most likely of tokens with one text counts.
     every = ([*entry["top"], entry] for entry in entries)
     top = [
-        None
-        if listed[-1]["logprob"] is None
-        else {t.get("token", ""): t["logprob"] for t in sorted(listed, key=_LOGPROB)}
+        None if listed[-1]["logprob"] is None else {_token_name(t): t["logprob"] for t in sorted(listed, key=_LOGPROB)}
         for listed in every
     ]
     return {
-        "tokens": tokens,
+        "tokens": [_token_name(entry) for entry in entries],
         "token_logprobs": [entry["logprob"] for entry in entries],
         "top_logprobs": top,
-        "text_offset": [*accumulate(map(len, tokens), initial=start)][:-1],
+        "text_offset": [*accumulate(lengths, initial=start)][:-1],
     }
 
 

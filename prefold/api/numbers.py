@@ -71,9 +71,27 @@ def in_base64(vectors: Any) -> list[str]:
 
 Texts = Annotated[Any, doc("A text, or texts.", **TEXT_OR_TEXTS)]
 Instruction = Annotated[Any, doc("What the reranker is told to look for.", "string")]
+Template = Annotated[Any, doc("The prompt, with {query} and {document} in any order.", "string")]
 
 
-class Rerank(Batchable):
+class Pairs(Batchable, kw_only=True):
+    """The body of a request for scores of pairs of texts."""
+
+    instruction: Instruction = None
+    template: Template = None
+
+    task = "rerank"
+
+    @classmethod
+    def usage(cls, results: Sequence[Result]) -> Result:
+        usage = Batchable.usage(results)
+        if not all("cached_tokens" in result for result in results):
+            return usage
+        cached_tokens = sum(result["cached_tokens"] for result in results)
+        return usage | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
+
+
+class Rerank(Pairs):
     """Scores documents by how well they answer a query, the best first."""
 
     query: Annotated[Any, doc("What the documents are to answer.", "string")]
@@ -81,16 +99,15 @@ class Rerank(Batchable):
     top_n: Annotated[Any, doc("How many of the best documents are answered.", "integer", minimum=1)] = None
     return_documents: Annotated[bool, doc("Whether each result holds its document.")] = True
     max_tokens_per_doc: Annotated[Any, doc("How many tokens are read of each document.", "integer", minimum=1)] = None
-    instruction: Instruction = None
 
-    task, prefix = "rerank", "rerank-"
+    prefix = "rerank-"
     missing = ("{!r} is missing", "give {}")
     may_be_empty = True
 
     def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         if isinstance(self.query, list):
             raise InputError("'query' is a list", field="query", remedy="give one text", code="wrong_type")
-        names = ("query", "documents", "top_n", "return_documents", "max_tokens_per_doc", "instruction")
+        names = ("query", "documents", "top_n", "return_documents", "max_tokens_per_doc", "instruction", "template")
         return [{name: value for name in names if (value := getattr(self, name)) is not None}], {}
 
     @classmethod
@@ -102,7 +119,7 @@ class Rerank(Batchable):
         return {"results": entries}
 
 
-class Scoring(Batchable):
+class Scoring(Pairs):
     """Scores pairs of texts: of `text_1` and `text_2`, for which there are other names."""
 
     text_1: Texts = None
@@ -112,9 +129,8 @@ class Scoring(Batchable):
     items: Texts = None
     data_1: Texts = None
     data_2: Texts = None
-    instruction: Instruction = None
 
-    task, prefix = "rerank", "score-"
+    prefix = "score-"
     fields: ClassVar = {"query": "text_1", "document": "text_2", "documents": "text_2"}
 
     def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -129,6 +145,8 @@ class Scoring(Batchable):
                 raise InputError(f"{name!r} is empty", field=name, remedy="give at least one text", code="empty")
             sides.append(texts if isinstance(texts, list) else [texts])
         (first, second), fixed = sides, {"instruction": self.instruction}
+        if self.template is not None:
+            fixed["template"] = self.template
         if len(first) == 1:
             return [{"query": first[0], "documents": second, **fixed}], {}
         if len(first) != len(second):

@@ -65,7 +65,10 @@ def open_input(
     source = open_sources(names, o["input_format"], TableOptions(**limits), stdin=stdin)
     checkpoint, tokenizer = open_model(o, weights=weights)
     adapter, tasks = make_adapter(task, o, source, checkpoint, tokenizer)
-    return Input(names, source, adapter, LazyTasks(tasks, o, checkpoint, tokenizer), checkpoint, tokenizer)
+    lazy_tasks = LazyTasks(tasks, o, checkpoint, tokenizer)
+    if task is not None:
+        lazy_tasks[task]  # options that are wrong are refused before any record is read
+    return Input(names, source, adapter, lazy_tasks, checkpoint, tokenizer)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ _BLOCKS = _written(_blocks, "not a route; write the numbers of blocks: 0,1,0")
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "device": {"type": _DEVICE},
     "cache": {"type": click.Choice(["off", *POLICIES]), "metavar": None, "default": None},
-    **{name: {"default": None} for name in ("max_running", "media_memory", "allow_media_host", "normalize")},
+    **{name: {"default": None} for name in ("max_running", "media_memory", "allow_media_host")},
     "truncate": {"is_flag": True, "type": None,
                  "help": "Cut what is too long instead of failing: the longest column of a template, the longest "
                          "content of a conversation, of rerank the document. What is around it stays."},
@@ -285,9 +285,12 @@ def _declared_by(tasks: Collection[str]) -> dict[str, Decorator]:
     for parameter, of in sorted(declarations.items(), key=lambda pair: next(iter(pair[1].values())).name in common):
         docs = {task: entry.metadata["doc"] for task, entry in of.items()}
         text = " ".join(f"{task}: {doc}" for task, doc in docs.items())
-        settings = {"help": text} if len({*docs.values()}) > 1 else {}
-        flags = ("--normalize/--no-normalize",) if parameter == "normalize" else ()
-        options[parameter] = click_option(next(iter(of.values())), parameter, *flags, **settings)
+        settings: dict[str, Any] = {"help": text} if len({*docs.values()}) > 1 else {}
+        first, flag = next(iter(of.values())), parameter.replace("_", "-")
+        flags: tuple[str, ...] = ()
+        if kind_of(first) is bool and first.default is not False:
+            flags, settings["default"] = (f"--{flag}/--no-{flag}",), None
+        options[parameter] = click_option(first, parameter, *flags, **settings)
     return options
 
 

@@ -133,7 +133,7 @@ class OpenRequest:
         for reader in self.readers:
             if isinstance(reader, ValueReader):
                 assert reader.result is not None
-                return reader.result
+                return replace(reader.result, cached_tokens=self.cached_tokens)
             if reader.error is not None:
                 return reader.error
             samples.append(reader)

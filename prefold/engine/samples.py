@@ -73,7 +73,11 @@ class Sample:
         self._on_text = on_text
         # Without stop strings and without a listener, text is made at the end.
         streams = detokenizer is not None and (sampling.stop or on_text is not None)
-        self._text = detokenizer.stream(sampling.stop, sampling.min_tokens) if detokenizer and streams else None
+        # A choice that holds special tokens is told by them alone.
+        self._skips = sampling.skip_special_tokens and not (matcher is not None and matcher.shows_special)
+        self._text = None
+        if detokenizer is not None and streams:
+            self._text = detokenizer.stream(sampling.stop, sampling.min_tokens, skip_special=self._skips)
         self.state = SamplerState(
             sampling, seed=seed, sample=number, prompt=request.tokens, end_ids=self._end_ids, matcher=matcher
         )
@@ -126,7 +130,7 @@ class Sample:
         if self._text is not None:
             text: str | None = self._text.text
         else:
-            text = None if self._tokenizer is None else self._tokenizer.decode(self.tokens, skip_special=True)
+            text = None if self._tokenizer is None else self._tokenizer.decode(self.tokens, skip_special=self._skips)
         return Generated(
             tokens=tuple(self.tokens[:count]),
             text=text,

@@ -49,6 +49,7 @@ class RerankKeywords(NumberKeywords, total=False):
 
     instruction: str | None
     template: str | None
+    add_special_tokens: bool | None
     words: tuple[str, str]
     raw_scores: bool
 
@@ -92,6 +93,7 @@ class GenerationKeywords(TaskKeywords, total=False):
     stop: str | Sequence[str]
     stop_ids: int | Sequence[int]
     ignore_eos: bool
+    skip_special_tokens: bool
     logprobs: int | None
     exit_visits: Sequence[int]
     grammar: Grammar | Mapping[str, object] | None

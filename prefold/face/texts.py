@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 from ..engine.samples import TextPiece
 from ..engine.streamed import stream
 from ..errors import InputError
+from ..tasks.run import seed_of, with_seed
 from ..types import Generated, Request
 from .arguments import Message, Prompt, Text, as_items, chats_of, first_error
 from .keywords import GenerationKeywords
@@ -199,7 +200,7 @@ class Texts(TaskRunner):
         task = self.task("generate", adapter=adapter, **samples, **options)
         (work,) = first_error(task.prepare([prompt]), single=True)
         warn_of_images([work])
-        return work.requests[0]
+        return with_seed(work.requests[0], seed_of(task), 0)
 
 
 def samples_of(answer: list[Generated] | InputError) -> list[Generated]:

@@ -26,7 +26,7 @@ from ..model_options import ModelOptions, model_options
 from ..options import OPTIONS
 from ..plugins import add_plugins, plugins
 from ..tasks import make_task
-from ..tasks.run import calibrated, draw_seed, finish_items, run_items, with_seed
+from ..tasks.run import calibrated, finish_items, run_items, seed_of, with_seed
 
 # A name that is also an option of a task, such as a seed, belongs to the task.
 LLM_OPTIONS = {"tokenizer", *ModelOptions.__dataclass_fields__}
@@ -109,10 +109,16 @@ class Tasks:
         return task, task.prepare(items)
 
     def _submit(self, task: Any, works: Sequence[Any], replies: Sequence[ResponseStream | None]) -> None:
-        seed = draw_seed()
+        seed = seed_of(task)
+        is_new = getattr(task, "seed", None) is None
         for number, (work, reply) in enumerate(zip(works, replies, strict=True)):
             if reply is not None:
-                requests = [with_seed(request, seed, number, part) for part, request in enumerate(work.requests)]
+                # The place of a row in its table is not known here. With a seed of the table, the row's tokens stand
+                # for the place.
+                requests = [
+                    with_seed(request, seed, number if is_new else zlib.crc32(request.tokens.tobytes()), part)
+                    for part, request in enumerate(work.requests)
+                ]
                 self.engine.submit(requests, task.readout, reply, task.inputs.tokenizer)
 
 

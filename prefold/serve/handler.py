@@ -44,7 +44,16 @@ from ..types import Generated, Owner, Readout, Request, Result, Sampling, TokenL
 from .backpressure import Backpressure, FairQueue
 from .http import json_of
 from .keys import Keys
-from .limits import SHORT_BYTES, are_short, are_soon_ready, check_item, has_images, has_template, num_samples
+from .limits import (
+    SHORT_BYTES,
+    are_short,
+    are_soon_ready,
+    check_item,
+    has_images,
+    has_slow_grammar,
+    has_template,
+    num_samples,
+)
 from .metrics import Metrics, StepWatch, note
 from .options import ServeOptions
 from .store import Store
@@ -74,10 +83,11 @@ class RequestHandler:
         self._has_answered = False  # the first request makes the KV store, which takes long
         self.backpressure = Backpressure(options, keys)
         self._pool = FairQueue(4, "prefold-prepare")
-        # Images take long to decode, one after the other, and chat templates of requests are rendered one at a time.
-        # Requests with neither must not wait for them.
+        # Images take long to decode, one after the other, and chat templates and long grammars of requests are worked
+        # on one at a time. Requests with none of them must not wait for them.
         self._pool_of_images = FairQueue(2, "prefold-images")
         self._pool_of_templates = FairQueue(1, "prefold-prepare-template")
+        self._pool_of_grammars = FairQueue(1, "prefold-prepare-grammar")
         checkpoint = llm.checkpoint
         self.names = options.served_names or (served_name(checkpoint.name),)
         self.known_names = (*self.names, *(() if options.served_names else (checkpoint.name,)), "dummy")
@@ -120,6 +130,9 @@ class RequestHandler:
         if task.readout.kind == "tokens":
             for result in answers_of_items:
                 self._metrics.prompt(order.owner.tenant, result)
+        elif order.task == "rerank":
+            for answer, of_item in zip(answers_of_items, results, strict=True):
+                answer["cached_tokens"] = sum(result.cached_tokens or 0 for result in of_item)
         return answers_of_items, is_short
 
     async def stream(self, order: TaskOrder) -> AsyncGenerator[bytes]:
@@ -210,6 +223,8 @@ class RequestHandler:
             pool = self._pool_of_images
         elif self.options.allow_chat_template and any(map(has_template, order.items)):
             pool = self._pool_of_templates
+        elif any(map(has_slow_grammar, order.items)):
+            pool = self._pool_of_grammars
         return await asyncio.wrap_future(pool.submit(order.owner.tenant, self._prepare, order))
 
     @asynccontextmanager
@@ -279,7 +294,7 @@ class RequestHandler:
         for reply in list(self.backpressure.replies):
             self.engine.cancel(reply)
         self._serving.close()
-        for pool in (self._pool, self._pool_of_images, self._pool_of_templates):
+        for pool in (self._pool, self._pool_of_images, self._pool_of_templates, self._pool_of_grammars):
             pool.close()
 
 

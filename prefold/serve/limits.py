@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..text import Tokenizer
+from ..text.grammar import is_quick
 from ..text.media import chat_of
 from ..types import Generated
 from .http import json_of
@@ -114,3 +115,12 @@ def are_short(results: Iterable[Sequence[Any]]) -> bool:
 
 def _length(text: Generated) -> int:
     return len(text.tokens) * (1 if text.logprobs is None else TOKENS_A_LOGPROB)
+
+
+def has_slow_grammar(item: Any) -> bool:
+    """Return whether a grammar may take long to compile for an item."""
+    grammar = (item.get("sampling") or {}).get("grammar") if isinstance(item, Mapping) else None
+    parts = grammar.items() if isinstance(grammar, Mapping) else ()
+    return not all(
+        is_quick(str(kind), part if isinstance(part, str) else json_of(part).decode()) for kind, part in parts
+    )

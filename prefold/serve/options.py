@@ -55,7 +55,7 @@ class ServeOptions:
     )
     max_n: int = option(128, "Samples of a prompt.", least=1)
     max_logprobs: int = option(20, "Most likely tokens that are listed.", least=0)
-    max_grammar_bytes: int = option(64 << 10, "Size of a schema, regular expression or grammar.")
+    max_grammar_bytes: int = option(256 << 10, "Size of a schema, regular expression or grammar.")
     allow_chat_template: bool = option(False, "Requests may bring a chat template of their own.")
     escape_special: bool = option(False, "Special tokens in what messages hold stay text.")
     reasoning_parser: str = option(

@@ -107,16 +107,32 @@ class Conversations(ConversationOptions):
         if inputs.tokenizer is None:
             remedy = "give a prompt of token ids instead of messages"
             raise InputError("the model has no tokenizer", field="messages", remedy=remedy, code="no_tokenizer")
+        messages = item.messages
+        if not isinstance(messages, (list, tuple)):
+            return self._rendered(item, inputs, escaping, messages)
+        chat = chat_of(messages)
+        messages = [plain_message(m, i) for i, m in enumerate(messages if chat is None else chat.messages)]
+        try:
+            return self._rendered(item, inputs, escaping, messages)
+        except InputError as error:
+            with_texts = [_with_text_arguments(message) for message in messages]
+            if error.field != "messages" or with_texts == messages:
+                raise
+            # Some templates join the arguments of calls with texts, and fail for objects (DeepSeek V3 and R1).
+            try:
+                return self._rendered(item, inputs, escaping, with_texts)
+            except InputError:
+                raise error from None
+
+    def _rendered(self, item: GenerateItem, inputs: Inputs, escaping: EscapingEncoder | None, messages: Any) -> str:
+        """Return the text of a conversation with these messages in place of the item's."""
+        assert inputs.tokenizer is not None
         values: dict[str, Any] = {
             "chat_template_kwargs": variables(item.chat_template_kwargs),
-            "messages": item.messages,
+            "messages": messages,
             "tools": None if item.tools is None else as_tools(item.tools),
             "documents": item.documents,
         }
-        if isinstance(values["messages"], (list, tuple)):
-            chat = chat_of(values["messages"])
-            messages = values["messages"] if chat is None else chat.messages
-            values["messages"] = [plain_message(message, i) for i, message in enumerate(messages)]
         if escaping is not None:
             values = {name: escaping.shielded(value, name) for name, value in values.items()}
         further = {**variables(self.chat_template_kwargs), **values["chat_template_kwargs"]}
@@ -198,6 +214,28 @@ def has_images(message: Any) -> bool:
     return chat_of([message]) is not None
 
 
+class _Arguments(dict[str, Any]):
+    """The arguments of a call, with the JSON text that they came as."""
+
+    text: str
+
+
+def _with_text_arguments(message: Any) -> Any:
+    """Return a message with the arguments of its calls as JSON texts."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_text(call) for call in calls]}
+
+
+def _with_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), Mapping):
+        return call
+    text = arguments.text if isinstance(arguments, _Arguments) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
 def _tool_call(call: Any, field: str) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
@@ -207,6 +245,9 @@ def _tool_call(call: Any, field: str) -> Any:
     except ValueError:
         remedy = "write them as a JSON object"
         raise InputError(f"the arguments of {field!r} are not JSON", field=field, remedy=remedy) from None
+    if isinstance(arguments, dict):
+        arguments = _Arguments(arguments)
+        arguments.text = function["arguments"] or "{}"
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -6,7 +6,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from ..options import GenerationOptions, checked
 from ..prefix import MEDIA_BASE
 from ..text import FilledTemplate
 from ..text.chat import THINK
-from ..text.grammar import example_of
+from ..text.detokenize import bytes_of_tokens
 from ..text.media import Chat, Picture, TextWithImages, all_images, chat_of, refuse_images, too_long, with_notes
+from ..text.schemas import example_of
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, Task, TextBatch, Work, columns_of, cut_columns, cut_end, work_of
 from .conversations import Conversations, GenerateItem, as_tools, has_images, is_cut, plain_message
@@ -34,11 +35,12 @@ class GenerateTask(Task):
     Result: {"text", "finish_reason" ("stop" or "length"), "num_tokens" (of the prompt), "num_generated",
     "cached_tokens" (tokens of the prompt that were not computed for it)}, with "approximate_tokens" where some of the
     prompt's K/V was computed at other positions and copied, "stop" (the text or id) where one ended the output,
-    "logprobs" if asked for, a list of {"id", "token", "logprob", "top": [{"id", "token", "logprob"}]}, and "tokens"
-    (ids) in place of "text" where the model has no tokenizer. An item `with_ids` has "prompt_ids", and "tokens" in any
-    case; `with_reasoning` it has "thinks" (whether the prompt ends with <think>) and "reasoning_tokens" (how many
-    tokens of the text are reasoning) where the model may think. With several samples "text", "finish_reason", "stop",
-    "logprobs", "tokens" and "reasoning_tokens" are in "choices", one object a sample.
+    "logprobs" if asked for, a list of {"id", "token", "logprob", "top": [{"id", "token", "logprob"}]}, with "bytes"
+    where a token is a part of a letter, and "tokens" (ids) in place of "text" where the model has no tokenizer. An
+    item `with_ids` has "prompt_ids", and "tokens" in any case; `with_reasoning` it has "thinks" (whether the prompt
+    ends with <think>) and "reasoning_tokens" (how many tokens of the text are reasoning) where the model may think.
+    With several samples "text", "finish_reason", "stop", "logprobs", "tokens" and "reasoning_tokens" are in "choices",
+    one object a sample.
 
     The tokenizer's leading special tokens (BOS) come before a prompt, unless it begins with the BOS itself. A chat
     template writes its own. Token ids are taken as they are.
@@ -65,6 +67,8 @@ class GenerateTask(Task):
         if self.auto_max_tokens:
             sampling["max_tokens"] = AUTO_MAX_TOKENS
         self.sampling = self._sampling(sampling, Sampling())
+        # One seed for all prompts would draw the same random numbers for each: it is the seed of the list.
+        self.seed, self.sampling = self.sampling.seed, replace(self.sampling, seed=None)
         settings = {option.name: getattr(o, option.name) for option in fields(Conversations)}
         self.conversations = Conversations(**settings | {"tools": as_tools(o.tools)})
         # An item's own sampling may ask for no more, unless the task's does.
@@ -335,16 +339,25 @@ class GenerateTask(Task):
         if self.inputs.tokenizer is None or end not in text:
             return len(ids)
         decode = self.inputs.tokenizer.decode
-        return bisect_left(range(len(ids)), True, key=lambda n: end in decode(ids[:n], skip_special=True))
+        return bisect_left(range(len(ids)), True, key=lambda n: end in decode(ids[:n]))
 
     def token_logprobs(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
         """Returns the result's entry for a token of an output and its log-probabilities."""
         return self._token(token, entry.logprob) | {"top": [self._token(*pair) for pair in entry.top]}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        tokenizer = self.inputs.tokenizer
-        fields = {} if tokenizer is None else {"token": tokenizer.decode([token])}
-        return {"id": token, **fields, "logprob": logprob}
+        if self.inputs.tokenizer is None:
+            return {"id": token, "logprob": logprob}
+        data = self._bytes_of(token)
+        try:
+            return {"id": token, "token": data.decode(), "logprob": logprob}
+        except UnicodeDecodeError:
+            return {"id": token, "token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
+
+    @cached_property
+    def _bytes_of(self) -> Callable[[int], bytes]:
+        assert self.inputs.tokenizer is not None
+        return cache(bytes_of_tokens(self.inputs.tokenizer))
 
 
 def _plain_ids(request: Request) -> list[int]:

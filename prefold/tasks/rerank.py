@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,11 @@ from ..text.media import Picture, check_cut, with_notes
 from ..text.prompts import fields_of, fill
 from ..text.valid import valid_text, wrong_type
 from ..types import Readout, Request, Result
-from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, encode_alone, part_of, sigmoid, work_of
+from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, cut_end, encode_alone, part_of, sigmoid, work_of
 from .embed import is_list_of_texts
+from .score import leading_ids
 from .sentence import PairSettings
 
-PAIR = RerankPrompt("", "{query}{document}", "")
 # What makes scores of the logits of a head of one label, by the class of torch.nn. The softmax over one label is 1.
 ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Sigmoid": sigmoid,
@@ -28,6 +28,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Tanh": np.tanh,
     "Softmax": np.ones_like,
 }
+TEMPLATES = 16  # templates of items that are kept
 QUERY_TOO_LONG = "shorten the query, since truncation cuts the document only"
 
 
@@ -42,6 +43,7 @@ class RerankItem:
     top_n               list only so many documents, the best
     return_documents    whether to give the documents back in the result
     max_tokens_per_doc  read only so many tokens of each document, its first; None: all
+    template            the prompt, in place of the task's
     adapter             the LoRA adapter; None: the task's
     """
 
@@ -52,7 +54,47 @@ class RerankItem:
     top_n: int | None = None
     return_documents: bool = False
     max_tokens_per_doc: int | None = None
+    template: str | None = None
     adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How the prompt of a pair is written: what stands before, between and after its two texts.
+
+    Attributes:
+        body: the text with the fields {query} and {document}; None: the two are encoded apart, as a tokenizer's pair
+    """
+
+    prefix: np.ndarray
+    suffix: np.ndarray
+    body: str | None = None
+    between: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @classmethod
+    def of_pair(cls, tokenizer: Tokenizer) -> _Form:
+        before, between, after = tokenizer.pair_ids()
+        return cls(before, after, between=between)
+
+    @classmethod
+    def of_prompt(cls, prompt: RerankPrompt, tokenizer: Tokenizer) -> _Form:
+        prefix, suffix = (tokenizer.encode(text, special=False) for text in (prompt.prefix, prompt.suffix))
+        if prompt.special is not False:
+            before = tokenizer.prefix_ids if prompt.special else leading_ids(tokenizer, prompt.prefix + prompt.body)
+            prefix = np.concatenate((before, prefix))
+        return cls(prefix, suffix, prompt.body)
+
+    @property
+    def ends_with_document(self) -> bool:
+        """Return whether cutting the end of what stands between prefix and suffix cuts the document only."""
+        return self.body is None or self.body.endswith("{document}")
+
+    def add(self, batch: TextBatch, fields: Mapping[str, Text]) -> Callable[[], np.ndarray]:
+        """Add what stands between prefix and suffix to a batch; return a function that returns its ids."""
+        if self.body is not None:
+            return batch.add_pieces(_pieces(self.body, fields))
+        query, document = batch.add(fields["query"]), batch.add(fields["document"])
+        return lambda: np.concatenate((query(), self.between, document()))
 
 
 class RerankTask(Task):
@@ -83,20 +125,24 @@ class RerankTask(Task):
         self.inputs = inputs
         instruction = RERANK_INSTRUCTION if options.instruction is None else options.instruction
         self.instruction = valid_text(instruction, "instruction")
+        self.add_special_tokens = options.add_special_tokens
+        self._form_of = lru_cache(maxsize=TEMPLATES)(self._form_of_template)
         prompt = None if settings is None else settings.prompt
         if options.template is not None:
-            prompt = RerankPrompt.from_template(valid_text(options.template, "template"))
-        self.pair = settings is not None and prompt is None
-        self.prompt = prompt or (PAIR if self.pair else rerank_prompt(inputs.tokenizer))
-        if self.pair:
-            self.prefix, self.between, self.suffix = inputs.tokenizer.pair_ids()
+            self.form = self._form_of(options.template)
+        elif settings is not None and prompt is None:
+            self.form = _Form.of_pair(inputs.tokenizer)
         else:
-            self.prefix = inputs.tokenizer.encode(self.prompt.prefix, special=False)
-            self.suffix = inputs.tokenizer.encode(self.prompt.suffix, special=False)
+            self.form = _Form.of_prompt(prompt or rerank_prompt(inputs.tokenizer), inputs.tokenizer)
         activation = "Sigmoid" if settings is None else settings.activation
         self.activation = ACTIVATIONS["Identity" if options.raw_scores else activation]
         self.truncate = options.truncate
         self.readout = Readout("logits", word_ids(inputs, options.words)) if settings is None else Readout("head")
+
+    def _form_of_template(self, template: str) -> _Form:
+        assert self.inputs.tokenizer is not None
+        prompt = RerankPrompt.from_template(valid_text(template, "template"), self.add_special_tokens)
+        return _Form.of_prompt(prompt, self.inputs.tokenizer)
 
     def _as_item(self, item: Any) -> Any:
         """Returns a value as an item: a pair becomes a RerankItem."""
@@ -111,7 +157,8 @@ class RerankTask(Task):
         query = self.inputs.bounded(self.inputs.content(item.query, "query", pictures), "query", remedy=QUERY_TOO_LONG)
         instruction = self.instruction if item.instruction is None else item.instruction
         instruction = self.inputs.text(instruction, "instruction", pictures)
-        if self.pair and item.instruction is not None:
+        form = self.form if item.template is None else self._form_of(checked(str, item.template, "template"))
+        if form.body is None and item.instruction is not None:
             message = "the checkpoint reads query and document as they are, without an instruction"
             raise InputError(message, field="instruction", remedy="leave it out, or give a template")
         top_n = None if item.top_n is None else checked(int, item.top_n, "top_n", least=1)
@@ -127,8 +174,7 @@ class RerankTask(Task):
             document = document if most is None else self._first(document, most, name)
             document = self.inputs.bounded(document, name, self.truncate, left=self.truncate == "left")
             fields = {"instruction": instruction, "query": query, "document": document}
-            get = self._add_body(batch, fields)
-            makers.append(partial(self._request, get, fields, name))
+            makers.append(partial(self._request, form, form.add(batch, fields), fields, name))
 
         def make() -> Work:
             note: dict[str, Any] = {} if item.documents is None else {"list": True, "top_n": top_n}
@@ -154,40 +200,38 @@ class RerankTask(Task):
         document = tokenizer.part(document, most)
         return part_of(document, tokenizer.spans(document), most, False)
 
-    def _request(self, get: Any, fields: Mapping[str, Text], name: str) -> Request:
+    def _request(self, form: _Form, get: Callable[[], np.ndarray], fields: Mapping[str, Text], name: str) -> Request:
         body = get()
-        over = self.inputs.over(self.prefix.size + body.size + self.suffix.size)
+        over = self.inputs.over(form.prefix.size + body.size + form.suffix.size)
         if over and self.truncate:
-            self._check_room_for_document(fields, name)
-            document, whole = fields["document"], body
-            if isinstance(document, str) and (self.truncate == "left" or isinstance(document, FilledTemplate)):
-                room = body.size - over
-                body = self.inputs.cut(
-                    document if self.truncate is True else str.__str__(document),
-                    lambda cut: self._encode_body({**fields, "document": cut}),
-                    room,
-                    body[:room],
-                    left=self.truncate == "left",
-                )
-            else:
-                body = body[: body.size - over]
+            self._check_room_for_document(form, fields, name)
+            whole, body = body, self._cut(form, fields, body, over, name)
             check_cut(whole, body, name)
-        tokens = np.concatenate((self.prefix, body, self.suffix))
+        tokens = np.concatenate((form.prefix, body, form.suffix))
         return self.inputs.request(tokens, name, remedy=f"shorten it, or have documents cut with {TRUNCATE}")
 
-    def _encode_body(self, fields: Mapping[str, Text]) -> np.ndarray:
-        return encode_alone(self.inputs.tokenizer, lambda batch: self._add_body(batch, fields))
+    def _cut(self, form: _Form, fields: Mapping[str, Text], body: np.ndarray, over: int, name: str) -> np.ndarray:
+        """Return a body without `over` ids of its document or more; the body itself if its document has too few."""
+        document, left, room = fields["document"], self.truncate == "left", body.size - over
+        shortest = body[:room] if form.ends_with_document else body
+        if form.ends_with_document and not left and not isinstance(document, FilledTemplate):
+            return shortest
+        if isinstance(document, str):
+            text = document if self.truncate is True else str.__str__(document)
+            return self.inputs.cut(
+                text, lambda cut: self._encode(form, {**fields, "document": cut}), room, shortest, left=left
+            )
+        if over >= document.size:
+            return body
+        return self._encode(form, {**fields, "document": cut_end(document, over, name, left=left)})
 
-    def _add_body(self, batch: TextBatch, fields: Mapping[str, Text]) -> Callable[[], np.ndarray]:
-        if not self.pair:
-            return batch.add_pieces(_pieces(self.prompt.body, fields))
-        query, document = batch.add(fields["query"]), batch.add(fields["document"])  # encoded apart, as tokenizers do
-        return lambda: np.concatenate((query(), self.between, document()))
+    def _encode(self, form: _Form, fields: Mapping[str, Text]) -> np.ndarray:
+        return encode_alone(self.inputs.tokenizer, lambda batch: form.add(batch, fields))
 
-    def _check_room_for_document(self, fields: Mapping[str, Text], name: str) -> None:
+    def _check_room_for_document(self, form: _Form, fields: Mapping[str, Text], name: str) -> None:
         """Raises InputError if truncation would have to cut more than the document."""
-        before = self._encode_body({**fields, "document": ""})
-        if self.inputs.over(self.prefix.size + before.size + 1 + self.suffix.size):
+        before = self._encode(form, {**fields, "document": ""})
+        if self.inputs.over(form.prefix.size + before.size + 1 + form.suffix.size):
             raise InputError(
                 f"the prompt leaves no room for {name!r} in the {self.inputs.max_length} tokens the model takes",
                 field="query",

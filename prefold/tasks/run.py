@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from ..errors import InputError
 from ..stream import LiveInput, Spool, Window
 from ..types import Request
 from .base import attempt
+from .sampling import seed_at
 
 _TAG = struct.Struct("<qq")  # number of the work, part of the work
 
@@ -42,12 +42,12 @@ def run_works(
 ) -> list[list[Any] | None]:
     """Returns the results of each Work's requests, in order; None where `works` holds an InputError.
 
-    seed     the job's seed (see `with_seed`); None: a new one
+    seed     the job's seed (see `with_seed`); None: the task's, or a new one
     on_done  called for each result as it comes
     run      as in `results_of`
     """
     out: list[list[Any] | None] = [None if isinstance(w, InputError) else [None] * len(w.requests) for w in works]
-    seed = draw_seed() if seed is None else seed
+    seed = seed_of(task) if seed is None else seed
     with Spool() as spool:
         for number, work in enumerate(works):
             for part, request in enumerate([] if isinstance(work, InputError) else work.requests):
@@ -127,17 +127,21 @@ def calibrated_by(task: Any, outputs: Sequence[Any]) -> Any:
 # -------------------------------------------------------------------------------------------- seeds
 
 
+def seed_of(task: Any) -> int:
+    """Return the seed of the task's options, or a new one."""
+    seed = getattr(task, "seed", None)
+    return draw_seed() if seed is None else seed
+
+
 def draw_seed() -> int:
     """Returns a new random seed that JSON can hold exactly."""
     return secrets.randbits(53)
 
 
 def with_seed(request: Request, seed: int, *place: int) -> Request:
-    """Returns the request; if it samples without a seed, it gets one made from the job's seed and its place in the job.
-    So equal prompts of a job get different outputs, and the same ones when the job runs again."""
+    """Return the request; if it samples without a seed of its own, its seed is `seed_at(seed, *place)`. Equal prompts
+    of a list or job then get different outputs, and the same ones when it runs again."""
     sampling = request.sampling
     if sampling is None or sampling.seed is not None or not sampling.temperature:
         return request
-    digest = hashlib.blake2b(struct.pack(f"<{1 + len(place)}q", seed, *place), digest_size=8).digest()
-    own_seed = int.from_bytes(digest, "little") >> 11
-    return replace(request, sampling=replace(sampling, seed=own_seed))
+    return replace(request, sampling=replace(sampling, seed=seed_at(seed, *place)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from functools import partial
@@ -52,6 +54,18 @@ def sampling_from(
         message = f"min_tokens is {sampling.min_tokens}, which is more than max_tokens ({sampling.max_tokens})"
         raise InputError(message, field="min_tokens", remedy="give a smaller min_tokens", code="out_of_range")
     return sampling
+
+
+def seed_at(seed: int, *place: int) -> int:
+    """Return the seed of the prompt at a place of a list or job that has one seed. The first prompt keeps the seed, so
+    that a prompt alone and the first of a list are the same. place: numbers; zeros at its end change nothing"""
+    while place and not place[-1]:
+        place = place[:-1]
+    if not place:
+        return seed
+    numbers = (number % 2**64 for number in (seed, *place))
+    digest = hashlib.blake2b(struct.pack(f"<{1 + len(place)}Q", *numbers), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 11
 
 
 def grammar_from(value: Any, field: str = "grammar") -> Grammar:

@@ -235,4 +235,4 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
 
 def _pair_of_messages(tokenizer: Tokenizer) -> RerankPrompt:
     pair = [{"role": name, "content": f"{{{name}}}"} for name in ("query", "document")]
-    return RerankPrompt.from_template(tokenizer.render_chat(pair))
+    return RerankPrompt.from_template(tokenizer.render_chat(pair), special=False)

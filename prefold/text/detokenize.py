@@ -1,7 +1,7 @@
 """Turns tokens into text as they come, up to the first stop text.
 
-A stream gives exactly the text that the tokenizer's `decode(ids, skip_special=True)` gives for all ids, in parts, and
-each part as soon as no later token can change it. Language models have two kinds of tokenizer, and for both of them the
+A stream gives exactly the text that the tokenizer's `decode(ids, skip_special)` gives for all ids, in parts, and each
+part as soon as no later token can change it. Language models have two kinds of tokenizer, and for both of them the
 text of a token is known from the token alone, so that the work a token does not grow with the text: the tokens of
 byte-level tokenizers are bytes, and those of SentencePiece tokenizers are texts and single bytes (<0xE6>). Tokenizers
 of other kinds decode the last few tokens again for every token.
@@ -15,7 +15,8 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -28,15 +29,16 @@ class Detokenizer:
     """A Detokenizer makes a TextStream for each sample; the streams share a table of the tokens' texts."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self._pieces = _pieces(tokenizer)
+        self._pieces = cache(partial(_pieces, tokenizer))
 
-    def stream(self, stop: Sequence[str] = (), min_tokens: int = 0) -> TextStream:
+    def stream(self, stop: Sequence[str] = (), min_tokens: int = 0, *, skip_special: bool = True) -> TextStream:
         """Returns the stream of a new sample.
 
-        stop        the stop texts
-        min_tokens  a stop text that is complete within the first `min_tokens` tokens does not count
+        stop          the stop texts
+        min_tokens    a stop text that is complete within the first `min_tokens` tokens does not count
+        skip_special  whether special tokens have no text
         """
-        return TextStream(self._pieces(), stop, min_tokens)
+        return TextStream(self._pieces(skip_special)(), stop, min_tokens)
 
 
 class TextStream:
@@ -181,22 +183,52 @@ class Pieces(Protocol):
         """Returns the rest of the text, as it is when no token follows."""
 
 
-def _pieces(tokenizer: Tokenizer) -> Callable[[], Pieces]:
+def bytes_of_tokens(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """Return a function that returns the bytes of a token, as they are within a text. Special tokens have theirs."""
+    kind, steps = _decoding(tokenizer)
+    name_of = tokenizer.backend.id_to_token
+    if kind == "bytes":
+        return lambda token: _bytes(name_of(token))
+    if kind == "texts":
+        replaced = _replacements(steps)
+
+        def bytes_of(token: int) -> bytes:
+            piece = _replaced(name_of(token), replaced)
+            return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()
+
+        return bytes_of
+    return lambda token: tokenizer.decode([token]).encode()
+
+
+def _pieces(tokenizer: Tokenizer, skip_special: bool) -> Callable[[], Pieces]:
     backend = tokenizer.backend
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    kind, steps = _decoding(tokenizer)
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special and skip_special}
     names = _Table(lambda token: None if token in special else backend.id_to_token(token))
-    kinds = " ".join(_kind(step) for step in steps)
-    if kinds == "ByteLevel":
+    if kind == "bytes":
         table = _Table(lambda token: _bytes(names[token]))
         return lambda: _ByteLevel(table)
-    if re.fullmatch("(Replace )*ByteFallback Fuse( Strip)*", kinds):
-        replaced = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
+    if kind == "texts":
+        replaced = _replacements(steps)
         strips = [(step["content"], step["start"]) for step in steps if step["type"] == "Strip"]
         texts = _Table(lambda token: _replaced(names[token], replaced))
         return lambda: _ByteFallback(texts, strips)
     return lambda: _ByWindow(tokenizer, names)
+
+
+def _decoding(tokenizer: Tokenizer) -> tuple[Literal["bytes", "texts", "other"], list[dict[str, Any]]]:
+    """Return what the tokens of a tokenizer stand for, and the steps of its decoder."""
+    state = tokenizer.backend.decoder
+    decoder = {"type": None} if state is None else json.loads(state.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = " ".join(_kind(step) for step in steps)
+    if kinds == "ByteLevel":
+        return "bytes", steps
+    return "texts" if re.fullmatch("(Replace )*ByteFallback Fuse( Strip)*", kinds) else "other", steps
+
+
+def _replacements(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
 
 
 def _kind(step: dict) -> str:
@@ -345,7 +377,7 @@ class _ByWindow:
     start = 0
 
     def __init__(self, tokenizer: Tokenizer, names: _Table):
-        self._decode = tokenizer.decode
+        self._decode = tokenizer.decode  # of ids without special tokens that are skipped
         self._names = names
         self._ids: list[int] = []
         self._num_settled = 0  # how many of these ids, from the first, have had their text given out
@@ -362,5 +394,5 @@ class _ByWindow:
         return text
 
     def finish(self) -> str:
-        before = self._decode(self._ids[: self._num_settled], skip_special=True)
-        return self._decode(self._ids, skip_special=True)[len(before) :]
+        before = self._decode(self._ids[: self._num_settled])
+        return self._decode(self._ids)[len(before) :]

@@ -9,7 +9,8 @@ index of the whole vocabulary for each.)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ import numpy as np
 
 from ..errors import InputError, MissingExtraError, UnsupportedModelError
 from ..types import Grammar
+from .grammar_process import GrammarProcess, fault_of
+from .schemas import example_of, with_any_of, with_keywords
 from .valid import valid_text
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ MOST_STATES = 50_000
 # Items of the library's parser at one place of a text: four for each property that may come next. A tool of 3,000
 # properties has 12,000, and a mask takes some 10 ms there; all that time the engine waits.
 MOST_ITEMS = 16_000
+# Letters of a grammar that is compiled in this process; a longer one is first checked in a process that can be ended.
+QUICK = 4096
 # Letters of an example that are followed before a schema is taken, to see whether it has more items than that.
 FOLLOWED = 100
 # White space between two parts of a JSON text. Where a grammar allows more than it needs, a small model may write
@@ -50,12 +55,19 @@ REMEDIES = {
 }
 
 
-class Matcher:
-    """A Matcher follows the text of one sample through its grammar."""
+_process = GrammarProcess()
 
-    def __init__(self, inner: Any, vocab_size: int):
+
+class Matcher:
+    """A Matcher follows the text of one sample through its grammar.
+
+    shows_special  whether the grammar is a choice that may be written in special tokens of the vocabulary
+    """
+
+    def __init__(self, inner: Any, vocab_size: int, *, shows_special: bool = False):
         self._inner = inner
         self._vocab_size = vocab_size
+        self.shows_special = shows_special
 
     def mask(self) -> np.ndarray:
         """Returns the tokens that may come next as bits, uint8 [ceil(vocabulary / 8)]: token i is bit i % 8 of byte i
@@ -83,7 +95,7 @@ class Matcher:
         return self._inner.get_error() or None
 
     def copy(self) -> Matcher:
-        return Matcher(self._inner.deep_copy(), self._vocab_size)
+        return Matcher(self._inner.deep_copy(), self._vocab_size, shows_special=self.shows_special)
 
 
 class GrammarCompiler:
@@ -107,6 +119,7 @@ class GrammarCompiler:
         except Exception as error:  # the library raises ValueError and its own panics
             raise UnsupportedModelError(f"grammars do not work with this tokenizer: {_one_line(error)}") from None
         self._vocab_size = vocab_size
+        self._special = tokenizer.special_ids
         self._compiled = lru_cache(maxsize=CACHED)(self._compile)
 
     def matcher(self, grammar: Grammar) -> Matcher:
@@ -120,8 +133,12 @@ class GrammarCompiler:
         # An ambiguous grammar has ever more of them; the library's own bound is lower.
         items = {"max_items_in_row": MOST_ITEMS} if grammar.kind == "json_schema" else {}
         limits = library.LLParserLimits(max_lexer_states=MOST_STATES, **items)
-        inner = library.LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=limits)
-        matcher = Matcher(inner, self._vocab_size)
+        source, special = _source(grammar), ""
+        if grammar.kind == "choice":
+            special = " | ".join(_in_tokens(json.loads(grammar.text), self._special))
+            source = library.LLMatcher.grammar_from_lark(_choice(grammar.text, special))
+        inner = library.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+        matcher = Matcher(inner, self._vocab_size, shows_special=bool(special))
         if matcher.failed:
             raise _refused(grammar, matcher.failed)
         matcher.mask()  # the first mask shows whether any text can begin
@@ -137,13 +154,25 @@ class GrammarCompiler:
         return matcher
 
 
-@lru_cache(maxsize=CACHED)
 def check_grammar(grammar: Grammar) -> None:
-    """Raises InputError for an invalid grammar, and MissingExtraError without the library. Whether a grammar is too
-    large only a tokenizer's GrammarCompiler can tell."""
-    is_error, messages = _library().LLMatcher.validate_grammar_with_warnings(_source(grammar))
-    if is_error:
-        raise _refused(grammar, messages[0])
+    """Raises InputError for a grammar that is invalid or takes too long to compile, and MissingExtraError without the
+    library. Whether a grammar is too large only a tokenizer's GrammarCompiler can tell."""
+    if fault := _fault(grammar):
+        raise _refused(grammar, fault)
+
+
+@lru_cache(maxsize=CACHED)
+def _fault(grammar: Grammar) -> str:
+    """Return what is wrong with a grammar; "" if nothing is."""
+    _library()
+    source = _source(grammar)
+    return fault_of(source) if is_quick(grammar.kind, grammar.text) else _process.fault(source)
+
+
+def is_quick(kind: str, text: str) -> bool:
+    """Return whether a grammar is compiled in milliseconds. Short schemas that combine patterns may take minutes."""
+    combines = ("attern", "allOf", "\\u")  # patternProperties too, and names in escapes
+    return len(text) <= QUICK and (kind != "json_schema" or not any(word in text for word in combines))
 
 
 def _library() -> Any:
@@ -163,25 +192,43 @@ def _source(grammar: Grammar) -> str:
             schema = _known(grammar.text) if grammar.kind == "json_schema" else '{"type": "object"}'
             return make.grammar_from_json_schema(schema, defaults=COMPACT if grammar.compact else FREE)
         if grammar.kind == "choice":
-            # All choices are one terminal, which is compiled to an automaton; 50,000 rules would be too many.
-            return make.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(_quoted(grammar.text)))
+            return make.grammar_from_lark(_choice(grammar.text))
     except ValueError as error:
         raise _refused(grammar, error) from None
+    except RecursionError:
+        raise _refused(grammar, "it is nested too deep") from None
     if grammar.kind == "regex":
         return make.grammar_from_regex(grammar.text)
     return make.grammar_from_lark(grammar.text)
 
 
 def _known(schema: str) -> str:
-    """Returns a JSON schema without formats that the library lacks: JSON Schema allows to ignore a format. Raises
-    ValueError for invalid JSON."""
-    if '"format"' not in schema:
-        return schema
+    """Return a JSON schema as the library knows it: without formats that it lacks, as JSON Schema allows to ignore a
+    format, and with anyOf in place of a oneOf that means the same. Raises ValueError for invalid JSON."""
 
     def known(keyword: str, text: str) -> str | None:
         return None if keyword == "format" and text not in FORMATS else text
 
-    return json.dumps(with_keywords(json.loads(schema), known), ensure_ascii=False)
+    if '"format"' not in schema and '"oneOf"' not in schema:
+        return schema
+    value = json.loads(schema)
+    value = with_keywords(value, known) if '"format"' in schema else value
+    return json.dumps(with_any_of(value) if '"oneOf"' in schema else value, ensure_ascii=False)
+
+
+def _choice(choices: str, special: str = "") -> str:
+    """Return the Lark grammar of some choices. special: a Lark rule for choices that hold special tokens"""
+    # All choices are one terminal, which is compiled to an automaton; 50,000 rules would be too many.
+    return f"start: CHOICE{' | ' * bool(special)}{special}\nCHOICE: " + " | ".join(_quoted(choices))
+
+
+def _in_tokens(choices: Sequence[str], special: Mapping[str, int]) -> Iterator[str]:
+    """Yield the choices that hold special tokens, as sequences of these tokens and of texts in Lark's syntax."""
+    longest_first = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    for choice in choices if special else ():
+        if re.search(longest_first, choice):
+            parts = filter(None, re.split(f"({longest_first})", choice))
+            yield " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p, ensure_ascii=False) for p in parts)
 
 
 def _quoted(choices: str) -> list[str]:
@@ -199,63 +246,3 @@ def _refused(grammar: Grammar, why: object) -> InputError:
 
 def _one_line(text: object) -> str:
     return " ".join(str(text).split())[:500]
-
-
-# Keywords that hold values, and those that hold schemas by names.
-_VALUES = ("const", "enum", "default", "examples")
-_SIMPLE = {"string": "", "integer": 0, "number": 0.0, "boolean": False}
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-
-
-def with_keywords(schema: Any, change: Callable[[str, str], str | None], *, named: bool = False) -> Any:
-    """Returns a schema with changed texts of its keywords.
-
-    change  (keyword, text) -> the new text; None: the keyword is dropped
-    named   whether `schema` is no schema, but has schemas by names
-    """
-    if isinstance(schema, list):
-        return [with_keywords(part, change) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    changed: dict[str, Any] = {}
-    for name, value in schema.items():
-        if named:
-            changed[name] = with_keywords(value, change)
-        elif name in _VALUES:
-            changed[name] = value
-        elif isinstance(value, str):
-            if (text := change(name, value)) is not None:
-                changed[name] = text
-        else:
-            changed[name] = with_keywords(value, change, named=name in _NAMED)
-    return changed
-
-
-def example_of(schema: Any, root: Any = None, refs: dict[str, Any] | None = None) -> Any:
-    """Returns a value that a schema describes: an object with all properties; for several types the first one that is
-    not null. It is None if the schema has no type, or refers to itself.
-
-    root: where references begin. refs: {reference: its example}; of one within itself it is None
-    """
-    root, refs = schema if root is None else root, {} if refs is None else refs
-    if not isinstance(schema, Mapping):
-        return None
-    if isinstance(reference := schema.get("$ref"), str):
-        if reference in refs:
-            return refs[reference]
-        refs[reference], target = None, root
-        for name in reference.split("/")[1:]:
-            target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        refs[reference] = example_of(target, root, refs)
-        return refs[reference]
-    types = schema.get("type")
-    kind = next((kind_name for kind_name in types if kind_name != "null"), None) if isinstance(types, list) else types
-    if properties := schema.get("properties"):
-        return {name: example_of(part, root, refs) for name, part in properties.items()}
-    if kind == "array":
-        item = example_of(schema.get("items"), root, refs)
-        return [] if item is None else [item]
-    branches = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or ()
-    values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
-    examples = (_SIMPLE.get(kind), *values, *(example_of(part, root, refs) for part in branches))
-    return next((value for value in examples if value is not None), None)

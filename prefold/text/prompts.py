@@ -43,32 +43,35 @@ def instructed_query(instruction: str, query: str) -> str:
 
 @dataclass(frozen=True)
 class RerankPrompt:
-    """A RerankPrompt is the prompt of a (query, document) pair in three parts, which are encoded apart, without special
-    tokens.
+    """The prompt of a (query, document) pair in three parts, which are encoded apart.
 
-    `body` has the fields {instruction} (optional), {query} and, last, {document}: cutting the end
-    of the encoded body cuts the document only.
+    Attributes:
+        body: the part with the fields {query}, {document} and, if wanted, {instruction}
+        special: whether the tokenizer's own special tokens (BOS) come before the prompt; None: unless it begins with
+            the BOS
     """
 
     prefix: str
     body: str
     suffix: str
+    special: bool | None = False
 
     @classmethod
-    def from_template(cls, template: str) -> RerankPrompt:
-        """Returns the parts of a whole prompt. Raises InputError unless it has {query} and then, last, {document}, once
-        each."""
+    def from_template(cls, template: str, special: bool | None = None) -> RerankPrompt:
+        """Return a whole prompt, which is encoded as one text, so that tokens may reach over the borders of its fields.
+
+        Documents share what stands before {document}, queries what stands before {query}. Raises InputError unless
+        the template has both once.
+        """
         names = fields_of(template)
         fields = {"instruction", "query", "document"}
-        if set(names) - fields or names.count("query") != 1 or names.count("document") != 1 or names[-1] != "document":
+        if set(names) - fields or names.count("query") != 1 or names.count("document") != 1:
             raise InputError(
                 f"the fields of the rerank template are {', '.join(names) or '(none)'}",
                 field="template",
-                remedy="write {query} once, then {document} once and last, and {instruction} if it is wanted",
+                remedy="write {query} and {document} once each, in any order, and {instruction} if it is wanted",
             )
-        start = _FIELD.search(template).start()  # type: ignore[union-attr]
-        stop = template.rindex("{document}") + len("{document}")
-        return cls(template[:start], template[start:stop], template[stop:])
+        return cls("", template, "", special)
 
 
 _JUDGE = (

@@ -5,32 +5,25 @@ code too, and bounds its memory. Only Linux reliably bounds memory: elsewhere su
 from __future__ import annotations
 
 import gc
-import json
-import signal
 import sys
-import threading
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from ..errors import InputError
-from ..subprocesses import Subprocess, SubprocessEnded, answer_all, limit_process
+from ..subprocesses import BoundedProcess, SubprocessEnded, answer_calls
 
 # Bytes that the process may have. Python and what it imports take about a tenth of them.
 MEMORY = 1 << 30
 # Letters that a template may write. No conversation that fits a model has a tenth of them.
 LONGEST = 1 << 26
-# How much longer than its processor time a template may take by the clock, on a busy machine.
-PATIENCE = 20.0
 
 
-class TemplateProcess:
-    """A TemplateProcess renders conversations in a subprocess, one at a time; calls from several threads wait for each
-    other. The subprocess starts with the first conversation, and again after a template has ended it."""
+class TemplateProcess(BoundedProcess):
+    """A TemplateProcess renders conversations in a subprocess."""
 
     def __init__(self, memory: int = MEMORY):
         """memory: bytes that the process may have."""
-        self._lock = threading.Lock()
-        self._subprocess = Subprocess(__name__, [str(memory)])
+        super().__init__(__name__, memory)
 
     def write(self, name: str, source: str, values: Mapping[str, Any], seconds: float) -> str:
         """Returns the text of `sandbox.write`, and raises its errors; also InputError for a template that takes more
@@ -40,44 +33,25 @@ class TemplateProcess:
             remedy = "name one of the model's templates, or run prefold on Linux"
             raise InputError(message, field="chat_template", remedy=remedy, code="unsupported")
         try:
-            request = json.dumps({"name": name, "source": source, "values": values, "seconds": seconds}).encode()
+            return self.call({"name": name, "source": source, "values": values}, seconds)
+        except InputError:
+            raise
         except ValueError as error:  # Python writes no number of more than 4,300 digits
             remedy = "give it as a text"
             raise InputError(f"a value of the chat is no JSON: {error}", field="messages", remedy=remedy) from None
-        with self._lock:
-            try:
-                answer, text = self._subprocess.ask(request, PATIENCE * seconds)
-            except SubprocessEnded:
-                remedy = "correct it, or allow it more time with template_seconds (--template-seconds)"
-                reason = f"it ran for more than {seconds:g} s, or ended its process"
-                message = f"the chat template {name} was stopped: {reason}"
-                raise InputError(message, field="chat_template", remedy=remedy, code="template_limit") from None
-        if "error" in answer:
-            raise InputError(answer["error"], field=answer["field"], remedy=answer["remedy"], code=answer["code"])
-        return text.decode()
+        except SubprocessEnded:
+            remedy = "correct it, or allow it more time with template_seconds (--template-seconds)"
+            reason = f"it ran for more than {seconds:g} s, or ended its process"
+            message = f"the chat template {name} was stopped: {reason}"
+            raise InputError(message, field="chat_template", remedy=remedy, code="template_limit") from None
 
 
 def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
     """Answers requests until `source` ends. argv: bytes of memory."""
-    _answer(json.dumps({"name": "", "source": "", "values": {}, "seconds": 60}).encode())  # it imports what it needs
-    limit_process(int(argv[0]))
-    answer_all(_answer, source, sink)
+    answer_calls(_written, {"name": "", "source": "", "values": {}}, argv, source, sink)
 
 
-def _answer(request: bytes) -> tuple[dict[str, Any], bytes]:
-    if not request:
-        return {}, b""
-    fields = json.loads(request)
-    signal.setitimer(signal.ITIMER_PROF, fields.pop("seconds"))
-    try:
-        return {}, _written(fields).encode()
-    except InputError as error:
-        return {"error": error.message, "field": error.field, "remedy": error.remedy, "code": error.code}, b""
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _written(fields: Mapping[str, Any]) -> str:
+def _written(**fields: Any) -> str:
     from .sandbox import TooLong, compile_template, write  # Jinja takes a while to import; only this process needs it
 
     try:

@@ -240,6 +240,12 @@ class Tokenizer:
         """Returns the exact name of each token in the vocabulary ("Ġthe"), "" for an unknown id."""
         return [self.backend.id_to_token(id) or "" for id in ids]
 
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens of the vocabulary, with their ids."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items() if token.special}
+
     def render_chat(self, messages: Sequence[Mapping[str, object]], /, **options: object) -> str:
         """Returns the text of a conversation by `ChatTemplates.render`. Encode it with special=False: it has its own
         special tokens."""

@@ -95,7 +95,7 @@ class Examples:
         return Examples(self.tokens[index], np.concatenate(([0], np.cumsum(lengths))), self.is_target[index])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TrainBatch:
     """A TrainBatch is what one forward and backward pass computes: rows, and the targets that are read at them, as
     pairs (row, id).
@@ -168,6 +168,10 @@ class TrainBatch:
             target_ids=examples.tokens[targets].astype(np.int64),
             target_reads=step.read_out.rows.astype(np.int64),
         )
+
+    def __repr__(self) -> str:
+        counts = f"{self.num_sequences} sequences, {self.num_tokens} tokens, {self.num_targets} targets"
+        return f"TrainBatch({counts}, {self.num_rows} rows, sharing={self.sharing!r})"
 
     @property
     def num_sequences(self) -> int:

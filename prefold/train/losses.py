@@ -61,6 +61,7 @@ def check_trained(model: CausalLM, batch: TrainBatch) -> None:
 
 def sft_loss(logprobs: Tensor, *, count: int | None = None) -> Tensor:
     """Returns the cross entropy: the mean of -log p over targets."""
+    _check("logprobs", logprobs)
     return -logprobs.sum() / (count or len(logprobs))
 
 
@@ -77,6 +78,8 @@ def dpo_margins(logprobs: Tensor, reference: Tensor, batch: TrainBatch) -> Tenso
             field="batch",
             remedy="give pairs: chosen, rejected, chosen, rejected, ...",
         )
+    _check("logprobs", logprobs, batch.num_targets, "targets")
+    _check("reference", reference, batch.num_targets, "targets")
     ratios = batch.sums(logprobs - reference)
     return ratios[::2] - ratios[1::2]
 
@@ -124,6 +127,11 @@ def group_loss(
     """
     if (kl > 0) != (reference is not None):
         raise InputError("only one of kl and reference is given", field="kl", remedy="give both, or none")
+    _check("logprobs", logprobs, batch.num_targets, "targets")
+    _check("old", old, batch.num_targets, "targets")
+    _check("advantages", advantages, batch.num_sequences, "sequences")
+    if reference is not None:
+        _check("reference", reference, batch.num_targets, "targets")
     owner = torch.repeat_interleave(batch.target_counts(logprobs.device))
     weights = advantages.to(logprobs)[owner]
     ratio = (logprobs - old).exp()
@@ -133,6 +141,17 @@ def group_loss(
         ahead = reference - logprobs
         losses = losses + kl * (ahead.exp() - ahead - 1)
     return batch.means(losses).sum() / (count or batch.num_sequences)
+
+
+def _check(name: str, values: object, count: int | None = None, of: str = "numbers") -> None:
+    """Raise InputError unless `values` is a tensor of numbers, [count]."""
+    if not isinstance(values, Tensor):
+        message = f"{name} is of type {type(values).__name__}, not a tensor"
+        raise InputError(message, field=name, remedy="give a tensor of torch", code="wrong_type")
+    if values.ndim != 1 or (count is not None and len(values) != count):
+        size = "" if count is None else f"; the batch has {count} {of}"
+        message = f"{name} has the shape {[*values.shape]}{size}"
+        raise InputError(message, field=name, remedy=f"give a tensor [{of}], in the batch's order", code="wrong_shape")
 
 
 # The most logits that a block has; and the fewest columns that it has, however many rows there are.

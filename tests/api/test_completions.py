@@ -217,7 +217,13 @@ def test_fields_are_named_as_in_the_request():
 
 ENTRIES = [
     {"id": 5, "token": "ab", "logprob": -0.5, "top": [{"id": 5, "token": "ab", "logprob": -0.5}]},
-    {"id": 6, "token": "\ufffd", "logprob": -1.5, "top": [{"id": 7, "token": "c", "logprob": -0.25}]},
+    {
+        "id": 6,
+        "token": "\ufffd",
+        "bytes": [159, 152],
+        "logprob": -1.5,
+        "top": [{"id": 7, "token": "c", "logprob": -0.25}],
+    },
 ]
 
 
@@ -227,15 +233,23 @@ def test_logprobs_of_a_chat():
     one, two = logprobs["content"]
     assert one["token"] == "ab" and one["logprob"] == -0.5 and one["bytes"] == [97, 98]
     assert one["top_logprobs"] == [{"token": "ab", "logprob": -0.5, "bytes": [97, 98]}]
-    assert two["bytes"] is None and two["top_logprobs"][0]["token"] == "c"
+    assert two["bytes"] == [159, 152] and two["top_logprobs"][0]["token"] == "c"
 
 
 def test_logprobs_of_a_completion():
     batch, parsed = read(PLAIN, {"prompt": "p", "logprobs": 1})
     logprobs = body_of(batch, parsed, result(logprobs=ENTRIES))["choices"][0]["logprobs"]
     assert logprobs == {
-        "tokens": ["ab", "\ufffd"],
+        "tokens": ["ab", "bytes:\\x9f\\x98"],
         "token_logprobs": [-0.5, -1.5],
-        "top_logprobs": [{"ab": -0.5}, {"c": -0.25, "\ufffd": -1.5}],
+        "top_logprobs": [{"ab": -0.5}, {"c": -0.25, "bytes:\\x9f\\x98": -1.5}],
         "text_offset": [0, 2],
     }
+
+
+def test_prompts_of_a_list_with_one_seed_have_seeds_of_their_own():
+    _, parsed = read(PLAIN, {"prompt": ["p", "p", [5]], "seed": 7})
+    seeds = [found["sampling"]["seed"] for found in parsed.items]
+    assert seeds[0] == 7 and len({*seeds}) == 3
+    assert [found["sampling"]["seed"] for found in read(PLAIN, {"prompt": ["p"] * 3, "seed": 7})[1].items] == seeds
+    assert "seed" not in item(PLAIN, {"prompt": ["p"]})["sampling"]

@@ -26,6 +26,7 @@ from prefold.engine.streamed import stream
 from prefold.errors import FleetError, InputError, PrefoldError
 from prefold.face.streams import astream
 from prefold.stream import Spool
+from prefold.tasks.run import with_seed
 from prefold.types import Readout, Request, Sampling
 from tests.job.fakes import digest
 
@@ -88,8 +89,9 @@ def test_texts_and_numbers_are_those_that_the_llm_gives(engine: Engine, llms):
     llm = llms[0]
     texts, numbers = [Kept() for _ in PROMPTS], Kept()
     many = Kept()
-    for request, kept in zip(requests_of(llm, max_tokens=6, seed=3, temperature=0.8, n=2), texts, strict=True):
-        engine.submit([request], TEXT, kept, llm.tokenizer)
+    requests = requests_of(llm, max_tokens=6, temperature=0.8, n=2)
+    for place, (request, kept) in enumerate(zip(requests, texts, strict=True)):
+        engine.submit([with_seed(request, 3, place)], TEXT, kept, llm.tokenizer)
     engine.submit(requests_of(llm), LAST, numbers)
     expected = llm.generate(PROMPTS, max_tokens=6, seed=3, temperature=0.8, n=2)
     for kept, samples in zip(texts, expected, strict=True):

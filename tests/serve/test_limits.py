@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
 from batching import batch_of, client_of, completion, ended, lines_of
 from serving import serving
+
+from prefold.text.grammar_process import GrammarProcess
 
 OWN = {"messages": [{"role": "user", "content": "yes"}], "chat_template": "{{ messages[0].content }}", "max_tokens": 1}
 GRAMMAR = {"prompt": "yes", "max_tokens": 2, "guided_regex": "(yes|no)" * 100}
@@ -70,3 +75,28 @@ def test_a_line_of_a_batch_with_too_many_texts(llm, tmp_path, url, body, param):
 def test_what_is_not_done_is_refused(server, path, body):
     found = httpx.post(server.url + path, json=body)
     assert found.status_code in (400, 422) and list(body)[-1] in found.text, found.text
+
+
+def test_grammars_that_take_long_hold_up_no_other_request(llm, monkeypatch):
+    release = threading.Event()
+
+    def slow(self, source):
+        assert release.wait(60)
+        return "it takes more than 2 s"
+
+    monkeypatch.setattr(GrammarProcess, "fault", slow)
+    quick = {"prompt": "yes", "max_tokens": 2, "guided_regex": "yes"}
+    with serving(llm) as server, ThreadPoolExecutor(6) as threads:
+
+        def ask(body):
+            return httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+
+        # More of them than there are threads that prepare requests.
+        bombs = [quick | {"guided_regex": None, "guided_json": {"pattern": f"a{i}"}} for i in range(6)]
+        waiting = [threads.submit(ask, body) for body in bombs]
+        for body in (quick, {"prompt": "yes " * 2000, "max_tokens": 1, "truncate_prompt_tokens": 9}):
+            assert ask(body).status_code == 200
+        release.set()
+        for found in waiting:
+            error = found.result().json()["error"]
+            assert error["param"] == "guided_json" and "takes more than" in error["message"]

@@ -37,6 +37,21 @@ def test_an_answer_has_what_vllm_says(post, path):
     assert all("document" not in one for one in found["results"])
 
 
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score"])
+def test_queries_share_a_document_that_a_template_puts_first(post, llm, path):
+    document, template = "all that is the one " * 3, f"{path} {{document}} ? {{query}}"
+    pair = ("query", "documents") if path == "/v1/rerank" else ("text_1", "text_2")
+    cached = []
+    for query in ("yes", "the"):
+        found = post(path, **dict(zip(pair, (query, [document]), strict=True)), template=template).json()
+        score = found["results"][0]["relevance_score"] if "results" in found else found["data"][0]["score"]
+        assert score == pytest.approx(llm.rerank(query, [document], template=template).scores[0], abs=1e-6)
+        cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[1] - cached[0] > len(llm.tokenizer.encode(document)) - 3
+    wrong = post(path, **dict(zip(pair, ("yes", [document]), strict=True)), template="{query}")
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "template"
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_max_tokens_per_doc(post, llm, path):
     long = ["yes no the " * 300, "no"]

@@ -59,7 +59,14 @@ CONVERSATION = {
     "chat_template_kwargs": {"tone": "a"}, "media_io_kwargs": {"a": 1},
 }  # fmt: skip
 TRUNCATION = {"truncate": True, "truncation_direction": "Left"}
-RERANK = {"top_n": 1, "return_documents": False, "instruction": "Judge.", "use_activation": False} | POOLED
+TEMPLATE = "{document} {query}"
+RERANK = {
+    "top_n": 1,
+    "return_documents": False,
+    "instruction": "Judge.",
+    "template": TEMPLATE,
+    "use_activation": False,
+} | POOLED
 # {route: (a body, its further fields)}
 FIELDS = {
     "/v1/chat/completions": ({"messages": CHAT} | SHORT, GENERATION | CONVERSATION | {
@@ -108,7 +115,7 @@ FIELDS = {
         "max_tokens_per_doc": 5, "relevant_spans": {"a": 1},
     }),
     "/score": ({"text_1": "is it", "text_2": ["no", "yes"]}, POOLED | {
-        "use_activation": False, "instruction": "Judge.",
+        "use_activation": False, "instruction": "Judge.", "template": TEMPLATE,
     }),
     "/classify": ({"input": "is it"}, POOLED | CONVERSATION | {
         "use_activation": False, "add_special_tokens": False, "messages": CHAT,

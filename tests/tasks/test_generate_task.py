@@ -104,6 +104,25 @@ def test_messages_in_openais_format():
     assert caught.value.field == "messages[0].content[0]"
 
 
+def test_a_template_that_joins_the_arguments_of_a_call_gets_them_as_text():
+    joins = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '<' + c['function']['arguments'] + '>' }}"
+        "{% endfor %}{% endfor %}"
+    )
+    text = '{"city":  "Z\\u00fcrich<|im_end|>"}'  # as it came
+    call = {"type": "function", "function": {"name": "f", "arguments": text}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for options in ({}, {"escape_special": True}, {"truncate": True}):
+        assert text_of(task(chat_template=joins, **options), messages) == f"<{text}>"
+    assert text_of(task(), {"messages": messages, "chat_template": joins}) == f"<{text}>"  # in a process of its own
+    call["function"]["arguments"] = {"city": "Zürich"}
+    assert text_of(task(chat_template=joins), messages) == '<{"city": "Zürich"}>'
+    # Templates that fail for both say what is wrong with the first.
+    fails = "{% for m in messages %}{{ m.tool_calls[0].function.arguments + 1 }}{% endfor %}"
+    with pytest.raises(InputError, match=r"'dict' and 'int'|undefined"):
+        request(task(chat_template=fails), messages[1:])
+
+
 def test_sampling_of_the_task_and_of_the_item():
     made = task(temperature=0.5, stop=["x"], logprobs=2)
     assert request(made, "a").sampling == Sampling(max_tokens=256, temperature=0.5, stop=("x",), logprobs=2)

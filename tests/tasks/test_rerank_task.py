@@ -7,14 +7,18 @@ import math
 
 import numpy as np
 import pytest
+import tokenizers as backends
+import torch
 from task_inputs import FakeCheckpoint, ids, result, tokenizer
-from tiny import tiny_checkpoint
+from tiny import reference, tiny_checkpoint
+from tokenizers import models, normalizers
+from tokenizers.processors import TemplateProcessing
 
 from prefold import LLM
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.tasks import RerankItem, make_task
 from prefold.tasks.base import sigmoid
-from prefold.text import RERANK_INSTRUCTION
+from prefold.text import RERANK_INSTRUCTION, Tokenizer
 from prefold.types import Readout
 
 TOK = tokenizer("<|im_start|> $A", think=True)
@@ -147,9 +151,89 @@ def test_sigmoid_does_not_overflow():
 def test_a_template_and_words_of_ones_own():
     task = rerank(template="Q {query} D {document} A:", words=("a", "b"))
     (work,) = task.prepare([("x", "y")])
-    assert TOK.decode(work.requests[0].tokens) == "Q x D y A:"
-    assert tokens(work) == [ids(TOK, "Q ") + ids(TOK, "x D y") + ids(TOK, " A:")]
+    assert tokens(work) == [ids(TOK, "<|im_start|>Q x D y A:")]
     assert task.readout.ids == (TOK.token_id("a"), TOK.token_id("b"))
+    (own,) = rerank().prepare([{"query": "x", "document": "y", "template": "Q {query} D {document} A:"}])
+    assert tokens(own) == tokens(work)
+    (error,) = rerank().prepare([{"query": "x", "document": "y", "template": "{query}"}])
+    assert error.field == "template"
+
+
+def test_a_template_begins_with_the_special_tokens_of_the_tokenizer_once():
+    for template, special, expected in (
+        ("{query}|{document}", None, "<|im_start|>x|y"),
+        ("<|im_start|>{query}|{document}", None, "<|im_start|>x|y"),
+        ("{query}|{document}", False, "x|y"),
+        ("<|im_start|>{query}|{document}", True, "<|im_start|><|im_start|>x|y"),
+    ):
+        (work,) = rerank(template=template, add_special_tokens=special).prepare([("x", "y")])
+        assert tokens(work) == [ids(TOK, expected)]
+    # Qwen3-Reranker's prompt as a template is what it is without one.
+    written = PREFIX + body("{query}", "{document}", "{instruction}") + SUFFIX
+    plain, own = (rerank(**o).prepare([("a b?", "no no")])[0] for o in ({}, {"template": written}))
+    assert tokens(plain) == tokens(own)
+
+
+def gemma_tokenizer():
+    """Gemma's kind: SentencePiece's BPE, blanks as \u2581 and no pre-tokenizer, <bos> before each text."""
+    letters = [*"\n\u2581", *map(chr, range(0x21, 0x7F))]
+    merges = [("\u2581", "w"), ("\u2581w", "h"), ("\u2581", "T"), ("\u2581T", "h"), ("A", ":"), ("e", "s")]
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256)), *letters]
+    words += ["".join(pair) for pair in merges]
+    vocab = {word: i for i, word in enumerate(words)}
+    made = backends.Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Replace(" ", "\u2581")
+    made.add_special_tokens(["<pad>", "<eos>", "<bos>"])
+    made.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])])
+    return Tokenizer(made, special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"})
+
+
+GEMMA = "A: {query}\nB: {document}\nGiven a query A and a passage B, determine whether it is the answer: 'Y' or 'N'."
+
+
+def test_the_recipe_of_bge_reranker_v2_gemma_gives_its_makers_tokens():
+    """FlagEmbedding: [bos] + enc("A: " + query) + enc("\n") + enc("B: " + passage) + enc("\n") + enc(prompt)."""
+    tok = gemma_tokenizer()
+    query, documents = "what makes tides? ", ["The moon pulls.", "Thé 3 seas\n\nof  it", " water"]
+    task = rerank(tok, {"vocab_size": 400}, template=GEMMA, words=("Y", "N"))
+    (work,) = task.prepare([(query, documents)])
+    prompt = GEMMA.rpartition("\n")[2]
+    expected = [
+        [tok.bos_id, *(i for part in (f"A: {query}", "\n", f"B: {d}", "\n", prompt) for i in ids(tok, part))]
+        for d in documents
+    ]
+    assert tokens(work) == expected
+    assert [*ids(tok, "A: "), *ids(tok, "what")] != ids(tok, "A: what")  # a token reaches over the border
+
+
+@pytest.mark.parametrize("truncate", [True, "left", "right"])
+def test_only_the_document_is_truncated_wherever_it_stands(truncate):
+    for template in ("D {document} Q {query}?", "Q {query} D {document} ?", "Q {query} D {document}"):
+        for document in ("ab no yes " * 4, TOK.encode("ab no yes " * 4, special=False)):
+            text = document if isinstance(document, str) else TOK.decode(document)
+            whole = tokens(rerank(template=template).prepare([("x", text)])[0])[0]
+            for room in range(len(whole) - 9, len(whole) + 1):
+                (work,) = rerank(template=template, max_length=room, truncate=truncate).prepare([("x", document)])
+                before, after = template.replace("{query}", "x").split("{document}")
+                made = TOK.decode(work.requests[0].tokens).removeprefix("<|im_start|>")
+                assert made.startswith(before) and made.endswith(after) and room - 2 <= len(tokens(work)[0]) <= room
+                kept = made[len(before) : len(made) - len(after)]
+                assert text.endswith(kept) if truncate == "left" else text.startswith(kept)
+
+
+def test_a_template_with_the_document_first_shares_the_document(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "qwen3")
+    llm, oracle = LLM(str(folder), dtype="float32", device="cpu"), reference(folder)
+    yes, no = (llm.tokenizer.token_id(word) for word in ("yes", "no"))
+    options = {"template": "{document} ? {query}", "words": ("yes", "no"), "raw_scores": True}
+    task, document = llm.task("rerank", **options), "the one of all the oceans"
+    before = llm.stats.rows_computed
+    lines = llm.run(task, [{"query": q, "document": document} for q in ("yes", "no", "the")])
+    assert llm.stats.rows_computed - before < len(document) + 3 * len(" ? yes")
+    for query, line in zip(("yes", "no", "the"), lines, strict=True):
+        prompt = torch.from_numpy(llm.tokenizer.encode(f"{document} ? {query}")).long()
+        logits = oracle(prompt[None]).logits[0, -1].detach()
+        assert line["score"] == pytest.approx(float(logits[yes] - logits[no]), abs=1e-4)
 
 
 def test_a_classification_head_of_one_label():

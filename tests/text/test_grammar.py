@@ -17,7 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from prefold.api.answers import grammar_of_calls
 from prefold.errors import InputError, MissingExtraError, UnsupportedModelError
 from prefold.text import Tokenizer, load_tokenizer
-from prefold.text.grammar import FORMATS, GrammarCompiler, Matcher, _known, check_grammar, example_of
+from prefold.text.grammar import FORMATS, GrammarCompiler, Matcher, _known, check_grammar, example_of, is_quick
+from prefold.text.schemas import with_any_of
 from prefold.types import Grammar
 
 EOS = 2
@@ -279,6 +280,87 @@ def test_one_of_names_what_allows_it():
     with pytest.raises(InputError, match=re.escape('"x-guidance": {"coerce_one_of": true}')):
         check_grammar(Grammar("json_schema", json.dumps(schema)))
     check_grammar(Grammar("json_schema", json.dumps(schema | {"x-guidance": {"coerce_one_of": True}})))
+
+
+def choices(*branches, **more) -> dict:
+    return {"type": "object", "oneOf": list(branches), **more}
+
+
+def tagged(value, *, required=("kind",), **more) -> dict:
+    shut = {"required": list(required), "additionalProperties": False}  # or random texts would not end
+    return {"type": "object", "properties": {"kind": value, **more}, **shut}
+
+
+NAMED = {"$defs": {"a": tagged({"const": "a"}), "b": {"allOf": [{"$ref": "#/$defs/c"}]}, "c": tagged({"enum": ["b"]})}}
+DISJOINT = {
+    "types": {"oneOf": [{"type": "string"}, {"type": ["integer", "null"]}, {"type": "array"}, {"type": "object"}]},
+    "values": {"oneOf": [{"const": 1}, {"enum": [2, "1"]}, {"const": True}, {"enum": [{"a": 1}, [1]]}]},
+    "a discriminator": choices(tagged({"const": "a"}), tagged({"enum": ["b", "c"]}), tagged({"type": "number"})),
+    "one that only one requires": choices(tagged({"const": 1}, required=()), tagged({"const": 2})),
+    "references": choices({"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, **NAMED),
+    "nested discriminators": choices(tagged(tagged({"const": "a"})), tagged(tagged({"const": "b"}))),
+    "properties that others lack": choices(tagged({"const": 1}), tagged({}, required=("x",), x={"const": 2})),
+    "branches of branches": choices({"anyOf": [tagged({"const": 1}), tagged({"const": 2})]}, tagged({"const": 3})),
+    "beside anyOf": choices(tagged({"const": 1}), tagged({"const": 2}), anyOf=[{"required": ["kind"]}]),
+    "additionalProperties": choices(tagged({"const": "a"}), {"additionalProperties": {"const": 0}, "maxProperties": 0}),
+}  # fmt: skip
+NOT_DISJOINT = {
+    "types": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    "values": {"oneOf": [{"enum": [1, 2]}, {"const": 2.0}]},
+    "no type": {"oneOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]}, {"type": "string"}]},
+    "not required": choices(tagged({"const": 1}, required=()), tagged({"const": 2}, required=())),
+    "required": choices({"required": ["a"]}, {"required": ["b"]}),
+    "patterns": choices(tagged({}) | {"patternProperties": {"x": {}}}, tagged({}, required=("x",), x={})),
+    "beside a reference": {"oneOf": [{"$ref": "#/$defs/a", "const": 3}, {"const": 4}], "$defs": {"a": {}}},
+    "an endless reference": choices({"$ref": "#/oneOf/1"}, {"$ref": "#/oneOf/0"}),
+    "other documents": choices({"$ref": "https://a/b#/c"}, tagged({"const": 1})),
+}
+
+
+@pytest.mark.parametrize("name", DISJOINT)
+def test_a_one_of_without_a_value_of_two_branches_is_an_any_of(tokenizers, name):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema, rng = DISJOINT[name], random.Random(0)
+    assert "oneOf" not in json.dumps(with_any_of(schema))
+    compiler = GrammarCompiler(tokenizers["gpt-2"], tokenizers["gpt-2"].vocab_size, [EOS])
+    whole = 0
+    for _ in range(8):
+        matcher = compiler.matcher(Grammar("json_schema", json.dumps(schema)))
+        ids = write(matcher, rng)
+        if matcher.is_complete:
+            whole += 1
+            jsonschema.Draft7Validator(schema).validate(json.loads(tokenizers["gpt-2"].decode(ids)))
+    assert whole
+
+
+@pytest.mark.parametrize("name", NOT_DISJOINT)
+def test_any_other_one_of_stays(name):
+    assert with_any_of(NOT_DISJOINT[name]) == NOT_DISJOINT[name]
+
+
+def test_the_proof_is_bounded():
+    twice = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(200)}
+    schema = {"oneOf": [{"$ref": "#/$defs/d0"}] * 2, "items": {"oneOf": [{"const": i} for i in range(3000)]}}
+    assert json.dumps(with_any_of(schema | {"$defs": twice})).count("oneOf") == 2
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_harms_no_other(monkeypatch):
+    def patterns(count: int) -> Grammar:
+        named = {f"^a{i}.*b{i}$": {"type": "integer"} for i in range(count)}
+        return Grammar("json_schema", json.dumps({"type": "object", "patternProperties": named}))
+
+    monkeypatch.setattr("prefold.text.grammar_process.SECONDS", 0.3)
+    bomb = {"allOf": [{"pattern": f"^(a|b)*a(a|b){{{k}}}$"} for k in range(8, 30)]}  # of 700 letters
+    for grammar in (patterns(300), Grammar("json_schema", json.dumps(bomb))):
+        for _ in range(2):  # the second time it is known
+            with pytest.raises(InputError, match=r"more than 0\.3 s of processor time") as caught:
+                check_grammar(grammar)
+            assert (caught.value.field, caught.value.code) == ("grammar", "invalid_grammar")
+        check_grammar(patterns(4))
+    with pytest.raises(InputError, match="Unimplemented"):
+        check_grammar(Grammar("json_schema", json.dumps({"allOf": [{"uniqueItems": True}]})))
+    assert is_quick("json_schema", json.dumps(PERSON, ensure_ascii=False)) and is_quick("regex", "[0-9]+")
+    assert not is_quick("json_schema", '{"p\\u0061tternProperties": {}}') and not is_quick("choice", "a" * 5000)
 
 
 def test_a_grammar_without_a_text_is_refused(compiler):

@@ -38,8 +38,9 @@ def test_rerank_prompt_without_a_think_token(backends):
 
 def test_a_rerank_template_of_ones_own():
     prompt = RerankPrompt.from_template("Q: {query} {x} D: {document}\nRelevant:".replace("{x} ", ""))
-    assert prompt == RerankPrompt("Q: ", "{query} D: {document}", "\nRelevant:")
-    for bad in ("{query}", "{document} {query}", "{query} {document} {other}", "{query}{query}{document}", "x"):
+    assert prompt == RerankPrompt("", "Q: {query} D: {document}\nRelevant:", "", special=None)
+    RerankPrompt.from_template("{document} {query}")
+    for bad in ("{query}", "{document}", "{query} {document} {other}", "{query}{query}{document}", "x"):
         with pytest.raises(InputError, match="rerank template"):
             RerankPrompt.from_template(bad)
 

@@ -108,7 +108,7 @@ def test_a_template_that_writes_too_much_is_stopped_while_it_writes(monkeypatch)
     source = "{% for i in range(1000) %}{{ piece() }}{% endfor %}"
     monkeypatch.setattr(template_process, "LONGEST", 10)
     with pytest.raises(InputError, match="the chat template x was stopped: it writes more than 10 letters") as caught:
-        template_process._written({"name": "x", "source": source, "values": values})
+        template_process._written(name="x", source=source, values=values)
     assert (caught.value.field, caught.value.code) == ("chat_template", "template_limit")
     assert len(calls) == 4
 

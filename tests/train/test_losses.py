@@ -173,3 +173,23 @@ def test_a_packed_model_reads_and_does_not_learn(tmp_path):
     )
     with pytest.raises(InputError, match="packed"):
         logprobs(packed, batch)
+
+
+def test_wrong_shapes_and_types_are_named(batch_and_numbers):
+    batch, first, old, reference = batch_and_numbers
+    advantages = torch.ones(batch.num_sequences)
+    targets = rf"; the batch has {batch.num_targets} targets"
+    for call, field, message in (
+        (lambda: sft_loss(first.tolist()), "logprobs", "logprobs is of type list, not a tensor"),
+        (lambda: sft_loss(first.sum()), "logprobs", r"logprobs has the shape \[\];"),
+        (lambda: dpo_loss(first, reference[:3], batch), "reference", r"reference has the shape \[3\]" + targets),
+        (lambda: dpo_loss(first[None], reference, batch), "logprobs", targets),
+        (lambda: group_loss(first, old, advantages.tolist(), batch), "advantages", "of type list"),
+        (lambda: group_loss(first, old, first.detach(), batch), "advantages", "the batch has 4 sequences"),
+        (lambda: group_loss(first, None, advantages, batch), "old", "of type NoneType"),
+        (lambda: group_loss(first, old, advantages, batch, reference=old[1:], kl=0.1), "reference", targets),
+    ):
+        with pytest.raises(InputError, match=message) as caught:
+            call()
+        assert caught.value.field == field
+    assert len(repr(batch)) < 120 and f"{batch.num_targets} targets" in repr(batch)
