@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from ..errors import InputError, JobError
-from .model import LazyTasks, check_tokenizer, load_llm, open_model, read_text, uses_chat
+from ..files import read_text, text_of
+from .model import LazyTasks, check_tokenizer, load_llm, open_model, uses_chat
 from .options import refuse_conversation_options
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
@@ -40,7 +41,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
         raise click.UsageError("--tools COLUMN is for jobs; give @FILE")
     texts = [text for argument in arguments for text in expand(argument, piped)]
     # Editors put a line end behind the last line of a file.
-    texts += [_read(name).removesuffix("\n").removesuffix("\r") for name in o.get("prompt_file") or ()]
+    texts += [_read(name).removesuffix("\n") for name in o.get("prompt_file") or ()]
     # An empty prompt is allowed where continuations are scored: it stands for the beginning of a text.
     if not texts or not all(texts[1:] if task == "score" and len(texts) > 1 else texts):
         raise JobError("a text is empty; give one" if texts else "there is no text; give one")
@@ -97,8 +98,7 @@ def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
     if argument != "-" and not argument.startswith("@"):
         return [argument]
     # A line ends where editors and other tools end it. str.splitlines parts texts at form feeds and U+2028, too.
-    lines = _read(argument.removeprefix("@"), piped).split("\n")
-    return [line.removesuffix("\r") for line in lines if line.strip()]
+    return [line for line in _read(argument.removeprefix("@"), piped).split("\n") if line.strip()]
 
 
 def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
@@ -107,7 +107,7 @@ def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
 
     if name != "-":
         return read_text(name)
-    return read_text("standard input", b"".join(standard_input() if piped is None else piped))
+    return text_of(b"".join(standard_input() if piped is None else piped), "standard input")
 
 
 def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

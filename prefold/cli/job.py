@@ -21,10 +21,11 @@ import click
 
 from ..checkpoint.identity import folder_digest, model_identity, stored_as
 from ..errors import FleetError, JobError, RankError
+from ..files import read_bytes
 from ..model_options import model_fields
 from ..options import OPTIONS, cli_names, kind_of
 from .input import COLUMN_OPTIONS, Input, open_input
-from .model import Options, adapter_folders, backend_of, has_fleet, load_fleet, load_llm, read_bytes
+from .model import Options, adapter_folders, backend_of, has_fleet, load_fleet, load_llm
 from .process import say
 
 FAILED_RECORDS = 3

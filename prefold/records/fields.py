@@ -8,10 +8,10 @@ import string
 from collections.abc import Sequence
 from datetime import date, time
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, JobError
+from ..files import read_text
 from ..text.prompts import FilledTemplate
 from ..text.valid import valid_text
 
@@ -181,10 +181,4 @@ def read_argument(text: str) -> str:
     """Returns the value of an option: for @FILE the text of that file without its last newline. Raises JobError."""
     if not text.startswith("@"):
         return text
-    path = Path(text[1:])
-    try:
-        return path.read_text(encoding="utf-8").removesuffix("\n")
-    except OSError as error:
-        raise JobError(f"cannot read {path}: {error.strerror}; check the path") from None
-    except UnicodeDecodeError:
-        raise JobError(f"{path} is not valid UTF-8; re-encode it as UTF-8") from None
+    return read_text(text[1:]).removesuffix("\n")
