@@ -32,7 +32,7 @@ def read_text(path: Path | str) -> str:
 def text_of(data: bytes, name: str) -> str:
     """Return the text of UTF-8 bytes without a byte order mark, with lines that end in a line feed.
 
-    Raise JobError for UTF-16, for bytes that are no UTF-8, and for nothing but line ends. name: of the file, for the error
+    Raise JobError for UTF-16, for bytes that are no UTF-8, and for nothing but line ends. name: the file's, for errors
     """
     # Without a byte order mark, the first letter in UTF-16 has a zero byte, and no text file in UTF-8 has one.
     if data[:2] in (b"\xff\xfe", b"\xfe\xff") or data[:2].count(0) == 1:

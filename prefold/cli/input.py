@@ -179,7 +179,10 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
     used_columns = Columns(**columns, id=o.get("id_column"), **_kept(task, o, source.columns))
     empty = o.get("empty") == "keep"
     kind = AnswerColumns if o.get("json_columns") else TableAdapter
-    adapter = kind(task, used_columns, render_chat(task, o, tokenizer), chat=chat, keep_empty=empty)
+    filled = source.format == "parquet"
+    adapter = kind(
+        task, used_columns, render_chat(task, o, tokenizer), chat=chat, keep_empty=empty, filled=filled
+    )  # fmt: skip
     adapter.check(source.columns)
     return adapter
 

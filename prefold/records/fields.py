@@ -89,6 +89,17 @@ def as_texts(value: Any, field: str, keep_empty: bool = False) -> list[str]:
     return [as_text(text, f"{field}[{i}]", keep_empty) for i, text in enumerate(texts)]
 
 
+def without_filler(value: Any) -> Any:
+    """Return a value of Arrow without the null fields of its structs.
+
+    All structs of an Arrow column have the same fields, so a field that one row lacks is null in it. A chat template
+    would write these nulls into the prompt. Nulls in lists stay.
+    """
+    if isinstance(value, dict):
+        return {name: without_filler(inner) for name, inner in value.items() if inner is not None}
+    return [without_filler(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
 def parse_cell(value: Any, field: str) -> Any:
     """Returns the value of a text that is JSON, like cells of a CSV; any other value or text as it is."""
     if not isinstance(value, str):

@@ -11,7 +11,7 @@ from ..errors import InputError, JobError, record_error
 from ..options import near
 from ..text.media import TextWithImages
 from ..text.valid import valid_text
-from .fields import Template, as_text, is_empty, lookup, parse_cell
+from .fields import Template, as_text, is_empty, lookup, parse_cell, without_filler
 from .record import ParsedRecord, Record, error_object, plain
 
 # The names in an output line that are not the user's: those of every line (""), and those that each task adds.
@@ -130,6 +130,7 @@ class TableAdapter:
     render_chat  makes token ids of a list of chat messages; not used for generate, whose task does so
     chat         for generate: a prompt is what a user says, and is put into the chat template
     keep_empty   null, NaN and an empty text are taken as an empty text; they are errors otherwise
+    filled       objects come from Arrow, which fills the fields that they lack with null
 
     Raises JobError where a column is to be repeated under a name that lines have themselves.
     """
@@ -142,6 +143,7 @@ class TableAdapter:
         *,
         chat: bool = False,
         keep_empty: bool = False,
+        filled: bool = False,
     ):
         for name in columns.keep:
             if name in reserved_names(task):
@@ -155,6 +157,7 @@ class TableAdapter:
         self._render_chat = render_chat
         self._chat = chat
         self._keep_empty = keep_empty
+        self._filled = filled
         self._names = self._field_names()
 
     def check(self, have: list[str] | None) -> None:
@@ -231,10 +234,10 @@ class TableAdapter:
         images = self._images(data)
         fields: dict[str, Any] = {} if images is None else {"images": images}
         if columns.tools is not None:
-            tools = lookup(data, columns.tools)
+            tools = self._object(data, columns.tools)
             fields["tools"] = None if is_empty(tools) else parse_cell(tools, columns.tools)
         if columns.messages is not None:
-            return False, [{"messages": _messages(data, columns.messages), **fields}]
+            return False, [{"messages": self._messages(data, columns.messages), **fields}]
         assert columns.prompt is not None
         value = columns.prompt.render_many(data, self._keep_empty)
         texts = value if isinstance(value, list) else [value]
@@ -243,6 +246,21 @@ class TableAdapter:
             contents = [[*places, {"type": "text", "text": t}] if places else t for t in texts]
             return isinstance(value, list), [{"messages": [{"role": "user", "content": c}], **fields} for c in contents]
         return isinstance(value, list), [{"prompt": text, **fields} for text in texts]
+
+    def _object(self, data: dict[str, Any], path: str) -> Any:
+        """Return the value at a path that holds objects: a conversation, or tools."""
+        value = lookup(data, path)
+        return without_filler(value) if self._filled else value
+
+    def _messages(self, data: dict[str, Any], path: str) -> list[Any]:
+        value = self._object(data, path)
+        if is_empty(value):
+            raise InputError(f"{path!r} is empty", field=path, remedy="give it a list of messages", code="null")
+        value = parse_cell(value, path)
+        if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
+            remedy = 'give it [{"role": "user", "content": "..."}]'
+            raise InputError(f"{path!r} is not a list of messages", field=path, remedy=remedy, code="wrong_type")
+        return value
 
     def _images(self, data: dict[str, Any]) -> list[Any] | None:
         """Returns the images of a record; None without a column of images, or if its cell is empty."""
@@ -265,7 +283,7 @@ class TableAdapter:
         columns = self.columns_used
         if columns.messages is not None:
             assert self._render_chat is not None
-            return self._render_chat(_messages(data, columns.messages))
+            return self._render_chat(self._messages(data, columns.messages))
         assert columns.prompt is not None
         render = columns.prompt.render if columns.continuation is not None else columns.prompt.render_many
         return render(data, self._keep_empty)
@@ -296,17 +314,6 @@ class TableAdapter:
         if "id" in meta:
             head["id"] = meta["id"]
         return head | meta.get("keep", {})
-
-
-def _messages(data: dict[str, Any], path: str) -> list[Any]:
-    value = lookup(data, path)
-    if is_empty(value):
-        raise InputError(f"{path!r} is empty", field=path, remedy="give it a list of messages", code="null")
-    value = parse_cell(value, path)
-    if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
-        remedy = 'give it [{"role": "user", "content": "..."}]'
-        raise InputError(f"{path!r} is not a list of messages", field=path, remedy=remedy, code="wrong_type")
-    return value
 
 
 PREFIX = "answer_"
