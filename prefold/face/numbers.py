@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import InputError
 from ..options import checked
 from ..tasks.run import finish_items
-from .arguments import Text, Vector, as_items, as_texts, check_errors, first_error, pair_up
+from .arguments import Text, Vector, as_items, as_list, as_texts, check_errors, first_error, pair_up
 from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
 from .results import Classification, Ranking, Score
 from .running import CallForm, TaskRunner, read_call
@@ -157,7 +157,7 @@ class NumericTasks(TaskRunner):
         """
         items, single = as_texts(texts, "texts")
         call, named, task_options = read_call("texts", _named(items, "text"), single, errors, options)
-        task = self.task("classify", labels=labels, **task_options)
+        task = self.task("classify", labels=as_list(labels, "labels"), **task_options)
         answers = [
             line if isinstance(line, InputError) else Classification(line["label"], line["probabilities"])
             for line in self._lines(task, named, call)

@@ -280,7 +280,8 @@ def _labels(labels: Any) -> tuple[list[str], list[str]]:
     """Returns (the labels, the text of each in the prompt). Raises InputError for fewer than two labels, and for empty
     or equal ones."""
     if isinstance(labels, str) or not isinstance(labels, (Sequence, Mapping)) or len(labels) < 2:
-        message = f"labels is {labels!r:.200}"
+        kind = f"{labels!r:.80}" if isinstance(labels, (str, list, tuple, dict)) else f"of type {type(labels).__name__}"
+        message = f"labels is {kind}"
         raise InputError(message, field="labels", remedy="give a list of two labels or more, or {label: text}")
     names = list(labels)
     words = list(labels.values()) if isinstance(labels, Mapping) else names
