@@ -15,12 +15,37 @@ from .errors import JobError
 _BLOCK = 1 << 16
 
 
+def is_stream(name: str) -> bool:
+    """Return whether a name is a path that can be read but is no regular file: a named pipe, /dev/stdin, or the
+    /dev/fd/N that a shell makes of <(COMMAND)."""
+    return os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)
+
+
+def same_file(a: Path | str, b: Path | str) -> bool:
+    """Return whether two paths name one file: the same path, a symbolic link, or a hard link."""
+    if os.path.realpath(a) == os.path.realpath(b):
+        return True
+    try:
+        return os.path.samefile(a, b)
+    except OSError:  # one of them does not exist
+        return False
+
+
+_piped: dict[str, bytes] = {}  # what was read from pipes, by path: a pipe can be read once
+
+
 def read_bytes(path: Path | str) -> bytes:
     """Return a file's bytes. Raise JobError if it cannot be read."""
+    name = str(path)
+    if name in _piped:
+        return _piped[name]
     try:
-        return Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise JobError(f"cannot read {path}: {error.strerror}; check the path") from None
+    if is_stream(name):
+        _piped[name] = data
+    return data
 
 
 def read_text(path: Path | str) -> str:

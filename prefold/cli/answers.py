@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..errors import InputError, JobError
-from ..files import read_text, text_of
+from ..files import is_stream, read_text, text_of
 from .model import LazyTasks, check_tokenizer, load_llm, open_model, uses_chat
 from .options import refuse_conversation_options
 
@@ -93,9 +93,9 @@ def _summary(engine: Any, o: dict[str, Any]) -> None:
 
 
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
-    """Returns the texts of an argument: itself, or for @FILE and - the lines of a file or of standard input. piped: the
-    lines of standard input, if they were read already"""
-    if argument != "-" and not argument.startswith("@"):
+    """Returns the texts of an argument: itself, or the lines of a file (@FILE), of standard input (-) or of a pipe.
+    piped: the lines of standard input, if they were read already"""
+    if argument != "-" and not argument.startswith("@") and not is_stream(argument):
         return [argument]
     # A line ends where editors and other tools end it. str.splitlines parts texts at form feeds and U+2028, too.
     return [line for line in _read(argument.removeprefix("@"), piped).split("\n") if line.strip()]
@@ -103,11 +103,11 @@ def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
 
 def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
     """Returns the text of a file, or of standard input (`-`, or the lines `piped`). Raises JobError."""
-    from ..records.source import standard_input
+    from ..records.source import open_stream
 
     if name != "-":
         return read_text(name)
-    return text_of(b"".join(standard_input() if piped is None else piped), "standard input")
+    return text_of(b"".join(open_stream("-") if piped is None else piped), "standard input")
 
 
 def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -233,7 +233,7 @@ class _JsonlSource(LineSource):
     def peek(self) -> dict[str, Any] | None:
         with contextlib.suppress(InputError):
             return _parse_line(self._head)
-        return super().peek() if self.name != "-" else None
+        return super().peek() if self.paths else None  # a stream can be read only once
 
 
 def _bounded(file: Any, most: int) -> Iterator[bytes]:
