@@ -60,7 +60,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     (results,) = checked([finish_items(task_object, works, run_works(engine, task_object, works, seed=o.get("seed")))])
     if o["as_json"] or (task == "embed" and len(texts) == 1):
         for text, result in zip(shown, results, strict=True):
-            click.echo(dumps({**text, **result}))
+            click.echo(dumps({**text, **result}).encode())  # JSON is UTF-8 whatever the locale
         return
     _SHOW[task](texts, results)
     _summary(engine, o)
@@ -95,8 +95,10 @@ def _summary(engine: Any, o: dict[str, Any]) -> None:
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
     """Returns the texts of an argument: itself, or the lines of a file (@FILE), of standard input (-) or of a pipe.
     piped: the lines of standard input, if they were read already"""
+    from ..records.fields import as_utf8
+
     if argument != "-" and not argument.startswith("@") and not is_stream(argument):
-        return [argument]
+        return [as_utf8(argument)]
     # A line ends where editors and other tools end it. str.splitlines parts texts at form feeds and U+2028, too.
     return [line for line in _read(argument.removeprefix("@"), piped).split("\n") if line.strip()]
 

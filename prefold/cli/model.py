@@ -315,10 +315,12 @@ def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dic
 
 
 def _labels(o: Options) -> dict[str, Any]:
+    from ..records.fields import as_utf8
+
     if o.get("labels") and o.get("labels_file"):
         raise click.UsageError("--labels and --labels-file exclude each other")
     if o.get("labels"):
-        return {"labels": [label.strip() for label in o["labels"].split(",") if label.strip()]}
+        return {"labels": [label.strip() for label in as_utf8(o["labels"]).split(",") if label.strip()]}
     if not o.get("labels_file"):
         return {}
     text = read_text(o["labels_file"])

@@ -23,6 +23,8 @@ class StoppedBySignal(SystemExit):
 def guarded() -> Iterator[None]:
     """Runs a command so that an error of the system is one message and status 1, and signals end it in order."""
     _open_missing()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # letters that a terminal's encoding lacks
     with _ending_on_signals():
         try:
             yield

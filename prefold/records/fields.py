@@ -3,6 +3,7 @@ column, or something inside it: `passages.text`, `choices.0`. An InputError name
 
 from __future__ import annotations
 
+import contextlib
 import json
 import string
 from collections.abc import Sequence
@@ -188,8 +189,16 @@ def _parse(text: str, option: str) -> list[tuple[str, str | None]]:
     return out
 
 
+def as_utf8(argument: str) -> str:
+    """Return an argument of the command line whose UTF-8 the locale, such as POSIX, did not decode."""
+    if not argument.isascii():
+        with contextlib.suppress(UnicodeError):
+            return argument.encode("ascii", "surrogateescape").decode()
+    return argument
+
+
 def read_argument(text: str) -> str:
     """Returns the value of an option: for @FILE the text of that file without its last newline. Raises JobError."""
     if not text.startswith("@"):
-        return text
+        return as_utf8(text)
     return read_text(text[1:]).removesuffix("\n")

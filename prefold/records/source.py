@@ -1,5 +1,5 @@
-"""Opens the inputs of a job: JSONL, CSV, TSV and Parquet files, plain or gzipped, pipes, and standard input. Names, patterns
-and folders stand for files; several files are one input with consecutive record numbers. A source is read as a stream
+"""Opens the inputs of a job: JSONL, CSV, TSV and Parquet files, plain or gzipped, and pipes. Names, patterns and
+folders stand for files; several files are one input with consecutive record numbers. A source is read as a stream
 and never held in memory. An invalid record has an error (`Record.error`), and the next ones are still read. Damage of
 the file itself (a truncated gzip stream, an unreadable Parquet footer) is a JobError."""
 

@@ -14,9 +14,11 @@ import time
 import numpy as np
 import psutil
 import pytest
+from click.testing import CliRunner
 from tiny import tiny_checkpoint
 
 from prefold import LLM
+from prefold.cli import main
 from prefold.cli.job import summary_lines
 from prefold.job.run import Summary
 from prefold.types import Stats
@@ -497,3 +499,21 @@ def test_a_table_without_rows_has_the_columns_of_one_with_rows(prefold, tmp_path
             assert done.exit_code == 0, done.output
     assert (tmp_path / "none.out.csv").read_text() == (tmp_path / "some.out.csv").read_text().splitlines(True)[0]
     assert pq.read_schema(tmp_path / "none.out.parquet") == pq.read_schema(tmp_path / "some.out.parquet")
+
+
+def test_a_standard_output_that_is_not_utf_8(model, tmp_path, monkeypatch):
+    """JSON lines are UTF-8 whatever the locale; of a text for a person, letters that the terminal lacks are replaced."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"text": "河 is a river"}\n', encoding="utf-8")
+
+    def shown(*arguments):
+        done = CliRunner(charset="latin-1").invoke(main, [*arguments, "-m", model])
+        assert done.exit_code == 0 and done.exception is None, done.output
+        return done.stdout_bytes
+
+    assert json.loads(shown("embed", "in.jsonl", "--keep", "text", "--quiet"))["text"] == "河 is a river"
+    assert json.loads(shown("embed", "河", "--json", "--quiet"))["text"] == "河"
+    assert "  ? ü" in shown("rerank", "q", "河 ü", "--words", "yes,no", "--quiet").decode("latin-1")
+    # Under an ASCII locale, Python leaves the bytes of an argument as surrogates.
+    undecoded = "河 ü".encode().decode("ascii", "surrogateescape")
+    assert json.loads(shown("embed", undecoded, "--json", "--quiet"))["text"] == "河 ü"
