@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -322,9 +323,26 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
         if summary.dtype:
             passes = f"; {summary.passes}" if summary.passes else ""
             lines.append(f"  model     {stored_in}computed in {summary.dtype}{passes}")
+    if o.get("labels") or o.get("labels_file"):
+        lines += _label_lines(adapter.labels)
     for model, count in getattr(adapter, "other_models", {}).items():
         lines.append(f"  model     {count:,} requests asked for {model!r}; {o['model']} answered them")
     return lines
+
+
+ONE_LABEL_ROWS, ONE_LABEL_SHARE = 50, 0.95  # from which on one label of nearly all rows is suspicious
+
+
+def _label_lines(labels: Counter[str]) -> list[str]:
+    """Return the warning about a job in which nearly every text got the same label."""
+    total = labels.total()
+    ((label, count),) = labels.most_common(1) or [("", 0)]
+    if total < ONE_LABEL_ROWS or count < ONE_LABEL_SHARE * total:
+        return []
+    return [
+        f"  warning   {count:,} of {total:,} texts got the label {label!r}. If that is wrong: describe the labels"
+        " (--labels-file), give --normalization tokens, or --calibrate"
+    ]
 
 
 def _count(number: int, noun: str) -> str:

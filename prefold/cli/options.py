@@ -90,7 +90,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "words": {"metavar": "YES,NO"},
     "labels": {"metavar": "A,B,...", "help": "The labels."},
     "labels_file": {"metavar": "FILE",
-                    "help": 'The labels, one a line, or as JSON ["a", ...] or {"label": "how it is written", ...}.'},
+                    "help": 'The labels, one a line, or JSON: ["a", ...], {"a": "how the prompt writes it", ...}, or '
+                            '{"a": {"description": "what it means"}, ...}. Descriptions stand once in the prompt.'},
     "examples": {"metavar": "FILE", "help": "JSONL or CSV with the columns text and label."},
     "chat_template_kwargs": {"metavar": "JSON", "help": 'Variables of the chat template: {"enable_thinking": false}.'},
     "max_tokens": {"type": click.IntRange(0), "metavar": "N"},

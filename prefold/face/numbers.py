@@ -17,7 +17,7 @@ from .results import Classification, Ranking, Score
 from .running import CallForm, TaskRunner, read_call
 
 T = TypeVar("T")
-Labels = Sequence[str] | Mapping[str, str] | None
+Labels = Sequence[str] | Mapping[str, str] | Mapping[str, Mapping[str, str]] | None
 Errors = Literal["raise", "return"]
 Raise = Literal["raise"]
 Return = Literal["return"]
@@ -149,9 +149,12 @@ class NumericTasks(TaskRunner):
         """Returns the Classification of each text: the label that fits it best, and the probability of every label.
 
         Labels are compared by how likely the model finds each after a prompt that all texts share, or by the
-        checkpoint's classification head. Options are the fields of ClassifyOptions: instructions, examples (pairs of
-        text and label), template, separator, normalization ("tokens", "bytes"), calibrate (contextual calibration,
-        Zhao et al. 2021), max_length, truncate.
+        checkpoint's classification head. `labels` is a list, or a mapping: {label: how the prompt writes it}, or
+        {label: {"description": what it means}}. Descriptions stand once in the shared prompt.
+
+        Options are the fields of ClassifyOptions: instructions, examples (pairs of text and label), template,
+        separator, normalization ("tokens", "bytes"), calibrate (contextual calibration, Zhao et al. 2021), max_length,
+        truncate.
 
         Raises InputError naming the text that cannot be classified.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,6 +160,7 @@ class TableAdapter:
         self._keep_empty = keep_empty
         self._filled = filled
         self._names = self._field_names()
+        self.labels: Counter[str] = Counter()  # of this run's lines
 
     def check(self, have: list[str] | None) -> None:
         """Raises JobError if the table lacks a column that is used. have: its columns; None if unknown"""
@@ -301,6 +303,7 @@ class TableAdapter:
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
         head = self._head(number, meta)
+        self.labels.update(result["label"] for result in results if "label" in result)
         return head | ({"results": results} if meta.get("many") else results[0])
 
     def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:

@@ -502,7 +502,7 @@ def test_a_table_without_rows_has_the_columns_of_one_with_rows(prefold, tmp_path
 
 
 def test_a_standard_output_that_is_not_utf_8(model, tmp_path, monkeypatch):
-    """JSON lines are UTF-8 whatever the locale; of a text for a person, letters that the terminal lacks are replaced."""
+    """JSON lines are UTF-8 whatever the locale. In a text for a person, letters that the terminal lacks are replaced."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"text": "河 is a river"}\n', encoding="utf-8")
 
@@ -517,3 +517,15 @@ def test_a_standard_output_that_is_not_utf_8(model, tmp_path, monkeypatch):
     # Under an ASCII locale, Python leaves the bytes of an argument as surrogates.
     undecoded = "河 ü".encode().decode("ascii", "surrogateescape")
     assert json.loads(shown("embed", undecoded, "--json", "--quiet"))["text"] == "河 ü"
+
+
+def test_a_job_whose_rows_nearly_all_get_one_label_says_so(prefold, tmp_path):
+    labels = {"yes": {"description": "it is so"}, "no": {"description": "it is not"}}
+    (tmp_path / "labels.json").write_text(json.dumps(labels))
+    for count, warns in ((49, False), (50, True)):
+        (tmp_path / "in.jsonl").write_text('{"text": "the same"}\n' * count)
+        arguments = ["in.jsonl", "--labels-file", "labels.json", "-o", "out.jsonl", "--overwrite"]
+        done = prefold("classify", *arguments)
+        assert done.exit_code == 0, done.output
+        assert (f"{count} of {count} texts got the label" in done.stderr) == warns, done.stderr
+    assert "--normalization tokens" in done.stderr
