@@ -303,7 +303,7 @@ class TableAdapter:
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
         head = self._head(number, meta)
-        self.labels.update(result["label"] for result in results if "label" in result)
+        self.labels.update(result["label"] for result in results if result.get("label"))  # an example has none
         return head | ({"results": results} if meta.get("many") else results[0])
 
     def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:

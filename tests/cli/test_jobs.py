@@ -502,7 +502,7 @@ def test_a_table_without_rows_has_the_columns_of_one_with_rows(prefold, tmp_path
 
 
 def test_a_standard_output_that_is_not_utf_8(model, tmp_path, monkeypatch):
-    """JSON lines are UTF-8 whatever the locale. In a text for a person, letters that the terminal lacks are replaced."""
+    """JSON lines are UTF-8 whatever the locale. In texts, letters that the terminal lacks are replaced."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"text": "河 is a river"}\n', encoding="utf-8")
 
