@@ -25,7 +25,7 @@ class _Group(click.Group):
     message."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        with guarded(), warnings.catch_warnings():
+        with guarded(ends_process=not arguments and "args" not in options), warnings.catch_warnings():
             # A person wants no path and no line of our source.
             warnings.showwarning = lambda message, *_, **__: say(f"prefold: {message}")
             return super().main(*arguments, **options)
