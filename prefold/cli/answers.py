@@ -14,7 +14,7 @@ from .options import refuse_conversation_options
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
-             "delimiter", "max_cell_lines", "empty", "media_folder", "json_columns", "ray", "url", "replicas",
+             "delimiter", "max_cell_lines", "empty", "media_folder", "json_columns", "scores", "ray", "url", "replicas",
              "tokenizer", "backend", "backend_option")  # fmt: skip
 
 

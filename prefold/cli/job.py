@@ -262,6 +262,7 @@ RESULT_OPTIONS = (
     "recommended",
     "tokenizer",
     "json_columns",
+    "scores",
     "delimiter",
     "max_cell_lines",
     "media_folder",

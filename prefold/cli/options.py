@@ -265,6 +265,11 @@ chat_option = click.option(
 )  # fmt: skip
 # Options of the command line that the table has not, beside those of a task.
 _BESIDE = {
+    "classify": (
+        click.option("--scores", type=click.Choice(["label", "all"]),
+                     help="Which probabilities have a column of their own. label: the label's, p; all: every label's "
+                          "too, p_LABEL.  [default: label for CSV and Parquet; else the objects of JSON lines]"),
+    ),
     "generate": (
         chat_option,
         click.option("--recommended", is_flag=True,

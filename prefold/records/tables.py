@@ -36,9 +36,11 @@ _USUAL = {
 }
 
 
-def reserved_names(task: str) -> frozenset[str]:
-    """Returns the names of a task's own fields in an output line; columns that it repeats need other names."""
-    return frozenset(_RESERVED[""] | _RESERVED[task])
+def reserved_names(task: str, *, has_id: bool = True) -> frozenset[str]:
+    """Returns the names of a task's own fields in an output line; columns that it repeats need other names. has_id:
+    whether lines have an id of their own (--id)"""
+    names = _RESERVED[""] | _RESERVED[task]
+    return frozenset(names if has_id else names - {"id"})
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,14 @@ class Columns:
         return [*names, *(path for path in single if path), *self.keep.values()]
 
 
-def kept_name(task: str, column: str) -> str:
+def kept_name(reserved: Collection[str], column: str) -> str:
     """Returns the name under which a line repeats a column: its own, or input_NAME where lines have a NAME of their
-    own.
+    own. reserved: the names that lines have of their own
 
     The name does not depend on the other columns, and no two columns get one name: a column input_NAME is itself
     repeated as input_input_NAME where lines have a NAME.
     """
-    return f"input_{column}" if bare(column, "input_") in reserved_names(task) else column
+    return f"input_{column}" if bare(column, "input_") in reserved else column
 
 
 def bare(name: str, prefix: str) -> str:
@@ -146,8 +148,9 @@ class TableAdapter:
         keep_empty: bool = False,
         filled: bool = False,
     ):
+        self.reserved = self.reserved_for(task, has_id=columns.id is not None)
         for name in columns.keep:
-            if name in reserved_names(task):
+            if name in self.reserved:
                 raise JobError(
                     f"--keep {name} cannot be, as a line has its own {name!r}; write --keep my_{name}={name}"
                 )
@@ -184,9 +187,14 @@ class TableAdapter:
             parsed.error = record_error(error)
         return parsed
 
+    @classmethod
+    def reserved_for(cls, task: str, *, has_id: bool) -> frozenset[str]:
+        """Return the names that lines have of their own."""
+        return reserved_names(task, has_id=has_id)
+
     def kept_name(self, column: str) -> str:
         """Returns the name under which lines repeat a column where all columns are repeated."""
-        return kept_name(self.task, column)
+        return kept_name(self.reserved, column)
 
     def _meta(self, data: dict[str, Any], number: int) -> dict[str, Any]:
         columns, meta = self.columns_used, {}
@@ -317,6 +325,43 @@ class TableAdapter:
         if "id" in meta:
             head["id"] = meta["id"]
         return head | meta.get("keep", {})
+
+
+class LabelColumns(TableAdapter):
+    """The TableAdapter of "classify" for tables that people read: the label, and its probability in the column `p`.
+
+    every  whether each label's probability has a column of its own, p_LABEL
+    keeps  whether the objects of probabilities, log-likelihoods and logits stay, as nested columns
+    """
+
+    prefix = "p_"
+
+    def __init__(self, *arguments: Any, every: bool = False, keeps: bool = False, **options: Any):
+        super().__init__(*arguments, **options)
+        self._every, self._keeps = every, keeps
+        while any(name.startswith(self.prefix) for name in self.columns_used.keep):
+            self.prefix += LabelColumns.prefix
+
+    @classmethod
+    def reserved_for(cls, task: str, *, has_id: bool) -> frozenset[str]:
+        return super().reserved_for(task, has_id=has_id) | {"p"}
+
+    def kept_name(self, column: str) -> str:
+        name = super().kept_name(column)
+        # Which columns there are is not known beforehand, and a label's column has the same name in all lines.
+        clashes = self._every and name == column and bare(name, "input_").startswith(self.prefix)
+        return f"input_{name}" if clashes else name
+
+    def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+        return super().line(number, meta, [self._flat(result) for result in results])
+
+    def _flat(self, result: dict[str, Any]) -> dict[str, Any]:
+        probabilities = result["probabilities"]
+        own = {"label": result["label"], "p": probabilities.get(result["label"])}
+        if self._every:
+            own |= {self.prefix + label: p for label, p in probabilities.items()}
+        objects = {"probabilities", "logprobs", "logits"}
+        return own | {name: value for name, value in result.items() if self._keeps or name not in objects}
 
 
 PREFIX = "answer_"

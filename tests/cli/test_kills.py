@@ -209,8 +209,8 @@ def test_two_hundred_kills_over_all_formats(killed):
 
 @pytest.mark.parametrize("code", [0, 3, 143])
 def test_a_process_ends_while_another_thread_is_in_cpp(tmp_path, code, environment):
-    """Python would end the thread after the interpreter, in C++, which aborts the process. Here the thread is none of C++,
-    and what shows is whether the interpreter is taken down."""
+    """Python would end the thread after the interpreter, in C++, which aborts the process. This thread is not in C++:
+    the test looks whether the interpreter is taken down."""
     program = """
 import os, sys, threading, time
 import click
