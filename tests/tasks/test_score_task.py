@@ -110,7 +110,7 @@ def test_the_prefix_token():
     assert "prefix_token" in error.remedy
     (error,) = score(neither).prepare(["x"])
     assert error.field == "text" and "the tokenizer has neither" in error.message
-    (error,) = score(None).prepare([[5, 6]])
+    (error,) = make_task("score", FakeCheckpoint(), None).prepare([[5, 6]])
     assert "the model has no tokenizer, and so neither a BOS nor an EOS token" in error.message
 
 
