@@ -357,7 +357,10 @@ class LabelColumns(TableAdapter):
 
     def _flat(self, result: dict[str, Any]) -> dict[str, Any]:
         probabilities = result["probabilities"]
-        own = {"label": result["label"], "p": probabilities.get(result["label"])}
+        own = {
+            "label": result["label"],
+            "p": probabilities.get(result["label"], 0.0),
+        }  # the label of an example is empty
         if self._every:
             own |= {self.prefix + label: p for label, p in probabilities.items()}
         objects = {"probabilities", "logprobs", "logits"}
