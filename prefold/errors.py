@@ -14,6 +14,20 @@ PrefoldError
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def warn_caller(message: str) -> None:
+    """Warn with the line that called prefold as the place: the first frame that is not in this package."""
+    level = 1
+    while sys._getframe(level).f_code.co_filename.startswith(_PACKAGE):
+        level += 1
+    warnings.warn(message, stacklevel=level + 1)
+
 
 class PrefoldError(Exception):
     """PrefoldError is the base of every error that prefold raises on purpose."""

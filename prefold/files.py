@@ -1,5 +1,5 @@
-"""Writes files so that a full or read-only disk leaves no torn file and gives one error that says what to do. And tells
-files apart by their content."""
+"""Read side files, write files so that a full or read-only disk leaves no torn file and gives one error, and tell files
+apart by their content."""
 
 from __future__ import annotations
 
@@ -13,6 +13,62 @@ from pathlib import Path
 from .errors import JobError
 
 _BLOCK = 1 << 16
+
+
+def is_stream(name: str) -> bool:
+    """Return whether a name is a path that can be read but is no regular file: a named pipe, /dev/stdin, or the
+    /dev/fd/N that a shell makes of <(COMMAND)."""
+    return os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)
+
+
+def same_file(a: Path | str, b: Path | str) -> bool:
+    """Return whether two paths name one file: the same path, a symbolic link, or a hard link."""
+    if os.path.realpath(a) == os.path.realpath(b):
+        return True
+    try:
+        return os.path.samefile(a, b)
+    except OSError:  # one of them does not exist
+        return False
+
+
+_piped: dict[str, bytes] = {}  # what was read from pipes, by path: a pipe can be read once
+
+
+def read_bytes(path: Path | str) -> bytes:
+    """Return a file's bytes. Raise JobError if it cannot be read."""
+    name = str(path)
+    if name in _piped:
+        return _piped[name]
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise JobError(f"cannot read {path}: {error.strerror}; check the path") from None
+    if is_stream(name):
+        _piped[name] = data
+    return data
+
+
+def read_text(path: Path | str) -> str:
+    """Return the text of a side file: labels, a template, a schema, tools, TOML, a prompt, documents. Every option that
+    names such a file reads it here; see `text_of`."""
+    return text_of(read_bytes(path), str(path))
+
+
+def text_of(data: bytes, name: str) -> str:
+    """Return the text of UTF-8 bytes without a byte order mark, with lines that end in a line feed.
+
+    Raise JobError for UTF-16, for bytes that are no UTF-8, and for nothing but line ends. name: the file's, for errors
+    """
+    # Without a byte order mark, the first letter in UTF-16 has a zero byte, and no text file in UTF-8 has one.
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff") or data[:2].count(0) == 1:
+        raise JobError(f"{name} is UTF-16; convert it to UTF-8 first: iconv -f UTF-16 -t UTF-8")
+    try:
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        raise JobError(f"{name} is not valid UTF-8; re-encode it as UTF-8") from None
+    if not text.strip("\n"):
+        raise JobError(f"{name} is empty; write the text into it, or leave the option out")
+    return text
 
 
 @contextmanager

@@ -388,8 +388,10 @@ class ClassifyOptions(TaskOptions):
 
     task = "classify"
 
-    labels: Sequence[str] | Mapping[str, str] | None = option(
-        None, "The labels, or {label: how it is written in the prompt}; by default those of the classification head.",
+    labels: Sequence[str] | Mapping[str, str | Mapping[str, str]] | None = option(
+        None,
+        'The labels, or {label: how the prompt writes it}, or {label: {"description": what it means, "text": how the'
+        " prompt writes it}}; by default the labels of the classification head.",
         "labels", "labels_file",
     )  # fmt: skip
     instructions: str = option("", "What comes before the examples and the text.")

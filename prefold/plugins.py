@@ -48,6 +48,8 @@ def load_plugins() -> None:
         for room in ROOMS:
             import_module(f".{room}.attach", __package__)
         for name in plugins():
+            if name not in _loaded and name.endswith(".py") and not os.path.isfile(name):
+                raise CheckpointError(f"there is no plugin {name} (--plugin or {VARIABLE}); check the path")
             if name not in _loaded:
                 _loaded.add(name)
                 try:

@@ -218,3 +218,29 @@ def test_options_cannot_be_changed():
         options.truncate = False
     with pytest.raises(InputError, match="did you mean pooling"):
         options_of("embed", {"poling": "mean"})
+
+
+def code_of(*names, without=()):
+    """The code of files and folders of the package."""
+    package = Path(prefold.__file__).parent
+    paths = {path for name in names for path in (package / name).rglob("*.py")} - {package / name for name in without}
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+
+
+def test_every_option_of_a_model_or_a_server_is_read():
+    code = code_of("", without=("model_options.py", "face/keywords.py"))
+    for kind in (ModelOptions, ImageSettings, LoopedSettings, CacheOptions, ServeOptions):
+        for one in fields(kind):
+            assert re.search(rf"\.{one.name}\b", code), f"no code reads {one.name} of {kind.__name__}"
+
+
+def test_every_other_option_of_a_command_is_read():
+    """Those that the command line has of its own: `o["name"]`, `o.get("name")`, or a name in a table."""
+    code = code_of("cli", "cluster", "shifted", without=("cli/options.py",))
+    tables = {*model_fields(ModelOptions, ImageSettings, LoopedSettings, CacheOptions), *ServeOptions.__annotations__}
+    tables |= {name for task in OPTIONS for names in cli_names(task).values() for name in names}
+    for command, options in main.commands.items():
+        for option in options.params:
+            known = option.name in tables or not option.expose_value
+            read = re.search(rf"""["']{option.name}["']|\b{option.name}:""", code)
+            assert known or read, f"no code reads --{option.name} of {command}"

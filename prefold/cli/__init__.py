@@ -10,6 +10,7 @@ import click
 
 from .. import __version__
 from ..errors import PrefoldError
+from ..options import near
 from .bench import bench, demo
 from .options import plugin_option
 from .plan import plan
@@ -19,13 +20,20 @@ from .simulate import simulate
 from .tasks import classify, embed, generate, rerank, run, score
 from .verify import verify
 
+# What commands are called elsewhere.
+_OTHER_NAMES = {
+    "chat": 'generate "a message"', "complete": 'generate --raw "a text"', "completion": 'generate --raw "a text"',
+    "batch": "run", "predict": "run", "encode": "embed", "embeddings": "embed", "rank": "rerank", "server": "serve",
+    "benchmark": "bench", "list": "models", "version": "--version",
+}  # fmt: skip
+
 
 class _Group(click.Group):
     """A _Group runs the commands, keeps the arguments for the command that resumes, and prints errors as one
     message."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        with guarded(), warnings.catch_warnings():
+        with guarded(ends_process=not arguments and "args" not in options), warnings.catch_warnings():
             # A person wants no path and no line of our source.
             warnings.showwarning = lambda message, *_, **__: say(f"prefold: {message}")
             return super().main(*arguments, **options)
@@ -33,6 +41,16 @@ class _Group(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["prefold.arguments"] = list(args)
         return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            if args[0].startswith("-"):
+                raise
+            other = _OTHER_NAMES.get(args[0])
+            hint = f"use prefold {other}" if other else f"{near(args[0], self.commands)}see prefold --help"
+            raise click.UsageError(f"there is no command {args[0]!r}; {hint}", ctx) from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order in which they were added, not sorted by name

@@ -8,12 +8,13 @@ from typing import Any
 import click
 
 from ..errors import InputError, JobError
-from .model import LazyTasks, check_tokenizer, load_llm, open_model, read_text, uses_chat
+from ..files import is_stream, read_text, text_of
+from .model import LazyTasks, check_tokenizer, load_llm, open_model, uses_chat
 from .options import refuse_conversation_options
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
-             "delimiter", "max_cell_lines", "empty", "media_folder", "json_columns", "ray", "url", "replicas",
+             "delimiter", "max_cell_lines", "empty", "media_folder", "json_columns", "scores", "ray", "url", "replicas",
              "tokenizer", "backend", "backend_option")  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
         raise click.UsageError("--tools COLUMN is for jobs; give @FILE")
     texts = [text for argument in arguments for text in expand(argument, piped)]
     # Editors put a line end behind the last line of a file.
-    texts += [_read(name).removesuffix("\n").removesuffix("\r") for name in o.get("prompt_file") or ()]
+    texts += [_read(name).removesuffix("\n") for name in o.get("prompt_file") or ()]
     # An empty prompt is allowed where continuations are scored: it stands for the beginning of a text.
     if not texts or not all(texts[1:] if task == "score" and len(texts) > 1 else texts):
         raise JobError("a text is empty; give one" if texts else "there is no text; give one")
@@ -59,7 +60,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     (results,) = checked([finish_items(task_object, works, run_works(engine, task_object, works, seed=o.get("seed")))])
     if o["as_json"] or (task == "embed" and len(texts) == 1):
         for text, result in zip(shown, results, strict=True):
-            click.echo(dumps({**text, **result}))
+            click.echo(dumps({**text, **result}).encode())  # JSON is UTF-8 whatever the locale
         return
     _SHOW[task](texts, results)
     _summary(engine, o)
@@ -92,22 +93,23 @@ def _summary(engine: Any, o: dict[str, Any]) -> None:
 
 
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
-    """Returns the texts of an argument: itself, or for @FILE and - the lines of a file or of standard input. piped: the
-    lines of standard input, if they were read already"""
-    if argument != "-" and not argument.startswith("@"):
-        return [argument]
+    """Returns the texts of an argument: itself, or the lines of a file (@FILE), of standard input (-) or of a pipe.
+    piped: the lines of standard input, if they were read already"""
+    from ..records.fields import as_utf8
+
+    if argument != "-" and not argument.startswith("@") and not is_stream(argument):
+        return [as_utf8(argument)]
     # A line ends where editors and other tools end it. str.splitlines parts texts at form feeds and U+2028, too.
-    lines = _read(argument.removeprefix("@"), piped).split("\n")
-    return [line.removesuffix("\r") for line in lines if line.strip()]
+    return [line for line in _read(argument.removeprefix("@"), piped).split("\n") if line.strip()]
 
 
 def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
     """Returns the text of a file, or of standard input (`-`, or the lines `piped`). Raises JobError."""
-    from ..records.source import standard_input
+    from ..records.source import open_stream
 
     if name != "-":
         return read_text(name)
-    return read_text("standard input", b"".join(standard_input() if piped is None else piped))
+    return text_of(b"".join(open_stream("-") if piped is None else piped), "standard input")
 
 
 def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

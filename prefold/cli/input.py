@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -147,7 +148,7 @@ def make_adapter(
 
 def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | None, tokenizer: Any) -> Any:
     from ..records.fields import Template, read_argument
-    from ..records.tables import AnswerColumns, Columns, TableAdapter, default_columns
+    from ..records.tables import Columns, default_columns
 
     if o.get("prompt") and o.get("messages"):
         raise click.UsageError("--prompt and --messages exclude each other")
@@ -179,16 +180,36 @@ def _table_adapter(task: str, o: Options, source: Any, first: dict[str, Any] | N
         raise click.UsageError(
             "--image of score needs continuations, which are what is scored: add --continuation COLUMN"
         )
-    used_columns = Columns(**columns, id=o.get("id_column"), **_kept(task, o, source.columns))
+    kind, own_options = _adapter_kind(task, o)
+    reserved = kind.reserved_for(task, has_id=o.get("id_column") is not None)
+    used_columns = Columns(**columns, id=o.get("id_column"), **_kept(reserved, o, source.columns))
     empty = o.get("empty") == "keep"
-    kind = AnswerColumns if o.get("json_columns") else TableAdapter
-    adapter = kind(task, used_columns, render_chat(task, o, tokenizer), chat=chat, keep_empty=empty)
+    filled = source.format == "parquet"
+    adapter = kind(
+        task, used_columns, render_chat(task, o, tokenizer), chat=chat, keep_empty=empty, filled=filled,
+        **own_options,
+    )  # fmt: skip
     adapter.check(source.columns)
     return adapter
 
 
-def _kept(task: str, o: Options, have: list[str] | None) -> dict[str, Any]:
-    """Returns `keep` and `keep_all` of Columns, as --keep says. have: the input's columns, None where not known."""
+def _adapter_kind(task: str, o: Options) -> tuple[Any, dict[str, bool]]:
+    """Return (the class of the adapter, the options that it has of its own)."""
+    from ..records.tables import AnswerColumns, LabelColumns, TableAdapter
+
+    if o.get("json_columns"):
+        return AnswerColumns, {}
+    suffixes = [suffix for suffix in Path(o.get("output") or "").suffixes if suffix != ".gz"]
+    suffix, scores = suffixes[-1].lower() if suffixes else "", o.get("scores")
+    if task != "classify" or (scores is None and suffix not in (".csv", ".tsv", ".parquet")):
+        return TableAdapter, {}
+    # The cells of CSV cannot hold objects, and the columns of Parquet can.
+    return LabelColumns, {"every": scores == "all", "keeps": scores is None and suffix == ".parquet"}
+
+
+def _kept(reserved: Collection[str], o: Options, have: list[str] | None) -> dict[str, Any]:
+    """Returns `keep` and `keep_all` of Columns, as --keep says. reserved: the names that lines have of their own; have:
+    the input's columns, None where not known."""
     from ..records.tables import kept_name
 
     keep: dict[str, str] = {}
@@ -198,8 +219,8 @@ def _kept(task: str, o: Options, have: list[str] | None) -> dict[str, Any]:
         if part == "*":
             # A column "id" that is the id is in each line already.
             columns = [column for column in have or () if not column == "id" == o.get("id_column")]
-            keep |= {kept_name(task, column): column for column in columns}
-        elif part:
+            keep |= {kept_name(reserved, column): column for column in columns}
+        elif part and not part == "id" == o.get("id_column"):  # which is in each line already
             keep[name.strip()] = (column if equals else part).strip()
     return {"keep": keep, "keep_all": "*" in parts and have is None}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import glob
 import hashlib
@@ -11,6 +12,7 @@ import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -21,10 +23,11 @@ import click
 
 from ..checkpoint.identity import folder_digest, model_identity, stored_as
 from ..errors import FleetError, JobError, RankError
+from ..files import read_bytes, same_file
 from ..model_options import model_fields
 from ..options import OPTIONS, cli_names, kind_of
 from .input import COLUMN_OPTIONS, Input, open_input
-from .model import Options, adapter_folders, backend_of, has_fleet, load_fleet, load_llm, read_bytes
+from .model import Options, adapter_folders, backend_of, has_fleet, load_fleet, load_llm
 from .process import say
 
 FAILED_RECORDS = 3
@@ -120,23 +123,43 @@ def _seed(o: dict[str, Any], path: Path | None) -> int:
 
 
 def _check_paths(path: Path | None, input: Input, o: dict[str, Any]) -> None:
+    from ..job.journal import journal_path
+    from ..job.output import partial_path
+
     if path is None and (o["resume"] or o["overwrite"] or o["grown"]):
         raise click.UsageError("--resume, --overwrite and --grown need an output file: add -o FILE")
     if o["resume"] and o["overwrite"]:
         raise click.UsageError("--resume and --overwrite exclude each other")
-    used = {path.resolve(): "input" for path in input.source.paths}
-    for folder in (Path(name).resolve() for name in input.names if Path(name).is_dir()):
-        if path is not None and path.resolve().is_relative_to(folder):
+    for folder in (Path(os.path.realpath(name)) for name in input.names if os.path.isdir(name)):
+        if path is not None and Path(os.path.realpath(path)).is_relative_to(folder):
             raise JobError(f"the output {path} would become part of the input {folder.name}; write it elsewhere")
     for name in input.names:
         if path is not None and glob.has_magic(name) and not os.path.exists(name) and _matches(path, name):
             raise JobError(f"the output {path} would become part of the input {name}; write it elsewhere")
-    for file, role in ((path, "output"), (o["report"], "report")):
-        if file is not None and used.setdefault(Path(file).resolve(), role) != role:
-            raise JobError(f"the {role} {file} would replace the {used[Path(file).resolve()]}; give another name")
+    used: list[tuple[Path | str, str]] = [(path, "input") for path in input.source.paths]
+    used += [(name, f"file of --{option}") for option, name in _side_files(o)]
+    made: list[tuple[Path | str, str]] = []
+    if path is not None:
+        made = [(path, "output"), (partial_path(path), "partial output"), (journal_path(path), "journal")]
+    made += [(o["report"], "report")] if o["report"] else []
+    for place, (file, role) in enumerate(made):
+        for other, other_role in (*used, *made[:place]):
+            if same_file(file, other):
+                raise JobError(f"the {role} {file} would replace the {other_role} {other}; give another name")
     for name in (o["output"], o["report"]):
         if name not in (None, "-"):
             _check_place(Path(name))
+
+
+def _side_files(o: Options) -> list[tuple[str, str]]:
+    """Return (flag, path) of each option that names a side file."""
+    out = []
+    for name in (*FILES, "json_schema", *TEXTS):
+        value = o.get(name)
+        is_text = name in TEXTS or (name == "json_schema" and str(value).lstrip()[:1] == "{")
+        if isinstance(value, str) and (value.startswith("@") or not is_text):
+            out.append((name.replace("_", "-"), value.removeprefix("@")))
+    return out
 
 
 def _matches(path: Path, pattern: str) -> bool:
@@ -159,6 +182,11 @@ def _check_place(path: Path) -> None:
         raise JobError(f"there is no folder {path.parent} for {path}; make it first")
     if path.is_dir():
         raise JobError(f"{path} is a folder; name a file in it")
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise JobError(f"{path} is a loop of symbolic links; give another name") from None
     if not os.access(folder, os.W_OK):
         raise JobError(f"nothing can be written to the folder {path.parent}; give {path.name} another place")
 
@@ -174,6 +202,8 @@ def _say_how_to_resume(end: str, o: dict[str, Any], job: Any) -> None:
     command = f"prefold {shlex.join(arguments)}"
     if job.source.name == "-":
         command = f"... | {command}     (standard input once more, from its beginning)"
+    elif not job.source.paths:
+        command += f"     ({job.source.name} once more, from its beginning)"
     say(f"\nprefold: {end}; what is done is written. To go on:\n  {command}")
 
 
@@ -232,6 +262,7 @@ RESULT_OPTIONS = (
     "recommended",
     "tokenizer",
     "json_columns",
+    "scores",
     "delimiter",
     "max_cell_lines",
     "media_folder",
@@ -293,9 +324,26 @@ def summary_lines(summary: Any, o: dict[str, Any], adapter: Any, stored: str = "
         if summary.dtype:
             passes = f"; {summary.passes}" if summary.passes else ""
             lines.append(f"  model     {stored_in}computed in {summary.dtype}{passes}")
+    if o.get("labels") or o.get("labels_file"):
+        lines += _label_lines(adapter.labels)
     for model, count in getattr(adapter, "other_models", {}).items():
         lines.append(f"  model     {count:,} requests asked for {model!r}; {o['model']} answered them")
     return lines
+
+
+ONE_LABEL_ROWS, ONE_LABEL_SHARE = 50, 0.95  # from which on one label of nearly all rows is suspicious
+
+
+def _label_lines(labels: Counter[str]) -> list[str]:
+    """Return the warning about a job in which nearly every text got the same label."""
+    total = labels.total()
+    ((label, count),) = labels.most_common(1) or [("", 0)]
+    if total < ONE_LABEL_ROWS or count < ONE_LABEL_SHARE * total:
+        return []
+    return [
+        f"  warning   {count:,} of {total:,} texts got the label {label!r}. If that is wrong: describe the labels"
+        " (--labels-file), give --normalization tokens, or --calibrate"
+    ]
 
 
 def _count(number: int, noun: str) -> str:

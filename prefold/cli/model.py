@@ -14,6 +14,7 @@ import click
 from ..cluster.backends import Backend, backend_named, backend_names
 from ..engine.protocol import Engine
 from ..errors import InputError, JobError
+from ..files import read_text
 from ..model_options import GROUPS, CacheOptions, ModelOptions, model_fields, model_keywords
 from ..options import OPTIONS, ConversationOptions, LoopedOptions, SamplerOptions, cli_names, kind_of
 from ..types import Sharing
@@ -312,16 +313,21 @@ def task_settings(task: str, o: Options, checkpoint: Any, tokenizer: Any) -> dic
 
 
 def _labels(o: Options) -> dict[str, Any]:
+    from ..records.fields import as_utf8
+
     if o.get("labels") and o.get("labels_file"):
         raise click.UsageError("--labels and --labels-file exclude each other")
     if o.get("labels"):
-        return {"labels": [label.strip() for label in o["labels"].split(",") if label.strip()]}
+        return {"labels": [label.strip() for label in as_utf8(o["labels"]).split(",") if label.strip()]}
     if not o.get("labels_file"):
         return {}
     text = read_text(o["labels_file"])
     if text.lstrip()[:1] in ("[", "{"):
         return {"labels": _json_option(text, o["labels_file"])}
-    return {"labels": [line.strip() for line in text.split("\n") if line.strip()]}
+    labels = [line.strip() for line in text.split("\n") if line.strip()]
+    if not labels:
+        raise JobError(f"{o['labels_file']} holds no labels; write one a line")
+    return {"labels": labels}
 
 
 def _examples(name: str) -> list[tuple[str, str]]:
@@ -337,22 +343,9 @@ def _examples(name: str) -> list[tuple[str, str]]:
             out.append((as_text(lookup(data, "text"), "text"), as_text(lookup(data, "label"), "label")))
         except InputError as error:
             raise JobError(f"example {row.number} of {name}: {error}") from None
+    if not out:
+        raise JobError(f"{name} holds no examples; write rows with the columns text and label, or leave --examples out")
     return out
-
-
-def read_text(name: str, data: bytes | None = None) -> str:
-    """Returns the text of a file, or `data` as a text. Raises JobError."""
-    try:
-        return (read_bytes(name) if data is None else data).decode("utf-8")
-    except UnicodeDecodeError:
-        raise JobError(f"{name} is not valid UTF-8") from None
-
-
-def read_bytes(name: str) -> bytes:
-    try:
-        return Path(name).read_bytes()
-    except OSError as error:
-        raise JobError(f"cannot read {name}: {error.strerror}; check the path") from None
 
 
 # ----------------------------------------------------------------------------------------- generation

@@ -82,7 +82,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "words": {"metavar": "YES,NO"},
     "labels": {"metavar": "A,B,...", "help": "The labels."},
     "labels_file": {"metavar": "FILE",
-                    "help": 'The labels, one a line, or as JSON ["a", ...] or {"label": "how it is written", ...}.'},
+                    "help": 'The labels, one a line, or JSON: ["a", ...], {"a": "how the prompt writes it", ...}, or '
+                            '{"a": {"description": "what it means"}, ...}. Descriptions stand once in the prompt.'},
     "examples": {"metavar": "FILE", "help": "JSONL or CSV with the columns text and label."},
     "chat_template_kwargs": {"metavar": "JSON", "help": 'Variables of the chat template: {"enable_thinking": false}.'},
     "max_tokens": {"type": click.IntRange(0), "metavar": "N"},
@@ -255,6 +256,11 @@ chat_option = click.option(
 )  # fmt: skip
 # Options of the command line that the table has not, beside those of a task.
 _BESIDE = {
+    "classify": (
+        click.option("--scores", type=click.Choice(["label", "all"]),
+                     help="Which probabilities have a column of their own. label: the label's, p; all: every label's "
+                          "too, p_LABEL.  [default: label for CSV and Parquet; else the objects of JSON lines]"),
+    ),
     "generate": (
         chat_option,
         click.option("--recommended", is_flag=True,

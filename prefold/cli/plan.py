@@ -10,27 +10,29 @@ from typing import Any
 
 import click
 
-from .options import TASKS, number, sample_options
+from .options import TASKS, machine_options, number, sample_options
 
 _SHOWN_SEGMENTS = 32
 _COUNTS = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longest", "saved", "outputs",
            "output_tokens")  # fmt: skip
 
 
-@click.command(short_help="What a job would share and cost; computes nothing.")
+@click.command(short_help="What a job would share and cost.")
 @sample_options(
     number("--max-batch-rows", "Rows of a step, which is as far as sharing mlp reaches.", 4096),
     click.option("--gflops", type=click.FloatRange(min=0, min_open=True), metavar="X",
-                 help="Reckon the time at X GFLOP/s.  [default: this machine's float32 matrix product, measured]"),
+                 help="Reckon the time at X GFLOP/s.  [default: the speed of a step of this job, measured here]"),
     number("--replicas", "Cut the stream into segments for N equal replicas, and say what they would do."),
     click.option("--report", metavar="FILE", help="Write an HTML page with the trie."),
     tasks=TASKS,
 )  # fmt: skip
+@machine_options
 def plan(**o: Any) -> None:
-    """Say what a job would share and what it would cost; compute nothing.
+    """Say what a job would share and what it would cost; compute no results.
 
     Takes those options of `prefold run` that say what is read and what is done with it, tokenises and sorts the whole
-    input, and counts. Never loads the model's weights, nor downloads those of a hub id.
+    input, and counts. Then runs one step of the job to measure the machine's speed (not with --json or --gflops).
+    Weights are random there, unless the model is a small GGUF file; those of a hub id are never downloaded.
 
     \b
     prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B
@@ -59,13 +61,14 @@ def plan(**o: Any) -> None:
         counts |= {"seconds": seconds} | ({"segments": [asdict(segment) for segment in segments]} if segments else {})
         click.echo(json.dumps(counts))
     else:
-        lines = _lines(job_plan, costs, row_bytes, seconds, decode, o)
+        speed = _speed(input, job_plan, o) if job_plan.tokens else None
+        lines = _lines(job_plan, costs, row_bytes, seconds, decode, speed)
         click.echo("\n".join([*lines, *(_segment_lines(job_plan, segments) if segments else [])]))
     if o["report"]:
         _report(job_plan, input.checkpoint, input.source, decode, o)
 
 
-def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, o: dict[str, Any]) -> list[str]:
+def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, speed: Any) -> list[str]:
     from ..job.plan import shared_most
     from ..report.icicle import trie_picture
     from ..report.progress import format_seconds
@@ -77,7 +80,6 @@ def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: An
     if not job_plan.tokens:
         return lines
     full, off = costs
-    rate, machine = _rate(o["gflops"])
     lines.append("")
     lines.append(f"{'sharing':<9}{'rows':>16}{'saved':>9}{'TFLOP':>12}{'about':>16}")
     for name, rows, flops in (
@@ -86,8 +88,10 @@ def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: An
         ("off", job_plan.tokens, off.total),
     ):
         saved = 1 - rows / job_plan.tokens
-        lines.append(f"{name:<9}{rows:>16,}{saved:>9.1%}{flops / 1e12:>12,.4g}{format_seconds(flops / rate):>16}")
-    lines.append(f"at {rate / 1e9:,.0f} GFLOP/s, {machine}; counted in {format_seconds(seconds)}")
+        lines.append(
+            f"{name:<9}{rows:>16,}{saved:>9.1%}{flops / 1e12:>12,.4g}{format_seconds(flops / speed.flops):>16}"
+        )
+    lines.append(f"at {speed.flops / 1e9:,.0f} GFLOP/s, {speed.words}; counted in {format_seconds(seconds)}")
     if job_plan.outputs:
         lines += _generation_lines(job_plan, row_bytes)
     lines.append("\nThe trie (width: prompts, depth: tokens; the darker, the more prompts share it)")
@@ -129,20 +133,12 @@ def _segment_lines(job_plan: Any, segments: list[Any]) -> list[str]:
     ]
 
 
-def _rate(gflops: float | None) -> tuple[float, str]:
-    """Returns (floating-point operations a second, where the number is from)."""
-    if gflops is not None:
-        return gflops * 1e9, "as given"
-    import numpy as np
+def _speed(input: Any, job_plan: Any, o: dict[str, Any]) -> Any:
+    from .speed import Speed, measure_speed
 
-    a = np.ones((768, 768), np.float32)
-    a @ a
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - started)
-    return 2 * 768**3 / best, "this machine's float32 matrix product (--gflops gives another)"
+    if o["gflops"] is not None:
+        return Speed(o["gflops"] * 1e9, "as given")
+    return measure_speed(input, job_plan, o)
 
 
 def _report(job_plan: Any, checkpoint: Any, source: Any, decode: Any, o: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import os
@@ -19,10 +20,31 @@ class StoppedBySignal(SystemExit):
     """A StoppedBySignal ends the process after a signal; its code is 128 plus the signal's number."""
 
 
+_status: int | None = None  # with which the process ends
+
+
+def _leave() -> None:
+    """End the process at once if other threads still run, such as one that loads a model.
+
+    Python ends a thread that comes back from C++ after the interpreter has gone, and C++ aborts the process then.
+    """
+    if _status is not None and threading.active_count() > 1:
+        os._exit(_status)
+
+
+atexit.register(_leave)  # as early as possible: what is registered later runs before
+
+
 @contextmanager
-def guarded() -> Iterator[None]:
-    """Runs a command so that an error of the system is one message and status 1, and signals end it in order."""
+def guarded(*, ends_process: bool = False) -> Iterator[None]:
+    """Runs a command so that an error of the system is one message and status 1, and signals end it in order.
+
+    ends_process: whether the process ends with the command
+    """
+    global _status
     _open_missing()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # letters that a terminal's encoding lacks
     with _ending_on_signals():
         try:
             yield
@@ -32,6 +54,10 @@ def guarded() -> Iterator[None]:
             say(f"prefold: {_describe(error)}")
             sys.exit(1)
         finally:
+            stop = sys.exc_info()[1]
+            if ends_process and (stop is None or isinstance(stop, SystemExit)):
+                code = None if stop is None else stop.code
+                _status = code if isinstance(code, int) else int(code is not None)
             _settle()
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import JobError
+from ..files import read_text
 from ..options import near
 from ..serve.options import ServeOptions
 from .options import all_of, declared, generation_options, media_options, model_group, model_options
@@ -20,9 +20,9 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
     if value is None:
         return
     try:
-        settings = tomllib.loads(Path(value).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise JobError(f"--config {value} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        settings = tomllib.loads(read_text(value))
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"--config {value} cannot be read: {error}") from None
     options = {flag.removeprefix("--"): option for option in ctx.command.params for flag in option.opts}
     for name, setting in settings.items():
         if name not in options or name in ("config", "help"):

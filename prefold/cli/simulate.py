@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from ..files import read_text
 from .options import number
 
 
@@ -106,7 +106,7 @@ def _machine(name: str) -> Any:
     if not name.endswith(".json"):
         return machine_named(name)
     try:
-        return Machine(**json.loads(Path(name).read_text()))
+        return Machine(**json.loads(read_text(name)))
     except (ValueError, TypeError) as error:
         remedy = "give name, flops, bandwidth, memory, overhead and dollars_per_hour"
         raise InputError(f"{name} is no machine: {error}", field="machine", remedy=remedy) from None

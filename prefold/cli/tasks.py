@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ..files import is_stream
 from .options import TASKS, Decorator, all_of, job_options, json_option
 
 
@@ -17,9 +18,9 @@ def is_input(arguments: tuple[str, ...]) -> bool:
     from ..records.source import holds_records
 
     if len(arguments) != 1:
-        return all(map(holds_records, arguments))
+        return all(holds_records(name) or is_stream(name) for name in arguments)
     name = arguments[0]
-    return name == "-" or holds_records(name) or (len(name) < 4096 and os.path.isfile(name))
+    return name == "-" or holds_records(name) or (len(name) < 4096 and os.path.isfile(name)) or is_stream(name)
 
 
 @click.command(short_help="Run a job: OpenAI batch lines, or a table.")
@@ -130,10 +131,10 @@ def _start(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
     from .answers import answer, job_options_of
 
     piped = None
-    if arguments == ("-",) and not job_options_of(o):
-        piped, is_job = _peek()
+    if len(arguments) == 1 and (arguments[0] == "-" or is_stream(arguments[0])) and not job_options_of(o):
+        piped, is_job = _peek(arguments[0])
         if not is_job:
-            return answer(task, arguments, o, piped=piped)
+            return answer(task, ("-",), o, piped=piped)
     if is_input(arguments):
         from .job import run_command
 
@@ -141,10 +142,10 @@ def _start(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
     return answer(task, arguments, o)
 
 
-def _peek() -> tuple[Iterator[bytes], bool]:
-    """Returns (the lines of standard input, whether they are JSON objects rather than texts)."""
-    from ..records.source import lines_of, standard_input
+def _peek(name: str) -> tuple[Iterator[bytes], bool]:
+    """Returns (the lines of standard input or of a pipe, whether they are JSON objects rather than texts)."""
+    from ..records.source import lines_of, open_stream
 
-    lines = lines_of(standard_input())
+    lines = lines_of(open_stream(name))
     head = next(lines, b"")
     return chain([head] if head else [], lines), not head or head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"

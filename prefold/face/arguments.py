@@ -27,21 +27,69 @@ Ids: TypeAlias = "Sequence[int] | NDArray[np.integer] | TensorLike"
 Text: TypeAlias = "str | Ids | TextWithImages"  # a text, its token ids, or a text with images
 # A text, a conversation, or the fields of GenerateItem.
 Prompt: TypeAlias = "Text | Sequence[Message] | Mapping[str, object]"
+# Names of columns that are likely to hold the texts of a table.
+USUAL_COLUMNS = ("text", "body", "prompt", "question", "content", "document", "query", "messages")
 TEXT = "give a text, a list of token ids, or a list of several of them"
 
 
-def as_items(value: Any, argument: str) -> tuple[list[Any], bool]:
+def refuse_table(value: Any, argument: str) -> None:
+    """Raise InputError for a table, whose iteration gives the names of its columns, not its rows: a DataFrame of pandas
+    or Polars, a Table of PyArrow, a relation of DuckDB, a structured array."""
+    names = getattr(value, "column_names", None)
+    names = getattr(value, "columns", None) if names is None else names
+    if isinstance(value, np.ndarray):
+        names = value.dtype.names
+    if names is None or callable(names) or isinstance(value, (str, Mapping)):
+        return
+    names = [str(name) for name in names]
+    column = next((name for name in names if name in USUAL_COLUMNS), names[0] if names else "text")
+    # A relation and a lazy frame have to be computed first: only then they have columns.
+    compute = next((f".{step}()" for step in ("fetchnumpy", "collect") if hasattr(value, step)), "")
+    raise InputError(
+        f"{argument} is a table, of type {type(value).__name__}, with the columns {', '.join(names)[:200] or '(none)'}",
+        field=argument,
+        remedy=f"give a column: df{compute}[{column!r}]",
+        code="wrong_type",
+    )
+
+
+def refuse_mapping(value: Any, argument: str) -> None:
+    """Raise InputError for a mapping in place of texts."""
+    if isinstance(value, Mapping):
+        names = ", ".join(map(str, value))[:200]
+        message = f"{argument} is a mapping with the keys {names or '(none)'}"
+        remedy = f"give one of its values, such as {argument}[{next(iter(value), 'text')!r}], or its values as a list"
+        raise InputError(message, field=argument, remedy=remedy, code="wrong_type")
+
+
+def as_list(value: Any, argument: str) -> Any:
+    """Return the elements of a column: a Series, an array, a tensor, a generator. A text, a mapping and None stay as
+    they are. Raise InputError for a table."""
+    value = _array(value)
+    refuse_table(value, argument)
+    is_one = value is None or isinstance(value, (str, bytes, bytearray, Mapping))
+    if is_one or not isinstance(value, Iterable) or _is_scalar(value):
+        return value
+    if hasattr(value, "to_pylist"):  # an array of PyArrow, whose elements are scalars of PyArrow
+        return value.to_pylist()
+    return list(value)
+
+
+def as_items(value: Any, argument: str, *, mapping: bool = False) -> tuple[list[Any], bool]:
     """Returns (list of texts, whether a single text was given) of one text or several, each as text or token ids.
 
     Token ids may lie in a list, a NumPy array or a PyTorch tensor. The texts themselves are not checked. Raises
-    InputError, naming `argument`, for what is neither.
+    InputError, naming `argument`, for what is neither. mapping: whether a mapping is an item
     """
     value = _array(value)
+    refuse_table(value, argument)
+    if not mapping:
+        refuse_mapping(value, argument)
     if isinstance(value, (str, Mapping, TextWithImages)):
         return [value], True
     if value is None or isinstance(value, (bytes, bytearray)) or not isinstance(value, Iterable) or _is_scalar(value):
         raise InputError(f"{argument} is {_kind(value)}", field=argument, remedy=TEXT, code="wrong_type")
-    items = [_array(item) for item in value]
+    items = [_array(item) for item in as_list(value, argument)]
     if items and all(_is_whole(item) for item in items):
         return [value if isinstance(value, np.ndarray) else items], True
     return items, False
@@ -56,13 +104,15 @@ def as_texts(value: Any, argument: str) -> tuple[list[Any], bool]:
 def chats_of(messages: Any) -> tuple[list[Any], bool]:
     """Returns (items of generation, whether a single conversation was given) of one conversation or a list of them.
 
-    Raises InputError for what is no list.
+    Raises InputError for what is no list, Series, array or generator.
     """
+    messages = as_list(messages, "messages")
     if not isinstance(messages, (list, tuple)):
         remedy = 'give a conversation, [{"role": "user", "content": "..."}], or a list of several'
         raise InputError(f"messages is {_kind(messages)}", field="messages", remedy=remedy, code="wrong_type")
     single = bool(messages) and isinstance(messages[0], Mapping)
-    return [{"messages": chat} for chat in ([messages] if single else messages)], single
+    chats = [messages] if single else [as_list(chat, f"messages[{i}]") for i, chat in enumerate(messages)]
+    return [{"messages": chat} for chat in chats], single
 
 
 def take_adapters(items: list[Any], single: bool, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -11,13 +11,13 @@ import numpy as np
 from ..errors import InputError
 from ..options import checked
 from ..tasks.run import finish_items
-from .arguments import Text, Vector, as_items, as_texts, check_errors, first_error, pair_up
+from .arguments import Text, Vector, as_items, as_list, as_texts, check_errors, first_error, pair_up
 from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
 from .results import Classification, Ranking, Score
 from .running import CallForm, TaskRunner, read_call
 
 T = TypeVar("T")
-Labels = Sequence[str] | Mapping[str, str] | None
+Labels = Sequence[str] | Mapping[str, str] | Mapping[str, Mapping[str, str]] | None
 Errors = Literal["raise", "return"]
 Raise = Literal["raise"]
 Return = Literal["return"]
@@ -149,15 +149,18 @@ class NumericTasks(TaskRunner):
         """Returns the Classification of each text: the label that fits it best, and the probability of every label.
 
         Labels are compared by how likely the model finds each after a prompt that all texts share, or by the
-        checkpoint's classification head. Options are the fields of ClassifyOptions: instructions, examples (pairs of
-        text and label), template, separator, normalization ("tokens", "bytes"), calibrate (contextual calibration,
-        Zhao et al. 2021), max_length, truncate.
+        checkpoint's classification head. `labels` is a list, or a mapping: {label: how the prompt writes it}, or
+        {label: {"description": what it means}}. Descriptions stand once in the shared prompt.
+
+        Options are the fields of ClassifyOptions: instructions, examples (pairs of text and label), template,
+        separator, normalization ("tokens", "bytes"), calibrate (contextual calibration, Zhao et al. 2021), max_length,
+        truncate.
 
         Raises InputError naming the text that cannot be classified.
         """
         items, single = as_texts(texts, "texts")
         call, named, task_options = read_call("texts", _named(items, "text"), single, errors, options)
-        task = self.task("classify", labels=labels, **task_options)
+        task = self.task("classify", labels=as_list(labels, "labels"), **task_options)
         answers = [
             line if isinstance(line, InputError) else Classification(line["label"], line["probabilities"])
             for line in self._lines(task, named, call)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ..checkpoint import Checkpoint
-from ..errors import ForkedError, InputError
+from ..errors import ForkedError, InputError, warn_caller
 from ..model import ModelConfig
 from ..tasks import Task, Work, make_task
 from ..tasks.run import calibrated, finish_items, run_works
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 
 KEPT_TASKS = 64
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _process: int | None = None  # the process that made the first LLM
 
 
@@ -143,12 +140,8 @@ class TaskRunner:
 
 def warn_of_images(works: Iterable[Work | InputError]) -> None:
     """Warns the caller of prefold about the images of the items."""
-    notes = [note for work in works if isinstance(work, Work) for note in (work.note or {}).get("image_notes", ())]
-    level = 1
-    while notes and sys._getframe(level).f_code.co_filename.startswith(PACKAGE):
-        level += 1
-    for note in notes:
-        warnings.warn(note, stacklevel=level + 1)
+    for note in [note for work in works if isinstance(work, Work) for note in (work.note or {}).get("image_notes", ())]:
+        warn_caller(note)
 
 
 @contextmanager

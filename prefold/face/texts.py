@@ -11,7 +11,7 @@ from ..engine.streamed import stream
 from ..errors import InputError
 from ..tasks.run import seed_of, with_seed
 from ..types import Generated, Request
-from .arguments import Message, Prompt, Text, as_items, chats_of, first_error
+from .arguments import Message, Prompt, Text, as_items, as_list, chats_of, first_error
 from .keywords import GenerationKeywords
 from .results import Piece
 from .running import TaskRunner, read_call, warn_of_images
@@ -77,7 +77,7 @@ class Texts(TaskRunner):
         A prompt is a text, token ids, or a mapping of the fields of GenerateItem: {"prompt": ..., "adapter": ...}.
         Raises InputError naming the prompt that cannot be continued.
         """
-        items, single = as_items(prompts, "prompts")
+        items, single = as_items(prompts, "prompts", mapping=True)
         return self._generate(items, "prompts", single, errors, n, options)
 
     @overload
@@ -198,7 +198,7 @@ class Texts(TaskRunner):
         """Returns the request of one prompt, conversation, or mapping of the fields of GenerateItem."""
         samples = {} if n is None else {"n": n}
         task = self.task("generate", adapter=adapter, **samples, **options)
-        (work,) = first_error(task.prepare([prompt]), single=True)
+        (work,) = first_error(task.prepare([as_list(prompt, "prompt")]), single=True)
         warn_of_images([work])
         return with_seed(work.requests[0], seed_of(task), 0)
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, MissingExtraError
+from ..records.fields import without_filler
 from ..tasks.base import attempt
 from ..text.valid import check_said
 from .shared import RayModel, SharedModel, split_options
@@ -263,7 +264,7 @@ def _item(messages: tuple[Any, ...]) -> dict[str, Any]:
     """Returns the item of a row's messages: texts become parts of one user message; a list of messages stays as it is.
     Other values become parts that the task refuses by their type. Raises InputError for empty texts."""
     if len(messages) == 1 and isinstance(messages[0], (list, tuple)):
-        return {"messages": list(messages[0])}
+        return {"messages": without_filler(messages[0])}
     if all(isinstance(message, str) for message in messages):
         check_said("".join(messages), "prompt", blank=True)
     parts = [{"type": "text", "text": m} if isinstance(m, str) else {"type": type(m).__name__} for m in messages]

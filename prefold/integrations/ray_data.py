@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..records.fields import without_filler
 from ..tasks.base import attempt
 from ..text.valid import check_said
 from .shared import SharedModel, split_options
@@ -103,7 +104,7 @@ class PrefoldBatches:
         if value is None:
             return _null(self._column)
         if not isinstance(value, str):
-            item: dict[str, Any] = {"messages": [dict(message) for message in value]}
+            item: dict[str, Any] = {"messages": [without_filler(dict(message)) for message in value]}
         else:
             if isinstance(error := attempt(partial(check_said, blank=True), value, self._column), InputError):
                 return error

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import JobError, MissingExtraError
 from ..records.record import RecordAdapter, Source
-from ..records.tables import TableAdapter, reserved_names
+from ..records.tables import TableAdapter
 
 _MOST_FIELDS = 256  # of a struct; an object with more keys is a map
 _EXACT = 1 << 53  # whole numbers up to here are exact in a float64
@@ -53,7 +53,7 @@ class TableForm:
         types_or_none = {name: type_at(source.types, path) for name, path in names.items()}
         types = {name: type for name, type in types_or_none.items() if type is not None}
         empty = adapter.line(0, {}, [dict(example)]) if example is not None else {}
-        return cls(("record", *names), reserved_names(adapter.task), types, empty)
+        return cls(("record", *names), adapter.reserved, types, empty)
 
     def objects(self, lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
         """Yields the object of each line, or `empty` if there are no lines."""
@@ -281,12 +281,12 @@ def single(pa: Any, name: str) -> Any:
 
 
 def cell(name: str, value: Any) -> Any:
-    """Returns a value of the column `name` as the text of a cell: an error as a message, other nested values as JSON.
-    Values of users' columns, and of models' answers, are never taken for errors."""
+    """Returns a value of the column `name` as the text of a cell: an error as a message, other nested values and true
+    and false as JSON. Values of users' columns, and of models' answers, are never taken for errors."""
     if name == "error" and isinstance(value, dict):
         remedy = f"; {value['remedy']}" if "remedy" in value else ""
         return f"{value['code']}: {value['message']}{remedy}"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list, bool)) else value
 
 
 _ROWS, _BYTES = 8192, 32 << 20  # the most rows and bytes of a row group

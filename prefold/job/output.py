@@ -106,7 +106,7 @@ def open_output(options: OutputOptions, job: dict[str, Any]) -> Output:
             raise JobError("--keep-order needs an output file: add -o FILE")
         if sys.stdout is None or sys.stdout.closed:
             raise JobError("standard output is closed; add -o FILE")
-        return StreamOutput(sys.stdout)
+        return StreamOutput(sys.stdout.buffer)
     return FileOutput(options, job)
 
 
@@ -116,15 +116,15 @@ def partial_path(output: Path) -> Path:
 
 
 class StreamOutput(Output):
-    """A StreamOutput writes lines to a stream as they come. There is no journal, and nothing to resume."""
+    """A StreamOutput writes lines, in UTF-8, to a stream as they come. There is no journal, and nothing to resume."""
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: BinaryIO):
         super().__init__()
         self._stream = stream
 
     def write(self, number: int, line: str, failed: bool) -> None:
         with self._lock, writing("standard output"):
-            self._stream.write(line + "\n")
+            self._stream.write((line + "\n").encode())
             self.done.add(number)
             super().write(number, line, failed)
 

@@ -14,6 +14,7 @@ from ..prefix.segments import keys_seen
 from ..report.icicle import StreamShape, icicle, walk
 from ..report.progress import Counts, Progress
 from ..stream import Window
+from ..types import Request
 from .output import Output
 from .reader import Job, Reader
 
@@ -38,6 +39,7 @@ class JobPlan:
     outputs        texts to be generated
     output_tokens  the most tokens that these texts may have together
     limits         the same of each prompt, in stream order; empty where nothing is generated
+    sample         the first requests of the stream, with about as many rows as a step has; sample_task: their task
     """
 
     records: int = 0
@@ -52,6 +54,8 @@ class JobPlan:
     output_tokens: int = 0
     limits: list[int] = field(default_factory=list)
     shape: StreamShape = field(default_factory=StreamShape)
+    sample: list[Request] = field(default_factory=list)
+    sample_task: str = ""
 
     @property
     def saved(self) -> float:
@@ -95,6 +99,8 @@ def plan_job(
             with batch.spool as spool:
                 read = tasks[batch.task].readout.kind
                 for window_ in plan.shape.watch(spool.windows(max_tokens=window, share=True)):
+                    if not plan.sample:
+                        plan.sample, plan.sample_task = _first_step(window_, max_batch_rows), batch.task
                     plan.longest = max(plan.longest, int(np.diff(window_.offsets).max()))
                     if read == "tokens":
                         _count_outputs(plan, window_, tasks[batch.task].context)
@@ -106,6 +112,11 @@ def plan_job(
     plan.records, plan.errors = counts.records_read, tally.errors
     plan.requests, plan.tokens, plan.rows = plan.shape.num_requests, plan.shape.num_tokens, plan.shape.num_rows
     return plan
+
+
+def _first_step(window: Window, max_rows: int) -> list[Request]:
+    rows = np.cumsum(np.diff(window.offsets) - window.shared)
+    return [window.request(i) for i in range(max(1, int(np.searchsorted(rows, max_rows, "right"))))]
 
 
 def _count_outputs(plan: JobPlan, window: Window, context: int | None) -> None:

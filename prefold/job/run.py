@@ -23,7 +23,7 @@ from .flow import Flow, Job
 from .reader import ReadyBatch
 
 TICK_SECONDS = 0.25
-WAITING = "the replicas load the model"  # what a job on a fleet does before the first is ready
+WAITING = "waiting for the replicas"  # what a job on a fleet does before the first is ready
 ENDING_SECONDS = 1.0
 
 

@@ -158,7 +158,7 @@ def _custom_id(data: dict[str, Any]) -> str | int:
     if isinstance(custom_id, int) and not isinstance(custom_id, bool):
         return custom_id
     if not isinstance(custom_id, str) or not custom_id:
-        problem = "is missing" if custom_id is None else "is not a text"
+        problem = "is missing" if custom_id is None else "is empty" if custom_id == "" else "is not a text"
         remedy = "give each line a custom_id of its own"
         raise InputError(f"custom_id {problem}", field="custom_id", remedy=remedy, code="invalid_line")
     return valid_text(custom_id, "custom_id")

@@ -3,15 +3,16 @@ column, or something inside it: `passages.text`, `choices.0`. An InputError name
 
 from __future__ import annotations
 
+import contextlib
 import json
 import string
 from collections.abc import Sequence
 from datetime import date, time
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, JobError
+from ..files import read_text
 from ..text.prompts import FilledTemplate
 from ..text.valid import valid_text
 
@@ -87,6 +88,17 @@ def as_texts(value: Any, field: str, keep_empty: bool = False) -> list[str]:
         raise InputError(f"{field!r} is an empty list", field=field, remedy="give it a text", code="empty")
     texts = (v.get("text") if isinstance(v, dict) else v for v in value)
     return [as_text(text, f"{field}[{i}]", keep_empty) for i, text in enumerate(texts)]
+
+
+def without_filler(value: Any) -> Any:
+    """Return a value of Arrow without the null fields of its structs.
+
+    All structs of an Arrow column have the same fields, so a field that one row lacks is null in it. A chat template
+    would write these nulls into the prompt. Nulls in lists stay.
+    """
+    if isinstance(value, dict):
+        return {name: without_filler(inner) for name, inner in value.items() if inner is not None}
+    return [without_filler(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def parse_cell(value: Any, field: str) -> Any:
@@ -177,14 +189,16 @@ def _parse(text: str, option: str) -> list[tuple[str, str | None]]:
     return out
 
 
+def as_utf8(argument: str) -> str:
+    """Return an argument of the command line whose UTF-8 the locale, such as POSIX, did not decode."""
+    if not argument.isascii():
+        with contextlib.suppress(UnicodeError):
+            return argument.encode("ascii", "surrogateescape").decode()
+    return argument
+
+
 def read_argument(text: str) -> str:
     """Returns the value of an option: for @FILE the text of that file without its last newline. Raises JobError."""
     if not text.startswith("@"):
-        return text
-    path = Path(text[1:])
-    try:
-        return path.read_text(encoding="utf-8").removesuffix("\n")
-    except OSError as error:
-        raise JobError(f"cannot read {path}: {error.strerror}; check the path") from None
-    except UnicodeDecodeError:
-        raise JobError(f"{path} is not valid UTF-8; re-encode it as UTF-8") from None
+        return as_utf8(text)
+    return read_text(text[1:]).removesuffix("\n")

@@ -183,6 +183,10 @@ class LineSource(Source):
         if format == "jsonl":
             if head.lstrip()[:1] == b"[":
                 raise JobError(f"{name} is a JSON array, not an object a line; convert it first: jq -c '.[]' {name}")
+            if head.strip() == b"{":
+                raise JobError(
+                    f"{name} has JSON objects over several lines, not one a line; convert it: jq -c . {name}"
+                )
             return _JsonlSource(name, format, identity, None, opener, head)
         sign = delimiter_of(format, options.delimiter)
         columns = _header(name, head, sign, opener, sure=options.delimiter is not None)
@@ -233,7 +237,7 @@ class _JsonlSource(LineSource):
     def peek(self) -> dict[str, Any] | None:
         with contextlib.suppress(InputError):
             return _parse_line(self._head)
-        return super().peek() if self.name != "-" else None
+        return super().peek() if self.paths else None  # a stream can be read only once
 
 
 def _bounded(file: Any, most: int) -> Iterator[bytes]:

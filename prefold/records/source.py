@@ -1,5 +1,5 @@
-"""Opens the inputs of a job: JSONL, CSV, TSV and Parquet files, plain or gzipped, and standard input. Names, patterns
-and folders stand for files; several files are one input with consecutive record numbers. A source is read as a stream
+"""Opens the inputs of a job: JSONL, CSV, TSV and Parquet files, plain or gzipped, and pipes. Names, patterns and
+folders stand for files; several files are one input with consecutive record numbers. A source is read as a stream
 and never held in memory. An invalid record has an error (`Record.error`), and the next ones are still read. Damage of
 the file itself (a truncated gzip stream, an unreadable Parquet footer) is a JobError."""
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import InputError, JobError
-from ..files import sampled_digest
+from ..files import is_stream, sampled_digest
 from .formats import LineSource, ParquetSource, TableOptions, delimiter_of, file_errors
 from .record import FORMATS, Record, Source
 
@@ -123,24 +123,26 @@ _BUFFER = 1 << 16
 def open_source(
     name: str, format: str | None = None, options: TableOptions | None = None, *, stdin: Iterable[bytes] | None = None
 ) -> Source:
-    """Returns the source of the records in `name`, a path, or "-" for standard input.
+    """Returns the source of the records in `name`, a path, or "-" for standard input. A path that is no regular file,
+    such as a pipe, is read as standard input is.
 
-    format   one of FORMATS; None: the format that the path's suffix names, and JSONL for standard input
+    format   one of FORMATS; None: the format that the path's suffix names, and JSONL for a stream
     options  how CSV and TSV are read
-    stdin    lines to read in place of standard input
+    stdin    lines to read in place of standard input, or of the pipe `name`
 
     Raises JobError when there is no such file, its format cannot be told, or its header cannot be used.
     """
     options = options or TableOptions()
     if format is not None and format not in FORMATS:
         raise JobError(f"the input format {format!r} is not known; use one of {', '.join(FORMATS)}")
-    if name == "-":
-        return open_stdin(format or "jsonl", standard_input() if stdin is None else stdin, options)
     path = Path(name)
+    if name == "-" or is_stream(name):
+        stream = open_stream(name) if stdin is None else stdin
+        return _stream_source(name, format or _suffix_format(path) or "jsonl", stream, options)
     if not path.exists():
         raise JobError(f"there is no input file {name}; check the path")
     if not path.is_file():
-        raise JobError(f"the input {name} is not a file; give a file, a folder, a pattern, or - for standard input")
+        raise JobError(f"the input {name} is a folder; name the files in it")
     format = format or _format_of(path)
     delimiter_of(format, options.delimiter)
     identity = input_identity(path)
@@ -196,25 +198,30 @@ class _FileHead(io.RawIOBase):
 
 
 def _format_of(path: Path) -> str:
-    suffixes = [s.lower() for s in path.suffixes if s.lower() != ".gz"]
-    format = SUFFIXES.get(suffixes[-1]) if suffixes else None
+    format = _suffix_format(path)
     if format is None:
         raise JobError(f"cannot tell the format of {path.name} from its name; add --format ({', '.join(FORMATS)})")
     return format
 
 
-def open_stdin(format: str, stream: Iterable[bytes], options: TableOptions) -> Source:
-    """Returns the source of the records in `stream`, which are read once. Raises JobError for a format that cannot be
-    read so."""
+def _suffix_format(path: Path) -> str | None:
+    suffixes = [s.lower() for s in path.suffixes if s.lower() != ".gz"]
+    return SUFFIXES.get(suffixes[-1]) if suffixes else None
+
+
+def _stream_source(name: str, format: str, stream: Iterable[bytes], options: TableOptions) -> Source:
+    """Return the source of the records in a stream, which are read once. Raise JobError for a format that cannot be
+    read so. name: "-", or the path of a pipe"""
+    subject = "standard input" if name == "-" else name
     if format == "parquet":
-        raise JobError("a Parquet file cannot be read from standard input; give its path")
+        raise JobError(f"a Parquet file cannot be read from {subject}; give the path of the file")
     lines = lines_of(stream)
-    with file_errors("standard input", 0):
+    with file_errors(subject, 0):
         head = next(lines, b"")
         # Tables of two days have one header; their first records tell them apart.
         second = next(lines, b"") if format in ("csv", "tsv") else b""
     if head[:2] == b"\x1f\x8b":
-        raise JobError("standard input is gzipped; pipe it through `gzip -dc`")
+        raise JobError(f"{subject} is gzipped; pipe it through `gzip -dc`")
     identity = {"stdin": hashlib.blake2b(head + second, digest_size=16).hexdigest()}
     is_consumed = False
 
@@ -223,7 +230,7 @@ def open_stdin(format: str, stream: Iterable[bytes], options: TableOptions) -> S
         nonlocal is_consumed
         # A table's header is read when the source is made and again with its records; the lines behind it only once.
         if is_consumed:
-            raise JobError("standard input can be read only once; write it to a file, and give the file")
+            raise JobError(f"{subject} can be read only once; write it to a file, and give the file")
         yield consume()
 
     def consume() -> Iterator[bytes]:
@@ -232,11 +239,16 @@ def open_stdin(format: str, stream: Iterable[bytes], options: TableOptions) -> S
         is_consumed = True
         yield from lines
 
-    return LineSource.make("-", format, identity, head, opener, options)
+    return LineSource.make(name, format, identity, head, opener, options)
 
 
-def standard_input() -> BinaryIO:
-    """Returns standard input as a stream of bytes. Raises JobError if it is closed."""
+def open_stream(name: str) -> BinaryIO:
+    """Return a pipe, or for "-" standard input, as a stream of bytes. Raise JobError if it cannot be read."""
+    if name != "-":
+        try:
+            return open(name, "rb")
+        except OSError as error:
+            raise JobError(f"cannot read {name}: {error.strerror}; check the path") from None
     if sys.stdin is None:
         raise JobError("standard input is closed; give a file, or pipe something into it")
     return sys.stdin.buffer
@@ -281,8 +293,10 @@ def open_sources(
     files = expand_names(names)
     if len(files) == 1:
         return open_source(files[0], format, options, stdin=stdin)
-    if "-" in files:
-        raise JobError("standard input goes with no other input; give files only")
+    for name in files:
+        if name == "-" or is_stream(name):
+            subject = "standard input" if name == "-" else f"the pipe {name}"
+            raise JobError(f"{subject} goes with no other input; give files only")
     sources = [open_source(name, format, options) for name in files]
     second = next((source for source in sources if source.format != sources[0].format), None)
     if second is not None:

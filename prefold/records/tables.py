@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from ..errors import InputError, JobError, record_error
 from ..options import near
 from ..text.media import TextWithImages
 from ..text.valid import valid_text
-from .fields import Template, as_text, is_empty, lookup, parse_cell
+from .fields import Template, as_text, is_empty, lookup, parse_cell, without_filler
 from .record import ParsedRecord, Record, error_object, plain
 
 # The names in an output line that are not the user's: those of every line (""), and those that each task adds.
@@ -35,9 +36,11 @@ _USUAL = {
 }
 
 
-def reserved_names(task: str) -> frozenset[str]:
-    """Returns the names of a task's own fields in an output line; columns that it repeats need other names."""
-    return frozenset(_RESERVED[""] | _RESERVED[task])
+def reserved_names(task: str, *, has_id: bool = True) -> frozenset[str]:
+    """Returns the names of a task's own fields in an output line; columns that it repeats need other names. has_id:
+    whether lines have an id of their own (--id)"""
+    names = _RESERVED[""] | _RESERVED[task]
+    return frozenset(names if has_id else names - {"id"})
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,14 @@ class Columns:
         return [*names, *(path for path in single if path), *self.keep.values()]
 
 
-def kept_name(task: str, column: str) -> str:
+def kept_name(reserved: Collection[str], column: str) -> str:
     """Returns the name under which a line repeats a column: its own, or input_NAME where lines have a NAME of their
-    own.
+    own. reserved: the names that lines have of their own
 
     The name does not depend on the other columns, and no two columns get one name: a column input_NAME is itself
     repeated as input_input_NAME where lines have a NAME.
     """
-    return f"input_{column}" if bare(column, "input_") in reserved_names(task) else column
+    return f"input_{column}" if bare(column, "input_") in reserved else column
 
 
 def bare(name: str, prefix: str) -> str:
@@ -130,6 +133,7 @@ class TableAdapter:
     render_chat  makes token ids of a list of chat messages; not used for generate, whose task does so
     chat         for generate: a prompt is what a user says, and is put into the chat template
     keep_empty   null, NaN and an empty text are taken as an empty text; they are errors otherwise
+    filled       objects come from Arrow, which fills the fields that they lack with null
 
     Raises JobError where a column is to be repeated under a name that lines have themselves.
     """
@@ -142,9 +146,11 @@ class TableAdapter:
         *,
         chat: bool = False,
         keep_empty: bool = False,
+        filled: bool = False,
     ):
+        self.reserved = self.reserved_for(task, has_id=columns.id is not None)
         for name in columns.keep:
-            if name in reserved_names(task):
+            if name in self.reserved:
                 raise JobError(
                     f"--keep {name} cannot be, as a line has its own {name!r}; write --keep my_{name}={name}"
                 )
@@ -155,7 +161,9 @@ class TableAdapter:
         self._render_chat = render_chat
         self._chat = chat
         self._keep_empty = keep_empty
+        self._filled = filled
         self._names = self._field_names()
+        self.labels: Counter[str] = Counter()  # of this run's lines
 
     def check(self, have: list[str] | None) -> None:
         """Raises JobError if the table lacks a column that is used. have: its columns; None if unknown"""
@@ -179,9 +187,14 @@ class TableAdapter:
             parsed.error = record_error(error)
         return parsed
 
+    @classmethod
+    def reserved_for(cls, task: str, *, has_id: bool) -> frozenset[str]:
+        """Return the names that lines have of their own."""
+        return reserved_names(task, has_id=has_id)
+
     def kept_name(self, column: str) -> str:
         """Returns the name under which lines repeat a column where all columns are repeated."""
-        return kept_name(self.task, column)
+        return kept_name(self.reserved, column)
 
     def _meta(self, data: dict[str, Any], number: int) -> dict[str, Any]:
         columns, meta = self.columns_used, {}
@@ -231,10 +244,10 @@ class TableAdapter:
         images = self._images(data)
         fields: dict[str, Any] = {} if images is None else {"images": images}
         if columns.tools is not None:
-            tools = lookup(data, columns.tools)
+            tools = self._object(data, columns.tools)
             fields["tools"] = None if is_empty(tools) else parse_cell(tools, columns.tools)
         if columns.messages is not None:
-            return False, [{"messages": _messages(data, columns.messages), **fields}]
+            return False, [{"messages": self._messages(data, columns.messages), **fields}]
         assert columns.prompt is not None
         value = columns.prompt.render_many(data, self._keep_empty)
         texts = value if isinstance(value, list) else [value]
@@ -243,6 +256,21 @@ class TableAdapter:
             contents = [[*places, {"type": "text", "text": t}] if places else t for t in texts]
             return isinstance(value, list), [{"messages": [{"role": "user", "content": c}], **fields} for c in contents]
         return isinstance(value, list), [{"prompt": text, **fields} for text in texts]
+
+    def _object(self, data: dict[str, Any], path: str) -> Any:
+        """Return the value at a path that holds objects: a conversation, or tools."""
+        value = lookup(data, path)
+        return without_filler(value) if self._filled else value
+
+    def _messages(self, data: dict[str, Any], path: str) -> list[Any]:
+        value = self._object(data, path)
+        if is_empty(value):
+            raise InputError(f"{path!r} is empty", field=path, remedy="give it a list of messages", code="null")
+        value = parse_cell(value, path)
+        if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
+            remedy = 'give it [{"role": "user", "content": "..."}]'
+            raise InputError(f"{path!r} is not a list of messages", field=path, remedy=remedy, code="wrong_type")
+        return value
 
     def _images(self, data: dict[str, Any]) -> list[Any] | None:
         """Returns the images of a record; None without a column of images, or if its cell is empty."""
@@ -265,7 +293,7 @@ class TableAdapter:
         columns = self.columns_used
         if columns.messages is not None:
             assert self._render_chat is not None
-            return self._render_chat(_messages(data, columns.messages))
+            return self._render_chat(self._messages(data, columns.messages))
         assert columns.prompt is not None
         render = columns.prompt.render if columns.continuation is not None else columns.prompt.render_many
         return render(data, self._keep_empty)
@@ -283,6 +311,7 @@ class TableAdapter:
 
     def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
         head = self._head(number, meta)
+        self.labels.update(result["label"] for result in results if result.get("label"))  # an example has none
         return head | ({"results": results} if meta.get("many") else results[0])
 
     def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:
@@ -298,15 +327,44 @@ class TableAdapter:
         return head | meta.get("keep", {})
 
 
-def _messages(data: dict[str, Any], path: str) -> list[Any]:
-    value = lookup(data, path)
-    if is_empty(value):
-        raise InputError(f"{path!r} is empty", field=path, remedy="give it a list of messages", code="null")
-    value = parse_cell(value, path)
-    if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
-        remedy = 'give it [{"role": "user", "content": "..."}]'
-        raise InputError(f"{path!r} is not a list of messages", field=path, remedy=remedy, code="wrong_type")
-    return value
+class LabelColumns(TableAdapter):
+    """The TableAdapter of "classify" for tables that people read: the label, and its probability in the column `p`.
+
+    every  whether each label's probability has a column of its own, p_LABEL
+    keeps  whether the objects of probabilities, log-likelihoods and logits stay, as nested columns
+    """
+
+    prefix = "p_"
+
+    def __init__(self, *arguments: Any, every: bool = False, keeps: bool = False, **options: Any):
+        super().__init__(*arguments, **options)
+        self._every, self._keeps = every, keeps
+        while any(name.startswith(self.prefix) for name in self.columns_used.keep):
+            self.prefix += LabelColumns.prefix
+
+    @classmethod
+    def reserved_for(cls, task: str, *, has_id: bool) -> frozenset[str]:
+        return super().reserved_for(task, has_id=has_id) | {"p"}
+
+    def kept_name(self, column: str) -> str:
+        name = super().kept_name(column)
+        # Which columns there are is not known beforehand, and a label's column has the same name in all lines.
+        clashes = self._every and name == column and bare(name, "input_").startswith(self.prefix)
+        return f"input_{name}" if clashes else name
+
+    def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+        return super().line(number, meta, [self._flat(result) for result in results])
+
+    def _flat(self, result: dict[str, Any]) -> dict[str, Any]:
+        probabilities = result["probabilities"]
+        own = {
+            "label": result["label"],
+            "p": probabilities.get(result["label"], 0.0),
+        }  # the label of an example is empty
+        if self._every:
+            own |= {self.prefix + label: p for label, p in probabilities.items()}
+        objects = {"probabilities", "logprobs", "logits"}
+        return own | {name: value for name, value in result.items() if self._keeps or name not in objects}
 
 
 PREFIX = "answer_"

@@ -104,6 +104,7 @@ class PlainProgress(Progress):
         super().__init__()
         self._stream = stream
         self._next = self.started + 5
+        self._last = ""
 
     def note(self, text: str) -> None:
         with suppress(OSError):  # a log that is full is no reason to end a job
@@ -114,7 +115,10 @@ class PlainProgress(Progress):
         if now < self._next:
             return
         self._next = now + min(60.0, max(5.0, 0.05 * (now - self.started)))
-        self.note(self.text(counts))
+        text = self.text(counts)
+        if text != self._last or counts.phase == "computing":
+            self.note(text)
+        self._last = text
 
 
 class LiveProgress(Progress):

@@ -15,6 +15,7 @@ from msgspec import Meta, field
 
 from ..api.body import Body
 from ..errors import InputError, JobError
+from ..files import read_text
 from ..types import Owner, Share
 
 
@@ -174,9 +175,9 @@ class Keys:
 def read_keys(path: Path) -> list[tuple[bytes, Tenant]]:
     """Returns (SHA-256 of a key, its tenant) of each key in a file. Raises JobError."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise JobError(f"cannot read the file of keys {path}: {getattr(error, 'strerror', None) or error}") from None
+        tables = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"cannot read the file of keys {path}: {error}") from None
     entries = tables.get("key")
     if set(tables) != {"key"} or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise JobError(f"the file of keys {path} has no keys; write a table [[key]] with key and tenant for each")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..cache import CacheOptions
-from ..errors import InputError
+from ..errors import InputError, JobError
+from ..files import read_text
 from .options import ShiftedReuse
 
 FORMAT = "prefold drift 1"
@@ -92,8 +93,8 @@ class Measurement:
     def read(cls, path: str | PathLike[str]) -> Measurement:
         """Returns what a file says. Raises InputError where it cannot be read, or is no such file."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            content = json.loads(read_text(path))
+        except (JobError, ValueError) as error:
             raise _refused(f"{path} cannot be read ({error})") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise _refused(f"{path} was not written by this version of `prefold verify --reuse shifted`")

@@ -11,15 +11,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, warn_caller
 from ..options import ClassifyOptions, Truncate
 from ..text import FewShotPrompt, FilledTemplate
 from ..text.media import Picture, with_notes
 from ..text.prompts import CONTENT_FREE
-from ..text.valid import valid_text
+from ..text.valid import check_said, valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, Task, Text, TextBatch, Work, cut_end, level, sigmoid, work_of
 from .score import PairOfIds, add_joint, add_pair, leading_ids
+
+MUCH_LONGER = 4  # tokens by which labels' lengths may differ without a warning
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,13 @@ class ClassifyTask(Task):
     def __init__(self, inputs: Inputs, options: ClassifyOptions):
         """Checks the labels and the examples. Raises InputError for labels with equal tokens, and bad examples."""
         self.inputs = inputs
-        self.labels, self.words = _labels(options.labels)
+        self.labels, self.words, described = _labels(options.labels)
         words = dict(zip(self.labels, self.words, strict=True))
         shots = [_example(example, i, words) for i, example in enumerate(options.examples)]
         template = FewShotPrompt.template if options.template is None else options.template
-        parts = {"instructions": options.instructions, "template": template, "separator": options.separator}
+        separator = valid_text(options.separator, "separator")
+        instructions = separator.join(filter(None, (valid_text(options.instructions, "instructions"), described)))
+        parts = {"instructions": instructions, "template": template, "separator": separator}
         self.prompt = FewShotPrompt(examples=shots, **{name: valid_text(text, name) for name, text in parts.items()})
         self.normalization = options.normalization
         self.calibrate = options.calibrate
@@ -82,6 +86,8 @@ class ClassifyTask(Task):
                 message = f"the label {label!r} {problem} in this model's vocabulary"
                 raise InputError(message, field="labels", remedy="write it differently: {label: text}")
             label_of[ids] = label
+        if self.normalization is None and not self.calibrate:
+            _warn_of_lengths({label: len(ids) for ids, label in label_of.items()})
 
     def _add_pairs(self, batch: TextBatch, prompt: Text) -> list[PairOfIds]:
         return [add_pair(batch, self.inputs, prompt, label) for label in self.words]
@@ -288,14 +294,38 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return z / z.sum()
 
 
-def _labels(labels: Any) -> tuple[list[str], list[str]]:
-    """Returns (the labels, the text of each in the prompt). Raises InputError for fewer than two labels, and for empty
-    or equal ones."""
+def _warn_of_lengths(tokens: Mapping[str, int]) -> None:
+    """Warn of labels that differ much in length, as each further token makes a label less likely. tokens: of each label
+    in the prompt"""
+    short, long = min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)
+    if tokens[long] >= max(2 * tokens[short], tokens[short] + MUCH_LONGER):
+        warn_caller(
+            f"labels differ much in length, and a longer label counts as less likely: {short!r} has"
+            f' {tokens[short]} tokens, {long!r} has {tokens[long]}. Give normalization="tokens" (--normalization'
+            ' tokens), or keep labels short and describe them: {"label": {"description": "..."}}'
+        )
+
+
+_PARTS = ("description", "text")  # of a label
+
+
+def _labels(labels: Any) -> tuple[list[str], list[str], str]:
+    """Returns (the labels, the text of each in the prompt, the descriptions of all as a text). Raises InputError for
+    fewer than two labels, and for empty or equal ones."""
     if isinstance(labels, str) or not isinstance(labels, (Sequence, Mapping)) or len(labels) < 2:
-        message = f"labels is {labels!r:.200}"
+        kind = f"{labels!r:.80}" if isinstance(labels, (str, list, tuple, dict)) else f"of type {type(labels).__name__}"
+        message = f"labels is {kind}"
         raise InputError(message, field="labels", remedy="give a list of two labels or more, or {label: text}")
     names = list(labels)
-    words = list(labels.values()) if isinstance(labels, Mapping) else names
+    forms = list(labels.values()) if isinstance(labels, Mapping) else names
+    words, descriptions = list[Any](), list[Any]()
+    for name, form in zip(names, forms, strict=True):
+        parts = form if isinstance(form, Mapping) else {"text": form}
+        for part in parts.keys() - {*_PARTS}:
+            remedy = 'give {"description": what the label means, "text": how it is written}'
+            raise InputError(f"the label {name!r} has {part!r}", field=f"labels[{name!r}]", remedy=remedy)
+        words.append(parts.get("text", name))
+        descriptions.append(parts.get("description"))
     for kind, texts in (("label", names), ("text of a label", words)):
         for i, text in enumerate(texts):
             valid_text(text, f"labels[{i}]")
@@ -306,7 +336,18 @@ def _labels(labels: Any) -> tuple[list[str], list[str]]:
             if text in texts[:i]:
                 message = f"the {kind} {text!r} is given twice"
                 raise InputError(message, field=f"labels[{i}]", remedy="give each once", code="duplicate")
-    return names, words
+    for name, description in zip(names, descriptions, strict=True):
+        if description is not None:
+            check_said(valid_text(description, f"the description of {name!r}"), f"the description of {name!r}")
+    return names, words, _described(words, descriptions)
+
+
+def _described(words: Sequence[str], descriptions: Sequence[str | None]) -> str:
+    """Return the part of the prompt that describes the labels; empty if none is described."""
+    if not any(descriptions):
+        return ""
+    pairs = zip(words, descriptions, strict=True)
+    return "\n".join(["Labels:", *(word if said is None else f"{word}: {said}" for word, said in pairs)])
 
 
 def _example(example: Any, index: int, words: Mapping[str, str]) -> tuple[str, str]:

@@ -131,6 +131,9 @@ def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Tas
     if o.labels is not None and list(o.labels) != head:
         message = f"the checkpoint classifies into {', '.join(head)}"
         raise InputError(message, field="labels", remedy="leave labels out, or use a causal LM for other labels")
+    if isinstance(o.labels, Mapping) and any(form != name for name, form in o.labels.items()):
+        message = "labels have texts or descriptions, which the checkpoint's classification head does not read"
+        raise InputError(message, field="labels", remedy="leave labels out, or use a causal LM")
     of_both = {"labels", *(option.name for option in fields(TaskOptions))}
     for option in fields(o):
         if option.name not in of_both and getattr(o, option.name) not in (option.default, []):

@@ -157,7 +157,12 @@ class ScoreTask(Task):
 
     def _prefix(self, field: str) -> np.ndarray:
         if self.prefix_token is None:
-            message = "the tokenizer has neither a BOS nor an EOS token to stand for an empty prompt"
+            has = (
+                "the model has no tokenizer, and so neither"
+                if self.inputs.tokenizer is None
+                else "the tokenizer has neither"
+            )
+            message = f"{has} a BOS nor an EOS token to stand for an empty prompt"
             raise InputError(message, field=field, remedy="give prefix_token, or a prompt", code="empty")
         return np.array([self.prefix_token], dtype=np.int32)
 

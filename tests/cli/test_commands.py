@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from dataclasses import replace
 
@@ -10,8 +11,10 @@ import pytest
 from tiny import tiny_checkpoint
 
 from prefold import LLM, cli, kernels
+from prefold.checkpoint import resolve
 from prefold.cli.answers import expand
 from prefold.cli.model import task_settings
+from prefold.model import config_from
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,25 @@ def test_plan_says_what_a_job_would_do(prefold, tmp_path):
     assert "1 records would fail" in prefold("plan", "bad.jsonl", "--task", "rerank").stdout
     wrong = prefold("plan", "demo.jsonl", "--task", "rerank", "--template", "{query}")  # of no record
     assert wrong.exit_code == 1 and "rerank template" in wrong.stderr and not wrong.stdout
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plan_measures_a_step_of_what_would_run(prefold, model, tmp_path, dtype, monkeypatch):
+    """The job's own prompts run in the job's dtype through the engine that the job would have."""
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "yes or no {i}"}}\n' for i in range(40)))
+    job = ("in.jsonl", "--task", "classify", "--labels", "yes,no")
+    run = prefold("run", *job, "--dtype", dtype, "-o", "out.jsonl").stderr
+    passes = re.search(rf"computed in {dtype}; (.*)", run)[1]
+    plan = prefold("plan", *job, "--dtype", dtype).stdout
+    rows = int(re.search(r"rows +(\d+) computed", run)[1])
+    assert f"measured: {rows} rows of this job, random weights in {dtype} on cpu; {passes}; counted in" in plan
+    assert "measured: " in prefold("plan", *job, "--dtype", dtype, "--max-batch-rows", "64").stdout
+    whole = 4 * config_from(resolve(model).config).num_parameters
+    monkeypatch.setattr("prefold.cli.speed.MOST_BYTES", whole - 1)
+    assert "; reckoned from 1 and 2 of 3 layers; counted in" in prefold("plan", *job, "--dtype", "float32").stdout
+    monkeypatch.setattr("prefold.cli.speed.MOST_BYTES", 100)
+    done = prefold("plan", *job)
+    assert done.exit_code == 1 and "give --gflops" in done.stderr
 
 
 def test_plan_cuts_the_stream_for_replicas(prefold):

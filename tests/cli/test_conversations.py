@@ -65,3 +65,38 @@ def test_a_job_on_conversations(prefold, tmp_path, lines):
         assert got[1]["embedding"] == got[2]["embedding"] and got[3]["error"]["field"].startswith("m[0].content")
         found.append(got[1]["embedding"])
     assert found[0] == found[2] != found[1]
+
+
+def _called(name, arguments):
+    """A row of a conversation that calls one tool, and the tool."""
+    kinds = {str: "string", int: "number"}
+    properties = {key: {"type": kinds[type(value)]} for key, value in arguments.items()}
+    schema = {"type": "object", "properties": properties, "required": [*arguments]}
+    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    tool = {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
+    return {"m": [*chat, {"role": "tool", "content": "y", "tool_call_id": "1"}], "t": [tool]}
+
+
+def test_fields_that_arrow_fills_with_null_are_no_part_of_a_prompt(prefold, tmp_path, lines):
+    """All structs of a Parquet column have the same fields: one row's tools and arguments have those of every row."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [_called("weather", {"city": "Rome"}), _called("sum", {"a": 1, "b": 2})]
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}"
+    template += "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    as_text = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
+    for name, table in (("structs", rows), ("texts", as_text)):
+        pq.write_table(pa.Table.from_pylist(table), tmp_path / f"{name}.parquet")
+    (tmp_path / "plain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows[0]["t"][0]["function"]["parameters"]["properties"]["city"]["default"] = None  # the user's own null
+    (tmp_path / "null.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def tokens(name):
+        options = ["--messages", "m", "--tools", "t", "--chat-template", template, "--max-tokens", "1"]
+        done = prefold("generate", name, *options, "-o", f"{name}.out.jsonl", "--keep-order", "--quiet")
+        assert done.exit_code == 0, done.output
+        return [line["num_tokens"] for line in lines(f"{name}.out.jsonl")]
+
+    want = tokens("plain.jsonl")
+    assert tokens("structs.parquet") == tokens("texts.parquet") == want
+    assert tokens("null.jsonl")[0] > want[0]

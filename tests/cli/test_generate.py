@@ -151,10 +151,10 @@ def test_a_prompt_that_is_a_file(prefold, tmp_path, llm):
 
 def test_what_a_prompt_file_cannot_be(prefold, tmp_path, table):
     (tmp_path / "empty.txt").write_text("\n")
-    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xff")
     for arguments, code, says in (
         (["-f", "missing.txt"], 1, "cannot read missing.txt"),
-        (["-f", "empty.txt"], 1, "a text is empty"),
+        (["-f", "empty.txt"], 1, "empty.txt is empty"),
         (["-f", "bytes.txt"], 1, "bytes.txt is not valid UTF-8"),
         (["in.jsonl", "-f", "empty.txt"], 2, "for the records of in.jsonl give --prompt @FILE"),
         (["-f", "empty.txt", "-o", "out.jsonl"], 2, "--output is for jobs"),

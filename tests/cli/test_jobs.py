@@ -14,9 +14,11 @@ import time
 import numpy as np
 import psutil
 import pytest
+from click.testing import CliRunner
 from tiny import tiny_checkpoint
 
 from prefold import LLM
+from prefold.cli import main
 from prefold.cli.job import summary_lines
 from prefold.job.run import Summary
 from prefold.types import Stats
@@ -497,3 +499,84 @@ def test_a_table_without_rows_has_the_columns_of_one_with_rows(prefold, tmp_path
             assert done.exit_code == 0, done.output
     assert (tmp_path / "none.out.csv").read_text() == (tmp_path / "some.out.csv").read_text().splitlines(True)[0]
     assert pq.read_schema(tmp_path / "none.out.parquet") == pq.read_schema(tmp_path / "some.out.parquet")
+
+
+def test_a_standard_output_that_is_not_utf_8(model, tmp_path, monkeypatch):
+    """JSON lines are UTF-8 whatever the locale. In texts, letters that the terminal lacks are replaced."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"text": "河 is a river"}\n', encoding="utf-8")
+
+    def shown(*arguments):
+        done = CliRunner(charset="latin-1").invoke(main, [*arguments, "-m", model])
+        assert done.exit_code == 0 and done.exception is None, done.output
+        return done.stdout_bytes
+
+    assert json.loads(shown("embed", "in.jsonl", "--keep", "text", "--quiet"))["text"] == "河 is a river"
+    assert json.loads(shown("embed", "河", "--json", "--quiet"))["text"] == "河"
+    assert "  ? ü" in shown("rerank", "q", "河 ü", "--words", "yes,no", "--quiet").decode("latin-1")
+    # Under an ASCII locale, Python leaves the bytes of an argument as surrogates.
+    undecoded = "河 ü".encode().decode("ascii", "surrogateescape")
+    assert json.loads(shown("embed", undecoded, "--json", "--quiet"))["text"] == "河 ü"
+
+
+def test_a_job_whose_rows_nearly_all_get_one_label_says_so(prefold, tmp_path):
+    labels = {"yes": {"description": "it is so"}, "no": {"description": "it is not"}}
+    (tmp_path / "labels.json").write_text(json.dumps(labels))
+    for count, warns in ((49, False), (50, True)):
+        (tmp_path / "in.jsonl").write_text('{"text": "the same"}\n' * count)
+        arguments = ["in.jsonl", "--labels-file", "labels.json", "-o", "out.jsonl", "--overwrite"]
+        done = prefold("classify", *arguments)
+        assert done.exit_code == 0, done.output
+        assert (f"{count} of {count} texts got the label" in done.stderr) == warns, done.stderr
+    assert "--normalization tokens" in done.stderr
+
+
+def test_a_table_for_people_has_a_column_for_the_labels_probability(prefold, tmp_path, lines):
+    (tmp_path / "in.jsonl").write_text(
+        '{"id": 7, "price": 2, "text": "a fine day"}\n{"id": 8, "price": 3, "text": ""}\n'
+    )
+    job = ["in.jsonl", "--labels", "yes,no", "--keep", "id,price", "--keep-order", "--quiet"]
+    assert prefold("classify", *job, "-o", "out.jsonl").exit_code == 3
+    want = lines("out.jsonl")[0]
+    assert want["id"] == 7 and {"probabilities", "logprobs"} <= want.keys()
+
+    def table(name, *options):
+        assert prefold("classify", *job, "-o", name, *options).exit_code == 3
+        with open(name, newline="", encoding="utf-8") as file:
+            return list(csv.reader(file))
+
+    header, row, bad = table("out.csv")
+    assert header == ["record", "id", "price", "label", "p", "num_tokens", "error"]
+    assert row[:4] == ["1", "7", "2", want["label"]] and float(row[4]) == want["probabilities"][want["label"]]
+    assert bad[:5] == ["2", "8", "3", "", ""]
+    header, row, _ = table("all.csv", "--scores", "all")
+    assert header == ["record", "id", "price", "label", "p", "p_yes", "p_no", "num_tokens", "error"]
+    assert [float(cell) for cell in row[5:7]] == list(want["probabilities"].values())
+    pq = pytest.importorskip("pyarrow.parquet")
+    prefold("classify", *job, "-o", "out.parquet")
+    assert pq.read_table("out.parquet").to_pylist()[0].items() >= {"p": float(row[4]), "label": row[3]}.items()
+    prefold("classify", *job, "-o", "all.parquet", "--scores", "all")
+    assert pq.read_schema("all.parquet").names == header
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--keep", "*"], ["id", "price", "text"]),
+        (["--keep", "id,price"], ["id", "price"]),
+        (["--keep", "*", "--id", "price"], ["id", "input_id", "price", "text"]),
+        (["--keep", "id,price", "--id", "id"], ["id", "price"]),
+    ],
+)
+def test_an_id_that_no_other_id_needs_keeps_its_name(prefold, tmp_path, options, names):
+    (tmp_path / "in.csv").write_text("id,price,text\n7,2,a\n")
+    done = prefold("embed", "in.csv", "--dimensions", "1", "--quiet", *options)
+    assert done.exit_code == 0, done.output
+    assert [*json.loads(done.stdout)][1:-2] == names, done.stdout
+
+
+def test_a_json_file_over_several_lines_is_said_to_be_one(prefold, tmp_path):
+    (tmp_path / "in.json").write_text(json.dumps({"text": "a"}, indent=1))
+    done = prefold("embed", "in.json")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert "in.json has JSON objects over several lines, not one a line; convert it: jq -c . in.json" in done.stderr

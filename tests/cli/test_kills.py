@@ -205,3 +205,32 @@ def test_two_hundred_kills_over_all_formats(killed):
     for name in JOBS:
         killed.torment(name, -(-200 // len(JOBS)))
     assert killed.kills >= 200
+
+
+@pytest.mark.parametrize("code", [0, 3, 143])
+def test_a_process_ends_while_another_thread_is_in_cpp(tmp_path, code, environment):
+    """Python would end the thread after the interpreter, in C++, which aborts the process. This thread is not in C++:
+    the test looks whether the interpreter is taken down."""
+    program = """
+import os, sys, threading, time
+import click
+from prefold import cli
+
+class Last:
+    def __del__(self, write=os.write):
+        write(1, b"the interpreter was taken down")
+
+last = Last()
+
+@cli.main.command()
+@click.argument("code", type=int)
+def end(code):
+    threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+    print("ends", flush=True)
+    sys.exit(code)
+
+cli.main()
+"""
+    command = [sys.executable, "-c", program, "end", str(code)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "ends\n", "")

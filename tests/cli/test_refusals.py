@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from click.testing import CliRunner
+
+from prefold.cli import main
 
 
 @pytest.fixture
@@ -77,3 +80,23 @@ def test_an_empty_file_of_json_lines_is_called_so(prefold, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     done = prefold("run", "empty.jsonl", "-o", "out.jsonl")
     assert done.exit_code == 1 and "empty.jsonl has no line with a JSON object" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("chat", "there is no command 'chat'; use prefold generate \"a message\""),
+        ("embeddings", "there is no command 'embeddings'; use prefold embed"),
+        ("clasify", "did you mean classify? see prefold --help"),
+    ],
+)
+def test_a_command_by_another_name_is_told_its_own(command, says):
+    done = CliRunner().invoke(main, [command])
+    assert done.exit_code == 2 and says in done.stderr
+
+
+def test_a_plugin_that_is_no_file_is_named(monkeypatch):
+    monkeypatch.setenv("PREFOLD_PLUGINS", "")
+    done = CliRunner().invoke(main, ["models", "--plugin", "nofile.py"])
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1 and "nofile.py (--plugin" in done.stderr
+    assert "there is no plugin" in done.stderr and "Error:" not in done.stderr

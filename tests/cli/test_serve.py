@@ -99,7 +99,7 @@ def test_names_are_looked_up_before_the_server_says_that_it_listens(tmp_path, mo
         ("port = [", "cannot be read"),
         ("port = 100000", "port"),
         ('host = "0.0.0.0"', "--insecure"),
-        ('api-keys = "none.toml"', "cannot read the file of keys none.toml: No such file or directory"),
+        ('api-keys = "none.toml"', "cannot read none.toml: No such file or directory"),
     ],
 )
 def test_wrong_configurations(tmp_path, config, said):

@@ -201,7 +201,7 @@ def test_a_full_disk_in_the_last_pass_is_one_error_and_no_temporary_file(tmp_pat
 
 
 def test_a_full_or_closed_standard_output_is_a_job_error(monkeypatch):
-    out = StreamOutput(open("/dev/full", "w"))  # noqa: SIM115
+    out = StreamOutput(open("/dev/full", "wb"))  # noqa: SIM115
     write(out, [1])
     with pytest.raises(JobError, match="standard output: No space left"):
         out.commit()
@@ -313,5 +313,5 @@ def test_who_reads_standard_output_leaves_while_lines_are_committed(tmp_path, mo
     monkeypatch.setattr(threading, "excepthook", seen.append)
     job = table_job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm=fake_llm(before=lambda i: failed.wait(60)))
     job.output.close()
-    run_job(replace(job, output=Closed(io.StringIO())), Progress())
+    run_job(replace(job, output=Closed(io.BytesIO())), Progress())
     assert failed.is_set() and not seen

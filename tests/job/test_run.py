@@ -122,7 +122,7 @@ def test_errors_of_loading_and_of_the_input_end_the_job(tmp_path):
 
     zipped.write_bytes(gzip.compress(source.read_bytes())[:-50])
     adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt")))
-    output = StreamOutput(sys.stderr)
+    output = StreamOutput(sys.stderr.buffer)
     with pytest.raises(JobError, match="damaged"):
         run_job(Job(open_source(str(zipped)), adapter, {"embed": FakeTask()}, fake_llm, output), Progress())
     for thread in set(threading.enumerate()) - before:

@@ -203,7 +203,7 @@ def test_every_process_imports_the_plugins_of_the_command_line(plugin, tmp_path,
     ("name", "message"),
     [
         ("no_such_plugin", "no_such_plugin .--plugin or PREFOLD_PLUGINS. cannot be imported: ModuleNotFoundError"),
-        ("no_such_plugin.py", r"/no_such_plugin\.py .*FileNotFoundError"),
+        ("no_such_plugin.py", r"there is no plugin .*/no_such_plugin\.py .*check the path"),
         ("wrong.py", r"/wrong\.py .*SyntaxError"),
     ],
 )

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from prefold.errors import JobError
 from prefold.records.fields import Template
 from prefold.records.record import Record, dumps
-from prefold.records.tables import AnswerColumns, Columns, with_columns
+from prefold.records.tables import AnswerColumns, Columns, LabelColumns, with_columns
 
 
 def test_properties_follow_what_a_line_has_itself():
@@ -60,3 +61,35 @@ def test_what_is_no_object_has_no_columns(text):
 def test_what_json_lines_cannot_hold_is_written_as_elsewhere():
     line = dumps(with_columns({"text": '{"a": 1e999, "b": "\\ud800"}'}, set()))
     assert json.loads(line.encode()) == {"text": '{"a": 1e999, "b": "\\ud800"}', "a": "Infinity", "b": "\ufffd"}
+
+
+def labelled(**options):
+    return LabelColumns("classify", Columns(prompt=Template("q", "--prompt"), **options.pop("columns", {})), **options)
+
+
+RESULT = {
+    "label": "yes", "probabilities": {"yes": 0.75, "no": 0.25}, "logprobs": {"yes": -1.0, "no": -2.0}, "num_tokens": 9,
+}  # fmt: skip
+
+
+def test_a_table_has_the_label_and_its_probability_and_on_request_all():
+    base = {"record": 1, "label": "yes", "p": 0.75}
+    assert labelled().line(1, {}, [RESULT]) == base | {"num_tokens": 9}
+    assert labelled(keeps=True).line(1, {}, [RESULT]) == base | RESULT
+    every = labelled(every=True).line(1, {}, [RESULT])
+    assert every == base | {"p_yes": 0.75, "p_no": 0.25, "num_tokens": 9}
+    assert [*every] == ["record", "label", "p", "p_yes", "p_no", "num_tokens"]
+    many = labelled(every=True).line(1, {"many": True}, [RESULT, RESULT])
+    assert many["results"] == [{name: value for name, value in every.items() if name != "record"}] * 2
+
+
+def test_a_labels_column_replaces_no_column_that_is_repeated():
+    kept = labelled(every=True, columns={"keep": {"p_yes": "p_yes"}})
+    assert kept.line(1, {"keep": {"p_yes": "mine"}}, [RESULT])["p_yes"] == "mine"
+    assert kept.line(1, {}, [RESULT])["p_p_yes"] == 0.75
+    unknown = labelled(every=True, columns={"keep_all": True})
+    assert [unknown.kept_name(name) for name in ("p", "p_yes", "input_p_yes", "q", "id")] == [
+        "input_p", "input_p_yes", "input_input_p_yes", "q", "id",
+    ]  # fmt: skip
+    with pytest.raises(JobError, match="--keep my_p=p"):
+        labelled(columns={"keep": {"p": "p"}})

@@ -183,3 +183,9 @@ def test_other_models_are_counted():
     for i in range(100):
         read(batch, line(f"x{i}", body={"model": f"model {i}", "input": "x"}))
     assert len(batch.other_models) == 21 and batch.other_models["others"] == 81
+
+
+def test_an_empty_custom_id_is_said_to_be_empty():
+    """A text that is empty is not told that it is no text."""
+    record = Record(1, line(custom_id=""))
+    assert "custom_id is empty" in str(OpenAIBatch("m").read(record).error)

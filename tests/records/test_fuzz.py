@@ -72,14 +72,13 @@ def tasks_for(names, **options):
 def run(lines, adapter, tasks, *, format="jsonl", end=b"\n"):
     """The output lines of a job on these lines, and how many records its source has."""
     data = b"".join(line + end for line in lines)
-    out = io.StringIO()
+    out = io.BytesIO()
     job = Job(
         open_source("-", format, stdin=io.BytesIO(data)), adapter, tasks, lambda: SimpleNamespace(engine=AnyEngine()),
         StreamOutput(out),
     )  # fmt: skip
     summary = run_job(job, Progress())
-    text = out.getvalue()
-    text.encode()  # UTF-8 can hold all of it
+    text = out.getvalue().decode()  # UTF-8 can hold all of it
     found = [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n")[:-1]]
     assert len(found) == summary.records and len(text.splitlines()) == len(found)
     return found, sum(1 for _ in open_source("-", format, stdin=io.BytesIO(data)).records())

@@ -178,7 +178,7 @@ def test_all_columns_are_kept_and_own_names_are_moved():
     assert adapter.columns is None
     parsed = read(adapter, {"q": "x", "text": 1, "id": 2, "other": float("nan")})
     line = adapter.line(1, parsed.meta, [{"text": "out"}])
-    assert line == {"record": 1, "q": "x", "input_text": 1, "input_id": 2, "other": None, "b": "x", "text": "out"}
+    assert line == {"record": 1, "q": "x", "input_text": 1, "id": 2, "other": None, "b": "x", "text": "out"}
 
 
 def test_a_column_names_the_adapter_of_every_task():

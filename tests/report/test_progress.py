@@ -32,7 +32,13 @@ def test_plain_lines_come_every_few_seconds(monkeypatch):
     for _ in range(100):
         clock.now += 0.11
         progress.tick(counts)
-    assert stream.getvalue().splitlines() == ["prefold: reading: 1,200 records, 34,000 tokens"] * 2
+    # A line that says nothing new is left out.
+    assert stream.getvalue().splitlines() == ["prefold: reading: 1,200 records, 34,000 tokens"]
+    counts.records_read += 1
+    for _ in range(100):
+        clock.now += 0.11
+        progress.tick(counts)
+    assert stream.getvalue().splitlines()[1:] == ["prefold: reading: 1,201 records, 34,000 tokens"]
 
 
 def test_rate_share_and_time_left(monkeypatch):

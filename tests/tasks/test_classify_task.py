@@ -257,3 +257,50 @@ def test_head_truncation():
     assert work.requests[0].tokens.size == 4
     assert work.requests[0].tokens[-1] == 0
     assert head(max_length=4).prepare(["abcdefgh"])[0].code == "too_long"
+
+
+def test_descriptions_stand_once_in_the_shared_beginning():
+    labels = {"Y": {"description": "it is so", "text": "yes"}, "no": {"description": "it is not"}, "both": {}}
+    task = classify(labels=labels, instructions="Say.", examples=[("a", "Y")])
+    assert task.words == ["yes", "no", "both"] and task.labels == ["Y", "no", "both"]
+    described = "Labels:\nyes: it is so\nno: it is not\nboth"
+    assert task.prompt.head == f"Say.\n\n{described}\n\nText: a\nLabel: yes\n\nText: "
+    works = task.prepare(["one", "two"])
+    head = ids(TOK, task.prompt.head)
+    for request in [request for work in works for request in work.requests]:
+        assert request.tokens.tolist()[: len(head)] == head
+    assert classify(labels={"Y": "yes", "no": {"text": "no"}}).prompt.head == "Text: "
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ({"a": {"desc": "x"}, "b": "b"}, "the label 'a' has 'desc'"),
+        ({"a": {"description": " "}, "b": "b"}, "the description of 'a'"),
+        ({"a": {"description": 5}, "b": "b"}, "the description of 'a'"),
+        ({"a": {"text": ""}, "b": "b"}, "a text of a label is empty"),
+    ],
+)
+def test_a_wrong_description_is_named(labels, says):
+    with pytest.raises(InputError, match=says):
+        classify(labels=labels)
+
+
+def test_labels_that_differ_much_in_length_get_a_warning(recwarn):
+    long = {"card": "lost, stolen, late or broken cards", "other": "x"}
+    with pytest.warns(UserWarning, match="'other' has .* tokens, 'card' has .*normalization") as caught:
+        classify(labels=long)
+    assert caught[0].filename == __file__
+    recwarn.clear()
+    for options in ({"normalization": "tokens"}, {"normalization": "bytes"}, {"calibrate": True}):
+        classify(labels=long, **options)
+    classify(labels={"card": {"description": long["card"]}, "other": {}}, normalization=None)
+    classify(labels=["yes", "no"])
+    assert not recwarn.list
+
+
+def test_a_classification_head_has_no_descriptions():
+    config = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}
+    assert isinstance(classify(labels={"a": "a", "b": "b"}, config=config), ClassifyHeadTask)
+    with pytest.raises(InputError, match="head does not read"):
+        classify(labels={"a": {"description": "x"}, "b": "b"}, config=config)

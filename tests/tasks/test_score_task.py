@@ -109,7 +109,9 @@ def test_the_prefix_token():
     assert error.field == "prompt"
     assert "prefix_token" in error.remedy
     (error,) = score(neither).prepare(["x"])
-    assert error.field == "text"
+    assert error.field == "text" and "the tokenizer has neither" in error.message
+    (error,) = make_task("score", FakeCheckpoint(), None).prepare([[5, 6]])
+    assert "the model has no tokenizer, and so neither a BOS nor an EOS token" in error.message
 
 
 def test_too_long_and_truncation():

@@ -1,0 +1,158 @@
+"""Measures how fast this machine computes a job: some of the job's prompts run through the job's model. Random weights
+take the place of a checkpoint's, but not of a GGUF file's blocks, which other kernels multiply."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import JobError
+from .model import Options, llm_options
+
+MOST_BYTES = 2 << 30  # of random weights; of a larger model, a few layers are measured
+MOST_LAYERS = 8  # of a model that is measured in part
+WARM_ROWS = 256  # of the steps that warm up, and say how many rows the measured step may have
+SECONDS = 2.0  # that the measured step may take, about
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names in config.json
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Floating-point operations a second, counted as `job.plan.cost_of` does, and what was measured, in words."""
+
+    flops: float
+    words: str
+
+
+def measure_speed(input: Any, job_plan: Any, o: Options) -> Speed:
+    """Return the speed of one step of a job. Raise JobError if the model cannot be measured here.
+
+    Prompts, read-outs, dtype, kernels, device, threads and rows of a step are the job's. No time depends on the values
+    of weights, so no weights are downloaded, and only those of a small GGUF file are read.
+    """
+    from ..model import config_from
+
+    config = config_from(input.checkpoint.config)
+    depths = _depths(input.checkpoint, config, o)
+    requests = [_alone(request, config.vocab_size) for request in job_plan.sample]
+    deepest = _Probe(input, job_plan.sample_task, depths[-1], o)
+    count = deepest.warm_up(requests, o["max_batch_rows"])
+    seconds, sample = deepest.seconds(requests[:count]), requests[:count]
+    flops, what = _flops(sample, config), deepest.words
+    if depths[-1] < config.layers:
+        shallow = _Probe(input, job_plan.sample_task, depths[0], o)
+        shallow.warm_up(requests, o["max_batch_rows"])
+        layers_only = seconds - shallow.seconds(sample)
+        counted, few = _flops(sample, deepest.config), _flops(sample, shallow.config)
+        seconds += max(0.0, layers_only) * (flops - counted) / (counted - few)
+        what += f"; reckoned from {depths[0]} and {depths[-1]} of {config.layers} layers"
+    return Speed(flops / seconds, f"measured: {_rows(sample)[-1]:,} rows of this job, {what}")
+
+
+def _depths(checkpoint: Any, config: Any, o: Options) -> tuple[int, ...]:
+    """Return how many layers to measure: all, or two numbers of them if memory is too small for all."""
+    from ..device import available_memory, choose_device, choose_dtype
+
+    device = choose_device(o.get("device") or "auto")
+    size = choose_dtype(o.get("dtype") or "auto", checkpoint.config, device).itemsize
+    most = min(MOST_BYTES, available_memory(device) // 2)
+    if config.num_parameters * size <= most:
+        return (config.layers,)
+    for depth in range(min(MOST_LAYERS, config.layers), 1, -1):
+        if _config_of(_shallow(checkpoint, config.layers, depth)).num_parameters * size <= most:
+            return depth // 2, depth
+    raise JobError("the speed cannot be measured, as two layers of the model do not fit in memory; give --gflops X")
+
+
+def _shallow(checkpoint: Any, layers: int, depth: int) -> Any:
+    """Return the checkpoint to measure, with the first `depth` layers of another one. layers: how many that one has"""
+    from ..checkpoint import Checkpoint
+
+    config = checkpoint.config
+    if depth == layers and checkpoint.format == "gguf":
+        return checkpoint
+    if depth != layers:
+        first = {
+            key: value[:depth] for key, value in config.items() if isinstance(value, list) and len(value) == layers
+        }
+        config = {**config, **first, **{key: depth for key in _LAYERS if key in config}}
+    return Checkpoint.dummy(config, name=checkpoint.name, path=checkpoint.path)
+
+
+def _config_of(checkpoint: Any) -> Any:
+    from ..model import config_from
+
+    return config_from(checkpoint.config)
+
+
+class _Probe:
+    """The job's model, or its first `depth` layers with random weights."""
+
+    def __init__(self, input: Any, task: str, depth: int, o: Options):
+        from ..llm import LLM
+
+        layers = _config_of(input.checkpoint).layers
+        checkpoint = _shallow(input.checkpoint, layers, depth)
+        self.config = _config_of(checkpoint)
+        if self.config.layers != depth:
+            raise JobError(f"the speed of {input.checkpoint.name} cannot be measured in part; give --gflops X")
+        options = llm_options({**o, "adapter": (), "load_format": None, "mmproj": None})
+        self._llm = LLM(checkpoint, tokenizer=input.tokenizer, **options)
+        self._task = input.tasks[task]
+        dtype = str(self._llm.dtype).removeprefix("torch.")
+        weights = "random weights in " if checkpoint.format == "dummy" else ""
+        self.words = f"{weights}{dtype} on {self._llm.device}; {self._llm.passes}"
+
+    def warm_up(self, requests: Sequence[Any], most_rows: int) -> int:
+        """Run a few requests, and return how many of all a step of about SECONDS may have."""
+        rows = _rows(requests)
+        few = _count(rows, WARM_ROWS)
+        self.seconds(requests[:few])  # what is made once: kernels, buffers
+        speed = rows[few - 1] / self.seconds(requests[:few])
+        return _count(rows, max(WARM_ROWS, min(most_rows, int(SECONDS * speed))))
+
+    def seconds(self, requests: Sequence[Any]) -> float:
+        """Return the seconds that requests take."""
+        from ..tasks.base import Work
+        from ..tasks.run import checked, run_works
+
+        works = [Work([request]) for request in requests]
+        started = time.perf_counter()
+        checked(run_works(self._llm.engine, self._task, works, seed=0))
+        return max(time.perf_counter() - started, 1e-9)
+
+
+def _alone(request: Any, vocab_size: int) -> Any:
+    """Return a request as it is measured: only its prompt, by the model itself, and with ids that the model has."""
+    sampling = None if request.sampling is None else replace(request.sampling, max_tokens=1, min_tokens=0, n=1)
+    tokens = request.tokens % vocab_size  # rows of images have larger ids
+    return replace(request, tokens=tokens, adapter=None, sampling=sampling, media=())
+
+
+def _shape(requests: Sequence[Any]) -> Any:
+    from ..report.icicle import StreamShape
+
+    shape = StreamShape()
+    shape.add(np.concatenate([r.tokens for r in requests]), np.cumsum([0, *(len(r.tokens) for r in requests)]))
+    return shape
+
+
+def _rows(requests: Sequence[Any]) -> np.ndarray:
+    """Return the rows of the first request, the first two, and so on. The requests are in the order of the stream."""
+    lengths, shared = _shape(requests).arrays()
+    return np.cumsum(lengths.astype(np.int64) - shared)
+
+
+def _count(rows: np.ndarray, most: int) -> int:
+    """Return how many requests have at most so many rows, at least one."""
+    return max(1, int(np.searchsorted(rows, most, "right")))
+
+
+def _flops(requests: Sequence[Any], config: Any) -> float:
+    from ..job.plan import cost_of
+
+    return cost_of(_shape(requests), config)[0].total
