@@ -15,7 +15,7 @@ from typing import Any
 from ..cache import RadixCache
 from ..types import Owner, Share
 from .admission import Admission, Capacity, P, StepLimits
-from .generate_step import SequenceState
+from .generate_step import SequenceState, StepPlan
 
 # Among the first LOOK_AHEAD waiting sequences of a tenant, the one with the fewest rows to compute is admitted; a
 # sequence that has been passed over MAX_PASSED times goes first.
@@ -263,9 +263,10 @@ class FairAdmission:
 
     def _fill_live(self, plan: Any, running: Collection[SequenceState]) -> None:
         """Adds rows of interactive requests to the plan of a step: of all that generate, and of prompts, whose rows are
-        divided between the tenants. What a tenant does not use goes to tenants with longer prompts."""
+        divided between the tenants. What a tenant does not use goes to tenants with longer prompts. A step of one block
+        of a looped model is not divided."""
         prompts: dict[Owner, list[SequenceState]] = {}
-        if self._num_owners[False] > 1:
+        if self._num_owners[False] > 1 and isinstance(plan, StepPlan):
             for sequence in running:
                 if not sequence.ready:
                     prompts.setdefault(sequence.owner, []).append(sequence)
@@ -273,7 +274,7 @@ class FairAdmission:
             plan.fill(running)
             return
         owners = list(prompts)
-        if getattr(plan, "holds_rows", None) is None:  # a span of an image may have to be the first of a step
+        if plan.holds_rows is None:  # a span of an image may have to be the first of a step
             owners.sort(key=lambda owner: sum(sequence.leaf.stop for sequence in prompts[owner]))
         generating = [sequence for sequence in running if sequence.ready]
         room, weight = plan.room, sum(self._queues[owner].share.weight for owner in owners)
